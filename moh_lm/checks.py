@@ -1,0 +1,167 @@
+"""Checks of a configuration: every reason why a run could not start, found before any process group is opened.
+
+A check returns sentences. Each gives the flag, its value, what is allowed and the remedy; all of them are shown at
+once.
+"""
+
+import math
+from decimal import Decimal, InvalidOperation
+
+from moh_lm.config import flag
+
+
+def config_problems(config, world_size):
+    """Sentences for what is wrong with ``config`` on ``world_size`` processes; empty if the run can start."""
+    return [
+        *model_problems(config.model),
+        *data_problems(config.data),
+        *optimizer_problems(config.optimizer),
+        *run_problems(config.run),
+        *layout_problems(config, world_size),
+    ]
+
+
+def below(section, lowest, *keys):
+    """A sentence for each of ``keys`` whose value is not a finite number of at least ``lowest``."""
+    values = {key: getattr(section, key) for key in keys}
+    return [
+        f"{flag(key)} {value:g}: must be {lowest} or above"
+        for key, value in values.items()
+        if not lowest <= value < math.inf
+    ]
+
+
+def model_problems(model):
+    found = below(model, 1, "num_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    found += below(model, 1, "num_key_value_heads", "vocab_size")
+    if found:
+        return found
+    heads, key_value_heads = model.num_attention_heads, model.num_key_value_heads
+    if model.hidden_size % heads and model.head_dim == model.hidden_size // heads:
+        found.append(
+            f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
+            f"choose one of {divisors(model.hidden_size, 64)}, or give --head-dim"
+        )
+    elif model.head_dim < 2 or model.head_dim % 2:
+        found.append(f"--head-dim {model.head_dim}: rotary embeddings pair features; choose an even number")
+    if heads % key_value_heads:
+        found.append(
+            f"--num-key-value-heads {key_value_heads}: must divide --num-attention-heads {heads}; "
+            f"choose one of {divisors(heads, heads)}"
+        )
+    for key in ("rope_theta", "rms_norm_eps"):
+        if not 0 < getattr(model, key) < math.inf:
+            found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
+    found += below(model.heads, 0, "load_balance_coefficient")
+    return found if model.heads.head_selection == "all" else found + budget_problems(model)
+
+
+def budget_problems(model):
+    """The numbers of shared and routed heads, layer by layer."""
+    heads = model.num_attention_heads
+    budgets = {key: getattr(model.heads, key) for key in ("num_shared_heads", "num_active_routed_heads")}
+    found = [
+        f"{flag(key)} has {len(budget)} numbers: give one for all layers, "
+        f"or one for each of --num-layers {model.num_layers}"
+        for key, budget in budgets.items()
+        if len(budget) != model.num_layers
+    ]
+    if found:
+        return found
+    first_layer = {}  # of each sentence: the same mistake in every layer is said once
+    for layer, (shared, active) in enumerate(zip(*budgets.values(), strict=True)):
+        routed = heads - shared
+        if not 0 <= shared <= heads:
+            sentence = (
+                f"--num-shared-heads {shared}: must be between 0 and --num-attention-heads {heads}; "
+                f"half of them, {heads // 2}, gives the paper's 75%"
+            )
+        elif not min(1, routed) <= active <= routed:
+            sentence = (
+                f"--num-active-routed-heads {active}: must be between {min(1, routed)} and {routed}, "
+                f"the heads that --num-shared-heads {shared} leaves of {heads}"
+            )
+        else:
+            continue
+        first_layer.setdefault(sentence, layer)
+    return [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()]
+
+
+def data_problems(data):
+    found = []
+    if not data.data_dir:
+        found.append("--data-dir is missing: give a directory written by data_prep/tokenize.py")
+    if not 0 <= data.validation_fraction < 1:
+        found.append(f"--validation-fraction {data.validation_fraction:g}: must be at least 0 and below 1")
+    names = [name for name, _ in data.data_mix]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        found.append(f"--data-mix {name}: is given {names.count(name)} times; give each source once")
+    for name, weight in data.data_mix:
+        try:
+            sound = bool(name) and Decimal(weight).is_finite() and Decimal(weight) > 0
+        except InvalidOperation:
+            sound = False
+        if not sound:
+            found.append(f"--data-mix {name}={weight}: write NAME=WEIGHT with a weight above 0, such as books=4.24")
+    return found
+
+
+def optimizer_problems(optimizer):
+    found = below(optimizer, 0, "warmup_iters", "weight_decay", "gradient_clipping")
+    peak = optimizer.learning_rate
+    if not 0 < peak < math.inf:
+        found.append(f"--learning-rate {peak:g}: must be above 0, such as 3e-4")
+    for key in ("min_learning_rate", "warmup_init_lr"):
+        if not 0 <= getattr(optimizer, key) <= peak:
+            found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be between 0 and --learning-rate {peak:g}")
+    for key in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(optimizer, key) < 1:
+            found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be at least 0 and below 1")
+    return found
+
+
+def run_problems(run):
+    found = below(run, 1, "seq_length", "micro_batch_size", "log_interval")
+    found += below(run, 0, "save_interval", "eval_interval", "eval_samples", "seed")
+    if not run.checkpoint_dir:
+        found.append("--checkpoint-dir is missing: give the directory of this run")
+    if run.train_iters is None:
+        if run.train_tokens is None:
+            found.append("--train-tokens is missing: give a budget such as 100B, or --train-iters")
+    elif run.train_iters < 1:
+        found.append(f"--train-iters {run.train_iters}: must be at least 1")
+    return found
+
+
+def layout_problems(config, world_size):
+    """The arithmetic of processes and batches; only asked once the numbers by themselves are sound."""
+    run, parallel = config.run, config.parallel
+    found = below(parallel, 1, "tensor_parallel_size", "pipeline_parallel_size")
+    if found or run.seq_length < 1 or run.micro_batch_size < 1:
+        return found
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if world_size % (tp * pp):
+        return [
+            f"{world_size} processes: not a multiple of tensor_parallel_size({tp}) * pipeline_parallel_size({pp}) "
+            f"= {tp * pp}; start a multiple of {tp * pp} processes or change the degrees"
+        ]
+    length, tokens = run.seq_length, run.batch_tokens
+    if tokens < length or tokens % length:
+        nearest = [str(n) for n in (tokens // length * length, (tokens // length + 1) * length) if n > 0]
+        return [
+            f"--batch-tokens {tokens}: not a whole number of sequences of --seq-length {length}; "
+            f"choose {' or '.join(nearest)}"
+        ]
+    dp = config.data_parallel_size(world_size)
+    chunk = run.micro_batch_size * dp
+    if run.global_batch_size % chunk:
+        return [
+            f"--batch-tokens {tokens}: its {run.global_batch_size} sequences are not a multiple of "
+            f"micro_batch_size({run.micro_batch_size}) * data_parallel_size({dp}) = {chunk}; "
+            f"choose {math.ceil(run.global_batch_size / chunk) * chunk * length} or another --micro-batch-size"
+        ]
+    return []
+
+
+def divisors(number, most):
+    return ", ".join(str(n) for n in range(1, most + 1) if number % n == 0)

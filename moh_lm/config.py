@@ -1,0 +1,235 @@
+"""Configuration: what a run is, in six small dataclasses.
+
+A field says its name, type, default and meaning once. Flags (``moh_lm.flags``) and the flat ``config.json`` are made
+from the fields, so names are unique over all sections. Values that follow from others (the head dimension, one head
+budget per layer, the number of iterations) are filled in when a section is made: what the program sees is always
+resolved.
+
+Checks return sentences instead of raising: each gives the key, the value, what is allowed and the remedy, and all of
+them are shown at once, before any process group is opened. This module needs the standard library only.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+
+
+class ConfigError(Exception):
+    """What the user has to mend; ``problems`` holds one sentence each. Programs print them and exit with code 2."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def option(default, help, **metadata):
+    """A dataclass field with its help text; moh_lm.flags reads choices, parse, binary and replaces of ``metadata``."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """heads: which attention heads a token uses (paper, section 3)"""
+
+    head_selection: str = option(
+        "mixture",
+        "all: ordinary attention; mixture: shared heads and a router's top-K of the others; static: the first heads",
+        choices=("all", "mixture", "static"),
+    )
+    num_shared_heads: tuple[int, ...] = option(
+        (), "heads that are always on: one number, or one per layer (default: half of the heads)", parse=int
+    )
+    num_active_routed_heads: tuple[int, ...] = option(
+        (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)", parse=int
+    )
+    routing: str = option(
+        "paper",
+        "gates as in Eq. 5-6, as in the authors' released code, or from query norms (Eq. 9-10)",
+        choices=("paper", "released", "query_norm"),
+    )
+    two_stage: bool = option(True, "weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1")
+    load_balance_coefficient: float = option(0.01, "beta of Eq. 8")
+    load_balance_scope: str = option(
+        "sequence",
+        "tokens over which Eq. 7 counts selections: each sequence, or the whole previous step",
+        choices=("sequence", "global_batch"),
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """model: shape of the decoder (defaults: LLM-S of the paper)"""
+
+    num_layers: int = option(12, "decoder layers")
+    hidden_size: int = option(768, "width of the residual stream")
+    intermediate_size: int = option(2048, "width of the SwiGLU MLP")
+    num_attention_heads: int = option(12, "query heads per layer")
+    num_key_value_heads: int | None = option(None, "key/value heads (default: one per query head)", parse=int)
+    head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)", parse=int)
+    vocab_size: int = option(65_536, "rows of the embedding; at least the tokenizer's pieces")
+    rope_theta: float = option(10_000.0, "base of the rotary frequencies")
+    rms_norm_eps: float = option(1e-5, "epsilon under the root of RMSNorm")
+    tie_embeddings: bool = option(False, "use the embedding matrix as output head")
+    heads: HeadsConfig = field(default_factory=HeadsConfig)
+
+    def __post_init__(self):
+        heads = self.num_attention_heads
+        if self.num_key_value_heads is None:
+            object.__setattr__(self, "num_key_value_heads", heads)
+        if self.head_dim is None and heads > 0:
+            object.__setattr__(self, "head_dim", self.hidden_size // heads)
+        budgets = {
+            "num_shared_heads": self.heads.num_shared_heads or (heads // 2,),
+            "num_active_routed_heads": self.heads.num_active_routed_heads or (max(1, heads // 4),),
+        }
+        per_layer = {key: value * self.num_layers if len(value) == 1 else value for key, value in budgets.items()}
+        object.__setattr__(self, "heads", replace(self.heads, **per_layer))
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """parallel: how the model is spread over processes"""
+
+    tensor_parallel_size: int = option(1, "ranks that share each layer's heads, MLP columns and vocabulary")
+    pipeline_parallel_size: int = option(1, "stages of consecutive layers")
+    zero_stage: int = option(1, "DeepSpeed ZeRO stage: 1 shards optimizer states", parse=int, choices=(1, 2, 3))
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """data: token shards and their mixture"""
+
+    data_dir: str = option("", "directory written by data_prep/tokenize.py")
+    data_mix: tuple[tuple[str, str], ...] = option(
+        (), "NAME=WEIGHT of each source, weights of any sum (default: in proportion to tokens)", parse=str
+    )
+    validation_fraction: float = option(0.001, "share of every source that is held out for validation")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """optimizer: AdamW, linear warm-up, cosine decay"""
+
+    learning_rate: float = option(3e-4, "peak learning rate")
+    min_learning_rate: float = option(3e-5, "learning rate at the end of the run")
+    warmup_init_lr: float = option(1e-7, "learning rate of the first iteration")
+    warmup_iters: int = option(2000, "iterations of linear warm-up")
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms have none")
+    adam_beta1: float = option(0.9, "decay of the first moment")
+    adam_beta2: float = option(0.95, "decay of the second moment")
+    gradient_clipping: float = option(1.0, "largest global gradient norm; 0 does not clip")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """run: batch, budget, precision, files"""
+
+    seq_length: int = option(2048, "tokens per sequence")
+    batch_tokens: int = option(4 * 2**20, "tokens per iteration, all ranks; K, M, G are powers of 1024", binary=True)
+    micro_batch_size: int = option(1, "sequences per rank in one forward pass")
+    train_tokens: int | None = option(
+        None, "budget in tokens, rounded up to iterations; K, M, B, T are powers of 1000", binary=False,
+        replaces="train_iters",
+    )
+    train_iters: int | None = option(
+        None, "budget in iterations; of this flag and --train-tokens the later one counts", parse=int,
+        replaces="train_tokens",
+    )
+    precision: str = option(
+        "bf16", "bf16: bf16 weights with fp32 masters, moments and gradient sums", choices=("bf16", "fp32")
+    )
+    seed: int = option(1234, "seed of the initial weights and of the order of samples")
+    checkpoint_dir: str = option("", "run directory: config.json, metrics.jsonl, tensorboard/, checkpoints/")
+    save_interval: int = option(1000, "iterations between checkpoints; 0: only at the end")
+    eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
+    eval_samples: int = option(128, "held-out sequences evaluated per source")
+    log_interval: int = option(10, "iterations per line of the log")
+    recompute: bool = option(False, "recompute each layer's activations in the backward pass")
+
+    def __post_init__(self):
+        if self.train_iters is None and self.train_tokens is not None and self.tokens_per_iteration > 0:
+            object.__setattr__(self, "train_iters", math.ceil(self.train_tokens / self.tokens_per_iteration))
+        if self.train_tokens is None and self.train_iters is not None:
+            object.__setattr__(self, "train_tokens", self.train_iters * self.tokens_per_iteration)
+
+    @property
+    def global_batch_size(self):
+        """Sequences per iteration over all ranks."""
+        return self.batch_tokens // max(1, self.seq_length)
+
+    @property
+    def tokens_per_iteration(self):
+        return self.global_batch_size * self.seq_length
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. ``problems`` is empty if and only if the run can start on ``world_size`` processes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def data_parallel_size(self, world_size):
+        return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
+
+    def gradient_accumulation_steps(self, world_size):
+        return self.run.global_batch_size // (self.run.micro_batch_size * self.data_parallel_size(world_size))
+
+    def to_dict(self):
+        """Every field under its own name, sections joined: the content of config.json."""
+        return {field.name: getattr(section, field.name) for section, field in walk(self)}
+
+    @classmethod
+    def from_dict(cls, values):
+        """The inverse of ``to_dict``; keys that are absent keep their defaults. Raises ConfigError for unknown keys."""
+        known = {field.name for _, field in walk(cls())}
+        unknown = [f"config key {key!r} is unknown: remove it" for key in values if key not in known]
+        if unknown:
+            raise ConfigError(unknown)
+        return build(cls, values)
+
+    def save(self, path):
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path):
+        """The configuration in a config.json. Raises ConfigError if the file is absent or not such a file."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"{path}: no configuration ({error}); give a directory made by a run"]) from error
+        return cls.from_dict(values)
+
+
+def walk(section):
+    """(section, field) for every leaf field below ``section``, in order."""
+    for entry in fields(section):
+        value = getattr(section, entry.name)
+        if is_dataclass(value):
+            yield from walk(value)
+        else:
+            yield section, entry
+
+
+def build(section_type, values):
+    """A section, and the sections in it, from a flat mapping of field names."""
+    arguments = {}
+    for entry in fields(section_type):
+        if is_dataclass(entry.type):
+            arguments[entry.name] = build(entry.type, values)
+        elif entry.name in values:
+            arguments[entry.name] = as_tuples(values[entry.name])
+    return section_type(**arguments)
+
+
+def as_tuples(value):
+    """JSON has lists only; fields hold tuples."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,167 @@
+"""Command-line flags, made from the fields of the configuration.
+
+Every field becomes one flag of its name (``num_layers`` -> ``--num-layers``), grouped by section in ``--help``. A
+later flag wins over an earlier one, so that arguments appended to a launch script override it. All unknown flags and
+unreadable values are collected and shown together.
+"""
+
+import argparse
+import difflib
+from decimal import Decimal, InvalidOperation
+
+from moh_lm.config import Config, ConfigError, flag, walk
+
+SUFFIXES = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
+
+
+def parse_config(arguments):
+    """(Config, dry_run) from command-line arguments. Raises ConfigError; exits by itself only for ``--help``."""
+    namespace, unknown = make_parser().parse_known_args(arguments)
+    options = {flag(entry.name): entry for _, entry in walk(Config())}
+    problems = [unknown_flag(text, options) for text in unknown if text.startswith("--")]
+    problems += [f"argument {text!r} belongs to no flag: remove it" for text in unknown if not text.startswith("--")]
+    values = {}
+    for name, entry in options.items():
+        texts = getattr(namespace, entry.name)
+        if texts is not None:
+            try:
+                values[entry.name] = read_value(entry, texts)
+            except ValueError as error:
+                problems.append(f"{name} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return Config.from_dict(values), namespace.dry_run
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ConfigError([message])
+
+
+def make_parser():
+    parser = Parser(
+        prog="python -m moh_lm.pretrain",
+        usage="%(prog)s [flags]",
+        description="Pretrain a Mixture-of-Head language model. The scripts in launch/ hold the paper's values.",
+        allow_abbrev=False,
+    )
+    groups = {}
+    for section, entry in walk(Config()):
+        title = type(section).__doc__
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(
+            flag(entry.name),
+            action=LaterWins,
+            replaces=entry.metadata.get("replaces"),
+            nargs="+" if is_list(entry) else "?" if entry.type is bool else None,
+            const="true" if entry.type is bool else None,
+            metavar=placeholder(entry),
+            help=help_text(entry),
+        )
+    parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
+    # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    return parser
+
+
+class LaterWins(argparse.Action):
+    """Store the texts of a flag, and forget those of the flag that it ``replaces``."""
+
+    def __init__(self, *args, replaces, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.replaces = replaces
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, values)
+        if self.replaces:
+            setattr(namespace, self.replaces, None)
+
+
+def read_value(entry, texts):
+    """The value of a field from the text, or texts, after its flag. Raises ValueError that says what is allowed."""
+    parse = value_parser(entry)
+    if is_list(entry):
+        return tuple(parse(text) for text in texts)
+    value = parse(texts)
+    allowed = entry.metadata.get("choices")
+    if allowed and value not in allowed:
+        raise ValueError(f"choose one of {', '.join(map(str, allowed))}")
+    return value
+
+
+def is_list(entry):
+    return isinstance(entry.default, tuple)
+
+
+def value_parser(entry):
+    if "binary" in entry.metadata:
+        return quantity(1024 if entry.metadata["binary"] else 1000)
+    if entry.name == "data_mix":
+        return name_and_weight
+    parse = entry.metadata.get("parse", entry.type)
+    return {bool: boolean, int: integer, float: real}.get(parse, parse)
+
+
+def quantity(base):
+    """A reader of counts such as 4M or 100B, whose suffixes are powers of ``base``."""
+
+    def read(text):
+        suffix = text[-1:].upper()
+        digits, power = (text[:-1], SUFFIXES[suffix]) if suffix in SUFFIXES else (text, 0)
+        try:
+            value = Decimal(digits) * base**power
+        except InvalidOperation:
+            value = Decimal("NaN")
+        if not value.is_finite() or value != int(value):
+            raise ValueError("write a whole number, or one with a suffix such as 4M or 100B")
+        return int(value)
+
+    return read
+
+
+def integer(text):
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("write a whole number") from None
+
+
+def real(text):
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("write a number such as 3e-4") from None
+
+
+def boolean(text):
+    if text.lower() not in ("true", "false"):
+        raise ValueError("write true or false, or the flag alone for true")
+    return text.lower() == "true"
+
+
+def name_and_weight(text):
+    name, separator, weight = text.rpartition("=")
+    if not separator:
+        raise ValueError("write NAME=WEIGHT for each source, such as books=4.24 arxiv=4.37")
+    return name, weight
+
+
+def unknown_flag(text, options):
+    name = text.split("=")[0]
+    near = difflib.get_close_matches(name, [*options, "--dry-run"], n=1)
+    return f"flag {name} is unknown: " + (f"did you mean {near[0]}?" if near else "--help lists the flags")
+
+
+def placeholder(entry):
+    if "choices" in entry.metadata:
+        return "{" + ",".join(map(str, entry.metadata["choices"])) + "}"
+    if entry.type is bool:
+        return "{true,false}"
+    return "NAME=WEIGHT" if entry.name == "data_mix" else "PATH" if entry.type is str else "N"
+
+
+def help_text(entry):
+    shown = str(entry.default).lower() if isinstance(entry.default, bool) else str(entry.default)
+    default = "" if entry.default in (None, (), "") else f" (default: {shown})"
+    return (entry.metadata["help"] + default).replace("%", "%%")

@@ -1,0 +1,1 @@
+"""Attention whose heads are weighted per token."""

@@ -1,0 +1,165 @@
+"""What a run says about itself: one console line per interval, ``metrics.jsonl`` and TensorBoard.
+
+Sums over the steps of an interval become means when it ends. The sums are part of a checkpoint, so that an interval
+in which a run was stopped and resumed reads like any other. Rank 0 writes; a resumed run first drops what it wrote
+after its checkpoint.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+
+class Interval:
+    """Sums of ``StepResult``s since the last line of the log; the same on every rank."""
+
+    def __init__(self, num_sources, routers, device):
+        self.layers = [(router.layer_index, router.num_shared, router.num_routed) for router in routers]
+        self.losses = torch.zeros(num_sources, 2, dtype=torch.float64, device=device)
+        width = sum(1 + num_routed for _, _, num_routed in self.layers)
+        self.routers = torch.zeros(width, dtype=torch.float64, device=device)
+        self.skipped_steps = 0
+        self.seconds = self.timed_tokens = 0  # of this process only
+
+    def add(self, result, seconds, tokens):
+        self.losses += result.losses
+        self.routers += result.routers
+        self.skipped_steps += not math.isfinite(result.grad_norm)
+        self.seconds += seconds
+        self.timed_tokens += tokens
+
+    def clear(self):
+        self.losses.zero_()
+        self.routers.zero_()
+        self.skipped_steps = self.seconds = self.timed_tokens = 0
+
+    def tokens_per_second(self):
+        return round(ratio(self.timed_tokens, self.seconds), 1)
+
+    def loss(self):
+        """Mean training loss per token."""
+        return ratio(*self.losses.sum(0).tolist())
+
+    def source_losses(self, names):
+        """Mean training loss per token of every source that was seen."""
+        rows = zip(names, self.losses.tolist(), strict=True)
+        return {name: total / tokens for name, (total, tokens) in rows if tokens}
+
+    def balance_loss(self, micro_batches):
+        """L_b of Eq. 8: the mean over layers and over ``micro_batches``, those of all ranks in the interval."""
+        losses = [row[0].item() for row in self.router_rows()]
+        return sum(losses) / (len(losses) * micro_batches) if losses else 0.0
+
+    def head_loads(self):
+        """(layer, head, share of tokens that selected it) for every routed head."""
+        for (layer, num_shared, _), row in zip(self.layers, self.router_rows(), strict=True):
+            tokens = self.losses[:, 1].sum().item()
+            for index, count in enumerate(row[1:].tolist()):
+                yield layer, num_shared + index, ratio(count, tokens)
+
+    def router_rows(self):
+        return self.routers.split([1 + num_routed for _, _, num_routed in self.layers]) if self.layers else ()
+
+    def state(self):
+        """JSON-able; ``restore`` takes it back."""
+        return {
+            "losses": self.losses.tolist(),
+            "routers": self.routers.tolist(),
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def restore(self, state):
+        self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
+        self.routers.copy_(torch.tensor(state["routers"], dtype=torch.float64))
+        self.skipped_steps = state["skipped_steps"]
+
+
+class RunLog:
+    """The writer of rank 0: console, ``directory``/metrics.jsonl, ``directory``/tensorboard.
+
+    first_step: iterations done when the run starts or resumes; anything logged for later ones is dropped.
+    """
+
+    def __init__(self, directory, first_step, train_iters):
+        self.first_step = first_step
+        self.train_iters = train_iters
+        self.started = time.perf_counter()
+        path = Path(directory) / "metrics.jsonl"
+        keep_rows(path, first_step)
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the life of the run
+        purge = {"purge_step": first_step + 1} if first_step else {}
+        self.board = SummaryWriter(str(Path(directory) / "tensorboard"), **purge)
+
+    def training(self, row, head_loads):
+        """Log an interval. row: the object for metrics.jsonl. head_loads: (layer, head, share of tokens)."""
+        step = row["step"]
+        self.write(row)
+        for key in ("loss", "load_balance_loss", "learning_rate", "grad_norm"):
+            self.board.add_scalar(f"train/{key}", row[key], step)
+        for name, loss in row["source_loss"].items():
+            self.board.add_scalar(f"train_loss/{name}", loss, step)
+        self.board.add_scalar("runtime/tokens_per_second", row["tokens_per_second"], step)
+        for layer, head, load in head_loads:
+            self.board.add_scalar(f"heads/layer_{layer:02d}/load_head_{head:02d}", load, step)
+        seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
+        skipped = f"  skipped {row['skipped_steps']}" if row["skipped_steps"] else ""
+        print(
+            f"step {step:>{len(str(self.train_iters))}}/{self.train_iters}"
+            f"  loss {row['loss']:.4f}  balance {row['load_balance_loss']:.4f}  lr {row['learning_rate']:.3e}"
+            f"  grad norm {row['grad_norm']:.3f}  {row['tokens_per_second']:,.0f} tokens/s{skipped}"
+            f"  {duration((self.train_iters - step) * seconds_per_step)} left",
+            flush=True,
+        )
+
+    def evaluation(self, step, losses):
+        """Log the validation loss of each source."""
+        mean = sum(losses.values()) / len(losses)
+        self.write({"step": step, "evaluation": losses, "evaluation_mean": mean})
+        for name, loss in losses.items():
+            self.board.add_scalar(f"validation_loss/{name}", loss, step)
+        self.board.add_scalar("validation/mean_of_sources", mean, step)
+        shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        print(f"validation loss after {step} steps: {shown}", flush=True)
+
+    def write(self, row):
+        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+        self.file.write(json.dumps(finite) + "\n")  # JSON has no word for infinity
+        self.file.flush()
+
+    def close(self):
+        self.file.close()
+        self.board.close()
+
+
+def keep_rows(path, last_step):
+    """Drop the rows of ``path`` after ``last_step``, which a resumed run is about to write again."""
+    if not path.exists():
+        return
+    rows = path.read_text(encoding="utf-8").splitlines()
+    kept = [row for row in rows if complete(row) and json.loads(row)["step"] <= last_step]
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def complete(row):
+    """Whether a line was written to its end."""
+    try:
+        return "step" in json.loads(row)
+    except ValueError:
+        return False
+
+
+def ratio(total, count):
+    return total / count if count else math.nan
+
+
+def duration(seconds):
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02d}h" if days else f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {seconds:02d}s"

@@ -1,0 +1,149 @@
+"""The decoder: embedding, L blocks of (RMSNorm, MoH attention, RMSNorm, SwiGLU) with residuals, RMSNorm, output head.
+
+The shape is LLaMA's and so are the parameter names, those of Hugging Face, so that an export needs no map of names.
+Every layer takes the tensor-parallel group; ``None`` is one rank. Activations between layers are [s/tp, b, d].
+"""
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from moh_lm.model.attention import Attention
+from moh_lm.parallel.layers import (
+    ColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    even_partition,
+)
+from moh_lm.parallel.mappings import gather_sequence
+
+INIT_STD = 0.02
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), columns split over the ranks."""
+
+    def __init__(self, config, output_std, group):
+        super().__init__()
+        d, inner = config.hidden_size, config.intermediate_size
+        columns = even_partition(0, inner, group) if group is not None else None
+        rows = even_partition(1, inner, group) if group is not None else None
+        self.gate_proj = ColumnParallelLinear(d, inner, INIT_STD, columns)
+        self.up_proj = ColumnParallelLinear(d, inner, INIT_STD, columns)
+        self.down_proj = RowParallelLinear(inner, d, output_std, rows, group)
+        self.group = group
+
+    def forward(self, x):
+        x = gather_sequence(x, self.group)  # [s, b, d]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # [s/tp, b, d]
+
+
+class DecoderLayer(nn.Module):
+    """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)).
+
+    ``recompute`` keeps the input of the layer only and computes the rest again in the backward pass, except for the
+    routing: the sort that selects heads is kept, so that rounding can never select others the second time.
+    """
+
+    def __init__(self, config, layer_index, balance_scale, recompute, group):
+        super().__init__()
+        output_std = INIT_STD / math.sqrt(2 * config.num_layers)
+        d, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(d, eps, group)
+        self.self_attn = Attention(config, layer_index, INIT_STD, output_std, balance_scale, group)
+        self.post_attention_layernorm = RMSNorm(d, eps, group)
+        self.mlp = MLP(config, output_std, group)
+        self.recompute = recompute
+
+    def forward(self, x):
+        if self.recompute and self.training and torch.is_grad_enabled():
+            return checkpoint(self.block, x, use_reentrant=False, context_fn=keep_selection)
+        return self.block(x)
+
+    def block(self, x):
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def keep_selection():
+    return create_selective_checkpoint_contexts(selection_policy)
+
+
+def selection_policy(context, operation, *args, **kwargs):
+    is_sort = operation == torch.ops.aten.sort.stable
+    return CheckpointPolicy.MUST_SAVE if is_sort else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm: tokens [b, s] -> [s/tp, b, d]."""
+
+    def __init__(self, config, balance_scale, recompute, group):
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, INIT_STD, group)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, balance_scale, recompute, group) for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
+
+    def forward(self, tokens):
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class CausalLM(nn.Module):
+    """The whole model on one pipeline stage.
+
+    group: tensor-parallel group. micro_batches: micro-batches of a step, over which the balance loss of Eq. 8 is
+    averaged. Parameters are left empty; ``initialize`` draws them.
+    """
+
+    def __init__(self, config, group=None, micro_batches=1, recompute=False):
+        super().__init__()
+        self.group = group
+        self.vocab_partition = even_partition(0, config.vocab_size, group)
+        self.model = Decoder(config, balance_scale(config, micro_batches), recompute, group)
+        if not config.tie_embeddings:
+            self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, self.vocab_partition)
+        self.tied = config.tie_embeddings
+
+    def forward(self, tokens):
+        """tokens: int64 [b, s] -> logits [s, b, vocab/tp] in the dtype of the weights, padding columns included."""
+        x = gather_sequence(self.model(tokens), self.group)  # [s, b, d]
+        head = self.model.embed_tokens if self.tied else self.lm_head
+        return F.linear(x, head.weight)
+
+    def initialize(self, seed):
+        """Draw every parameter from a generator of (seed, name): the same whole matrix in every layout."""
+        initialize(self.named_parameters(), seed)
+
+    def routers(self):
+        """The routers that balance their load, in the order of layers."""
+        found = (layer.self_attn.router for layer in self.model.layers)
+        return [router for router in found if router is not None and router.num_routed]
+
+
+def balance_scale(config, micro_batches):
+    """beta of Eq. 8 for one layer and micro-batch: a mean over layers with routed heads, and over micro-batches."""
+    if config.heads.head_selection != "mixture":
+        return 0.0
+    layers = sum(shared < config.num_attention_heads for shared in config.heads.num_shared_heads)
+    return config.heads.load_balance_coefficient / (max(1, layers) * micro_batches)
+
+
+@torch.no_grad()
+def initialize(named_parameters, seed):
+    """Fill parameters with ones or with N(0, init_std), drawn on the CPU for the whole parameter, then sliced."""
+    for name, parameter in named_parameters:
+        whole = torch.ones(parameter.whole_shape)
+        if parameter.init_std is not None:
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+            whole.normal_(0, parameter.init_std, generator=generator)
+        parameter.copy_(whole if parameter.partition is None else parameter.partition.take(whole))

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: process groups, conjugate collectives, parallel layers, cross-entropy."""

@@ -1,0 +1,64 @@
+"""Which ranks work together.
+
+The ranks form a grid [pipeline, data, tensor] whose last axis runs fastest, so that tensor-parallel neighbours, which
+talk most, are neighbours in a node. Everything below takes a group as an argument; ``None`` stands for a group of one
+rank.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+def group_size(group):
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group):
+    return 0 if group is None else dist.get_rank(group)
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The groups that this rank belongs to.
+
+    tensor: ranks that hold the shards of the same layers and read the same samples.
+    data: ranks that hold the same shards and read different samples.
+    """
+
+    tensor: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+
+    # DeepSpeed asks its "mpu" for the groups by these names.
+
+    def get_model_parallel_rank(self):
+        return group_rank(self.tensor)
+
+    def get_model_parallel_world_size(self):
+        return group_size(self.tensor)
+
+    def get_model_parallel_group(self):
+        return self.tensor
+
+    def get_data_parallel_rank(self):
+        return group_rank(self.data)
+
+    def get_data_parallel_world_size(self):
+        return group_size(self.data)
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    @classmethod
+    def create(cls, tensor_parallel_size):
+        """Make the groups of ``tensor_parallel_size``; every rank of the initialised world calls this together."""
+        world, tp = dist.get_world_size(), tensor_parallel_size
+        tensor = [list(range(first, first + tp)) for first in range(0, world, tp)]
+        data = [list(range(first, world, tp)) for first in range(tp)]
+        return cls(tensor=own_group(tensor) if tp > 1 else None, data=own_group(data))
+
+
+def own_group(members):
+    """Open a process group for each list of ranks and return the one with this rank in it."""
+    groups = [(ranks, dist.new_group(ranks)) for ranks in members]
+    return next(group for ranks, group in groups if dist.get_rank() in ranks)

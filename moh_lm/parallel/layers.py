@@ -1,0 +1,127 @@
+"""Parallel layers: each rank holds a slice of each weight matrix (Shoeybi et al. 2019).
+
+A parameter carries its own description: ``partition`` says which rows or columns of the whole parameter this rank
+holds, ``init_std`` how it is drawn. Initialisation, checkpoints and export read these and know no names and no
+layers.
+
+Shapes: s sequence, b batch, tp ranks of the tensor-parallel group. Weights are [output, input] as in torch.nn.Linear.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moh_lm.parallel.groups import group_rank, group_size
+from moh_lm.parallel.mappings import replicate, scatter_sum
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The part of a whole parameter that this rank holds: ``ranges`` of dimension ``dim``, end to end.
+
+    size: length of ``dim`` in the whole parameter. padding: slots after the ranges that stand for nothing (a
+    vocabulary that does not divide); they are zero and never reach a file.
+    """
+
+    dim: int
+    size: int
+    ranges: tuple[tuple[int, int], ...]
+    padding: int = 0
+
+    def local_size(self):
+        return sum(stop - start for start, stop in self.ranges) + self.padding
+
+    def take(self, whole):
+        """This rank's slice of the whole parameter, padded with zeros."""
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        if self.padding:
+            parts.append(torch.zeros_like(whole.narrow(self.dim, 0, 1)).repeat_interleave(self.padding, self.dim))
+        return torch.cat(parts, self.dim)
+
+    def place(self, local, whole):
+        """Copy this rank's slice into the whole parameter, in place."""
+        position = 0
+        for start, stop in self.ranges:
+            whole.narrow(self.dim, start, stop - start).copy_(local.narrow(self.dim, position, stop - start))
+            position += stop - start
+
+
+def even_partition(dim, size, group):
+    """Consecutive slices of equal length; the last ranks are padded where ``size`` does not divide."""
+    length = -(-size // group_size(group))
+    start = min(size, group_rank(group) * length)
+    stop = min(size, start + length)
+    return Partition(dim, size, ((start, stop),), padding=length - (stop - start))
+
+
+def make_parameter(shape, init_std=None, partition=None):
+    """An empty parameter of the whole ``shape``, or of this rank's part of it. ``init_std`` None: filled with ones."""
+    local = list(shape)
+    if partition is not None:
+        local[partition.dim] = partition.local_size()
+    parameter = nn.Parameter(torch.empty(local))
+    parameter.whole_shape = tuple(shape)
+    parameter.init_std = init_std
+    parameter.partition = partition
+    # DeepSpeed counts a parameter in the gradient norm of every tensor-parallel rank only if it bears this stamp.
+    parameter.tensor_model_parallel = partition is not None
+    return parameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X A^T with A = [A_1; ...; A_tp] split by outputs: x [s, b, input] -> [s, b, output/tp]."""
+
+    def __init__(self, input_size, output_size, init_std, partition):
+        super().__init__()
+        self.weight = make_parameter((output_size, input_size), init_std, partition)
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class RowParallelLinear(nn.Module):
+    """Y = sum_i X_i A_i^T with A = [A_1, ..., A_tp] split by inputs: x [s, b, input/tp] -> [s/tp, b, output]."""
+
+    def __init__(self, input_size, output_size, init_std, partition, group):
+        super().__init__()
+        self.weight = make_parameter((output_size, input_size), init_std, partition)
+        self.group = group
+
+    def forward(self, x):
+        return scatter_sum(F.linear(x, self.weight), self.group)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the embedding split over the ranks: tokens [b, s] -> [s/tp, b, d]."""
+
+    def __init__(self, vocab_size, hidden_size, init_std, group):
+        super().__init__()
+        self.partition = even_partition(0, vocab_size, group)
+        self.weight = make_parameter((vocab_size, hidden_size), init_std, self.partition)
+        self.group = group
+
+    def forward(self, tokens):
+        tokens = tokens.t()  # [s, b]
+        if self.group is None:
+            return F.embedding(tokens, self.weight)
+        ((start, stop),) = self.partition.ranges
+        elsewhere = (tokens < start) | (tokens >= stop)
+        rows = F.embedding((tokens - start).masked_fill(elsewhere, 0), self.weight)  # [s, b, d]
+        return scatter_sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+
+
+class RMSNorm(nn.Module):
+    """w x / sqrt(mean(x^2) + eps), the mean in fp32 or wider. x: a slice of the sequence; w: whole on every rank."""
+
+    def __init__(self, hidden_size, eps, group):
+        super().__init__()
+        self.weight = make_parameter((hidden_size,))
+        self.eps = eps
+        self.group = group
+
+    def forward(self, x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return replicate(self.weight, self.group) * wide.to(x.dtype)
