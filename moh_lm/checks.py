@@ -145,22 +145,49 @@ def layout_problems(config, world_size):
             f"{world_size} processes: not a multiple of tensor_parallel_size({tp}) * pipeline_parallel_size({pp}) "
             f"= {tp * pp}; start a multiple of {tp * pp} processes or change the degrees"
         ]
+    found = tensor_problems(config.model, tp)
     length, tokens = run.seq_length, run.batch_tokens
+    if length % tp:
+        found.append(f"--seq-length {length}: must be a multiple of --tensor-parallel-size {tp}, whose ranks share it")
     if tokens < length or tokens % length:
         nearest = [str(n) for n in (tokens // length * length, (tokens // length + 1) * length) if n > 0]
-        return [
+        return found + [
             f"--batch-tokens {tokens}: not a whole number of sequences of --seq-length {length}; "
             f"choose {' or '.join(nearest)}"
         ]
     dp = config.data_parallel_size(world_size)
     chunk = run.micro_batch_size * dp
     if run.global_batch_size % chunk:
-        return [
+        return found + [
             f"--batch-tokens {tokens}: its {run.global_batch_size} sequences are not a multiple of "
             f"micro_batch_size({run.micro_batch_size}) * data_parallel_size({dp}) = {chunk}; "
             f"choose {math.ceil(run.global_batch_size / chunk) * chunk * length} or another --micro-batch-size"
         ]
-    return []
+    return found
+
+
+def tensor_problems(model, tp):
+    """Every tensor-parallel rank holds the same number of shared (or static) and of other heads, in whole KV groups."""
+    if tp == 1 or model_problems(model):
+        return []
+    heads, shared_by = model.num_attention_heads, model.num_attention_heads // model.num_key_value_heads
+    step = tp * shared_by
+    found = []
+    if model.intermediate_size % tp:
+        found.append(f"--intermediate-size {model.intermediate_size}: not a multiple of --tensor-parallel-size {tp}")
+    if heads % step:
+        found.append(
+            f"--tensor-parallel-size {tp}: must divide --num-key-value-heads {model.num_key_value_heads} "
+            f"(and so --num-attention-heads {heads})"
+        )
+    else:
+        leading = {model.leading_heads(layer) for layer in range(model.num_layers)}
+        found += [
+            f"{number} heads always on: every rank must hold as many, in whole key/value groups; choose a multiple of "
+            f"--tensor-parallel-size {tp} * {shared_by} query heads per key/value head = {step}"
+            for number in sorted(leading - set(range(0, heads + 1, step)))
+        ]
+    return found
 
 
 def divisors(number, most):

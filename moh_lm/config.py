@@ -87,6 +87,15 @@ class ModelConfig:
         object.__setattr__(self, "heads", replace(self.heads, **per_layer))
 
 
+    def leading_heads(self, layer):
+        """Heads of ``layer`` that are always on, at the front of the order: the shared, or the static, ones."""
+        heads = self.heads
+        if heads.head_selection == "all":
+            return 0
+        routed = heads.num_active_routed_heads[layer] if heads.head_selection == "static" else 0
+        return heads.num_shared_heads[layer] + routed
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """parallel: how the model is spread over processes"""

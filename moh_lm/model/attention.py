@@ -1,8 +1,8 @@
 """Mixture-of-Head attention (Eq. 4): MoH(x_t) = sum_i g_i H_i W_O_i.
 
-The output projection sums over heads, so the gates multiply the heads before it. The layer is tensor parallel by heads:
-every rank holds the same share of the shared and of the routed heads, since a rank with all of the shared ones would
-wait for nobody. Files keep the canonical order, shared heads first; ``Partition`` maps one to the other.
+The output projection sums over heads, so the gates multiply the heads before it. The layer is tensor parallel by
+heads: every rank holds the same share of the shared and of the routed heads, so that none computes more than another.
+Files keep the canonical order, shared heads first; ``Partition`` maps one to the other.
 
 Shapes: s sequence, b batch, tp tensor-parallel ranks, h query heads, kv key/value heads, d hidden size, e head
 dimension.
@@ -34,27 +34,14 @@ class Attention(nn.Module):
         self.selection = config.heads.head_selection
         self.balance_scale = balance_scale
         self.group = group
-        first = leading_heads(config, layer_index)
-        size = group_size(group)
-        heads = head_ranges(config.num_attention_heads, first, group_rank(group), size)
-        shared_by = config.num_attention_heads // config.num_key_value_heads
-        key_value_heads = tuple((start // shared_by, -(-stop // shared_by)) for start, stop in heads)
-        self.heads = members(heads)
-        every = [members(head_ranges(config.num_attention_heads, first, rank, size)) for rank in range(size)]
-        self.canonical_order = torch.tensor(sum(every, [])).argsort().tolist()  # of heads gathered rank by rank
-        self.num_always_on = first
-
-        def width(ranges, count, dim):
-            e = self.head_dim
-            return Partition(dim, count * e, tuple((a * e, b * e) for a, b in ranges)) if group is not None else None
-
-        d, query_size = config.hidden_size, config.num_attention_heads * self.head_dim
-        key_size = config.num_key_value_heads * self.head_dim
-        key_partition = width(key_value_heads, config.num_key_value_heads, 0)
-        self.q_proj = ColumnParallelLinear(d, query_size, init_std, width(heads, config.num_attention_heads, 0))
-        self.k_proj = ColumnParallelLinear(d, key_size, init_std, key_partition)
-        self.v_proj = ColumnParallelLinear(d, key_size, init_std, key_partition)
-        self.o_proj = RowParallelLinear(query_size, d, output_std, width(heads, config.num_attention_heads, 1), group)
+        self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
+        d, e = config.hidden_size, self.head_dim
+        query_size, key_size = config.num_attention_heads * e, config.num_key_value_heads * e
+        keys = self.heads.partition(0, e, queries_per_key=config.num_attention_heads // config.num_key_value_heads)
+        self.q_proj = ColumnParallelLinear(d, query_size, init_std, self.heads.partition(0, e))
+        self.k_proj = ColumnParallelLinear(d, key_size, init_std, keys)
+        self.v_proj = ColumnParallelLinear(d, key_size, init_std, keys)
+        self.o_proj = RowParallelLinear(query_size, d, output_std, self.heads.partition(1, e), group)
         self.router = HeadRouter(config, layer_index, init_std, group) if self.selection == "mixture" else None
 
     def forward(self, x):
@@ -63,16 +50,16 @@ class Attention(nn.Module):
         learned = self.router is not None and self.router.routing != "query_norm"
         if learned:
             gates, balance_loss, counts = self.router(x)  # [s/tp, b, h]
-            gates = gather_sequence(gates, self.group)[..., self.heads]  # [s, b, h/tp]
+            gates = gather_sequence(gates, self.group)[..., self.heads.indices]  # [s, b, h/tp]
         x = gather_sequence(x, self.group)  # [s, b, d]
         query, key, value = (self.split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.selection == "static":
             gates = self.static_gates(query)
         elif self.router is not None and not learned:
             wide = query.to(torch.promote_types(query.dtype, torch.float32))
-            norms = gather_heads(wide.norm(dim=-1), self.group)[..., self.canonical_order]  # [s, b, h]
+            norms = gather_heads(wide.norm(dim=-1), self.group)[..., self.heads.canonical_order]  # [s, b, h]
             gates, balance_loss, counts = self.router(x, query_norms=norms)
-            gates = gates[..., self.heads]  # [s, b, h/tp]
+            gates = gates[..., self.heads.indices]  # [s, b, h/tp]
         table = rotary_table(query.shape[0], self.head_dim, self.rope_theta, query.dtype, query.device)
         context = moh_attention(rotate(query, table), rotate(key, table), value, gates)  # [s, b, h/tp, e]
         output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
@@ -82,34 +69,44 @@ class Attention(nn.Module):
 
     def static_gates(self, query):
         """1 for the heads that are always on, 0 for the others: [s, b, h/tp]."""
-        always_on = torch.tensor([head < self.num_always_on for head in self.heads], device=query.device)
+        always_on = torch.tensor([head < self.heads.leading for head in self.heads.indices], device=query.device)
         return always_on.to(query.dtype).expand(query.shape[:-1])
 
     def split_heads(self, projected):
         return projected.unflatten(-1, (-1, self.head_dim))  # [s, b, heads/tp, e]
 
 
-def leading_heads(config, layer_index):
-    """Heads at the front of the canonical order, to be spread evenly over ranks: the shared, or the static, ones."""
-    heads = config.heads
-    if heads.head_selection == "all":
-        return 0
-    shared = heads.num_shared_heads[layer_index]
-    return shared + heads.num_active_routed_heads[layer_index] if heads.head_selection == "static" else shared
+class LocalHeads:
+    """The heads of a layer that this rank holds: its share of the ``leading`` ones at the front, then of the others.
 
+    indices: their canonical numbers, in local order. canonical_order: puts the heads of all ranks, gathered rank after
+    rank, into canonical order.
+    """
 
-def head_ranges(num_heads, leading, rank, size):
-    """Canonical (start, stop) of the heads of ``rank``: its share of the ``leading`` ones, then of the others."""
-    ranges = []
-    for start, stop in ((0, leading), (leading, num_heads)):
-        share = (stop - start) // size
-        if share:
-            ranges.append((start + rank * share, start + (rank + 1) * share))
-    return tuple(ranges)
+    def __init__(self, num_heads, leading, group):
+        self.num_heads, self.leading, self.group = num_heads, leading, group
+        self.ranges = self.ranges_of(group_rank(group))
+        self.indices = [head for start, stop in self.ranges for head in range(start, stop)]
+        every = [self.ranges_of(rank) for rank in range(group_size(group))]
+        gathered = [head for ranges in every for start, stop in ranges for head in range(start, stop)]
+        self.canonical_order = sorted(range(len(gathered)), key=gathered.__getitem__)
 
+    def ranges_of(self, rank):
+        """Canonical (start, stop) of the heads of ``rank``."""
+        ranges = []
+        for start, stop in ((0, self.leading), (self.leading, self.num_heads)):
+            share = (stop - start) // group_size(self.group)
+            if share:
+                ranges.append((start + rank * share, start + (rank + 1) * share))
+        return ranges
 
-def members(ranges):
-    return [head for start, stop in ranges for head in range(start, stop)]
+    def partition(self, dim, head_dim, queries_per_key=1):
+        """The rows or columns of these heads, or of the key/value heads that they share; None on one rank."""
+        if self.group is None:
+            return None
+        width = head_dim / queries_per_key  # of a query head in this projection
+        ranges = tuple((int(start * width), int(stop * width)) for start, stop in self.ranges)
+        return Partition(dim, int(self.num_heads * width), ranges)
 
 
 @functools.lru_cache(maxsize=8)

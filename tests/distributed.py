@@ -1,0 +1,68 @@
+"""Distributed tests as ordinary functions: ``run_ranks(function, world_size, *arguments)``.
+
+Every rank is a process with one thread and a gloo group; the function gets the arguments and may return a value. The
+first exception of any rank is raised in the test, with its traceback.
+"""
+
+import os
+import socket
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+TIMEOUT = timedelta(seconds=120)
+
+
+def run_ranks(function, world_size, *arguments):
+    """What ``function(*arguments)`` returns on each of ``world_size`` gloo ranks, as a list."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        ranks = [
+            context.Process(target=run_rank, args=(rank, world_size, port, folder, function, arguments))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(TIMEOUT.total_seconds())
+        for process in ranks:
+            process.kill()
+        for rank in range(world_size):
+            failure = Path(folder, f"{rank}.error")
+            if failure.exists():
+                raise AssertionError(f"rank {rank}:\n{failure.read_text()}")
+        return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
+
+
+def run_rank(rank, world_size, port, folder, function, arguments):
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        DS_ACCELERATOR="cpu",
+    )
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=TIMEOUT)
+        torch.save(function(*arguments), Path(folder, f"{rank}.result"))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort the interpreter's own shutdown
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,125 @@
+"""Tensor parallelism: the model on 2 and 4 ranks against the model on one rank, in float64, every gradient included."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.model.transformer import CausalLM
+from moh_lm.parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
+from moh_lm.parallel.layers import even_partition
+from tests.distributed import run_ranks
+
+LENGTH, BATCH = 8, 3
+SIZES = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=4, vocab_size=37)
+
+MODELS = {
+    "paper": (dict(num_shared_heads=(4,), num_active_routed_heads=(2,)), {}),
+    "released": (dict(routing="released", load_balance_scope="global_batch"), {}),
+    "query norm": (dict(routing="query_norm"), {}),
+    "budgets per layer and grouped queries": (
+        dict(num_shared_heads=(8, 0), num_active_routed_heads=(3, 5)),
+        dict(num_attention_heads=16, num_key_value_heads=8),
+    ),
+    "all heads and a tied head": (dict(head_selection="all"), dict(tie_embeddings=True)),
+    "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(2,)), {}),
+}
+
+
+def train_once(name):
+    """Losses, balance sums and (gradient, partition) of every parameter, on the ranks of this world."""
+    heads, sizes = MODELS[name]
+    config = ModelConfig(**(SIZES | sizes), heads=HeadsConfig(load_balance_coefficient=0.5, **heads))
+    group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+    model = CausalLM(config, group)
+    model.initialize(seed=5)
+    model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 10  # so that no gradient is hidden by small weights
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
+    logits = model(tokens[:, :-1])
+    losses = vocab_parallel_cross_entropy(logits, tokens[:, 1:].t(), model.vocab_partition, group)
+    losses.mean().backward()
+    balance = [router.statistics.take() for router in model.routers()]
+    for sums in balance if group is not None else ():
+        dist.all_reduce(sums, group=group)
+    shards = {key: (parameter.grad, parameter.partition) for key, parameter in model.named_parameters()}
+    return losses.detach(), balance, shards
+
+
+def whole(shards):
+    """One tensor from every rank's (shard, partition); copies must agree."""
+    tensor, partition = shards[0]
+    if partition is None:
+        for copy, _ in shards[1:]:
+            torch.testing.assert_close(copy, tensor, rtol=0, atol=1e-12)
+        return tensor
+    shape = list(tensor.shape)
+    shape[partition.dim] = partition.size
+    joined = torch.full(shape, torch.nan, dtype=tensor.dtype)
+    for shard, partition in shards:
+        partition.place(shard, joined)
+    return joined
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_rank_count_computes_the_one_rank_model(world_size):
+    results = run_ranks(train_all, world_size)
+    for name in results[0]:
+        losses, balance, expected = train_once(name)
+        ranks = [result[name] for result in results]
+        for rank_losses, rank_balance, _ in ranks:
+            torch.testing.assert_close(rank_losses, losses, rtol=0, atol=1e-11)
+            torch.testing.assert_close(rank_balance, balance, rtol=0, atol=1e-11)
+        for key, (gradient, _) in expected.items():
+            got = whole([shards[key] for _, _, shards in ranks])
+            torch.testing.assert_close(
+                got, gradient, rtol=1e-9, atol=1e-11, msg=lambda text, at=f"{name}, {key}": f"{at}: {text}"
+            )
+
+
+def train_all():
+    names = [name for name in MODELS if name != "static" or dist.get_world_size() == 2]
+    return {name: train_once(name) for name in names}
+
+
+def test_every_rank_holds_an_equal_share_of_shared_and_of_routed_heads():
+    for name, ranks in zip(("paper", "query norm"), zip(*run_ranks(held_heads, 2), strict=True), strict=True):
+        shared = MODELS[name][0].get("num_shared_heads", (4,))[0]
+        assert sorted(head for heads in ranks for head in heads) == list(range(8))
+        assert [sum(head < shared for head in heads) for heads in ranks] == [shared // 2] * 2
+
+
+def held_heads():
+    models = []
+    for name in ("paper", "query norm"):
+        heads, sizes = MODELS[name]
+        models.append(CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)), dist.group.WORLD))
+    return [model.model.layers[0].self_attn.heads.indices for model in models]
+
+
+def test_cross_entropy_equals_torch_with_ignored_labels():
+    logits = torch.randn(5, 4, 11, dtype=torch.double, requires_grad=True)
+    labels = torch.randint(0, 11, (5, 4))
+    labels[0, 1] = labels[3, 2] = IGNORED
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    upstream = torch.randn(5, 4, dtype=torch.double)
+    (gradient,) = torch.autograd.grad((expected.view(5, 4) * upstream).sum(), logits)
+    losses = vocab_parallel_cross_entropy(logits, labels, even_partition(0, 11, None), None)
+    (got,) = torch.autograd.grad((losses * upstream).sum(), logits)
+    torch.testing.assert_close(losses, expected.view(5, 4))
+    torch.testing.assert_close(got, gradient)
+
+
+def test_initial_weights_have_the_stated_deviations():
+    model = CausalLM(ModelConfig(num_layers=2, hidden_size=256, num_attention_heads=8, vocab_size=512))
+    model.initialize(seed=1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert torch.equal(parameter, torch.ones_like(parameter))
+        else:
+            expected = 0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02  # 0.02 / sqrt(2 L)
+            assert parameter.std().item() == pytest.approx(expected, rel=0.1), name

@@ -1,0 +1,212 @@
+"""The router and the attention layer against Eq. 4-10 written out token by token and head by head in float64."""
+
+import math
+
+import pytest
+import torch
+
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.model.attention import Attention
+from moh_lm.model.router import HeadRouter, select_top_k
+
+D, HEADS, HEAD_DIM, LENGTH, BATCH = 24, 8, 6, 7, 2
+
+CASES = {
+    "shared and routed": dict(shared=3, active=2),
+    "released": dict(shared=3, active=2, routing="released"),
+    "query norm": dict(shared=3, active=2, routing="query_norm"),
+    "no shared head": dict(shared=0, active=3),
+    "released, no shared head": dict(shared=0, active=3, routing="released"),
+    "query norm, no shared head": dict(shared=0, active=3, routing="query_norm"),
+    "one shared head": dict(shared=1, active=4),
+    "released, one shared head": dict(shared=1, active=4, routing="released"),
+    "all routed heads": dict(shared=2, active=6),
+    "one routed head": dict(shared=7, active=1),
+    "query norm, one routed head": dict(shared=7, active=1, routing="query_norm"),
+    "no routed head": dict(shared=8, active=0),
+    "one stage": dict(shared=3, active=2, two_stage=False),
+    "released, one stage": dict(shared=3, active=2, two_stage=False, routing="released"),
+    "grouped queries": dict(shared=4, active=2, key_value_heads=4),
+    "query norm, grouped queries": dict(shared=4, active=2, key_value_heads=2, routing="query_norm"),
+    "all heads": dict(shared=3, active=2, selection="all"),
+    "static": dict(shared=3, active=2, selection="static"),
+    "previous step's shares": dict(shared=3, active=2, scope="global_batch"),
+}
+
+
+def make_config(
+    shared, active, routing="paper", two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence"
+):
+    heads = HeadsConfig(
+        head_selection=selection,
+        num_shared_heads=(shared,),
+        num_active_routed_heads=(active,),
+        routing=routing,
+        two_stage=two_stage,
+        load_balance_scope=scope,
+    )
+    return ModelConfig(
+        num_layers=1,
+        hidden_size=D,
+        num_attention_heads=HEADS,
+        num_key_value_heads=key_value_heads,
+        head_dim=HEAD_DIM,
+        heads=heads,
+    )
+
+
+def make_attention(config, balance_scale, seed=0):
+    layer = Attention(config, 0, 0.02, 0.02, balance_scale, group=None).double()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
+    return layer
+
+
+def softmax(values):
+    total = sum(v.exp() for v in values)
+    return [v.exp() / total for v in values]
+
+
+def reference_gates(config, x, queries, weights):
+    """(gates of all heads, probabilities and selection of the routed ones) of one token, from the formulas.
+
+    x: [d]. queries: [heads, head_dim] before rotary. weights: W_s, W_r, W_h by name; those absent are None.
+    """
+    heads = config.heads
+    if heads.head_selection == "all":
+        return [torch.tensor(1.0).double()] * HEADS, [], []
+    h_s, k = heads.num_shared_heads[0], heads.num_active_routed_heads[0]
+    if heads.head_selection == "static":
+        return [torch.tensor(float(i < h_s + k)).double() for i in range(HEADS)], [], []
+    released, query_norm = heads.routing == "released", heads.routing == "query_norm"
+    if query_norm:
+        norms = [(q * q).sum().sqrt() for q in queries[h_s:]]
+        if len(norms) > 1:
+            mean = sum(norms) / len(norms)
+            deviation = (sum((n - mean) ** 2 for n in norms) / (len(norms) - 1)).sqrt()
+            norms = [n / deviation for n in norms]
+        probabilities, shared = softmax(norms), [torch.tensor(1.0).double()] * h_s
+    else:
+        shared = softmax([row @ x for row in weights["w_shared"]]) if h_s else []
+        probabilities = softmax([row @ x for row in weights["w_routed"]]) if h_s < HEADS else []
+    best = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i].item(), i))[:k]
+    selected = [i in best for i in range(len(probabilities))]
+    if query_norm:
+        routed = [p + (1 - p).detach() if on else 0 * p for p, on in zip(probabilities, selected, strict=True)]
+        return shared + routed, probabilities, selected
+    routed = [p if on else 0 * p for p, on in zip(probabilities, selected, strict=True)]
+    if released and routed:
+        routed = [p / sum(routed) * k for p in routed]
+    if released:
+        shared = [p * h_s for p in shared]
+    a1 = a2 = 1.0
+    if heads.two_stage and 0 < h_s < HEADS:
+        a1, a2 = softmax([row @ x for row in weights["w_type"]])
+        if released:
+            a1, a2 = 2 * a1, 2 * a2
+    return [a1 * p for p in shared] + [a2 * p for p in routed], probabilities, selected
+
+
+def rotate(vector, position):
+    """Rotary embedding of one head's vector: the pair (i, i + e/2) turns by position * theta^(-2i/e)."""
+    half = HEAD_DIM // 2
+    turned = []
+    for i in range(HEAD_DIM):
+        angle = position * 10_000.0 ** (-2 * (i % half) / HEAD_DIM)
+        partner = -vector[i + half] if i < half else vector[i - half]
+        turned.append(vector[i] * math.cos(angle) + partner * math.sin(angle))
+    return torch.stack(turned)
+
+
+def reference_attention(config, layer, x):
+    """(output [s, b, d], balance loss) of Eq. 4 and 7, head by head."""
+    weights = dict(layer.router.named_parameters()) if layer.router else {}
+    group = HEADS // config.num_key_value_heads
+    output, losses = torch.zeros_like(x), []
+    for b in range(BATCH):
+        projected = [layer.q_proj.weight @ token for token in x[:, b]]
+        queries = [q.view(HEADS, HEAD_DIM) for q in projected]
+        keys = [(layer.k_proj.weight @ token).view(-1, HEAD_DIM) for token in x[:, b]]
+        values = [(layer.v_proj.weight @ token).view(-1, HEAD_DIM) for token in x[:, b]]
+        routes = [reference_gates(config, x[t, b], queries[t], weights) for t in range(LENGTH)]
+        rows = []
+        for t in range(LENGTH):
+            total = torch.zeros(D).double()
+            for i in range(HEADS):
+                q = rotate(queries[t][i], t)
+                scores = [q @ rotate(keys[u][i // group], u) / math.sqrt(HEAD_DIM) for u in range(t + 1)]
+                head = sum(w * values[u][i // group] for u, w in enumerate(softmax(scores)))
+                columns = layer.o_proj.weight[:, i * HEAD_DIM : (i + 1) * HEAD_DIM]
+                total = total + routes[t][0][i] * (columns @ head)
+            rows.append(total)
+        output[:, b] = torch.stack(rows)
+        routed = len(routes[0][1])
+        if routed:
+            k = config.heads.num_active_routed_heads[0]
+            previous = config.heads.load_balance_scope == "global_batch"
+            f = [k / routed if previous else sum(r[2][i] for r in routes) / LENGTH for i in range(routed)]
+            p = [sum(r[1][i] for r in routes) / LENGTH for i in range(routed)]
+            loss = sum(fi * pi for fi, pi in zip(f, p, strict=True))
+            losses.append(loss * routed if config.heads.routing == "released" else loss)
+    return output, sum(losses) / BATCH if losses else None
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_attention_computes_the_equations_with_every_gradient(case):
+    beta = 0.37
+    config = make_config(**case)
+    layer = make_attention(config, beta)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
+    upstream = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
+
+    expected_input = x.clone().requires_grad_()
+    expected, balance = reference_attention(config, layer, expected_input)
+    objective = (expected * upstream).sum() + (beta * balance if balance is not None else 0)
+    leaves = [expected_input, *layer.parameters()]
+    expected_gradients = torch.autograd.grad(objective, leaves, allow_unused=True)
+
+    got_input = x.clone().requires_grad_()
+    got = layer(got_input)
+    (got * upstream).sum().backward()
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+    names = ["input", *(name for name, _ in layer.named_parameters())]
+    gradients = [got_input.grad, *(parameter.grad for parameter in layer.parameters())]
+    for name, mine, theirs in zip(names, gradients, expected_gradients, strict=True):
+        theirs = torch.zeros_like(mine) if theirs is None else theirs
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+    if balance is not None:
+        torch.testing.assert_close(layer.router.statistics.take()[0], balance.detach(), rtol=0, atol=1e-12)
+
+
+def test_equal_scores_select_the_lower_heads():
+    scores = torch.tensor([[0.2, 0.5, 0.5, 0.5, 0.2], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    assert select_top_k(scores, 2).tolist() == [[0, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+
+
+def test_balance_loss_is_k_over_e_for_equal_loads_and_larger_for_a_collapsed_router():
+    config = make_config(shared=4, active=1)
+    router = HeadRouter(config, 0, 0.02, group=None).double()
+    with torch.no_grad():
+        router.w_shared.zero_()
+        router.w_type.zero_()
+        router.w_routed.zero_()
+        router.w_routed[:, :4] = torch.eye(4)
+    balanced = 9 * torch.eye(4, D).double().repeat(5, 1).unsqueeze(1)  # every head is chosen by a quarter of the tokens
+    collapsed = 9 * torch.eye(1, D).double().repeat(20, 1).unsqueeze(1)
+    assert router(balanced)[1].item() == pytest.approx(1 / 4, abs=1e-12)
+    assert router(collapsed)[1].item() > 0.99
+
+
+def test_routing_in_bf16_follows_the_fp32_arithmetic_on_the_same_weights():
+    config = make_config(shared=3, active=2)
+    router = HeadRouter(config, 0, 0.02, group=None)
+    for parameter in router.parameters():
+        torch.nn.init.normal_(parameter)
+    router.bfloat16()
+    x = torch.randn(LENGTH, BATCH, D).bfloat16()
+    low, *_ = router(x)
+    high, *_ = router.float()(x.float())
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, high, rtol=0, atol=0)
