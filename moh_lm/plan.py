@@ -119,6 +119,7 @@ def describe_data(config, dataset):
             f"  {row['name']:<{width}}  {float(row['share']):>7.2%}  {short(row['tokens']):>9}  {row['samples']:>11,}  "
             f"{row['epochs']:>8.3f}  {row['validation_windows']:>8,}"
         )
+    yield from (f"  {note}" for note in dataset.notes)
 
 
 def describe_memory(config, world_size):

@@ -63,7 +63,7 @@ def open_dataset(config, problems, dry_run):
         except ConfigError as error:
             problems = problems + error.problems
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
     return dataset
 
 

@@ -18,14 +18,17 @@ import torch.multiprocessing as multiprocessing
 
 TIMEOUT = timedelta(seconds=120)
 
+# The ranks are forked from a process that has imported what takes seconds to import.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch._dynamo", "moh_lm.pretrain"])
+
 
 def run_ranks(function, world_size, *arguments):
     """What ``function(*arguments)`` returns on each of ``world_size`` gloo ranks, as a list."""
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
         port = free_port()
         ranks = [
-            context.Process(target=run_rank, args=(rank, world_size, port, folder, function, arguments))
+            CONTEXT.Process(target=run_rank, args=(rank, world_size, port, folder, function, arguments))
             for rank in range(world_size)
         ]
         for process in ranks:

@@ -1,0 +1,35 @@
+"""Fixtures shared by the tests: a small data directory, and a machine left as it was found."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moh_lm.data.shards import ShardWriter, write_manifest
+
+VOCAB_SIZE = 64
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """Two sources, "even" and "odd", of documents that count up in steps of 2; a few thousand tokens each."""
+    directory = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    for parity, source in enumerate(("even", "odd")):
+        for unit in range(2):
+            (directory / source).mkdir(exist_ok=True)
+            with ShardWriter(directory / source / f"unit-{unit}", VOCAB_SIZE) as shard:
+                for _ in range(60):
+                    first = generator.integers(2, VOCAB_SIZE // 2) * 2 + parity
+                    words = (first + 2 * np.arange(generator.integers(20, 60))) % (VOCAB_SIZE - 4) + 3
+                    shard.add([*words.tolist(), 2])
+                shard.commit({"tokenizer": {"sha256": "none", "vocab_size": VOCAB_SIZE, "eos_id": 2}, "inputs": []})
+    write_manifest(directory)
+    return directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_in_shared_memory():
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    assert set(Path("/dev/shm").iterdir()) <= before
