@@ -8,6 +8,7 @@ unreadable values are collected and shown together.
 import argparse
 import difflib
 from decimal import Decimal, InvalidOperation
+from itertools import pairwise
 
 from moh_lm.config import Config, ConfigError, flag, walk
 
@@ -18,8 +19,8 @@ def parse_config(arguments):
     """(Config, dry_run) from command-line arguments. Raises ConfigError; exits by itself only for ``--help``."""
     namespace, unknown = make_parser().parse_known_args(arguments)
     options = {flag(entry.name): entry for _, entry in walk(Config())}
-    problems = [unknown_flag(text, options) for text in unknown if text.startswith("--")]
-    problems += [f"argument {text!r} belongs to no flag: remove it" for text in unknown if not text.startswith("--")]
+    problems = [unknown_argument(text, before, options) for before, text in pairwise(["", *unknown])]
+    problems = [problem for problem in problems if problem]
     values = {}
     for name, entry in options.items():
         texts = getattr(namespace, entry.name)
@@ -147,7 +148,10 @@ def name_and_weight(text):
     return name, weight
 
 
-def unknown_flag(text, options):
+def unknown_argument(text, before, options):
+    """A sentence for an argument that no flag takes; None for what belongs to the unknown flag ``before`` it."""
+    if not text.startswith("--"):
+        return None if before.startswith("--") else f"argument {text!r} belongs to no flag: remove it"
     name = text.split("=")[0]
     near = difflib.get_close_matches(name, [*options, "--dry-run"], n=1)
     return f"flag {name} is unknown: " + (f"did you mean {near[0]}?" if near else "--help lists the flags")

@@ -1,5 +1,6 @@
 """Whole small runs: losses, resumption, evaluation and logs, on one rank and on several."""
 
+import contextlib
 import json
 import math
 from itertools import pairwise
@@ -15,18 +16,20 @@ from moh_lm.config import Config, ConfigError, OptimizerConfig
 from moh_lm.flags import parse_config
 from tests.distributed import run_ranks
 
-SIZES = """--num-layers 2 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --vocab-size 64
+SIZES = """
+    --num-layers 2 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --vocab-size 64
     --seq-length 16 --batch-tokens 128 --micro-batch-size 2 --train-iters 7 --warmup-iters 2 --precision fp32
     --learning-rate 1e-2 --min-learning-rate 1e-3 --data-mix even=2.5 odd=1 --validation-fraction 0.1
-    --log-interval 2 --save-interval 3 --eval-interval 4 --eval-samples 5""".split()
+    --log-interval 2 --save-interval 3 --eval-interval 4 --eval-samples 5
+"""
 
 
 def arguments(data_dir, directory, *more):
-    return [*SIZES, "--data-dir", str(data_dir), "--checkpoint-dir", str(directory), *more]
+    return [*SIZES.split(), "--data-dir", str(data_dir), "--checkpoint-dir", str(directory), *more]
 
 
 def run(flags, stop_after=None):
-    """The training program on this rank; ``stop_after``: leave it after the checkpoint of that step, as a crash would."""
+    """The training program on this rank; ``stop_after``: leave after the checkpoint of that step, as a crash would."""
     if stop_after is not None:
         save = pretrain.save
 
@@ -37,10 +40,8 @@ def run(flags, stop_after=None):
 
         pretrain.save = save_and_stop
     config, _ = parse_config(flags)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         pretrain.train(config, pretrain.open_dataset(config, [], False), pretrain.start_process_group())
-    except KeyboardInterrupt:
-        pass
 
 
 def rows(directory):
@@ -85,8 +86,8 @@ def test_tensorboard_holds_the_same_figures_and_the_head_load(straight):
     events.Reload()
     by_step = {row["step"]: row for row in rows(straight) if "loss" in row}
     for key in ("loss", "load_balance_loss", "learning_rate", "grad_norm"):
-        scalars = events.Scalars(f"train/{key}")
-        assert {s.step: s.value for s in scalars} == pytest.approx({k: row[key] for k, row in by_step.items()}, rel=1e-6)
+        got = {scalar.step: scalar.value for scalar in events.Scalars(f"train/{key}")}
+        assert got == pytest.approx({step: row[key] for step, row in by_step.items()}, rel=1e-6)
     for layer in range(2):
         loads = [events.Scalars(f"heads/layer_{layer:02d}/load_head_{head:02d}")[0].value for head in range(4, 8)]
         assert sum(loads) == pytest.approx(2, rel=1e-6)  # K of the routed heads for every token

@@ -1,0 +1,158 @@
+"""Configuration: flags, quantities, JSON, and every refusal in one line with the value and the remedy."""
+
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from moh_lm import pretrain
+from moh_lm.checks import config_problems
+from moh_lm.config import Config, ConfigError, walk
+from moh_lm.flags import make_parser, parse_config
+from moh_lm.plan import parameter_counts
+
+REQUIRED = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
+TINY = ["--vocab-size", "64", "--seq-length", "16", "--validation-fraction", "0"]
+
+
+def parse(*flags):
+    return parse_config([*REQUIRED, *flags])[0]
+
+
+@pytest.mark.parametrize(
+    "text, seq_length, tokens",
+    [("4M", 2048, 4_194_304), ("16M", 8192, 2**24), ("512K", 1024, 2**19), ("6144", 2048, 6144)],
+)
+def test_batch_quantities_count_in_powers_of_two(text, seq_length, tokens):
+    config = parse("--batch-tokens", text, "--seq-length", str(seq_length))
+    assert config.run.tokens_per_iteration == tokens
+
+
+@pytest.mark.parametrize("text, tokens", [("100B", 10**11), ("0.5B", 5 * 10**8), ("200b", 2 * 10**11), ("7", 7)])
+def test_budgets_count_in_powers_of_ten(text, tokens):
+    assert parse("--train-tokens", text).run.train_tokens == tokens
+
+
+def test_the_budget_is_rounded_up_to_iterations():
+    assert parse("--train-tokens", "100B").run.train_iters == 23_842
+    assert parse("--train-tokens", "200B").run.train_iters == 47_684
+
+
+def test_the_later_flag_wins_also_between_the_two_budgets():
+    assert parse("--num-layers", "3", "--num-layers", "5").model.num_layers == 5
+    assert parse("--train-tokens", "100B", "--train-iters", "12").run.train_iters == 12
+    assert parse("--train-iters", "12", "--train-tokens", "100B").run.train_iters == 23_842
+
+
+def test_head_budgets_are_one_number_or_one_per_layer():
+    assert parse("--num-layers", "3", "--num-shared-heads", "2").model.heads.num_shared_heads == (2, 2, 2)
+    assert parse("--num-layers", "3", "--num-shared-heads", "2", "4", "6").model.heads.num_shared_heads == (2, 4, 6)
+    defaults = parse("--num-layers", "1", "--num-attention-heads", "16").model.heads
+    assert (defaults.num_shared_heads, defaults.num_active_routed_heads) == ((8,), (4,))  # 75%
+
+
+def test_flags_alone_and_with_true_or_false():
+    assert parse("--recompute").run.recompute and parse("--recompute", "true").run.recompute
+    assert not parse("--two-stage", "false").model.heads.two_stage
+
+
+def test_json_gives_back_the_same_configuration(tmp_path):
+    config = parse(*"--num-layers 2 --num-shared-heads 4 6 --data-mix a=1.50 b-c=2 --tie-embeddings".split())
+    config.save(tmp_path / "config.json")
+    assert Config.load(tmp_path / "config.json") == config
+
+
+def test_names_are_unique_and_help_shows_every_flag():
+    names = [field.name for _, field in walk(Config())]
+    assert len(names) == len(set(names))
+    text = make_parser().format_help()
+    assert all("--" + name.replace("_", "-") in text for name in names)
+
+
+@pytest.mark.parametrize(
+    "model, heads, millions",
+    [
+        ("--num-layers 12 --hidden-size 768 --intermediate-size 2048 --num-attention-heads 12", "all", 186),
+        ("--num-layers 12 --hidden-size 768 --intermediate-size 2048 --num-attention-heads 12", "mixture", 186),
+        ("--num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-attention-heads 16", "all", 881),
+        ("--num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-attention-heads 16", "mixture", 882),
+    ],
+)
+def test_parameter_counts_are_those_of_the_paper(model, heads, millions):
+    config = parse(*model.split(), "--head-selection", heads)
+    assert round(parameter_counts(config.model)["total"] / 1e6) == millions
+
+
+REFUSALS = {  # flags: what the one line has to name
+    "--num-layer 2": ("--num-layer", "--num-layers"),
+    "--qqq 2": ("--qqq", "--help"),
+    "--seed x": ("--seed x", "whole number"),
+    "--routing softmax": ("--routing softmax", "paper, released, query_norm"),
+    "--zero-stage 0": ("--zero-stage 0", "1, 2, 3"),
+    "--batch-tokens 4.00001M": ("--batch-tokens 4.00001M", "4M"),
+    "--two-stage maybe": ("--two-stage maybe", "true or false"),
+    "--learning-rate": ("--learning-rate", "one argument"),
+    "--data-mix books": ("--data-mix books", "NAME=WEIGHT"),
+    "--data-mix a=1 a=2": ("--data-mix a", "2 times"),
+    "--data-mix even=0": ("even=0", "above 0"),
+    "--data-mix evne=1": ("evne", "even"),
+    "--vocab-size 60": ("--vocab-size 60", "64"),
+    "--data-dir nowhere": ("nowhere", "tokenize.py"),
+    "--num-attention-heads 7": ("--num-attention-heads 7", "768"),
+    "--num-attention-heads 12 --num-key-value-heads 5": ("--num-key-value-heads 5", "1, 2, 3, 4, 6, 12"),
+    "--head-dim 7": ("--head-dim 7", "even"),
+    "--num-shared-heads 13": ("--num-shared-heads 13", "12"),
+    "--num-active-routed-heads 7": ("--num-active-routed-heads 7", "between 1 and 6"),
+    "--num-active-routed-heads 0": ("--num-active-routed-heads 0", "between 1 and 6"),
+    "--num-shared-heads 6 5": ("--num-shared-heads has 2", "12"),
+    "--batch-tokens 5000": ("--batch-tokens 5000", "4992 or 5008"),
+    "--micro-batch-size 3": ("micro_batch_size(3)", "choose 4194336"),
+    "--learning-rate 1e-5": ("--min-learning-rate 3e-05", "1e-05"),
+    "--adam-beta2 1": ("--adam-beta2 1", "below 1"),
+    "--validation-fraction 1": ("--validation-fraction 1", "below 1"),
+    "--train-iters 0": ("--train-iters 0", "at least 1"),
+    "--tensor-parallel-size 2": ("1 processes", "tensor_parallel_size(2) * pipeline_parallel_size(1) = 2"),
+}
+
+
+@pytest.mark.parametrize("flags", REFUSALS)
+def test_a_refusal_is_one_line_with_the_value_and_the_remedy(flags, capsys, monkeypatch, data_dir):
+    monkeypatch.setattr(sys, "argv", ["pretrain", *REQUIRED, "--data-dir", str(data_dir), *TINY, *flags.split()])
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    assert stop.value.code == 2
+    assert not dist.is_initialized()
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert all(part in problem for part in REFUSALS[flags]), problem
+
+
+def test_all_problems_are_reported_together():
+    config = parse("--num-attention-heads", "7", "--adam-beta1", "2", "--batch-tokens", "5000")
+    assert len(config_problems(config, world_size=1)) == 3
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--num-shared-heads 6 --num-attention-heads 12 --seq-length 2048", "6 heads always on"),
+        ("--num-shared-heads 4 --num-attention-heads 14 --head-dim 64", "--num-key-value-heads 14"),
+        ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 1022", "--seq-length 1022"),
+        ("--num-shared-heads 8 --intermediate-size 2050", "--intermediate-size 2050"),
+    ],
+)
+def test_heads_and_sequences_that_tensor_parallelism_cannot_share_are_refused(flags, named):
+    config = parse(*flags.split(), "--tensor-parallel-size", "4")
+    problems = config_problems(config, world_size=4)
+    assert [problem for problem in problems if named in problem], problems
+
+
+def test_errors_are_shown_once_by_rank_0_only(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--bogus"])
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    assert stop.value.code == 2 and capsys.readouterr().err == ""
+
+
+def test_config_error_keeps_every_sentence():
+    assert ConfigError(["one", "two"]).problems == ["one", "two"]
