@@ -77,7 +77,9 @@ def save_checkpoint(directory, step, fragments, config, state, tokenizer):
 def write_fragments(path, fragments):
     """``kind/name`` -> flat fp32 tensor; the metadata key ``fragments`` is JSON: name -> address."""
     tensors, addresses = {}, {}
-    for name, parameter, start, owned in fragments:
+    for name, parameter, start, is_copy, owned in fragments:
+        if is_copy:
+            continue
         partition = parameter.partition
         addresses[name] = {
             "start": start,
@@ -186,8 +188,7 @@ def shards(pieces):
         by_shard.setdefault(json.dumps(address["partition"]), []).append((address, file))
     for owned in by_shard.values():
         address = owned[0][0]
-        ranges = {address["start"]: file for address, file in owned}  # ranks that hold copies wrote the same
-        yield read_partition(address), torch.Size(address["shape"]), ranges.items()
+        yield read_partition(address), torch.Size(address["shape"]), [(a["start"], file) for a, file in owned]
 
 
 def read_partition(address):
@@ -201,7 +202,7 @@ def read_partition(address):
 def load_fragments(step, fragments):
     """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them."""
     reader = FragmentReader(step)
-    for name, parameter, start, owned in fragments:
+    for name, parameter, start, _, owned in fragments:
         for kind, tensor in owned.items():
             whole = reader.read(kind, name)
             local = whole if parameter.partition is None else parameter.partition.take(whole)

@@ -13,6 +13,7 @@ import json
 import math
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 
 class ConfigError(Exception):
@@ -94,6 +95,27 @@ class ModelConfig:
             return 0
         routed = heads.num_active_routed_heads[layer] if heads.head_selection == "static" else 0
         return heads.num_shared_heads[layer] + routed
+
+
+    def routed_layers(self):
+        """A ``RoutedLayer`` for every layer that balances the load of routed heads, in order."""
+        if self.heads.head_selection != "mixture":
+            return []
+        budgets = zip(self.heads.num_shared_heads, self.heads.num_active_routed_heads, strict=True)
+        layers = [
+            RoutedLayer(index, num_shared, self.num_attention_heads - num_shared, num_active)
+            for index, (num_shared, num_active) in enumerate(budgets)
+        ]
+        return [layer for layer in layers if layer.num_routed]
+
+
+class RoutedLayer(NamedTuple):
+    """A layer with routed heads: its number, and its numbers of heads."""
+
+    index: int
+    num_shared: int
+    num_routed: int
+    num_active: int
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
+from moh_lm.parallel.groups import group_rank, group_size
+from moh_lm.parallel.layers import even_partition
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -37,96 +40,141 @@ class StepResult(NamedTuple):
 
 class Fragment(NamedTuple):
     """``tensors`` ("master", "exp_avg", "exp_avg_sq"): the optimizer's own flat fp32 tensors, all of one length, of the
-    elements from ``start`` of the flattened local ``parameter`` with the canonical ``name``."""
+    elements from ``start`` of the flattened local ``parameter`` with the canonical ``name``. ``is_copy``: another rank
+    has the same."""
 
     name: str
     parameter: torch.nn.Parameter
     start: int
+    is_copy: bool
     tensors: dict[str, torch.Tensor]
 
 
 class Engine:
-    """One training step and one evaluation, over ``MicroBatch``es of moh_lm.data.loader.
+    """One training step and one evaluation, over ``MicroBatch``es of moh_lm.data.loader; one pipeline stage.
 
     config: a checked ``Config``. groups: ``ParallelGroups``. device: of this rank. num_sources: data sources of the
     mixture.
     """
 
     def __init__(self, config, groups, device, num_sources):
+        self.config = config
         self.groups = groups
         self.device = device
         self.num_sources = num_sources
         self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size())
-        self.model = CausalLM(config.model, groups.tensor, self.micro_batches, config.run.recompute)
-        self.model.initialize(config.run.seed)
-        self.model.to(device)
+        self.vocab_partition = even_partition(0, config.model.vocab_size, groups.tensor)
+        self.sums = self.zero_sums(num_sources)
+        self.model = self.build_model()
         self.routers = self.model.routers()
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
             self.engine, *_ = deepspeed.initialize(
                 model=self.model,
                 optimizer=make_optimizer(self.model, config.optimizer),
                 config=deepspeed_config(config, self.micro_batches),
-                mpu=groups if groups.tensor is not None else None,
+                mpu=self.mpu(),
                 dist_init_required=False,
             )
         self.optimizer = self.engine.optimizer
         create_adam_state(self.optimizer)
 
+    def build_model(self):
+        model = CausalLM(self.config.model, self.groups.tensor, self.micro_batches, self.config.run.recompute)
+        model.initialize(self.config.run.seed)
+        return model.to(self.device)
+
+    def mpu(self):
+        return self.groups if self.groups.tensor is not None else None
+
     def train_step(self, micro_batches, learning_rate):
         """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        self.sums = self.zero_sums(self.num_sources)
+        self.step(micro_batches)
+        losses = self.reduce(self.sums, self.groups.data, self.groups.pipeline)
+        return StepResult(losses, self.router_sums(), float(self.engine.get_global_grad_norm()))
+
+    def step(self, micro_batches):
         self.engine.train()
-        sums = self.zero_sums(self.num_sources)
         for batch in micro_batches:
-            losses, labels = self.losses(batch)  # [s, b]
-            sums.index_add_(0, batch.sources.to(self.device), sample_sums(losses, labels))
-            self.engine.backward(losses.mean())
+            self.engine.backward(self.loss(batch))
             self.engine.step()
-        dist.all_reduce(sums, group=self.groups.data)
-        return StepResult(sums, self.router_sums(), float(self.engine.get_global_grad_norm()))
 
     @torch.no_grad()
     def evaluate(self, micro_batches):
         """(loss summed over tokens, number of tokens) over the micro-batches of all data-parallel ranks."""
-        self.engine.eval()
-        sums = self.zero_sums(1)
-        for batch in micro_batches:
-            sums += sample_sums(*self.losses(batch)).sum(0)
-        dist.all_reduce(sums, group=self.groups.data)
-        return tuple(sums[0].tolist())
+        self.sums = self.zero_sums(self.num_sources)
+        self.evaluation_forward(micro_batches)
+        return tuple(self.reduce(self.sums, self.groups.data, self.groups.pipeline).sum(0).tolist())
 
-    def losses(self, batch):
-        """Loss of every position and its label, both [s, b]."""
-        labels = batch.labels.to(self.device).t()
+    def evaluation_forward(self, micro_batches):
+        self.engine.eval()
+        for batch in micro_batches:
+            self.loss(batch)
+
+    def loss(self, batch):
         logits = self.engine(batch.tokens.to(self.device))  # [s, b, vocab/tp]
-        return vocab_parallel_cross_entropy(logits, labels, self.model.vocab_partition, self.groups.tensor), labels
+        return self.mean_loss(logits, (batch.labels.to(self.device), batch.sources.to(self.device)))
+
+    def mean_loss(self, logits, labels_and_sources):
+        """Mean loss of a micro-batch; adds the losses of its sequences to the sums of their sources."""
+        labels, sources = labels_and_sources
+        labels = labels.t()  # [s, b]
+        losses = vocab_parallel_cross_entropy(logits, labels, self.vocab_partition, self.groups.tensor)
+        counted = (labels != IGNORED).double().sum(0)
+        per_sample = torch.stack((losses.detach().double().sum(0), counted), dim=1)  # [b, 2]
+        self.sums.index_add_(0, sources, per_sample)
+        return losses.mean()
 
     def router_sums(self):
         """``StepResult.routers``; also gives each router the step's shares, which ``global_batch`` balances against."""
-        if not self.routers:
-            return self.zero_sums(0).flatten()
-        rows = [router.statistics.take() for router in self.routers]  # each [1 + E]
-        sums = torch.cat(rows)
-        for group in (self.groups.tensor, self.groups.data):
-            if group is not None:
-                dist.all_reduce(sums, group=group)
-        for router, row in zip(self.routers, sums.split([len(row) for row in rows]), strict=True):
-            counts = row[1:]
-            router.statistics.previous_share = (counts * router.num_active / counts.sum()).float()
+        layers = self.config.model.routed_layers()
+        widths = [1 + layer.num_routed for layer in layers]
+        sums = torch.zeros(sum(widths), dtype=torch.float64, device=self.device)
+        rows = {layer.index: row for layer, row in zip(layers, sums.split(widths), strict=True)}  # views of ``sums``
+        for router in self.routers:
+            rows[router.layer_index] += router.statistics.take()
+        self.reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
+        shares = [rows[layer.index][1:] * layer.num_active / rows[layer.index][1:].sum() for layer in layers]
+        self.set_shares(shares)
         return sums
+
+    def set_shares(self, shares):
+        """``shares``: for each layer with routed heads, the share of a step's tokens that selected each of them."""
+        self.shares = shares
+        by_layer = {layer.index: share for layer, share in zip(self.config.model.routed_layers(), shares, strict=True)}
+        for router in self.routers:
+            router.statistics.previous_share = by_layer[router.layer_index].float()
 
     def zero_sums(self, rows):
         return torch.zeros(rows, 2, dtype=torch.float64, device=self.device)
 
+    @staticmethod
+    def reduce(tensor, *groups):
+        """Sum ``tensor`` over the ranks of each of ``groups``, in place."""
+        for group in groups:
+            if group is not None:
+                dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def named_parameters(self):
+        """(canonical name, parameter) of what this rank holds."""
+        return self.model.named_parameters()
+
     def fragments(self):
         """``Fragment``s of what this rank's optimizer owns: of each parameter a range of its flattened elements."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.named_parameters():
             mapping = parameter._hp_mapping
             if mapping is not None:
                 moments = {key: mapping.get_hp_fragment(key) for key in MOMENTS}
                 tensors = {"master": mapping.get_hp_fragment(), **moments}
-                yield Fragment(name, parameter, mapping.lp_fragment_address.start, tensors)
+                yield Fragment(name, parameter, mapping.lp_fragment_address.start, self.is_copy(parameter), tensors)
+
+    def is_copy(self, parameter):
+        """Whether another rank holds the same parameter and speaks for it: a replicated weight, or a tied one."""
+        replicated = parameter.partition is None and group_rank(self.groups.tensor) > 0
+        return replicated or getattr(parameter, "ds_pipe_replicated", False)
 
     @property
     def optimizer_steps(self):
@@ -139,17 +187,47 @@ class Engine:
         for state in self.optimizer.optimizer.state.values():
             state["step"].fill_(optimizer_steps)
         self.optimizer.update_lp_params()  # the weights of the model follow their masters
-        for router, share in zip(self.routers, shares, strict=True):
-            router.statistics.previous_share = torch.tensor(share, device=self.device)
-
-    def shares(self):
-        """For every router, the share of the last step's tokens that selected each of its heads."""
-        return [router.statistics.previous_share.tolist() for router in self.routers]
+        self.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
 
 
-def sample_sums(losses, labels):
-    """[s, b] -> [b, 2] float64: the loss of each sequence, summed, and its number of labels."""
-    return torch.stack((losses.detach().double().sum(0), (labels != IGNORED).double().sum(0)), dim=1)
+class PipelineEngine(Engine):
+    """The same over several pipeline stages: DeepSpeed schedules the micro-batches (1F1B)."""
+
+    def build_model(self):
+        run, parallel = self.config.run, self.config.parallel
+        return PipelineCausalLM(
+            self.config.model,
+            (parallel.pipeline_parallel_size, group_size(self.groups.data), parallel.tensor_parallel_size),
+            self.groups.tensor,
+            self.micro_batches,
+            run.recompute,
+            run.seed,
+            self.mean_loss,
+        )
+
+    def mpu(self):
+        return None  # PipelineModule brings its own
+
+    def step(self, micro_batches):
+        self.engine.train_batch(stage_inputs(micro_batches))
+
+    def evaluation_forward(self, micro_batches):
+        if micro_batches:
+            self.engine.eval_batch(stage_inputs(micro_batches), num_micro_batches=len(micro_batches))
+
+    def named_parameters(self):
+        return self.model.canonical_parameters()
+
+
+def stage_inputs(micro_batches):
+    """What DeepSpeed's first and last stage take: tokens, and what the loss needs."""
+    return ((batch.tokens, (batch.labels, batch.sources)) for batch in micro_batches)
+
+
+def make_engine(config, groups, device, num_sources):
+    """The engine of the layout that ``config`` asks for."""
+    engine = Engine if config.parallel.pipeline_parallel_size == 1 else PipelineEngine
+    return engine(config, groups, device, num_sources)
 
 
 def make_optimizer(model, settings):
@@ -170,6 +248,9 @@ def deepspeed_config(config, micro_batches):
         "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": config.optimizer.gradient_clipping,  # DeepSpeed would clip at 1.0 unasked
         "zero_optimization": {"stage": config.parallel.zero_stage},
+        # By default a stage sends 1/tp of an activation and the next one joins the parts of all tensor-parallel
+        # ranks: wrong for slices of a sequence, which differ between the ranks.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "bf16": {"enabled": config.run.precision == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 2**62,

@@ -17,11 +17,11 @@ from torch.utils.tensorboard import SummaryWriter
 class Interval:
     """Sums of ``StepResult``s since the last line of the log; the same on every rank."""
 
-    def __init__(self, num_sources, routers, device):
-        self.layers = [(router.layer_index, router.num_shared, router.num_routed) for router in routers]
+    def __init__(self, num_sources, routed_layers, device):
+        self.layers = routed_layers
         self.losses = torch.zeros(num_sources, 2, dtype=torch.float64, device=device)
-        width = sum(1 + num_routed for _, _, num_routed in self.layers)
-        self.routers = torch.zeros(width, dtype=torch.float64, device=device)
+        self.widths = [1 + layer.num_routed for layer in routed_layers]
+        self.routers = torch.zeros(sum(self.widths), dtype=torch.float64, device=device)
         self.skipped_steps = 0
         self.seconds = self.timed_tokens = 0  # of this process only
 
@@ -56,13 +56,13 @@ class Interval:
 
     def head_loads(self):
         """(layer, head, share of tokens that selected it) for every routed head."""
-        for (layer, num_shared, _), row in zip(self.layers, self.router_rows(), strict=True):
-            tokens = self.losses[:, 1].sum().item()
+        tokens = self.losses[:, 1].sum().item()
+        for layer, row in zip(self.layers, self.router_rows(), strict=True):
             for index, count in enumerate(row[1:].tolist()):
-                yield layer, num_shared + index, ratio(count, tokens)
+                yield layer.index, layer.num_shared + index, ratio(count, tokens)
 
     def router_rows(self):
-        return self.routers.split([1 + num_routed for _, _, num_routed in self.layers]) if self.layers else ()
+        return self.routers.split(self.widths) if self.widths else ()
 
     def state(self):
         """JSON-able; ``restore`` takes it back."""

@@ -23,7 +23,7 @@ from moh_lm.checkpoint import load_fragments, newest_step, read_json, save_check
 from moh_lm.checks import config_problems
 from moh_lm.config import Config, ConfigError, walk
 from moh_lm.data.loader import Dataset, Loader
-from moh_lm.engine import Engine
+from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
 from moh_lm.metrics import Interval, RunLog
 from moh_lm.parallel.groups import ParallelGroups
@@ -70,8 +70,8 @@ def open_dataset(config, problems, dry_run):
 def train(config, dataset, device):
     """The whole run: from the last checkpoint, or the first step, to the last."""
     run = config.run
-    groups = ParallelGroups.create(config.parallel.tensor_parallel_size)
-    engine = Engine(config, groups, device, len(dataset.source_names))
+    groups = ParallelGroups.create(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
+    engine = make_engine(config, groups, device, len(dataset.source_names))
     loader = Loader(
         dataset,
         global_batch_size=run.global_batch_size,
@@ -79,7 +79,7 @@ def train(config, dataset, device):
         data_parallel_rank=dist.get_rank(groups.data),
         data_parallel_size=dist.get_world_size(groups.data),
     )
-    interval = Interval(len(dataset.source_names), engine.routers, device)
+    interval = Interval(len(dataset.source_names), config.model.routed_layers(), device)
     step = resume(config, dataset, engine, interval)
     log = open_log(config, step)
     if step >= run.train_iters:
@@ -154,7 +154,7 @@ def save(config, dataset, engine, interval, step):
     state = {
         "consumed_samples": step * config.run.global_batch_size,
         "optimizer_steps": engine.optimizer_steps,
-        "router_shares": engine.shares(),
+        "router_shares": [share.tolist() for share in engine.shares],
         "interval": interval.state(),
         "data": dataset.fingerprint(),
     }

@@ -131,10 +131,7 @@ class CausalLM(nn.Module):
 
 def balance_scale(config, micro_batches):
     """beta of Eq. 8 for one layer and micro-batch: a mean over layers with routed heads, and over micro-batches."""
-    if config.heads.head_selection != "mixture":
-        return 0.0
-    layers = sum(shared < config.num_attention_heads for shared in config.heads.num_shared_heads)
-    return config.heads.load_balance_coefficient / (max(1, layers) * micro_batches)
+    return config.heads.load_balance_coefficient / (max(1, len(config.routed_layers())) * micro_batches)
 
 
 @torch.no_grad()

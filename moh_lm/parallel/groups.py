@@ -7,6 +7,7 @@ rank.
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 
@@ -24,10 +25,12 @@ class ParallelGroups:
 
     tensor: ranks that hold the shards of the same layers and read the same samples.
     data: ranks that hold the same shards and read different samples.
+    pipeline: ranks that hold consecutive layers of the same shards and pass on the same samples.
     """
 
     tensor: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
+    pipeline: dist.ProcessGroup | None = None
 
     # DeepSpeed asks its "mpu" for the groups by these names.
 
@@ -50,15 +53,18 @@ class ParallelGroups:
         return self.data
 
     @classmethod
-    def create(cls, tensor_parallel_size):
-        """Make the groups of ``tensor_parallel_size``; every rank of the initialised world calls this together."""
-        world, tp = dist.get_world_size(), tensor_parallel_size
-        tensor = [list(range(first, first + tp)) for first in range(0, world, tp)]
-        data = [list(range(first, world, tp)) for first in range(tp)]
-        return cls(tensor=own_group(tensor) if tp > 1 else None, data=own_group(data))
+    def create(cls, tensor_parallel_size, pipeline_parallel_size):
+        """Make the groups of this grid; every rank of the initialised world calls this together."""
+        tp, pp = tensor_parallel_size, pipeline_parallel_size
+        grid = torch.arange(dist.get_world_size()).view(pp, -1, tp)  # [pipeline, data, tensor]
+        return cls(
+            tensor=own_group(grid.reshape(-1, tp)) if tp > 1 else None,
+            data=own_group(grid.movedim(1, 2).reshape(-1, grid.shape[1])),
+            pipeline=own_group(grid.movedim(0, 2).reshape(-1, pp)) if pp > 1 else None,
+        )
 
 
 def own_group(members):
-    """Open a process group for each list of ranks and return the one with this rank in it."""
-    groups = [(ranks, dist.new_group(ranks)) for ranks in members]
+    """Open a process group for each row of ranks and return the one with this rank in it."""
+    groups = [(ranks, dist.new_group(ranks)) for ranks in members.tolist()]
     return next(group for ranks, group in groups if dist.get_rank() in ranks)

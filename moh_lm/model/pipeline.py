@@ -1,0 +1,113 @@
+"""The model as one ordered list of layers, for pipeline parallelism.
+
+DeepSpeed's PipelineModule takes the list, gives every stage a run of consecutive layers, and passes one tensor
+[s/tp, b, d] between them; balance losses start where they are computed (``attach_loss``) and need no passage. Each
+layer stands in the list with the prefix that turns its parameter names into those of ``CausalLM``.
+"""
+
+import contextlib
+
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.utils import partition_balanced
+from torch import nn
+
+from moh_lm.model.transformer import INIT_STD, DecoderLayer, balance_scale, initialize
+from moh_lm.parallel.layers import ColumnParallelLinear, RMSNorm, VocabParallelEmbedding, even_partition
+from moh_lm.parallel.mappings import gather_sequence
+
+
+class Embedding(nn.Module):
+    """First layer of the list: tokens [b, s] -> [s/tp, b, d]. Tied, its weight serves as output head too."""
+
+    def __init__(self, config, group):
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, INIT_STD, group)
+        self.group = group
+
+    def forward(self, tokens):
+        return self.embed_tokens(tokens)
+
+    def logits(self, x):
+        return F.linear(gather_sequence(x, self.group), self.embed_tokens.weight)
+
+
+class Norm(nn.Module):
+    def __init__(self, config, group):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+class Head(nn.Module):
+    """Last layer of the list: [s/tp, b, d] -> logits [s, b, vocab/tp]."""
+
+    def __init__(self, config, group):
+        super().__init__()
+        partition = even_partition(0, config.vocab_size, group)
+        self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, partition)
+        self.group = group
+
+    def forward(self, x):
+        return self.lm_head(gather_sequence(x, self.group))
+
+
+def layer_list(config, group, micro_batches, recompute):
+    """[(prefix of the parameter names, LayerSpec, cost in multiplications per token)] of the whole model."""
+    d, e, vocab = config.hidden_size, config.head_dim, config.vocab_size
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    block = 2 * d * e * (heads + key_value_heads) + 3 * d * config.intermediate_size
+    scale = balance_scale(config, micro_batches)
+    blocks = [
+        (f"model.layers.{i}.", LayerSpec(DecoderLayer, config, i, scale, recompute, group), block)
+        for i in range(config.num_layers)
+    ]
+    if config.tie_embeddings:
+        tie = dict(tied_weight_attr="embed_tokens.weight")
+        embedding = TiedLayerSpec("embed", Embedding, config, group, **tie)
+        head = ("model.", TiedLayerSpec("embed", Embedding, config, group, forward_fn=Embedding.logits, **tie))
+    else:
+        embedding = LayerSpec(Embedding, config, group)
+        head = ("", LayerSpec(Head, config, group))
+    return [("model.", embedding, 0), *blocks, ("model.", LayerSpec(Norm, config, group), 0), (*head, d * vocab)]
+
+
+class PipelineCausalLM(PipelineModule):
+    """This rank's stage of the model, its parameters drawn. ``loss_fn(logits, labels)`` runs on the last stage."""
+
+    def __init__(self, config, groups_shape, group, micro_batches, recompute, seed, loss_fn):
+        pipeline, data, tensor = groups_shape
+        self.layers = layer_list(config, group, micro_batches, recompute)
+        with contextlib.redirect_stdout(None):  # DeepSpeed prints the list on every start
+            super().__init__(
+                [spec for _, spec, _ in self.layers],
+                topology=PipeModelDataParallelTopology(num_pp=pipeline, num_mp=tensor, num_dp=data),
+                loss_fn=loss_fn,
+            )
+        initialize(self.canonical_parameters(), seed)
+
+    def _partition_layers(self, method):
+        """Give the stages equal costs, not DeepSpeed's equal numbers of parameters: an embedding costs nothing."""
+        self.parts = partition_balanced([max(1, cost) for _, _, cost in self.layers], self.num_stages)
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+    def canonical_parameters(self):
+        """(name, parameter) of this stage, with the names of ``CausalLM``."""
+        seen = set()
+        for (prefix, spec, _), function in zip(
+            self.layers[self._local_start : self._local_stop], self.forward_funcs, strict=True
+        ):
+            layer = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else function
+            for name, parameter in layer.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield prefix + name, parameter
+
+    def routers(self):
+        """The routers of this stage that balance their load, in the order of layers."""
+        found = (layer.self_attn.router for layer in self.forward_funcs if isinstance(layer, DecoderLayer))
+        return [router for router in found if router is not None and router.num_routed]
