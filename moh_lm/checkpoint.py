@@ -77,18 +77,18 @@ def save_checkpoint(directory, step, fragments, config, state, tokenizer):
 def write_fragments(path, fragments):
     """``kind/name`` -> flat fp32 tensor; the metadata key ``fragments`` is JSON: name -> address."""
     tensors, addresses = {}, {}
-    for name, parameter, start, is_copy, owned in fragments:
-        if is_copy:
+    for fragment in fragments:
+        if fragment.is_copy:
             continue
-        partition = parameter.partition
-        addresses[name] = {
-            "start": start,
-            "shape": list(parameter.shape),
-            "whole_shape": list(parameter.whole_shape),
+        partition = fragment.parameter.partition
+        addresses[fragment.name] = {
+            "start": fragment.start,
+            "shape": fragment.shape,
+            "whole_shape": fragment.parameter.whole_shape,
             "partition": None if partition is None else asdict(partition),
         }
-        for kind, tensor in owned.items():
-            tensors[f"{kind}/{name}"] = tensor.detach().float().cpu().clone()
+        for kind, tensor in fragment.tensors.items():
+            tensors[f"{kind}/{fragment.name}"] = tensor.detach().cpu().clone()
     save_file(tensors, path, metadata={"fragments": json.dumps(addresses)})
 
 
@@ -202,10 +202,11 @@ def read_partition(address):
 def load_fragments(step, fragments):
     """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them."""
     reader = FragmentReader(step)
-    for name, parameter, start, _, owned in fragments:
-        for kind, tensor in owned.items():
-            whole = reader.read(kind, name)
-            local = whole if parameter.partition is None else parameter.partition.take(whole)
+    for fragment in fragments:
+        partition, start = fragment.parameter.partition, fragment.start
+        for kind, tensor in fragment.tensors.items():
+            whole = reader.read(kind, fragment.name)
+            local = whole if partition is None else partition.take(whole)
             tensor.copy_(local.flatten()[start : start + tensor.numel()])
 
 

@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM
+from moh_lm.optimizer import Fragment, ShardedAdamW, make_adamw
 from moh_lm.parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import even_partition
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class StepResult(NamedTuple):
@@ -36,18 +35,6 @@ class StepResult(NamedTuple):
     losses: torch.Tensor
     routers: torch.Tensor
     grad_norm: float
-
-
-class Fragment(NamedTuple):
-    """``tensors`` ("master", "exp_avg", "exp_avg_sq"): the optimizer's own flat fp32 tensors, all of one length, of the
-    elements from ``start`` of the flattened local ``parameter`` with the canonical ``name``. ``is_copy``: another rank
-    has the same."""
-
-    name: str
-    parameter: torch.nn.Parameter
-    start: int
-    is_copy: bool
-    tensors: dict[str, torch.Tensor]
 
 
 class Engine:
@@ -70,13 +57,12 @@ class Engine:
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
             self.engine, *_ = deepspeed.initialize(
                 model=self.model,
-                optimizer=make_optimizer(self.model, config.optimizer),
+                optimizer=make_adamw(self.model.parameters(), config.optimizer),
                 config=deepspeed_config(config, self.micro_batches),
                 mpu=self.mpu(),
                 dist_init_required=False,
             )
-        self.optimizer = self.engine.optimizer
-        create_adam_state(self.optimizer)
+        self.optimizer = ShardedAdamW(self.engine.optimizer, config.parallel.zero_stage, group_rank(groups.data))
 
     def build_model(self):
         model = CausalLM(self.config.model, self.groups.tensor, self.micro_batches, self.config.run.recompute)
@@ -88,8 +74,7 @@ class Engine:
 
     def train_step(self, micro_batches, learning_rate):
         """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self.optimizer.set_learning_rate(learning_rate)
         self.sums = self.zero_sums(self.num_sources)
         self.step(micro_batches)
         losses = self.reduce(self.sums, self.groups.data, self.groups.pipeline)
@@ -163,30 +148,21 @@ class Engine:
         return self.model.named_parameters()
 
     def fragments(self):
-        """``Fragment``s of what this rank's optimizer owns: of each parameter a range of its flattened elements."""
+        """``Fragment``s of what this rank's optimizer owns."""
         for name, parameter in self.named_parameters():
-            mapping = parameter._hp_mapping
-            if mapping is not None:
-                moments = {key: mapping.get_hp_fragment(key) for key in MOMENTS}
-                tensors = {"master": mapping.get_hp_fragment(), **moments}
-                yield Fragment(name, parameter, mapping.lp_fragment_address.start, self.is_copy(parameter), tensors)
+            owned = self.optimizer.fragment(parameter)
+            if owned is not None:
+                shape, start, tensors = owned
+                yield Fragment(name, parameter, shape, start, self.is_copy(parameter), tensors)
 
     def is_copy(self, parameter):
         """Whether another rank holds the same parameter and speaks for it: a replicated weight, or a tied one."""
         replicated = parameter.partition is None and group_rank(self.groups.tensor) > 0
         return replicated or getattr(parameter, "ds_pipe_replicated", False)
 
-    @property
-    def optimizer_steps(self):
-        """Steps that AdamW has taken; skipped ones do not count."""
-        return int(max(state["step"] for state in self.optimizer.optimizer.state.values()))
-
-    @torch.no_grad()
     def adopt(self, optimizer_steps, shares):
         """Go on from ``fragments`` that were filled from a checkpoint, and from the ``shares`` of its routers."""
-        for state in self.optimizer.optimizer.state.values():
-            state["step"].fill_(optimizer_steps)
-        self.optimizer.update_lp_params()  # the weights of the model follow their masters
+        self.optimizer.adopt(optimizer_steps)
         self.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
 
 
@@ -230,17 +206,6 @@ def make_engine(config, groups, device, num_sources):
     return engine(config, groups, device, num_sources)
 
 
-def make_optimizer(model, settings):
-    """AdamW; matrices decay, norms do not."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-8, fused=True)
-
-
 def deepspeed_config(config, micro_batches):
     """DeepSpeed's settings, derived; there is no second file to keep in step."""
     return {
@@ -255,20 +220,3 @@ def deepspeed_config(config, micro_batches):
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 2**62,
     }
-
-
-@torch.no_grad()
-def create_adam_state(optimizer):
-    """Zero moments before the first step, linked to the parameters, so that a checkpoint can always be written and
-    read.
-
-    DeepSpeed links them after the first parameter group has stepped, and would leave those of the second group
-    unlinked.
-    """
-    for group in optimizer.param_groups:
-        for master in group["params"]:
-            state = optimizer.optimizer.state[master]
-            state["step"] = torch.zeros((), device=master.device)
-            for moment in MOMENTS:
-                state[moment] = torch.zeros_like(master)
-    optimizer._lazy_init_hp_params_optimizer_state()

@@ -153,7 +153,7 @@ def evaluate(engine, loader, config, log, step):
 def save(config, dataset, engine, interval, step):
     state = {
         "consumed_samples": step * config.run.global_batch_size,
-        "optimizer_steps": engine.optimizer_steps,
+        "optimizer_steps": engine.optimizer.steps,
         "router_shares": [share.tolist() for share in engine.shares],
         "interval": interval.state(),
         "data": dataset.fingerprint(),
