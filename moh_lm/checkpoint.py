@@ -80,7 +80,7 @@ def write_fragments(path, fragments):
     for fragment in fragments:
         if fragment.is_copy:
             continue
-        partition = fragment.parameter.partition
+        partition = fragment.parameter.tensor_partition
         addresses[fragment.name] = {
             "start": fragment.start,
             "shape": fragment.shape,
@@ -203,7 +203,7 @@ def load_fragments(step, fragments):
     """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them."""
     reader = FragmentReader(step)
     for fragment in fragments:
-        partition, start = fragment.parameter.partition, fragment.start
+        partition, start = fragment.parameter.tensor_partition, fragment.start
         for kind, tensor in fragment.tensors.items():
             whole = reader.read(kind, fragment.name)
             local = whole if partition is None else partition.take(whole)

@@ -145,7 +145,7 @@ def layout_problems(config, world_size):
             f"{world_size} processes: not a multiple of tensor_parallel_size({tp}) * pipeline_parallel_size({pp}) "
             f"= {tp * pp}; start a multiple of {tp * pp} processes or change the degrees"
         ]
-    found = tensor_problems(config.model, tp)
+    found = [*tensor_problems(config.model, tp), *pipeline_problems(config)]
     length, tokens = run.seq_length, run.batch_tokens
     if length % tp:
         found.append(f"--seq-length {length}: must be a multiple of --tensor-parallel-size {tp}, whose ranks share it")
@@ -163,6 +163,26 @@ def layout_problems(config, world_size):
             f"micro_batch_size({run.micro_batch_size}) * data_parallel_size({dp}) = {chunk}; "
             f"choose {math.ceil(run.global_batch_size / chunk) * chunk * length} or another --micro-batch-size"
         ]
+    return found
+
+
+def pipeline_problems(config):
+    parallel, pp = config.parallel, config.parallel.pipeline_parallel_size
+    if pp == 1:
+        return []
+    found = []
+    if parallel.zero_stage > 1:
+        found.append(
+            f"--zero-stage {parallel.zero_stage}: DeepSpeed's pipeline schedule needs whole gradients and weights; "
+            f"choose --zero-stage 1, or --pipeline-parallel-size 1"
+        )
+    if parallel.offload_optimizer:
+        found.append("--offload-optimizer: not together with a pipeline; choose --pipeline-parallel-size 1")
+    if pp > config.model.num_layers:
+        found.append(
+            f"--pipeline-parallel-size {pp}: every stage needs a layer; choose at most "
+            f"--num-layers {config.model.num_layers}"
+        )
     return found
 
 

@@ -124,7 +124,10 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(1, "ranks that share each layer's heads, MLP columns and vocabulary")
     pipeline_parallel_size: int = option(1, "stages of consecutive layers")
-    zero_stage: int = option(1, "DeepSpeed ZeRO stage: 1 shards optimizer states", parse=int, choices=(1, 2, 3))
+    zero_stage: int = option(
+        1, "shard over data-parallel ranks: 1 optimizer states, 2 also gradients, 3 also weights", choices=(1, 2, 3)
+    )
+    offload_optimizer: bool = option(False, "keep optimizer states, and step, in the memory of the CPU")
 
 
 @dataclass(frozen=True)

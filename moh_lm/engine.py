@@ -157,7 +157,7 @@ class Engine:
 
     def is_copy(self, parameter):
         """Whether another rank holds the same parameter and speaks for it: a replicated weight, or a tied one."""
-        replicated = parameter.partition is None and group_rank(self.groups.tensor) > 0
+        replicated = parameter.tensor_partition is None and group_rank(self.groups.tensor) > 0
         return replicated or getattr(parameter, "ds_pipe_replicated", False)
 
     def adopt(self, optimizer_steps, shares):
@@ -212,7 +212,11 @@ def deepspeed_config(config, micro_batches):
         "train_micro_batch_size_per_gpu": config.run.micro_batch_size,
         "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": config.optimizer.gradient_clipping,  # DeepSpeed would clip at 1.0 unasked
-        "zero_optimization": {"stage": config.parallel.zero_stage},
+        "zero_optimization": {
+            "stage": config.parallel.zero_stage,
+            **({"offload_optimizer": {"device": "cpu"}} if config.parallel.offload_optimizer else {}),
+        },
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs a compiler and gives other numbers
         # By default a stage sends 1/tp of an activation and the next one joins the parts of all tensor-parallel
         # ranks: wrong for slices of a sequence, which differ between the ranks.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},

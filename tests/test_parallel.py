@@ -46,7 +46,7 @@ def train_once(name):
     balance = [router.statistics.take() for router in model.routers()]
     for sums in balance if group is not None else ():
         dist.all_reduce(sums, group=group)
-    shards = {key: (parameter.grad, parameter.partition) for key, parameter in model.named_parameters()}
+    shards = {key: (parameter.grad, parameter.tensor_partition) for key, parameter in model.named_parameters()}
     return losses.detach(), balance, shards
 
 

@@ -44,12 +44,12 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(query_size, d, output_std, self.heads.partition(1, e), group)
         self.router = HeadRouter(config, layer_index, init_std, group) if self.selection == "mixture" else None
 
-    def forward(self, x):
-        """x: [s/tp, b, d], normalised -> [s/tp, b, d]."""
+    def forward(self, x, kept_selection=None):
+        """x: [s/tp, b, d], normalised -> [s/tp, b, d]. kept_selection: see ``HeadRouter``."""
         gates = balance_loss = counts = None
         learned = self.router is not None and self.router.routing != "query_norm"
         if learned:
-            gates, balance_loss, counts = self.router(x)  # [s/tp, b, h]
+            gates, balance_loss, counts = self.router(x, kept_selection)  # [s/tp, b, h]
             gates = gather_sequence(gates, self.group)[..., self.heads.indices]  # [s, b, h/tp]
         x = gather_sequence(x, self.group)  # [s, b, d]
         query, key, value = (self.split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         elif self.router is not None and not learned:
             wide = query.to(torch.promote_types(query.dtype, torch.float32))
             norms = gather_heads(wide.norm(dim=-1), self.group)[..., self.heads.canonical_order]  # [s, b, h]
-            gates, balance_loss, counts = self.router(x, query_norms=norms)
+            gates, balance_loss, counts = self.router(x, kept_selection, norms)
             gates = gates[..., self.heads.indices]  # [s, b, h/tp]
         table = rotary_table(query.shape[0], self.head_dim, self.rope_theta, query.dtype, query.device)
         context = moh_attention(rotate(query, table), rotate(key, table), value, gates)  # [s, b, h/tp, e]

@@ -50,7 +50,7 @@ class HeadRouter(nn.Module):
             parameter = make_parameter((count, config.hidden_size), init_std) if present else None
             self.register_parameter(name, parameter)
 
-    def forward(self, x, query_norms=None):
+    def forward(self, x, kept_selection=None, query_norms=None):
         """Gates and balance terms of the tokens.
 
         x: [s/tp, b, d], the normalised input of the attention layer. query_norms: [s, b, h], only for
@@ -66,7 +66,7 @@ class HeadRouter(nn.Module):
             shared, probability = self.softmax(x, self.w_shared), self.softmax(x, self.w_routed)
         if self.num_routed == 0:
             return self.scale_shared(shared), None, None
-        selected = select_top_k(probability, self.num_active)  # [s/tp, b, E]
+        selected = self.select(probability, kept_selection)  # [s/tp, b, E]
         routed = self.routed_gates(probability, selected)
         if self.num_shared == 0:
             gates = routed
@@ -74,6 +74,14 @@ class HeadRouter(nn.Module):
             a1, a2 = self.type_weights(x)
             gates = torch.cat((self.scale_shared(shared) * a1, routed * a2), dim=-1)  # [s/tp, b, h]
         return gates, *self.load_balance(probability, selected)
+
+    def select(self, probability, kept_selection):
+        if kept_selection:
+            return kept_selection[0]
+        selected = select_top_k(probability.detach(), self.num_active)
+        if kept_selection is not None:
+            kept_selection.append(selected)
+        return selected
 
     def softmax(self, x, weight):
         """softmax(W x) over the rows of W: [s/tp, b, d] -> [s/tp, b, rows]."""

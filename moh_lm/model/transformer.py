@@ -10,7 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from moh_lm.model.attention import Attention
 from moh_lm.parallel.layers import (
@@ -47,7 +47,7 @@ class DecoderLayer(nn.Module):
     """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)).
 
     ``recompute`` keeps the input of the layer only and computes the rest again in the backward pass, except for the
-    routing: the sort that selects heads is kept, so that rounding can never select others the second time.
+    selection of heads: it is kept in a list, so that rounding can never select others the second time.
     """
 
     def __init__(self, config, layer_index, balance_scale, recompute, group):
@@ -62,21 +62,12 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x):
         if self.recompute and self.training and torch.is_grad_enabled():
-            return checkpoint(self.block, x, use_reentrant=False, context_fn=keep_selection)
+            return checkpoint(self.block, x, [], use_reentrant=False)
         return self.block(x)
 
-    def block(self, x):
-        x = x + self.self_attn(self.input_layernorm(x))
+    def block(self, x, kept_selection=None):
+        x = x + self.self_attn(self.input_layernorm(x), kept_selection)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def keep_selection():
-    return create_selective_checkpoint_contexts(selection_policy)
-
-
-def selection_policy(context, operation, *args, **kwargs):
-    is_sort = operation == torch.ops.aten.sort.stable
-    return CheckpointPolicy.MUST_SAVE if is_sort else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Decoder(nn.Module):
@@ -143,4 +134,4 @@ def initialize(named_parameters, seed):
             digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
             whole.normal_(0, parameter.init_std, generator=generator)
-        parameter.copy_(whole if parameter.partition is None else parameter.partition.take(whole))
+        parameter.copy_(whole if parameter.tensor_partition is None else parameter.tensor_partition.take(whole))

@@ -64,7 +64,7 @@ def make_parameter(shape, init_std=None, partition=None):
     parameter = nn.Parameter(torch.empty(local))
     parameter.whole_shape = tuple(shape)
     parameter.init_std = init_std
-    parameter.partition = partition
+    parameter.tensor_partition = partition
     # DeepSpeed counts a parameter in the gradient norm of every tensor-parallel rank only if it bears this stamp.
     parameter.tensor_model_parallel = partition is not None
     return parameter

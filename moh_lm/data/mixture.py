@@ -1,0 +1,166 @@
+"""The order of samples: a pure function from the number of a sample to a source and a window of its tokens.
+
+Nothing is stored but one small table, so any rank computes its part of any step, and the number of samples consumed is
+the whole state of the data. Sample n is found in three steps.
+
+1. Which source. The weights are exact integers W_s with the sum P. A table of one period of P samples holds source s
+   exactly W_s times, ordered by Tijdeman's chairman assignment rule (Discrete Mathematics 32, 1980), so that any first
+   n samples of the run hold n W_s / P of source s to within 1 - 1/(2k - 2) of one sample, for k sources.
+2. Which window. The samples of a source count through its windows epoch by epoch, in an order that a keyed permutation
+   (cycle-walking Feistel network) makes of (seed, name of the source, epoch).
+3. Which tokens. A window is S + 1 tokens at stride S: S inputs and their S labels. The grid of windows starts at a
+   phase drawn from (seed, name, epoch), so that a repeated source is cut elsewhere.
+"""
+
+import hashlib
+import heapq
+import math
+from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+
+from moh_lm.config import ConfigError
+
+LARGEST_PERIOD = 2**20
+ROUNDS = 6  # of the Feistel network; three already pass tests of uniformity
+
+
+class Mixture:
+    """The mixture of the sources ``names``, sorted; arrays over sources follow this order.
+
+    ``weights``: name -> decimal number as text, of any sum. ``num_tokens``: name -> training tokens, at least
+    ``seq_length`` + 1. ``note`` says so if the weights had to be rounded, else it is empty. Raises ConfigError for a
+    weight that is too small beside the others.
+    """
+
+    def __init__(self, weights: dict[str, str], num_tokens: dict[str, int], *, seq_length: int, seed: int):
+        self.names = sorted(weights)
+        self.seq_length = seq_length
+        self.seed = seed
+        self.weights, self.note = integer_weights({name: weights[name] for name in self.names})
+        self.period = int(self.weights.sum())
+        self.num_tokens = [num_tokens[name] for name in self.names]
+        # One window fewer than fits leaves room for every phase: the same number in every epoch, found by a division.
+        self.windows = np.array([max(1, tokens // seq_length - 1) for tokens in self.num_tokens])
+        self.slot_source, self.slot_ordinal = period_table(self.weights.tolist())
+
+    def locate(self, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sample numbers [n] -> source, epoch and position of the window's first token, each int64 [n]."""
+        block, slot = np.divmod(np.asarray(samples, dtype=np.int64), self.period)
+        source = self.slot_source[slot].astype(np.int64)
+        ordinal = block * self.weights[source] + self.slot_ordinal[slot]  # of this sample among those of its source
+        epoch, position = np.divmod(ordinal, self.windows[source])
+        first_token = np.empty_like(position)
+        for s, e in np.unique(np.stack([source, epoch]), axis=1).T.tolist():
+            here = (source == s) & (epoch == e)
+            order = Permutation(int(self.windows[s]), f"order/{self.seed}/{self.names[s]}/{e}")
+            first_token[here] = order(position[here]) * self.seq_length + self.phase(s, e)
+        return source, epoch, first_token
+
+    def phase(self, source: int, epoch: int) -> int:
+        """Where the grid of windows starts: below S, and so that the last window ends inside the tokens."""
+        choices = min(self.seq_length, self.num_tokens[source] - int(self.windows[source]) * self.seq_length)
+        return int.from_bytes(digest(f"phase/{self.seed}/{self.names[source]}/{epoch}", 8), "little") % choices
+
+    def counts(self, num_samples: int) -> np.ndarray:
+        """Samples of each source among the first ``num_samples`` of the run, int64 [sources]."""
+        blocks, rest = divmod(num_samples, self.period)
+        return blocks * self.weights + np.bincount(self.slot_source[:rest], minlength=len(self.names))
+
+
+def integer_weights(weights):
+    """Decimals by name -> their ratios as integers int64 [k] with a sum of at most 2**20, and a note on rounding.
+
+    Exact if the sum allows it, else by largest remainder. Raises ConfigError for a weight that rounds to nothing.
+    """
+    exact = [Fraction(Decimal(weight)) for weight in weights.values()]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    integers = [int(weight * scale) for weight in exact]
+    divisor = math.gcd(*integers) or 1
+    integers = [weight // divisor for weight in integers]
+    total, note = sum(integers), ""
+    if total > LARGEST_PERIOD:
+        parts = [divmod(weight * LARGEST_PERIOD, total) for weight in integers]
+        missing = LARGEST_PERIOD - sum(part for part, _ in parts)
+        by_remainder = sorted(range(len(parts)), key=lambda s: -parts[s][1])
+        rounded_up = set(by_remainder[:missing])
+        integers = [part + (s in rounded_up) for s, (part, _) in enumerate(parts)]
+        note = f"the weights sum to {total} parts and were rounded to {LARGEST_PERIOD} by largest remainder"
+    problems = [
+        f"weight {weight} of source {name} is less than one sample in {LARGEST_PERIOD}: "
+        "raise it, or leave the source out of --data-mix"
+        for (name, weight), integer in zip(weights.items(), integers, strict=True)
+        if integer < 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return np.array(integers, dtype=np.int64), note
+
+
+def period_table(weights):
+    """Source and ordinal within its source, for each of the sum(``weights``) = P samples of a period.
+
+    Tijdeman's rule: sample c of source s (c = 0, 1, ...) may be taken at slot t (t = 0, 1, ...) once the deficit of its
+    source, w_s (t + 1) - c P, reaches P / (2k - 2), and no later than P (c + 1 - 1 / (2k - 2)) / w_s. Each slot goes to
+    the sample with the earliest such deadline among those that may be taken. In integers, with ``double`` = 2k - 2:
+    """
+    period, double = sum(weights), max(1, 2 * len(weights) - 2)
+    source = np.repeat(np.arange(len(weights)), weights)  # of the P samples, source by source
+    count = np.concatenate([np.arange(weight) for weight in weights])
+    weight = np.repeat(weights, weights)
+    release = -(-period * (double * count + 1) // (double * weight)) - 1
+    deadline = period * (double * (count + 1) - 1) // (double * weight)
+
+    by_deadline = np.lexsort((source, deadline))  # ties go to the first source, by name
+    rank = np.empty(period, dtype=np.int64)
+    rank[by_deadline] = np.arange(period)
+    by_release = np.argsort(release, kind="stable")
+    waiting = iter(zip(release[by_release].tolist(), rank[by_release].tolist(), strict=True))
+    released, allowed, taken = next(waiting, None), [], []
+    for slot in range(period):
+        while released and released[0] <= slot:
+            heapq.heappush(allowed, released[1])
+            released = next(waiting, None)
+        taken.append(heapq.heappop(allowed))
+    samples = by_deadline[taken]
+    return source[samples].astype(np.int32), count[samples].astype(np.int32)
+
+
+class Permutation:
+    """A keyed bijection of 0..size-1, evaluated at any index without a table.
+
+    A balanced Feistel network permutes the next even number of bits; an index that lands outside walks on until it is
+    inside, in fewer than four steps on average.
+    """
+
+    def __init__(self, size: int, key: str):
+        self.size = np.uint64(size)
+        half = max(1, ((size - 1).bit_length() + 1) // 2)
+        self.half, self.mask = np.uint64(half), np.uint64((1 << half) - 1)
+        self.keys = np.frombuffer(digest(key, 8 * ROUNDS), dtype="<u8")
+
+    def __call__(self, index: np.ndarray) -> np.ndarray:
+        """Indices int64 [n] -> their images int64 [n]."""
+        image = self.permute_bits(np.asarray(index).astype(np.uint64))
+        while (outside := image >= self.size).any():
+            image[outside] = self.permute_bits(image[outside])
+        return image.astype(np.int64)
+
+    def permute_bits(self, x):
+        left, right = x >> self.half, x & self.mask
+        for key in self.keys:
+            left, right = right, left ^ (mix(right + key) & self.mask)
+        return left << self.half | right
+
+
+def mix(x):
+    """The finaliser of splitmix64 on uint64 arrays."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
+
+
+def digest(key, size):
+    return hashlib.blake2b(key.encode(), digest_size=size).digest()

@@ -1,0 +1,149 @@
+"""Every layout trains the same model: tensor, pipeline and data parallelism, ZeRO stages, micro-batches, recomputation.
+
+Each layout of the table runs three steps of the training program and is compared with one process: losses, balance
+losses, gradient norm, every parameter's gradient in the first step (AdamW's first moment is a tenth of it), and every
+parameter and moment after the last. The table holds every pair of values of any two factors that may be combined.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from moh_lm.checkpoint import FragmentReader
+from tests.distributed import run_ranks
+from tests.test_training import rows, run
+
+SIZES = """
+    --num-layers 4 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --head-dim 8 --vocab-size 67
+    --seq-length 16 --batch-tokens 256 --train-iters 3 --warmup-iters 0 --learning-rate 2e-5 --min-learning-rate 1e-5 --precision fp32
+    --validation-fraction 0.1 --log-interval 1 --save-interval 1 --eval-interval 0 --eval-samples 5
+    --load-balance-coefficient 0.5 --gradient-clipping 0.5
+"""
+GROUPED = "--num-attention-heads 16 --num-key-value-heads 8 --num-shared-heads 8 --num-active-routed-heads 3"
+MODELS = {
+    "dense": "--head-selection all",
+    "dense, tied": "--head-selection all --tie-embeddings",
+    "paper": "",
+    "paper, step, grouped": f"--load-balance-scope global_batch {GROUPED}",
+    "released, grouped": f"--routing released {GROUPED}",
+    "released, step, tied": "--routing released --load-balance-scope global_batch --tie-embeddings",
+    "query norm": "--routing query_norm",
+    "query norm, step, grouped": f"--routing query_norm --load-balance-scope global_batch {GROUPED}",
+    "no shared head below": "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0",
+}
+FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "recompute", "model")
+VALUES = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 3), (1, 2, 4), (False, True), tuple(MODELS))
+LAYOUTS = [
+    (1, 1, 1, 1, 4, False, 'no shared head below'),
+    (1, 1, 2, 2, 2, False, 'paper'),
+    (1, 1, 2, 3, 2, True, 'dense, tied'),
+    (1, 2, 1, 1, 1, True, 'no shared head below'),
+    (2, 1, 1, 2, 1, True, 'paper, step, grouped'),
+    (2, 1, 1, 3, 1, False, 'released, grouped'),
+    (2, 1, 1, 3, 4, False, 'released, step, tied'),
+    (1, 1, 4, 2, 4, False, 'query norm, step, grouped'),
+    (1, 1, 4, 2, 4, True, 'dense, tied'),
+    (1, 1, 4, 3, 1, False, 'paper'),
+    (1, 2, 2, 1, 1, False, 'dense'),
+    (1, 2, 2, 1, 1, True, 'released, step, tied'),
+    (1, 4, 1, 1, 2, True, 'query norm'),
+    (1, 4, 1, 1, 2, False, 'released, grouped'),
+    (1, 4, 1, 1, 2, True, 'query norm, step, grouped'),
+    (1, 4, 1, 1, 1, False, 'dense'),
+    (1, 4, 1, 1, 4, True, 'no shared head below'),
+    (2, 1, 2, 2, 4, False, 'query norm'),
+    (2, 1, 2, 3, 2, True, 'no shared head below'),
+    (2, 1, 2, 3, 2, True, 'query norm, step, grouped'),
+    (2, 2, 1, 1, 4, True, 'paper'),
+    (4, 1, 1, 2, 2, False, 'released, step, tied'),
+    (4, 1, 1, 3, 4, True, 'dense'),
+    (4, 1, 1, 3, 1, True, 'query norm'),
+    (4, 1, 1, 3, 2, False, 'paper, step, grouped'),
+    (1, 2, 4, 1, 2, True, 'released, grouped'),
+    (1, 2, 4, 1, 1, True, 'paper, step, grouped'),
+    (1, 2, 4, 1, 2, True, 'query norm'),
+    (1, 4, 2, 1, 4, False, 'paper, step, grouped'),
+    (2, 1, 4, 2, 2, False, 'dense'),
+    (2, 4, 1, 1, 1, False, 'dense, tied'),
+    (4, 1, 2, 2, 4, True, 'released, grouped'),
+    (4, 2, 1, 1, 1, True, 'query norm, step, grouped'),
+    (4, 2, 1, 1, 4, False, 'dense, tied'),
+    (1, 4, 4, 1, 1, False, 'released, step, tied'),
+    (4, 1, 4, 2, 1, False, 'no shared head below'),
+    (4, 4, 1, 1, 2, False, 'paper'),
+]
+
+
+def flags_of(layout, data_dir, directory):
+    tensor, pipeline, _, zero, micro_batch, recompute, model = layout
+    return [
+        *SIZES.split(),
+        *MODELS[model].split(),
+        *f"--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline} --zero-stage {zero}".split(),
+        *f"--micro-batch-size {micro_batch} --recompute {recompute} --data-dir {data_dir}".split(),
+        *f"--checkpoint-dir {directory}".split(),
+    ]
+
+
+def train(layout, data_dir, directory):
+    tensor, pipeline, data, *_ = layout
+    run_ranks(run, tensor * pipeline * data, flags_of(layout, data_dir, directory))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def one_process(data_dir, tmp_path_factory):
+    """Run directories of the models on one process, made when first asked for."""
+    made = {}
+
+    def of(model):
+        if model not in made:
+            made[model] = train((1, 1, 1, 1, 1, False, model), data_dir, tmp_path_factory.mktemp("one"))
+        return made[model]
+
+    return of
+
+
+def state(directory, step):
+    """{kind/name: whole tensor} of a checkpoint."""
+    reader = FragmentReader(Path(directory) / "checkpoints" / f"step-{step}")
+    kinds = ("master", "exp_avg", "exp_avg_sq")
+    return {f"{kind}/{name}": reader.read(kind, name) for name in reader.pieces for kind in kinds}
+
+
+def distance(got, expected):
+    """Relative L2 distance of two tensors."""
+    scale = expected.double().norm().item()
+    return (got.double() - expected.double()).norm().item() / scale if scale else got.double().norm().item()
+
+
+def allowed(key, layout):
+    """Relative distance that fp32 rounding explains: a square doubles it, dividing query norms by their deviation tenfolds."""
+    return 1e-6 * (2 if key.startswith("exp_avg_sq/") else 1) * (10 if layout[-1].startswith("query norm") else 1)
+
+
+def test_the_table_holds_every_pair_of_values_that_may_be_combined():
+    def pairs(layout):
+        return {((i, layout[i]), (j, layout[j])) for i, j in itertools.combinations(range(len(FACTORS)), 2)}
+
+    def legal(layout):
+        return layout[3] == 1 or layout[1] == 1  # DeepSpeed shards gradients or weights only without a pipeline
+
+    wanted = set().union(*map(pairs, filter(legal, itertools.product(*VALUES))))
+    assert wanted <= set().union(*map(pairs, LAYOUTS))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process, tmp_path):
+    expected = one_process(layout[-1])
+    got = train(layout, data_dir, tmp_path)
+    for mine, theirs in zip(rows(got), rows(expected), strict=True):
+        assert mine.keys() == theirs.keys() and mine["step"] == theirs["step"]
+        for key in theirs.keys() & {"loss", "load_balance_loss", "grad_norm", "source_loss", "evaluation"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
+    for step in (1, 3):
+        mine, theirs = state(got, step), state(expected, step)
+        assert mine.keys() == theirs.keys()
+        far = {key: distance(mine[key], theirs[key]) / allowed(key, layout) for key in theirs}
+        assert max(far.values()) < 1, (step, sorted(far.items(), key=lambda item: -item[1])[:5])
