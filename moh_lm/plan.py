@@ -1,50 +1,7 @@
-"""What a run will do and cost, known before it starts: parameters, batches, epochs per source, memory.
-
-The counts come from the model itself, built on the meta device; nothing about its shape is said a second time.
-"""
-
-import torch
+"""What a run will do, in a few lines: printed before it starts, and by ``--dry-run``."""
 
 from moh_lm.config import walk
-from moh_lm.model.transformer import CausalLM
-
-
-def parameter_counts(model_config):
-    """Parameters of the whole model: {"total", "embedding" (with the output head), "router"}."""
-    with torch.device("meta"):
-        sizes = {name: parameter.numel() for name, parameter in CausalLM(model_config).named_parameters()}
-    return {
-        "total": sum(sizes.values()),
-        "embedding": sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name),
-        "router": sum(size for name, size in sizes.items() if ".router." in name),
-    }
-
-
-def memory_estimate(config, world_size):
-    """Bytes on one rank by part, for data parallelism with ZeRO: an estimate to plan with, not a measurement.
-
-    Weights and gradient sums are divided by ZeRO-3 and ZeRO-2; masters and Adam moments (3 x 4 bytes) by every stage.
-    Activations count what the backward pass of a layer keeps, in units of tokens x hidden size; logits are kept twice
-    in fp32.
-    """
-    model, run = config.model, config.run
-    parallel = config.parallel
-    shards = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    dp = config.data_parallel_size(world_size)
-    parameters = parameter_counts(model)["total"] / shards
-    width = 2 if run.precision == "bf16" else 4
-    tokens = run.micro_batch_size * run.seq_length
-    # Saved per token: two norms' inputs and outputs (4 d), q, k, v and context, gate, up and their product.
-    heads_width = (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-    per_layer = 4 * model.hidden_size + heads_width + 3 * model.intermediate_size
-    kept = model.num_layers * model.hidden_size + per_layer if run.recompute else model.num_layers * per_layer
-    return {
-        "weights": width * parameters / (dp if parallel.zero_stage == 3 else 1),
-        "gradients": 4 * parameters / (dp if parallel.zero_stage > 1 else 1),
-        "optimizer": (12 if width == 2 else 8 + 4 * (dp > 1)) * parameters / dp,
-        "activations": width * tokens * kept / shards,
-        "logits": 2 * 4 * tokens * model.vocab_size / parallel.tensor_parallel_size,
-    }
+from moh_lm.estimate import memory_estimate, parameter_counts
 
 
 def describe_run(config, dataset, world_size):

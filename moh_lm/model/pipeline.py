@@ -75,6 +75,11 @@ def layer_list(config, group, micro_batches, recompute):
     return [("model.", embedding, 0), *blocks, ("model.", LayerSpec(Norm, config, group), 0), (*head, d * vocab)]
 
 
+def stage_bounds(layers, num_stages):
+    """First layer of every stage, and the end: stages of equal cost, each with a decoder layer if there are enough."""
+    return list(map(int, partition_balanced([max(1, cost) for _, _, cost in layers], num_stages)))
+
+
 class PipelineCausalLM(PipelineModule):
     """This rank's stage of the model, its parameters drawn. ``loss_fn(logits, labels)`` runs on the last stage."""
 
@@ -91,7 +96,7 @@ class PipelineCausalLM(PipelineModule):
 
     def _partition_layers(self, method):
         """Give the stages equal costs, not DeepSpeed's equal numbers of parameters: an embedding costs nothing."""
-        self.parts = partition_balanced([max(1, cost) for _, _, cost in self.layers], self.num_stages)
+        self.parts = stage_bounds(self.layers, self.num_stages)
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 

@@ -1,0 +1,135 @@
+"""What a configuration costs before it runs: parameters, FLOPs per token, memory of each rank.
+
+Parameter counts come from the model itself, built on the meta device. The memory of activations counts the tensors that
+autograd keeps for the backward pass; tests compare it with the tensors that it really keeps.
+
+Symbols: s sequence, b micro-batch, d hidden size, h query heads, k key/value heads, e head dimension, i intermediate
+size, V vocabulary, tp, pp, dp the degrees of tensor, pipeline and data parallelism.
+"""
+
+import functools
+from itertools import pairwise
+
+import torch
+
+from moh_lm.model.pipeline import layer_list, stage_bounds
+from moh_lm.model.transformer import CausalLM
+
+BACKWARD = 2  # a backward pass multiplies every matrix twice
+
+
+@functools.lru_cache(maxsize=8)
+def parameter_counts(model):
+    """Parameters of the whole model: {"total", "embedding" (with the output head), "router"}. model: ``ModelConfig``."""
+    with torch.device("meta"):
+        sizes = {name: parameter.numel() for name, parameter in CausalLM(model).named_parameters()}
+    return {
+        "total": sum(sizes.values()),
+        "embedding": sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name),
+        "router": sum(size for name, size in sizes.items() if ".router." in name),
+    }
+
+
+def flops_per_token(model, seq_length):
+    """FLOPs of training on one token, forward and backward: {"dense", "active"}.
+
+    A multiplication and an addition are two FLOPs; causal attention sees half of the sequence on average. "dense"
+    computes every head, as this code does; "active" leaves out the queries, scores and outputs of the heads that a
+    token does not select, which is what MoH promises to save.
+    """
+    d, h, e = model.hidden_size, model.num_attention_heads, model.head_dim
+    per_head = 2 * d * e * 2 + 2 * (seq_length / 2) * e * 2  # query and output projections, scores and their sum
+    shared_by_all = 2 * d * model.num_key_value_heads * e * 2 + 2 * 3 * d * model.intermediate_size
+    total = {"dense": 2 * d * model.vocab_size, "active": 2 * d * model.vocab_size}
+    for layer in range(model.num_layers):
+        total["dense"] += shared_by_all + h * per_head + router_flops(model, layer)
+        total["active"] += shared_by_all + active_heads(model, layer) * per_head + router_flops(model, layer)
+    return {key: (1 + BACKWARD) * value for key, value in total.items()}
+
+
+def active_heads(model, layer):
+    heads = model.heads
+    if heads.head_selection == "all":
+        return model.num_attention_heads
+    return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
+
+
+def router_flops(model, layer):
+    if model.heads.head_selection != "mixture" or model.heads.routing == "query_norm":
+        return 0
+    return 2 * model.hidden_size * (model.num_attention_heads + 2)
+
+
+def memory_estimate(config, world_size):
+    """Bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "logits"}.
+
+    Not counted: the allocator's fragmentation, communication buffers, the CUDA context (about 1 GiB together).
+    """
+    return max(stage_memory(config, world_size), key=lambda parts: sum(parts.values()))
+
+
+def stage_memory(config, world_size):
+    """``memory_estimate`` of a rank of every pipeline stage."""
+    model, run, parallel = config.model, config.run, config.parallel
+    tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.data_parallel_size(world_size)
+    micro_batches = config.gradient_accumulation_steps(world_size)
+    width = 2 if run.precision == "bf16" else 4
+    tokens = run.micro_batch_size * run.seq_length
+    found = []
+    for stage, (_, whole, blocks) in enumerate(stages(model, pp)):
+        parameters = whole / tp
+        in_flight = min(pp - stage, micro_batches)  # 1F1B: what stage 0 has started before its first backward pass
+        layer_bytes = tokens * activation_bytes(model, width, tp)
+        input_bytes = tokens * width * model.hidden_size / tp
+        kept = blocks * input_bytes * in_flight + layer_bytes if run.recompute else blocks * layer_bytes * in_flight
+        is_last = stage == pp - 1
+        found.append(
+            {
+                "weights": width * parameters / (dp if parallel.zero_stage == 3 else 1),
+                "gradients": 4 * parameters / (dp if parallel.zero_stage > 1 else 1),
+                "optimizer": 0 if parallel.offload_optimizer else 3 * 4 * parameters / dp,
+                "activations": kept,
+                # Logits and their gradient in the model's precision, softmax and its gradient in fp32.
+                "logits": is_last * tokens * model.vocab_size / tp * 2 * (width + 4),
+            }
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def stages(model, num_stages):
+    """(cost, parameters, decoder layers) of each pipeline stage of the whole width; cost as in ``layer_list``."""
+    layers = layer_list(model, None, 1, False)
+    with torch.device("meta"):
+        sizes = [sum(parameter.numel() for parameter in spec.build().parameters()) for _, spec, _ in layers]
+    found = []
+    for start, stop in pairwise(stage_bounds(layers, num_stages)):
+        local = layers[start:stop]
+        blocks = sum(prefix.startswith("model.layers.") for prefix, _, _ in local)
+        found.append((sum(cost for _, _, cost in local), sum(sizes[start:stop]), blocks))
+    return found
+
+
+def stage_shares(model, num_stages):
+    """Of the most loaded stage: (share of the compute, share of the parameters, decoder layers); each its own maximum."""
+    costs, sizes, blocks = zip(*stages(model, num_stages), strict=True)
+    return max(costs) / sum(costs), max(sizes) / sum(sizes), max(blocks)
+
+
+def activation_bytes(model, width, tp):
+    """Bytes that autograd keeps for one token and decoder layer, on one rank; weights in ``width`` bytes.
+
+    On the slice of the sequence: the inputs of both norms in fp32, and normalised. Whole: the gathered inputs of the
+    attention layer and of the MLP. On the rank's heads and columns: q, k, v, context, gated context; gate, up, silu,
+    product.
+    """
+    d, e, h, k = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_key_value_heads
+    mixture = model.heads.head_selection == "mixture"
+    gated = model.heads.head_selection != "all"
+    local = 2 * 4 * d + width * 2 * d
+    if mixture and model.heads.routing == "query_norm":
+        local += 4 * h * e
+    elif mixture and width < 4:
+        local += 4 * d  # the router's fp32 copy of its input
+    sliced = width * ((2 * h + 2 * k) * e + gated * h * e + 4 * model.intermediate_size)
+    return (local + sliced) / tp + width * 2 * d
