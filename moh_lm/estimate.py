@@ -20,7 +20,7 @@ BACKWARD = 2  # a backward pass multiplies every matrix twice
 
 @functools.lru_cache(maxsize=8)
 def parameter_counts(model):
-    """Parameters of the whole model: {"total", "embedding" (with the output head), "router"}. model: ``ModelConfig``."""
+    """Parameters of the whole ``ModelConfig``: {"total", "embedding" (with the output head), "router"}."""
     with torch.device("meta"):
         sizes = {name: parameter.numel() for name, parameter in CausalLM(model).named_parameters()}
     return {
@@ -111,7 +111,7 @@ def stages(model, num_stages):
 
 
 def stage_shares(model, num_stages):
-    """Of the most loaded stage: (share of the compute, share of the parameters, decoder layers); each its own maximum."""
+    """The largest of any stage: (share of the compute, share of the parameters, number of decoder layers)."""
     costs, sizes, blocks = zip(*stages(model, num_stages), strict=True)
     return max(costs) / sum(costs), max(sizes) / sum(sizes), max(blocks)
 

@@ -162,7 +162,7 @@ def show_table(config, machine, plans):
     counts, flops = parameter_counts(config.model), flops_per_token(config.model, config.run.seq_length)
     fitting = sum(plan["fits"] for plan in plans)
     print(f"parameters       {short(counts['total'])} ({counts['total']:,})")
-    print(f"FLOPs per token  {flops['dense'] / 1e9:.3f}e9 with every head, {flops['active'] / 1e9:.3f}e9 with active heads")
+    print(f"FLOPs per token  {flops['dense'] / 1e9:.3f}e9 with every head, {flops['active'] / 1e9:.3f}e9 with active")
     print(f"layouts          {len(plans)} legal on {machine.gpus} GPUs, {fitting} fit into {machine.gpu_memory:g} GiB")
     print("  tp  pp    dp  zero  micro  accumulate  recompute     GiB  s/step  tokens/s/GPU    MFU    days")
     for plan in plans[: machine.top]:
