@@ -23,9 +23,7 @@ from moh_lm.checks import data_problems
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.mixture import Mixture, Permutation, integer_weights
 from moh_lm.data.shards import Shard, ShardError, open_shard, read_manifest
-
-IGNORED = -100  # label of a position that no loss counts
-
+from moh_lm.parallel.cross_entropy import IGNORED
 
 class MicroBatch(NamedTuple):
     tokens: torch.Tensor  # [b, s] int64
@@ -163,7 +161,9 @@ class Dataset:
 
         mixture = Mixture(weights, num_tokens, seq_length=seq_length, seed=seed)
         unused = sorted(present.keys() - set(names))
-        notes = [note for note in (mixture.note, unused and f"not in --data-mix: {', '.join(unused)}") if note]
+        notes = [mixture.note] if mixture.note else []
+        if unused:
+            notes.append(f"not in --data-mix: {', '.join(unused)}")
         return cls(sorted(sources, key=lambda source: source.name), mixture, data, notes)
 
     @property
@@ -250,21 +250,19 @@ class Loader:
         """
         first = consumed_samples + self.rank * self.samples_per_step
         source, _, position = self.dataset.mixture.locate(np.arange(first, first + self.samples_per_step))
-        streams = [source.training for source in self.dataset.sources]
-        return self.micro_batches(streams, source, position)
+        return self.micro_batches([entry.training for entry in self.dataset.sources], source, position)
 
     def validation(self, source_name: str, num_samples: int) -> list[MicroBatch]:
         """This rank's part of the first ``num_samples`` held-out windows of a source, or of all if there are fewer.
 
-        Micro-batches are dealt to the ranks in turn; sequences without labels complete the last of every rank.
+        Micro-batches are dealt to the ranks in turn; sequences without labels make up what is missing in the last ones.
         """
         index = self.dataset.source_names.index(source_name)
         position = self.dataset.sources[index].validation_positions(num_samples)
         filler = -len(position) % (self.micro_batch_size * self.size)
         position = np.concatenate([position, np.full(filler, -1)])
         mine = position.reshape(-1, self.size, self.micro_batch_size)[:, self.rank].reshape(-1)  # [n, R, b] -> [n b]
-        streams = [source.validation for source in self.dataset.sources]
-        return self.micro_batches(streams, np.full(len(mine), index), mine)
+        return self.micro_batches([entry.validation for entry in self.dataset.sources], np.full(len(mine), index), mine)
 
     def micro_batches(self, streams, source, position):
         """Windows at ``position`` [n] of the streams ``source`` [n], cut into micro-batches; position -1 is filler."""

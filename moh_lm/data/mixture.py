@@ -70,7 +70,7 @@ class Mixture:
         return blocks * self.weights + np.bincount(self.slot_source[:rest], minlength=len(self.names))
 
 
-def integer_weights(weights):
+def integer_weights(weights: dict[str, str]) -> tuple[np.ndarray, str]:
     """Decimals by name -> their ratios as integers int64 [k] with a sum of at most 2**20, and a note on rounding.
 
     Exact if the sum allows it, else by largest remainder. Raises ConfigError for a weight that rounds to nothing.
@@ -99,8 +99,8 @@ def integer_weights(weights):
     return np.array(integers, dtype=np.int64), note
 
 
-def period_table(weights):
-    """Source and ordinal within its source, for each of the sum(``weights``) = P samples of a period.
+def period_table(weights: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Source and ordinal within its source, int32 [P] each, of the P = sum(``weights``) samples of a period.
 
     Tijdeman's rule: sample c of source s (c = 0, 1, ...) may be taken at slot t (t = 0, 1, ...) once the deficit of its
     source, w_s (t + 1) - c P, reaches P / (2k - 2), and no later than P (c + 1 - 1 / (2k - 2)) / w_s. Each slot goes to
@@ -152,14 +152,14 @@ class Permutation:
         left, right = x >> self.half, x & self.mask
         for key in self.keys:
             left, right = right, left ^ (mix(right + key) & self.mask)
-        return left << self.half | right
+        return (left << self.half) | right
 
 
 def mix(x):
     """The finaliser of splitmix64 on uint64 arrays."""
-    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return x ^ x >> np.uint64(31)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def digest(key, size):

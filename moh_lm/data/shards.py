@@ -10,7 +10,7 @@ A shard is the two files of Megatron-LM's IndexedDataset, byte for byte, and a J
                   int32[n]   tokens of each sequence
                   int64[n]   byte offset of each sequence in .bin
                   int64[m]   first sequence of each document, and n at the end
-    PREFIX.json   counts, largest id, tokenizer, options, inputs, size and SHA-256 of the other two files
+    PREFIX.json   counts, largest id, tokenizer, inputs, options, and the size and SHA-256 of the other two files
 
 A sequence is a document here; other tools may split documents into several. The sidecar is written last: a shard
 without one is unfinished. A data directory holds a directory of shards for each source, a manifest and the tokenizer:
@@ -24,6 +24,7 @@ import mmap
 import os
 import struct
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +34,6 @@ import numpy as np
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document bounds
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-UINT16, INT32 = 8, 4
 LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
 VERSION = 1  # of the sidecar and of the manifest
 CHUNK = 1 << 20  # sequences, or bytes, that a check handles at a time
@@ -43,7 +43,7 @@ class ShardError(Exception):
     """A shard or data directory that is damaged, unfinished or contradicts itself; the message names the file."""
 
 
-def beside(prefix, suffix):
+def beside(prefix: str | Path, suffix: str) -> Path:
     """PREFIX + suffix; ``Path.with_suffix`` would cut a unit name at its last dot."""
     return Path(f"{prefix}{suffix}")
 
@@ -51,9 +51,9 @@ def beside(prefix, suffix):
 # --- Writing ---
 
 
-def token_code(vocab_size):
+def token_code(vocab_size: int) -> int:
     """The dtype code of the index: uint16 holds the ids 0..65,535 of exactly 65,536 pieces."""
-    return UINT16 if vocab_size <= 2**16 else INT32
+    return 8 if vocab_size <= 2**16 else 4
 
 
 class ShardWriter:
@@ -63,7 +63,7 @@ class ShardWriter:
     is removed first, so that at no moment a sidecar describes other bytes.
     """
 
-    def __init__(self, prefix, vocab_size):
+    def __init__(self, prefix: str | Path, vocab_size: int):
         self.prefix = Path(prefix)
         self.vocab_size = vocab_size
         self.dtype = np.dtype(DTYPES[token_code(vocab_size)])
@@ -81,7 +81,7 @@ class ShardWriter:
         self.file.close()
         self.temporary.unlink(missing_ok=True)
 
-    def add(self, document):
+    def add(self, document: Sequence[int] | np.ndarray):
         """Append one document: a 1-d sequence of ids, its end-of-sequence token included.
 
         Raises ShardError if it is empty, too long for the format, or holds an id outside the vocabulary.
@@ -98,7 +98,7 @@ class ShardWriter:
         self.lengths.append(len(ids))
         self.largest_id = max(self.largest_id, largest)
 
-    def commit(self, facts):
+    def commit(self, facts: dict) -> dict:
         """Publish .bin, .idx and, last, the sidecar; returns the sidecar. ``facts`` are further entries for it."""
         lengths = np.array(self.lengths, dtype="<i4")
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
@@ -124,8 +124,8 @@ class ShardWriter:
         return sidecar
 
 
-def publish(path, data):
-    """Write ``data`` (bytes) to ``path`` so that after a crash the file is there in full, or as it was before."""
+def publish(path: Path, data: bytes):
+    """Write ``data`` to ``path`` so that after a crash the file is there in full, or as it was before."""
     temporary = temporary_name(path)
     try:
         with open(temporary, "wb") as file:
@@ -135,18 +135,18 @@ def publish(path, data):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    directory = os.open(Path(path).parent, os.O_RDONLY)
+    directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
 
 
-def temporary_name(path):
+def temporary_name(path: Path) -> Path:
     return beside(path, f".tmp-{os.getpid()}")
 
 
-def json_bytes(value):
+def json_bytes(value: dict) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
@@ -164,7 +164,7 @@ class Shard:
     num_tokens: int
     sidecar: dict | None
 
-    def read(self, first, count):
+    def read(self, first: int, count: int) -> np.ndarray:
         """``count`` token ids from position ``first`` on, as stored. Raises ShardError if the file has been cut off."""
         path = beside(self.prefix, ".bin")
         try:
@@ -175,7 +175,7 @@ class Shard:
             raise ShardError(f"{path}: ends inside the {count} tokens at position {first} of {self.num_tokens}")
         return tokens
 
-    def index(self):
+    def index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The index, memory-mapped: sequence lengths int32 [n], byte offsets int64 [n], document bounds int64 [m]."""
         with open(beside(self.prefix, ".idx"), "rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -186,7 +186,7 @@ class Shard:
         return tuple(arrays)
 
 
-def open_shard(prefix, *, foreign=False, verify=False):
+def open_shard(prefix: str | Path, *, foreign: bool = False, verify: bool = False) -> Shard:
     """Open PREFIX.{bin,idx,json} as a ``Shard`` after checking sizes and counts, whatever the number of documents.
 
     ``foreign`` accepts a pair without a sidecar, written by another tool. ``verify`` reads both files in full: the
@@ -218,7 +218,7 @@ def open_shard(prefix, *, foreign=False, verify=False):
     return shard
 
 
-def read_header(file, prefix, sidecar):
+def read_header(file, prefix: Path, sidecar: dict | None) -> Shard:
     """A ``Shard`` from the header of an open index and its last entries, which must agree with the size of the file."""
     header = file.read(HEADER.size)
     if len(header) < HEADER.size:
@@ -241,7 +241,7 @@ def read_header(file, prefix, sidecar):
     return Shard(prefix, dtype, sequences, bounds - 1, tokens, sidecar)
 
 
-def read_sidecar(path):
+def read_sidecar(path: Path) -> dict:
     """The sidecar at ``path``. Raises ShardError if it is not one of this version."""
     sidecar = read_json(path)
     keys = {"dtype", "documents", "tokens", "largest_id", "tokenizer", "inputs", "bin", "idx"}
@@ -250,9 +250,9 @@ def read_sidecar(path):
     return sidecar
 
 
-def read_json(path):
+def read_json(path: Path) -> dict:
     try:
-        value = json.loads(Path(path).read_bytes())
+        value = json.loads(path.read_bytes())
     except OSError as error:
         raise ShardError(f"{path}: {error.strerror}") from error
     except ValueError as error:
@@ -262,12 +262,12 @@ def read_json(path):
     return value
 
 
-def compare(path, what, recorded, actual):
+def compare(path: Path, what: str, recorded, actual):
     if recorded != actual:
         raise ShardError(f"{path}: {what} is recorded as {recorded}, but is {actual}")
 
 
-def verify_index(shard):
+def verify_index(shard: Shard):
     """Raise ShardError unless offsets follow the lengths and the document bounds cover the sequences."""
     path = beside(shard.prefix, ".idx")
     lengths, pointers, bounds = shard.index()
@@ -282,7 +282,7 @@ def verify_index(shard):
         raise ShardError(f"{path}: document bounds do not cover the {shard.num_sequences} sequences")
 
 
-def sha256_of(path):
+def sha256_of(path: str | Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while data := file.read(CHUNK):
@@ -293,7 +293,7 @@ def sha256_of(path):
 # --- The data directory ---
 
 
-def write_manifest(data_dir):
+def write_manifest(data_dir: str | Path) -> dict:
     """Make DATA_DIR/manifest.json from the sidecars found below ``data_dir``; returns it.
 
     {"version", "tokenizer": {"sha256", "vocab_size", "eos_id"}, "sources": {NAME: {"tokens", "documents", "units"}}}
@@ -327,7 +327,7 @@ def write_manifest(data_dir):
     return manifest
 
 
-def read_manifest(data_dir):
+def read_manifest(data_dir: str | Path) -> dict:
     """The manifest of a data directory. Raises ShardError."""
     path = Path(data_dir) / "manifest.json"
     manifest = read_json(path)

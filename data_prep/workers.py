@@ -1,0 +1,85 @@
+"""Worker processes: each takes a unit, writes its shard, reports, takes the next.
+
+Every worker has a pipe of its own to the parent. A unit that fails is reported and the worker goes on; a worker that
+dies closes its pipe, which fails its unit only, and another worker takes its place. If the parent dies, the pipes close
+and the workers end.
+"""
+
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+
+from data_prep.documents import InputError
+from data_prep.encoding import Options, Tokenizer, tokenize_unit
+from data_prep.units import Unit
+from moh_lm.data.shards import ShardError
+
+PARENT_IS_GONE = (EOFError, BrokenPipeError, ConnectionResetError)
+
+
+def run_units(
+    units: list[Unit], num_workers: int, tokenizer_path: str, options: Options, output: str
+) -> Iterator[tuple[Unit, str, object]]:
+    """Make the shards of ``units``, the largest first. Yields, as they happen, (unit, event, value):
+
+    "progress", (bytes of input, tokens) since the last report; "done", the sidecar; "failed", the reason.
+    """
+    context = multiprocessing.get_context("spawn")  # not fork: threads of libraries may hold locks
+    waiting = deque(sorted(units, key=lambda unit: -unit.num_bytes))
+    idle, busy = [], {}  # connections, and their processes and units
+    processes = {}
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < num_workers:
+                if not idle:
+                    connection, theirs = context.Pipe()
+                    arguments = (theirs, tokenizer_path, options, output)
+                    processes[connection] = context.Process(target=work, args=arguments, daemon=True)
+                    processes[connection].start()
+                    theirs.close()
+                    idle.append(connection)
+                connection = idle.pop()
+                busy[connection] = waiting.popleft()
+                with suppress(*PARENT_IS_GONE):  # a worker that just died: receiving will say so
+                    connection.send(busy[connection])
+            for connection in wait(list(busy)):
+                unit = busy[connection]
+                try:
+                    event, value = connection.recv()
+                    if event != "progress":
+                        idle.append(connection)
+                except PARENT_IS_GONE:
+                    processes[connection].join()
+                    event, value = "failed", f"the worker died (exit code {processes[connection].exitcode})"
+                if event != "progress":
+                    del busy[connection]
+                yield unit, event, value
+    finally:
+        for connection in busy:
+            processes[connection].terminate()
+        for connection, process in processes.items():
+            connection.close()
+            process.join()
+
+
+def work(connection: Connection, tokenizer_path: str, options: Options, output: str):
+    """The life of a worker: units come in through ``connection``, events go out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    tokenizer = Tokenizer(tokenizer_path)
+
+    def report(num_bytes, num_tokens):
+        connection.send(("progress", (num_bytes, num_tokens)))
+
+    with suppress(*PARENT_IS_GONE):
+        while True:
+            unit = connection.recv()
+            try:
+                event = "done", tokenize_unit(unit, tokenizer, options, output, report)
+            except PARENT_IS_GONE:
+                raise
+            except (InputError, ShardError, OSError, MemoryError) as error:
+                event = "failed", str(error) or "out of memory"
+            connection.send(event)

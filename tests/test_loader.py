@@ -1,0 +1,274 @@
+"""From shards to micro-batches: what is held out, who gets which sample, and what is refused."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from moh_lm.config import ConfigError, DataConfig
+from moh_lm.data.loader import Dataset, Loader, held_out_start
+from moh_lm.data.shards import ShardWriter, open_shard, write_manifest
+
+VOCAB = 2**20
+SEQ_LENGTH = 8
+
+
+def make_directory(path, sources, vocab_size=VOCAB):
+    """A data directory: source -> shards -> lengths of documents. Every token of it is another number."""
+    token = 0
+    for source, shards in sources.items():
+        (path / source).mkdir(parents=True)
+        for number, lengths in enumerate(shards):
+            with ShardWriter(path / source / f"unit-{number}", vocab_size) as shard:
+                for length in lengths:
+                    shard.add(np.arange(token, token + length))
+                    token += length
+                tokenizer = {"sha256": "a" * 64, "vocab_size": token, "eos_id": 2, "engine": "test"}
+                shard.commit({"tokenizer": tokenizer, "inputs": []})
+    write_manifest(path)
+    return path
+
+
+SOURCES = {"books": [[400, 300, 350], [900]], "code": [[3] * 200, [20] * 40, [1]], "wiki": [[11] * 300]}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    return make_directory(tmp_path_factory.mktemp("data") / "corpus", SOURCES)
+
+
+def open_dataset(data_dir, mix=(), fraction=0.1, seed=1, seq_length=SEQ_LENGTH, vocab_size=VOCAB):
+    data = DataConfig(data_dir=str(data_dir), data_mix=tuple(mix), validation_fraction=fraction)
+    return Dataset.open(data, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
+
+
+def loader(dataset, rank=0, size=1, global_batch_size=24, micro_batch_size=2):
+    return Loader(
+        dataset,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=rank,
+        data_parallel_size=size,
+    )
+
+
+def windows(batches):
+    """The S + 1 tokens of every sequence that counts."""
+    rows = []
+    for batch in batches:
+        for tokens, labels in zip(batch.tokens, batch.labels, strict=True):
+            if (labels != -100).all():
+                rows.append((*tokens.tolist(), int(labels[-1])))
+    return rows
+
+
+def problems_of(*arguments, **options):
+    with pytest.raises(ConfigError) as caught:
+        open_dataset(*arguments, **options)
+    return caught.value.problems
+
+
+def test_micro_batches_have_shifted_labels_int64_and_the_number_of_their_source(data_dir):
+    dataset = open_dataset(data_dir)
+    batches = loader(dataset).train_step(0)
+    assert len(batches) == 12
+    ranges = {}  # of the tokens of each source, which are numbered through
+    first = 0
+    for name, shards in SOURCES.items():
+        ranges[name] = range(first, first + sum(map(sum, shards)))
+        first = ranges[name].stop
+    for tokens, labels, sources in batches:
+        assert (tokens.shape, labels.shape, sources.shape) == ((2, SEQ_LENGTH), (2, SEQ_LENGTH), (2,))
+        assert tokens.dtype == labels.dtype == sources.dtype == torch.int64
+        assert torch.equal(tokens[:, 1:], labels[:, :-1])
+        for row, label, source in zip(tokens.tolist(), labels.tolist(), sources.tolist(), strict=True):
+            assert {*row, *label} <= set(ranges[dataset.source_names[source]])
+
+
+def test_training_and_validation_share_no_token_and_use_almost_all(data_dir):
+    dataset = open_dataset(data_dir)
+    samples = 24 * 90  # several epochs of every source, so several phases
+    training = [windows(loader(dataset).train_step(24 * step)) for step in range(90)]
+    validation = [windows(loader(dataset).validation(name, 10**6)) for name in dataset.source_names]
+    trained, held_out = ({token for rows in parts for row in rows for token in row} for parts in (training, validation))
+    assert min(row["epochs"] for row in dataset.plan(samples)) > 2
+    assert not trained & held_out
+    total = sum(sum(map(sum, shards)) for shards in SOURCES.values())
+    assert len(trained) + len(held_out) > total - 3 * 2 * SEQ_LENGTH
+
+
+def test_a_window_may_cross_shards_but_follows_the_stream(data_dir):
+    dataset = open_dataset(data_dir)
+    for source in dataset.sources:
+        streams = {"training": [], "validation": []}
+        for shard in source.shards:
+            tokens = shard.read(0, shard.num_tokens).tolist()
+            cut = held_out_start(shard, 0.1)
+            streams["training"] += tokens[:cut]
+            streams["validation"] += tokens[cut:]
+        for name, tokens in streams.items():
+            stream = getattr(source, name)
+            assert stream.num_tokens == len(tokens)
+            for position in range(len(tokens) - SEQ_LENGTH):
+                assert stream.read(position, SEQ_LENGTH + 1).tolist() == tokens[position : position + SEQ_LENGTH + 1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fraction", "expected"),
+    [
+        ([100] * 10, 0.15, 800),  # 850 lies in the document that starts at 800
+        ([100] * 10, 0.1, 900),  # a document starts there
+        ([500, 500], 0.1, 900),  # the document at 500 would hold out five times too much
+        ([500, 400, 100], 0.06, 900),
+        ([500, 400, 100], 0.04, 960),
+        ([1000], 0.1, 900),
+        ([10, 10], 0.04, 20),  # less than one token
+        ([10, 10], 0.0, 20),
+    ],
+)
+def test_the_cut_is_a_document_boundary_unless_that_more_than_doubles_the_tail(tmp_path, lengths, fraction, expected):
+    make_directory(tmp_path, {"a": [lengths]})
+    assert held_out_start(open_shard(tmp_path / "a" / "unit-0"), fraction) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_and_micro_batches_tile_the_global_batch_in_order(data_dir, size):
+    dataset = open_dataset(data_dir)
+    source, _, first = dataset.mixture.locate(np.arange(24 * 5, 24 * 6))
+    streams = [dataset.sources[s].training for s in source]
+    expected = [tuple(stream.read(t, SEQ_LENGTH + 1).tolist()) for stream, t in zip(streams, first, strict=True)]
+    parts = [windows(loader(dataset, rank, size).train_step(24 * 5)) for rank in range(size)]
+    assert sum(parts, []) == expected
+    assert windows(loader(dataset, micro_batch_size=6).train_step(24 * 5)) == expected
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 5, 13, 10**6])
+def test_validation_is_the_same_set_of_windows_for_any_number_of_ranks(data_dir, num_samples):
+    dataset = open_dataset(data_dir)
+    for name in dataset.source_names:
+        reference = windows(loader(dataset, micro_batch_size=1).validation(name, num_samples))
+        available = dataset.sources[dataset.source_names.index(name)].validation_windows
+        assert len(set(reference)) == len(reference) == min(num_samples, available)
+        for size in (2, 3):
+            parts = [loader(dataset, rank, size).validation(name, num_samples) for rank in range(size)]
+            assert len({len(part) for part in parts}) == 1
+            assert {batch.tokens.shape for part in parts for batch in part} <= {(2, SEQ_LENGTH)}
+            assert sorted(row for part in parts for row in windows(part)) == sorted(reference)
+
+
+def test_fewer_validation_windows_are_the_first_of_more_and_do_not_overlap(data_dir):
+    dataset = open_dataset(data_dir)
+    more = windows(loader(dataset, micro_batch_size=1).validation("wiki", 10**6))
+    assert windows(loader(dataset, micro_batch_size=1).validation("wiki", 7)) == more[:7]
+    for one, other in pairwise(sorted(more)):
+        assert one[-1] <= other[0]  # the last label may be the next window's first token
+
+
+def test_validation_windows_do_not_depend_on_seed_or_mix(data_dir):
+    reference = windows(loader(open_dataset(data_dir)).validation("wiki", 9))
+    assert windows(loader(open_dataset(data_dir, [("wiki", "1")], seed=2)).validation("wiki", 9)) == reference
+
+
+def test_without_a_validation_fraction_all_tokens_are_for_training(data_dir):
+    dataset = open_dataset(data_dir, fraction=0.0)
+    assert [row["validation_windows"] for row in dataset.plan(10)] == [0, 0, 0]
+    assert loader(dataset).validation("wiki", 10) == []
+    assert sum(source.training.num_tokens for source in dataset.sources) == 1950 + 1401 + 3300
+
+
+def test_the_plan_counts_samples_and_epochs(data_dir):
+    dataset = open_dataset(data_dir, [("wiki", "1"), ("books", "3")], fraction=0.1)
+    books, wiki = dataset.plan(1000)
+    assert (books["name"], books["weight"], books["share"], books["samples"]) == ("books", "3", 0.75, 750)
+    assert (wiki["tokens"], wiki["documents"], wiki["samples"]) == (3300, 300, 250)
+    training = dataset.sources[1].training.num_tokens
+    assert wiki["windows"] == training // SEQ_LENGTH - 1
+    assert wiki["epochs"] == 250 / wiki["windows"]
+    assert wiki["validation_windows"] == (3300 - training - 1) // SEQ_LENGTH
+    assert dataset.notes == ["not in --data-mix: code"]
+
+
+def test_without_a_mix_sources_count_in_proportion_to_their_training_tokens(data_dir):
+    rows = open_dataset(data_dir, fraction=0.0).plan(0)
+    assert [row["share"] for row in rows] == [1950 / 6651, 1401 / 6651, 3300 / 6651]
+
+
+def test_the_fingerprint_changes_with_anything_that_changes_the_samples_and_with_nothing_else(data_dir, tmp_path):
+    mix = [("wiki", "1"), ("books", "3")]
+    reference = open_dataset(data_dir, mix).fingerprint()
+    assert open_dataset(data_dir, [("books", "0.75"), ("wiki", "0.25")]).fingerprint() == reference
+    assert open_dataset(data_dir, mix, vocab_size=VOCAB * 2).fingerprint() == reference
+    moved = make_directory(tmp_path / "same", {**SOURCES, "another": [[50]]})
+    assert open_dataset(moved, mix).fingerprint() == reference
+    changed = make_directory(tmp_path / "changed", {**SOURCES, "wiki": [[11] * 299 + [10, 1]]})
+    others = [
+        open_dataset(data_dir, mix, seed=2),
+        open_dataset(data_dir, mix, seq_length=9),
+        open_dataset(data_dir, mix, fraction=0.2),
+        open_dataset(data_dir, [("wiki", "1"), ("books", "4")]),
+        open_dataset(data_dir, [("wiki", "1"), ("code", "3")]),
+        open_dataset(changed, mix),
+    ]
+    assert all(dataset.fingerprint() != reference for dataset in others)
+
+
+def test_the_tokenizer_of_the_directory_is_found(tmp_path):
+    make_directory(tmp_path, {"a": [[100]]})
+    assert open_dataset(tmp_path).tokenizer_path is None
+    (tmp_path / "tokenizer.model").touch()
+    assert open_dataset(tmp_path).tokenizer_path == tmp_path / "tokenizer.model"
+
+
+def test_a_directory_that_is_absent_or_unfinished_is_refused_in_one_line(tmp_path):
+    (absent,) = problems_of(tmp_path / "absent")
+    assert "--data-dir" in absent
+    assert "tokenize.py" in absent
+    (tmp_path / "wiki").mkdir()
+    (unfinished,) = problems_of(tmp_path)
+    assert "manifest.json" in unfinished
+    write_manifest(tmp_path)
+    (empty,) = problems_of(tmp_path)
+    assert "holds no source" in empty
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path):
+    make_directory(tmp_path, {"books": [[400]], "short": [[8]], "broken": [[100]], "wiki": [[100]]})
+    with open(tmp_path / "broken" / "unit-0.bin", "ab") as file:
+        file.write(b"\0\0")
+    mix = [("books", "1000"), ("short", "1"), ("broken", "1"), ("wikis", "1"), ("wiki", "0.0000001")]
+    problems = problems_of(tmp_path, mix, vocab_size=500)
+    expected = ["source short has", "unit-0.bin", "did you mean wiki?", "--vocab-size 500", "of source wiki"]
+    for words in expected:
+        assert sum(words in problem for problem in problems) == 1, (words, problems)
+    assert len(problems) == len(expected)
+    assert all("\n" not in problem for problem in problems)
+
+
+def test_a_source_outside_the_mix_may_be_damaged(tmp_path):
+    make_directory(tmp_path, {"books": [[400]], "broken": [[100]]})
+    (tmp_path / "broken" / "unit-0.json").unlink()
+    open_dataset(tmp_path, [("books", "1")])
+    assert "unit-0.json" in problems_of(tmp_path)[0]
+
+
+def test_a_held_out_part_without_a_full_window_is_refused_with_the_numbers_and_a_fraction_that_works(tmp_path):
+    make_directory(tmp_path, {"a": [[400]]})
+    (problem,) = problems_of(tmp_path, fraction=0.02)
+    assert "holds out 8 of 400 tokens of source a" in problem
+    remedy = float(problem.split("raise it to about ")[1].split(",")[0])
+    assert open_dataset(tmp_path, fraction=remedy).plan(0)[0]["validation_windows"] == 1
+
+
+def test_a_vocabulary_smaller_than_the_data_is_refused_with_both_numbers(tmp_path):
+    make_directory(tmp_path, {"a": [[100]], "b": [[100]]})
+    (problem,) = problems_of(tmp_path, vocab_size=199)
+    assert "--vocab-size 199" in problem
+    assert "199 in source b" in problem
+    assert "200" in problem
+    open_dataset(tmp_path, vocab_size=200)
+
+
+def test_a_global_batch_that_does_not_divide_is_refused(data_dir):
+    with pytest.raises(ConfigError, match=r"24 sequences.*micro_batch_size\(5\)"):
+        loader(open_dataset(data_dir), micro_batch_size=5)
