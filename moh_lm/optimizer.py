@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from moh_lm.gradient_norm import sum_norms_in_float64
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -57,6 +59,7 @@ class ShardedAdamW:
         if self.whole_parameters:
             # DeepSpeed does this after the first parameter group has stepped, and forgets the others.
             optimizer._lazy_init_hp_params_optimizer_state()
+            sum_norms_in_float64(optimizer)
 
     def masters(self):
         """The flat fp32 tensors that AdamW steps."""

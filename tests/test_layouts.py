@@ -9,6 +9,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from moh_lm.checkpoint import FragmentReader
 from tests.distributed import run_ranks
@@ -149,3 +150,51 @@ def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process,
         assert mine.keys() == theirs.keys()
         far = {key: distance(mine[key], theirs[key]) / allowed(key, layout) for key in theirs}
         assert max(far.values()) < 1, (step, sorted(far.items(), key=lambda item: -item[1])[:5])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model, stages", [("paper, step, grouped", (1, 2, 4)), ("dense, tied", (2, 4))])
+def test_pipeline_degrees_agree_to_the_bit(model, stages, precision, data_dir, tmp_path):
+    # One stage accumulates the two gradients of a tied weight in another order than two stages can.
+    runs = []
+    for pipeline in stages:
+        directory = tmp_path / str(pipeline)
+        more = ["--precision", precision, "--learning-rate", "1e-3"]
+        run_ranks(run, pipeline, [*flags_of((1, pipeline, 1, 1, 4, False, model), data_dir, directory), *more])
+        runs.append((rows(directory), state(directory, 3)))
+    first_rows, first_state = runs[0]
+    for other_rows, other_state in runs[1:]:
+        assert other_rows == first_rows
+        assert all(torch.equal(other_state[key], value) for key, value in first_state.items())
+
+
+def test_layouts_in_bf16_differ_less_than_bf16_from_fp32(data_dir, one_process, tmp_path):
+    exact = [row["loss"] for row in rows(one_process("paper")) if "loss" in row]
+
+    def deviations(name, layout, expected):
+        flags = [*flags_of(layout, data_dir, tmp_path / name), "--precision", "bf16"]
+        run_ranks(run, layout[0] * layout[1] * layout[2], flags)
+        got = [row["loss"] for row in rows(tmp_path / name) if "loss" in row]
+        return got, max(abs(a / b - 1) for a, b in zip(got, expected, strict=True))
+
+    reference, rounding = deviations("one", (1, 1, 1, 1, 1, False, "paper"), exact)
+    assert rounding < 1e-3
+    for layout in ((2, 1, 1, 1, 2, False, "paper"), (1, 1, 2, 2, 1, True, "paper"), (2, 2, 1, 1, 4, False, "paper")):
+        _, deviation = deviations("-".join(map(str, layout)), layout, reference)
+        assert deviation <= rounding, layout
+
+
+@pytest.mark.parametrize(
+    "degrees, model",
+    [((2, 1, 4), "--head-selection all"), ((1, 8, 1), "--routing query_norm --num-shared-heads 4 --seed 7")],
+    ids=["stage 1", "stage 2"],
+)
+def test_layouts_of_continued_training_run_with_their_degrees(degrees, model, data_dir, tmp_path):
+    tensor, pipeline, data = degrees
+    sizes = f"--num-layers 8 --num-key-value-heads 4 --gradient-clipping 1.0 {model}".split()
+    many = (tensor, pipeline, data, 1, 1, False, "dense")
+    for name, layout in (("one", (1, 1, 1, 1, 1, False, "dense")), ("many", many)):
+        flags = [*flags_of(layout, data_dir, tmp_path / name), "--head-selection", "mixture", *sizes]
+        run_ranks(run, layout[0] * layout[1] * layout[2], flags)
+    losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("one", "many")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -25,6 +25,7 @@ from moh_lm.data.mixture import Mixture, Permutation, integer_weights
 from moh_lm.data.shards import Shard, ShardError, open_shard, read_manifest
 from moh_lm.parallel.cross_entropy import IGNORED
 
+
 class MicroBatch(NamedTuple):
     tokens: torch.Tensor  # [b, s] int64
     labels: torch.Tensor  # [b, s] int64: the next token, or -100 in a sequence that only fills the batch

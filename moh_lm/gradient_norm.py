@@ -1,0 +1,51 @@
+"""The global gradient norm, summed in float64.
+
+DeepSpeed adds the squares of each pipeline stage in fp32, so that the last bit of the norm, and by clipping every
+weight, would depend on the number of stages. Squares added in float64 and rounded once do not.
+"""
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+
+
+def sum_norms_in_float64(optimizer):
+    """Make DeepSpeed's ``optimizer`` of ZeRO-1 or 2 take its gradient norm from here."""
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        bf16_optimizer.get_global_norm_of_tensors = norm_of_whole_gradients
+    elif not optimizer.cpu_offload:
+        optimizer.scaled_global_norm = lambda norm_type=2: norm_of_sharded_gradients(optimizer)
+
+
+def norm_of_whole_gradients(input_tensors, mpu=None, norm_type=2):
+    """Norm of gradients that every data-parallel rank holds whole; copies are left out by the caller."""
+    groups = [mpu.get_model_parallel_group()] if mpu is not None else []
+    return norm_of(input_tensors, input_tensors[0].device, groups)
+
+
+def norm_of_sharded_gradients(optimizer):
+    """Norm of gradients of which every data-parallel rank holds a part."""
+    counted = []
+    for index, parameters in enumerate(optimizer.params_in_partition):
+        parts = [part for part in optimizer.averaged_gradients[index] if not getattr(part, "_zero_padding", False)]
+        pairs = zip(parts, parameters, strict=False)  # a rank without parameters has a part of zeros
+        counted += [part for part, parameter in pairs if counts(optimizer, parameter)]
+    return norm_of(counted, optimizer.device, [optimizer.dp_process_group, optimizer.model_parallel_group])
+
+
+def counts(optimizer, parameter):
+    """Whether this rank counts ``parameter``: of copies in other stages or tensor-parallel ranks, one does."""
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return parameter.tensor_model_parallel or optimizer.model_parallel_rank == 0
+
+
+def norm_of(tensors, device, groups):
+    """L2 norm, fp32 [], of ``tensors`` together with those of the other ranks of ``groups``."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        total += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(total, group=group)
+    return total.sqrt().float()

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The whole test suite on the CPU, in the environment that it makes. Arguments go to pytest:
+#
+#     bash tests/run.sh
+#     bash tests/run.sh tests/test_launch.py -k corpus
+#
+# The exit code is pytest's, or 1 if ruff finds something.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh test
+
+scratch=$(mktemp -d)
+trap 'rm -rf -- "$scratch"' EXIT
+unset LOCAL_SIZE # makes every rank of DeepSpeed leave 66 MiB in /dev/shm
+export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" OMP_NUM_THREADS=1
+export TORCH_EXTENSIONS_DIR="$scratch/torch_extensions" # a build killed elsewhere would be waited for
+export HF_HOME="$scratch/huggingface" HF_HUB_OFFLINE=1
+
+python -m ruff check .
+python -m pytest "$@"
