@@ -89,7 +89,15 @@ def write_fragments(path, fragments):
         }
         for kind, tensor in fragment.tensors.items():
             tensors[f"{kind}/{fragment.name}"] = tensor.detach().cpu().clone()
-    save_file(tensors, path, metadata={"fragments": json.dumps(addresses)})
+    save_tensors(tensors, path, {"fragments": json.dumps(addresses)})
+
+
+def save_tensors(tensors, path, metadata):
+    """A safetensors file with the permissions of any other; the library makes it readable by its owner only."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
 
 
 def find_step(path):

@@ -60,13 +60,14 @@ class HeadRouter(nn.Module):
         """
         if self.routing == "query_norm":
             shared = torch.ones_like(query_norms[..., : self.num_shared])
-            probability = self.query_norm_scores(query_norms)
+            scores = self.query_norm_scores(query_norms)
         else:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-            shared, probability = self.softmax(x, self.w_shared), self.softmax(x, self.w_routed)
+            shared, scores = self.softmax(x, self.w_shared), self.scores(x, self.w_routed)
         if self.num_routed == 0:
             return self.scale_shared(shared), None, None
-        selected = self.select(probability, kept_selection)  # [s/tp, b, E]
+        selected = self.select(scores, kept_selection)  # [s/tp, b, E]
+        probability = scores.softmax(-1)
         routed = self.routed_gates(probability, selected)
         if self.num_shared == 0:
             gates = routed
@@ -75,19 +76,20 @@ class HeadRouter(nn.Module):
             gates = torch.cat((self.scale_shared(shared) * a1, routed * a2), dim=-1)  # [s/tp, b, h]
         return gates, *self.load_balance(probability, selected)
 
-    def select(self, probability, kept_selection):
+    def select(self, scores, kept_selection):
         if kept_selection:
             return kept_selection[0]
-        selected = select_top_k(probability.detach(), self.num_active)
+        selected = select_top_k(scores.detach(), self.num_active)
         if kept_selection is not None:
             kept_selection.append(selected)
         return selected
 
+    def scores(self, x, weight):
+        """W x: [s/tp, b, d] -> [s/tp, b, rows of W]; None without W."""
+        return None if weight is None else F.linear(x, replicate(weight, self.group).to(x.dtype))
+
     def softmax(self, x, weight):
-        """softmax(W x) over the rows of W: [s/tp, b, d] -> [s/tp, b, rows]."""
-        if weight is None:
-            return None
-        return F.linear(x, replicate(weight, self.group).to(x.dtype)).softmax(-1)
+        return None if weight is None else self.scores(x, weight).softmax(-1)
 
     def type_weights(self, x):
         """[a1, a2] of Eq. 6, each [s/tp, b, 1]; 1 without the second stage. The released code doubles them."""
@@ -110,11 +112,11 @@ class HeadRouter(nn.Module):
         return kept
 
     def query_norm_scores(self, query_norms):
-        """softmax over the routed heads of |q_i| / std(|q|) (Eq. 9): [s/tp, b, h] -> [s/tp, b, E]."""
+        """|q_i| / std(|q|) of the routed heads (Eq. 9): [s, b, h] -> [s, b, E]."""
         norms = query_norms[..., self.num_shared :]
-        if self.num_routed > 1:  # the unbiased deviation of one number is not defined
-            norms = norms / norms.std(-1, keepdim=True)
-        return norms.softmax(-1)
+        if self.num_routed == 1:  # the unbiased deviation of one number is not defined
+            return norms
+        return norms / norms.std(-1, keepdim=True).clamp_min(1e-6)  # a token of zeros has equal norms
 
     def load_balance(self, probability, selected):
         """L_b = sum_i f_i P_i (Eq. 7), the mean over sequences, and the selections [E] of this rank's tokens.

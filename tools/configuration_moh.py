@@ -1,0 +1,140 @@
+"""Configuration of a mixture-of-head Llama (MoH, arXiv 2410.11842), read by transformers 4.46 to 5.x.
+
+The keys are those of ``LlamaConfig`` and five more:
+
+    head_selection           all: ordinary attention; mixture: shared heads and a router's top-K of the others;
+                             static: only the first (shared + active) heads
+    routing                  paper: Eq. 5-6; released: the authors' published code; query_norm: Eq. 9-10
+    two_stage                weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1
+    num_shared_heads         one number per layer: the first heads, always on
+    num_active_routed_heads  one number per layer: K, the routed heads that a token uses
+
+The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
+(transformers 5); both ``rope_theta`` and ``rope_parameters`` are kept, so that every version reads what any wrote.
+"""
+
+from transformers import PretrainedConfig
+
+HEAD_SELECTIONS = ("all", "mixture", "static")
+ROUTINGS = ("paper", "released", "query_norm")
+
+
+class MoHLlamaConfig(PretrainedConfig):
+    """Shape of the decoder and head budgets. Raises ValueError for a model that ``modeling_moh`` cannot compute."""
+
+    model_type = "moh_llama"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    # How the projections are split over tensor-parallel ranks; the router stays whole on every rank.
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    # Every argument has a legal default: transformers builds a configuration without arguments when it saves one.
+    def __init__(
+        self,
+        vocab_size=65536,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=None,
+        head_dim=None,
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        max_position_embeddings=2048,
+        initializer_range=0.02,
+        rms_norm_eps=1e-5,
+        use_cache=True,
+        rope_theta=None,
+        rope_scaling=None,
+        rope_parameters=None,
+        head_selection="mixture",
+        routing="paper",
+        two_stage=True,
+        num_shared_heads=None,
+        num_active_routed_heads=None,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **kwargs,
+    ):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.hidden_act = hidden_act
+        self.attention_bias = attention_bias
+        self.mlp_bias = mlp_bias
+        self.max_position_embeddings = max_position_embeddings
+        self.initializer_range = initializer_range
+        self.rms_norm_eps = rms_norm_eps
+        self.use_cache = use_cache
+
+        # ``rope_scaling`` is not set as an attribute: in transformers 5 it is an alias of ``rope_parameters``.
+        rope = {**(rope_scaling or {}), **(rope_parameters or {})}
+        rope_type = rope.pop("type", "default")  # the spelling of early 4.x files
+        self.rope_parameters = {"rope_type": rope_type, "rope_theta": rope_theta or 10000.0, **rope}
+        self.rope_theta = self.rope_parameters["rope_theta"]
+
+        self.head_selection = head_selection
+        self.routing = routing
+        self.two_stage = two_stage
+        shared, active = num_attention_heads // 2, max(1, num_attention_heads // 4)
+        if head_selection == "all":  # every head is always on
+            shared, active, num_shared_heads, num_active_routed_heads = num_attention_heads, 0, None, None
+        self.num_shared_heads = list(num_shared_heads or [shared] * num_hidden_layers)
+        self.num_active_routed_heads = list(num_active_routed_heads or [active] * num_hidden_layers)
+        self._check()
+
+        # auto_map and other keys travel in kwargs; without them a saved model could not be loaded again.
+        super().__init__(
+            tie_word_embeddings=tie_word_embeddings,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            **kwargs,
+        )
+
+    def _check(self):
+        if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
+            raise ValueError("moh_llama has SiLU and no biases: hidden_act, attention_bias and mlp_bias say otherwise")
+        if self.rope_parameters["rope_type"] != "default":
+            raise ValueError(f"rope_type {self.rope_parameters['rope_type']!r}: moh_llama has only 'default'")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads {self.num_key_value_heads}: must divide num_attention_heads "
+                f"{self.num_attention_heads}"
+            )
+        if self.head_selection not in HEAD_SELECTIONS:
+            raise ValueError(f"head_selection {self.head_selection!r}: must be one of {', '.join(HEAD_SELECTIONS)}")
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"routing {self.routing!r}: must be one of {', '.join(ROUTINGS)}")
+        for key in ("num_shared_heads", "num_active_routed_heads"):
+            budget = getattr(self, key)
+            if len(budget) != self.num_hidden_layers:
+                raise ValueError(f"{key} {budget}: must have {self.num_hidden_layers} numbers, one per layer")
+        budgets = zip(self.num_shared_heads, self.num_active_routed_heads, strict=True)
+        for layer, (shared, active) in enumerate(budgets):
+            routed = self.num_attention_heads - shared
+            if routed < 0 or shared < 0 or not min(1, routed) <= active <= routed:
+                raise ValueError(
+                    f"layer {layer} with {shared} shared and {active} active routed heads: of num_attention_heads "
+                    f"{self.num_attention_heads}, {routed} are routed and at least one of them must be active"
+                )

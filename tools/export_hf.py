@@ -1,0 +1,321 @@
+"""A checkpoint -> a directory that transformers loads, with the logits of the trainer's model.
+
+    python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16]
+
+    config.json, generation_config.json     Llama's keys and those of configuration_moh.py
+    model.safetensors                       or model-0000N-of-0000M.safetensors and model.safetensors.index.json
+    configuration_moh.py, modeling_moh.py   the model as remote code
+    tokenizer.json, tokenizer_config.json   made from tokenizer.model, which is copied too
+    README.md                               model card
+
+Parameters have their Hugging Face names in the trainer already. They are read one by one and written shard by shard,
+so that memory holds about one shard. Everything is written beside DIR, checked (export_check.py), and then renamed to
+DIR. Equal checkpoints give equal bytes, whatever layout wrote them.
+
+Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and DIR is as it was; 2 an argument
+or the checkpoint has to be mended.
+"""
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from export_check import ExportError, check_export
+from safetensors import SafetensorError
+from tokenizer_json import read_model, special_ids, write_tokenizer
+
+from moh_lm.checkpoint import find_step, full_parameters, read_json, save_tensors, write_json
+from moh_lm.config import Config, ConfigError
+from moh_lm.flags import Parser
+from moh_lm.model.transformer import CausalLM
+
+TOOLS = Path(__file__).resolve().parent
+REMOTE_CODE = ("configuration_moh.py", "modeling_moh.py")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def main():
+    try:
+        arguments = parse_arguments(sys.argv[1:])
+        export(arguments)
+    except ConfigError as error:
+        print("\n".join(f"export_hf: {problem}" for problem in error.problems), file=sys.stderr)
+        sys.exit(2)
+    except (ExportError, SafetensorError, OSError) as error:
+        print(f"export_hf: {error}; nothing was exported", file=sys.stderr)
+        sys.exit(1)
+
+
+def parse_arguments(texts):
+    parser = Parser(prog="export_hf.py", description="Export a checkpoint in Hugging Face form.", allow_abbrev=False)
+    parser.add_argument("--checkpoint", required=True, type=Path, help="run directory, or one of its step directories")
+    parser.add_argument("--output", required=True, type=Path, help="directory to make")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights (default: %(default)s)")
+    parser.add_argument("--max-shard-size", default="5GB", type=shard_size, help="of a file (default: %(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in the output directory")
+    return parser.parse_args(texts)
+
+
+def shard_size(text):
+    """Bytes from a text such as 5GB or 500MiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", text, re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text}: write a size such as 500MB or 5GB")
+    return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
+
+
+def export(arguments):
+    """The whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
+    output = arguments.output.resolve()
+    problems = output_problems(output, arguments.overwrite)
+    try:
+        step = find_step(arguments.checkpoint)
+        config = Config.load(step / "config.json")
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    temporary = output.parent / f"export-tmp-{os.getpid()}"  # no dots: transformers makes a module name of it
+    make_directory(temporary, output)
+    try:
+        print(f"writing {step} as {arguments.dtype}", flush=True)
+        parameters = write_export(step, config, DTYPES[arguments.dtype], arguments.max_shard_size, temporary)
+        print("checking the logits", flush=True)
+        checked = check_export(step, config, temporary)
+        size = sum(path.stat().st_size for path in temporary.iterdir())
+        publish(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"exported {step} to {output}: {parameters:,} parameters, {size:,} bytes")
+    print("\n".join(checked))
+    print("to load it:\n    from transformers import AutoModelForCausalLM")
+    print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}, trust_remote_code=True)")
+
+
+# --- The output directory ---
+
+
+def output_problems(output, overwrite):
+    """Sentences, none if ``output`` is absent, empty, or an earlier export that may be overwritten."""
+    try:
+        if not output.exists() or not any(output.iterdir()):
+            return []
+    except OSError as error:
+        return [f"--output {output}: is no readable directory ({error.strerror}); give another one"]
+    if not is_export(output):
+        return [f"--output {output}: is not empty and no export; give another directory"]
+    if not overwrite:
+        return [f"--output {output}: has an export already; add --overwrite, or give another directory"]
+    return []
+
+
+def is_export(directory):
+    try:
+        return read_json(directory / "config.json")["model_type"] == "moh_llama"
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def make_directory(temporary, output):
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        problem = f"--output {output}: cannot be written ({error.strerror}); give another directory"
+        raise ConfigError([problem]) from error
+
+
+def publish(temporary, output):
+    """Rename ``temporary`` to ``output``; an earlier export makes room first, and is deleted last."""
+    former = temporary.with_name(temporary.name + "-former")
+    if output.exists():
+        output.rename(former)
+    try:
+        temporary.rename(output)
+    except BaseException:
+        if former.exists():
+            former.rename(output)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
+
+
+# --- The files ---
+
+
+def write_export(step, config, dtype, max_shard_size, directory):
+    """Write every file of the export; returns the number of parameters."""
+    special = {}
+    if (step / "tokenizer.model").is_file():
+        special = export_tokenizer(step / "tokenizer.model", directory, config.run.seq_length)
+    write_json(directory / "config.json", hugging_face_config(config, dtype, special))
+    ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
+    if ids["pad_token_id"] is None:  # otherwise generate() takes EOS and says so every time
+        ids["pad_token_id"] = ids["eos_token_id"]
+    write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+    for name in REMOTE_CODE:
+        shutil.copyfile(TOOLS / name, directory / name)
+    parameters = write_weights(step, config.model, dtype, max_shard_size, directory)
+    card = model_card(config, read_json(step / "state.json"), dtype, parameters)
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    return parameters
+
+
+def export_tokenizer(model, directory, max_length):
+    """Copy and convert a SentencePiece ``model``; returns the ids of its special tokens."""
+    shutil.copyfile(model, directory / "tokenizer.model")
+    try:
+        proto = read_model(model)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+    write_tokenizer(proto, directory, max_length)
+    return special_ids(proto)
+
+
+def hugging_face_config(config, dtype, special):
+    """Content of config.json. special: ids of the special tokens, see ``special_ids``."""
+    model, heads = config.model, config.model.heads
+    shared, active = list(heads.num_shared_heads), list(heads.num_active_routed_heads)
+    if heads.head_selection == "all":  # the budgets have no meaning then; every head is always on
+        shared, active = [model.num_attention_heads] * model.num_layers, [0] * model.num_layers
+    return {
+        "architectures": ["MoHLlamaForCausalLM"],
+        "model_type": "moh_llama",
+        "auto_map": {
+            "AutoConfig": "configuration_moh.MoHLlamaConfig",
+            "AutoModel": "modeling_moh.MoHLlamaModel",
+            "AutoModelForCausalLM": "modeling_moh.MoHLlamaForCausalLM",
+        },
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": config.run.seq_length,
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": model.rope_theta,  # read by transformers 4
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},  # read by transformers 5
+        "tie_word_embeddings": model.tie_embeddings,
+        "head_selection": heads.head_selection,
+        "routing": heads.routing,
+        "two_stage": heads.two_stage,
+        "num_shared_heads": shared,
+        "num_active_routed_heads": active,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": special.get("bos"),
+        "eos_token_id": special.get("eos"),
+        "pad_token_id": special.get("pad"),
+        "torch_dtype": str(dtype).removeprefix("torch."),  # understood by every version
+    }
+
+
+def write_weights(step, model_config, dtype, max_shard_size, directory):
+    """Write the parameters of ``step`` as safetensors, and an index if there are several; returns their number."""
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in CausalLM(model_config).named_parameters()}
+    sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
+    shards = plan_shards(sizes, max_shard_size)
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
+        index = {name: file for names, file in zip(shards, files, strict=True) for name in names}
+        write_json(
+            directory / "model.safetensors.index.json",
+            {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(index.items()))},
+        )
+    parameters = full_parameters(step)
+    for names, file in zip(shards, files, strict=True):
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in read_parameters(parameters, names)}
+        save_tensors(tensors, directory / file, metadata={"format": "pt"})
+    return sum(shape.numel() for shape in shapes.values())
+
+
+def plan_shards(sizes, most):
+    """Consecutive names in shards of at most ``most`` bytes, or of one parameter that is larger."""
+    shards, filled = [[]], 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def read_parameters(parameters, names):
+    """The next parameters of the checkpoint, which must be ``names``."""
+    for name in names:
+        try:
+            found, tensor = next(parameters)
+        except (StopIteration, ValueError) as error:
+            raise ExportError(f"checkpoint: parameter {name} cannot be read ({error})") from error
+        if found != name:
+            raise ExportError(f"checkpoint: parameter {found} stands where {name} was expected")
+        yield name, tensor
+
+
+def model_card(config, state, dtype, parameters):
+    """Content of README.md. state: that of the step directory."""
+    model, heads, run = config.model, config.model.heads, config.run
+    tokens = state.get("consumed_samples", 0) * run.seq_length
+    facts = {
+        "parameters": f"{parameters:,}, {str(dtype).removeprefix('torch.')}",
+        "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
+        f"{model.num_attention_heads} heads of {model.head_dim}, {model.num_key_value_heads} key/value heads, "
+        f"vocabulary {model.vocab_size:,}",
+        "head selection": heads.head_selection,
+    }
+    if heads.head_selection != "all":
+        facts["shared heads per layer"] = " ".join(map(str, heads.num_shared_heads))
+        facts["active routed heads per layer"] = " ".join(map(str, heads.num_active_routed_heads))
+    if heads.head_selection == "mixture":
+        facts["routing"] = heads.routing + ("" if heads.two_stage else ", without a1 and a2")
+        facts["load balance"] = f"{heads.load_balance_coefficient:g}, {heads.load_balance_scope}"
+    facts["training"] = f"step {state['step']:,}, {tokens:,} tokens in sequences of {run.seq_length:,}"
+    weights = state.get("data", {}).get("weights", {})
+    if weights:
+        facts["data mix"] = ", ".join(f"{name} {100 * w / sum(weights.values()):.2f}%" for name, w in weights.items())
+    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    return CARD.format(rows=rows)
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- mixture-of-head-attention
+---
+
+# A language model with Mixture-of-Head attention
+
+Trained and exported by MoH-LM. Each token uses the shared attention heads and the routed heads that a router selects
+for it ([arXiv 2410.11842](https://arxiv.org/abs/2410.11842)); `modeling_moh.py` holds the equations.
+
+| | |
+|---|---|
+{rows}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)
+tokens = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
+print(tokenizer.decode(tokens[0]))
+```
+
+In training every document ends with EOS and none begins with BOS, so the tokenizer adds neither. Routing is computed in
+fp32; in bfloat16 the rounding of its inputs can still change the selected heads of a few tokens.
+"""
+
+
+if __name__ == "__main__":
+    main()

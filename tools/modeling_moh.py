@@ -1,0 +1,441 @@
+"""Llama with mixture-of-head attention (MoH, arXiv 2410.11842) as remote code for transformers 4.46 to 5.x.
+
+A token x uses its shared heads and K of the routed heads, and the gates g weigh the heads' outputs H:
+
+    MoH(x) = sum_i g_i H_i W_O_i                                                    (Eq. 4)
+    g_i = a1 softmax(W_s x)_i  for the shared heads, which come first               (Eq. 5)
+    g_i = a2 softmax(W_r x)_i  for the K routed heads with the largest (W_r x)_i, the softmax over all routed heads
+    g_i = 0                    for the other routed heads
+    [a1, a2] = softmax(W_h x)                                                       (Eq. 6)
+
+Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 whatever the model's dtype;
+of equal scores the one with the lower head index is selected. Every head is computed and the inactive ones are weighted
+by zero: this file says what the model is and saves no time. The load-balance loss of Eq. 7-8 belongs to training.
+
+Shapes: b batch, s new tokens, k cached and new tokens, h heads, d hidden size. Names of arguments and attributes and
+the form of ``MoHLlamaAttention.forward`` follow the transformers interface, which vLLM's Transformers backend reads.
+"""
+
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .configuration_moh import MoHLlamaConfig
+
+try:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+except ImportError:  # transformers before 4.48
+    ALL_ATTENTION_FUNCTIONS = {}
+
+try:
+    from transformers.masking_utils import create_causal_mask
+
+    MASK_ARGUMENTS = set(inspect.signature(create_causal_mask).parameters)  # they differ between versions 4 and 5
+except ImportError:  # transformers before 4.53
+    create_causal_mask = None
+
+
+def select_top_k(scores, num_active):
+    """1 for the ``num_active`` largest scores of a token, 0 for the others; of equal scores the lower index wins."""
+    chosen = scores.sort(dim=-1, descending=True, stable=True).indices[..., :num_active]  # [b, s, K]
+    return torch.zeros_like(scores).scatter(-1, chosen, 1.0)
+
+
+class MoHLlamaRouter(nn.Module):
+    """Gates of one layer from learned weights: x [b, s, d] -> [b, s, h] in fp32.
+
+    ``paper`` is Eq. 5-6. ``released`` is the authors' published code: routed gates are renormalised over the selected
+    heads and multiplied by K, shared gates are multiplied by their number, a1 and a2 by 2. The weights are parameters
+    of this module and not of nn.Linear layers, which quantizers and inference engines replace.
+    """
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.num_shared = config.num_shared_heads[layer_idx]
+        self.num_routed = config.num_attention_heads - self.num_shared
+        self.num_active = config.num_active_routed_heads[layer_idx]
+        self.released = config.routing == "released"
+        self.two_stage = config.two_stage and self.num_shared > 0 and self.num_routed > 0
+        if self.num_shared:
+            self.w_shared = nn.Parameter(torch.empty(self.num_shared, config.hidden_size))
+        if self.num_routed:
+            self.w_routed = nn.Parameter(torch.empty(self.num_routed, config.hidden_size))
+        if self.two_stage:
+            self.w_type = nn.Parameter(torch.empty(2, config.hidden_size))
+
+    def forward(self, x):
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            x = x.float()
+            gates = []
+            if self.num_shared:
+                shared = F.linear(x, self.w_shared.float()).softmax(dim=-1)  # Eq. 5, shared heads
+                gates.append(shared * self.num_shared if self.released else shared)
+            if self.num_routed:
+                scores = F.linear(x, self.w_routed.float())
+                routed = scores.softmax(dim=-1) * select_top_k(scores, self.num_active)  # Eq. 5, routed heads
+                if self.released:
+                    routed = routed / routed.sum(dim=-1, keepdim=True) * self.num_active
+                gates.append(routed)
+            if self.two_stage:
+                a = F.linear(x, self.w_type.float()).softmax(dim=-1)  # Eq. 6
+                a = a * 2 if self.released else a
+                gates = [gates[0] * a[..., :1], gates[1] * a[..., 1:]]
+            return torch.cat(gates, dim=-1)
+
+
+def query_norm_gates(query, num_shared, num_active):
+    """Gates without weights: query [b, s, h, head_dim], before rotary -> [b, s, h] in fp32.
+
+    The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads
+    (Eq. 9). Shared and selected heads have gate 1; the gradient of a selected gate goes to its softmax score (Eq. 10).
+    """
+    scores = query.float().norm(dim=-1)[..., num_shared:]  # Eq. 9
+    if scores.shape[-1] > 1:
+        scores = scores / scores.std(dim=-1, keepdim=True).clamp_min(1e-6)  # equal norms: a token of zeros
+    selected = select_top_k(scores, num_active)
+    probabilities = scores.softmax(dim=-1)
+    routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 10, straight-through
+    shared = torch.ones_like(query[..., :num_shared, 0], dtype=torch.float32)
+    return torch.cat((shared, routed), dim=-1)
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding in Llama's half-split form: x [b, h, s, head_dim], feature i pairs with i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
+
+
+def repeat_key_value(x, groups):
+    """One key or value head per query head: [b, h / groups, k, head_dim] -> [b, h, k, head_dim]."""
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
+    """Attention in plain operations: query [b, h, s, head_dim] -> output [b, s, h, head_dim], weights [b, h, s, k]."""
+    key = repeat_key_value(key, module.num_key_value_groups)
+    value = repeat_key_value(value, module.num_key_value_groups)
+    scores = query @ key.transpose(2, 3) * scaling  # [b, h, s, k]
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
+    """The same through torch's scaled_dot_product_attention, for transformers that have no attention interface."""
+    key = repeat_key_value(key, module.num_key_value_groups)
+    value = repeat_key_value(value, module.num_key_value_groups)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+if not ALL_ATTENTION_FUNCTIONS:
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
+
+
+class MoHLlamaAttention(nn.Module):
+    """Self-attention whose heads are weighted by gates, Eq. 4."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = 0.0
+        self.is_causal = True
+        self.num_shared = config.num_shared_heads[layer_idx]
+        self.num_active = config.num_active_routed_heads[layer_idx]
+        query_size = config.num_attention_heads * self.head_dim
+        key_value_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.router = None
+        if config.head_selection == "mixture" and config.routing != "query_norm":
+            self.router = MoHLlamaRouter(config, layer_idx)
+
+    def gates(self, hidden_states, query):
+        """Gates of this rank's heads, [b, s, h] or [h] in fp32, or None where every gate is 1."""
+        num_heads = self.config.num_attention_heads
+        num_local = query.shape[-2]  # fewer than num_heads under tensor parallelism
+        if self.router is None and self.num_shared == num_heads:
+            return None
+        if self.config.head_selection == "static":
+            gates = (torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active).float()
+        elif self.router is not None:
+            gates = self.router(hidden_states)
+        elif num_local == num_heads:
+            gates = query_norm_gates(query, self.num_shared, self.num_active)
+        else:
+            raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
+        if num_local == num_heads:
+            return gates
+        rank = torch.distributed.get_rank() % (num_heads // num_local)
+        return gates.narrow(-1, rank * num_local, num_local)
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache_position=None,
+        **kwargs,
+    ):  # fmt: skip
+        shape = hidden_states.shape[:-1]
+        query = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
+        key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
+        value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
+        gates = self.gates(hidden_states, query)
+
+        query = rotate(query.transpose(1, 2), *position_embeddings)  # [b, h, s, head_dim]
+        key = rotate(key.transpose(1, 2), *position_embeddings)
+        value = value.transpose(1, 2)
+        if past_key_values is not None:  # transformers 4 finds the slots of a static cache by cache_position
+            key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
+
+        # vLLM recognises the attention by this assignment, and by the one call of the name that it assigns.
+        attention_interface = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        output, weights = attention_interface(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
+        output = output.reshape(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
+        if gates is not None:
+            output = output * gates.unsqueeze(-1).to(output.dtype)
+        return self.o_proj(output.reshape(*shape, -1)), weights  # Eq. 4
+
+
+class MoHLlamaRMSNorm(nn.Module):
+    """Root-mean-square norm in fp32, as Llama's."""
+
+    def __init__(self, hidden_size, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class MoHLlamaMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MoHLlamaDecoderLayer(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.self_attn = MoHLlamaAttention(config, layer_idx)
+        self.mlp = MoHLlamaMLP(config)
+        self.input_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states, **kwargs):
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class MoHLlamaRotaryEmbedding(nn.Module):
+    """cos and sin [b, s, head_dim]. No buffer: transformers 5 leaves one uninitialised when it loads a model."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, x, position_ids):
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            exponent = torch.arange(0, self.config.head_dim, 2, device=x.device).float() / self.config.head_dim
+            frequencies = 1.0 / self.config.rope_parameters["rope_theta"] ** exponent  # [head_dim / 2]
+            angles = position_ids[..., None].float() * frequencies  # [b, s, head_dim / 2]
+            angles = torch.cat((angles, angles), dim=-1)
+            return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position):
+    """Additive mask [b, 1, s, k]; k is the whole length of a static cache. A mask of that form is left as it is."""
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return attention_mask
+    batch, length = hidden_states.shape[:2]
+    total = length
+    if past_key_values is not None:
+        total = past_key_values.get_max_cache_shape() or past_key_values.get_seq_length() + length
+    visible = torch.arange(total, device=hidden_states.device) <= cache_position[:, None]  # [s, k]
+    visible = visible.expand(batch, 1, length, total)
+    if attention_mask is not None:
+        not_padding = F.pad(attention_mask, (0, max(0, total - attention_mask.shape[1])))[:, :total].bool()
+        visible = visible & not_padding[:, None, None, :]
+    mask = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+    return mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
+
+
+def causal_mask(config, hidden_states, attention_mask, past_key_values, cache_position, position_ids):
+    """The mask in the form that the attention implementation wants, made by transformers where it can."""
+    if create_causal_mask is None:
+        return causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position)
+    available = {
+        "config": config,
+        "input_embeds": hidden_states,  # the name in transformers 4
+        "inputs_embeds": hidden_states,  # the name in transformers 5
+        "attention_mask": attention_mask,
+        "cache_position": cache_position,  # transformers 4 only
+        "past_key_values": past_key_values,
+        "position_ids": position_ids,
+    }
+    return create_causal_mask(**{name: value for name, value in available.items() if name in MASK_ARGUMENTS})
+
+
+class MoHLlamaPreTrainedModel(PreTrainedModel):
+    config_class = MoHLlamaConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["MoHLlamaDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _supports_cache_class = True  # read by transformers before 4.57, as the next one
+    _supports_static_cache = True
+
+    def _init_weights(self, module):
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, MoHLlamaRouter):
+            for weight in module.parameters(recurse=False):
+                nn.init.normal_(weight, std=std)
+        elif isinstance(module, MoHLlamaRMSNorm):
+            nn.init.ones_(module.weight)
+
+
+class MoHLlamaModel(MoHLlamaPreTrainedModel):
+    """The decoder without its output head."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(MoHLlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = MoHLlamaRotaryEmbedding(config)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value):
+        self.embed_tokens = value
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+        use_cache=None, output_attentions=None, output_hidden_states=None, return_dict=None, cache_position=None,
+        **kwargs,
+    ):  # fmt: skip
+        """input_ids [b, s] or inputs_embeds [b, s, d] -> last hidden state [b, s, d], cache, hidden states if asked."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if output_attentions:
+            raise ValueError("output_attentions: moh_llama does not return attention weights")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if cache_position is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            cache_position = torch.arange(x.shape[1], device=x.device) + past
+        if position_ids is None:
+            position_ids = cache_position.unsqueeze(0)
+        mask = causal_mask(self.config, x, attention_mask, past_key_values, cache_position, position_ids)
+        position_embeddings = self.rotary_emb(x, position_ids)
+
+        states = []
+        for layer in self.layers:
+            states.append(x)
+            x = layer(
+                x,
+                position_embeddings=position_embeddings,
+                attention_mask=mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+                cache_position=cache_position,
+                **kwargs,
+            )
+        x = self.norm(x)
+        outputs = BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=(*states, x) if output_hidden_states else None,
+        )
+        return outputs.to_tuple() if return_dict is False else outputs
+
+
+class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
+    """The language model. ``labels`` gives the cross-entropy of the next token, without the load-balance loss."""
+
+    # transformers 5 reads the mapping, transformers 4 the keys.
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = MoHLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value):
+        self.model.embed_tokens = value
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def set_output_embeddings(self, value):
+        self.lm_head = value
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+        labels=None, use_cache=None, logits_to_keep=0, num_logits_to_keep=None, return_dict=None, **kwargs,
+    ):  # fmt: skip
+        """input_ids [b, s] -> logits [b, s, vocab]; ``logits_to_keep``: only of so many last tokens, or these indices.
+
+        ``num_logits_to_keep`` is the name of ``logits_to_keep`` in transformers 4.46 and 4.47.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        keep = logits_to_keep if num_logits_to_keep is None else num_logits_to_keep
+        kept = slice(-keep, None) if isinstance(keep, int) else keep  # slice(0, None) keeps every token
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        outputs = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+        return outputs.to_tuple() if return_dict is False else outputs

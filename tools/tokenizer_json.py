@@ -1,0 +1,189 @@
+"""SentencePiece ``tokenizer.model`` -> ``tokenizer.json`` and ``tokenizer_config.json`` of Hugging Face, equal in ids.
+
+The files are written in the form that ``tokenizers`` reads, from the protobuf that SentencePiece stores; no library of
+Hugging Face is needed. The class is PreTrainedTokenizerFast: LlamaTokenizer would replace the normalizer by its own.
+
+The tokenizer gives the ids that the model was trained on:
+- nothing is added: training puts EOS after each document and BOS nowhere. A document begins after the EOS of the one
+  before it, so EOS is also declared as the BOS token that evaluation and generation put before an empty context.
+- ``split_special_tokens``: the text ``</s>`` in a document is encoded as text, as by SentencePiece, and never as EOS.
+
+BPE and unigram models are read. Ids can differ only for: a text that is one user-defined symbol and nothing else; in a
+unigram model, splits of equal score and the text of a control piece with letters that the model does not know; in a
+model with NFKC normalization, combining marks out of canonical order or after a compatibility character.
+"""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+from sentencepiece import sentencepiece_model_pb2
+
+SPACE = "\u2581"  # the visible space of SentencePiece
+UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
+
+
+def read_model(path):
+    """The ModelProto of a tokenizer.model. Raises ValueError if the file is no such model, or one of another kind."""
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(Path(path).read_bytes())
+    except Exception as error:  # protobuf's DecodeError, whose module depends on the version
+        raise ValueError(f"{path}: not a SentencePiece model ({error})") from error
+    trainer = proto.trainer_spec
+    if not proto.pieces or trainer.model_type not in (UNIGRAM, BPE):
+        kind = f"{len(proto.pieces)} pieces of model type {trainer.ModelType.Name(trainer.model_type).lower()}"
+        raise ValueError(f"{path}: {kind}; only bpe and unigram can be converted")
+    if trainer.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
+        raise ValueError(f"{path}: treat_whitespace_as_suffix and escape_whitespaces=false cannot be converted")
+    return proto
+
+
+def special_ids(proto):
+    """{"bos", "eos", "pad", "unk"} -> id, or None where the model has none. BOS is EOS, see above."""
+    trainer = proto.trainer_spec
+    ids = {"bos": trainer.eos_id, "eos": trainer.eos_id, "pad": trainer.pad_id, "unk": trainer.unk_id}
+    return {name: index if 0 <= index < len(proto.pieces) else None for name, index in ids.items()}
+
+
+def tokenizer_json(proto):
+    """Content of tokenizer.json."""
+    kinds = {UNKNOWN: (True, False), CONTROL: (True, False), USER_DEFINED: (False, True)}  # special, normalized
+    pieces = enumerate(proto.pieces)
+    added = [(index, piece.piece, *kinds[piece.type]) for index, piece in pieces if piece.type in kinds]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": index,
+                "content": content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": normalized,
+                "special": special,
+            }
+            for index, content, special, normalized in added
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": normalizers(proto)},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders(proto)},
+        "model": bpe(proto) if proto.trainer_spec.model_type == BPE else unigram(proto),
+    }
+
+
+def tokenizer_config(proto, max_length):
+    """Content of tokenizer_config.json; ``max_length`` is the model's context in tokens."""
+    tokens = {
+        f"{name}_token": proto.pieces[index].piece for name, index in special_ids(proto).items() if index is not None
+    }
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **tokens,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+
+
+def write_tokenizer(proto, directory, max_length):
+    """Write both files. Equal models give equal bytes."""
+    for name, content in (
+        ("tokenizer.json", tokenizer_json(proto)),
+        ("tokenizer_config.json", tokenizer_config(proto, max_length)),
+    ):
+        text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+        (Path(directory) / name).write_text(text, encoding="utf-8")
+
+
+def bpe(proto):
+    trainer = proto.trainer_spec
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": trainer.unk_piece,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": trainer.byte_fallback,
+        "ignore_merges": False,
+        "vocab": {piece.piece: index for index, piece in enumerate(proto.pieces)},
+        "merges": merges(proto),
+    }
+
+
+def merges(proto):
+    """Every split of a normal piece into two; the pair whose result has the highest score is merged first."""
+    ids = {piece.piece: index for index, piece in enumerate(proto.pieces) if piece.type == NORMAL}
+    ranked = []
+    for text, index in ids.items():
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in ids and right in ids:
+                ranked.append((-proto.pieces[index].score, ids[left], ids[right], [left, right]))
+    return [pair for *_, pair in sorted(ranked)]
+
+
+def unigram(proto):
+    """Control pieces get a score below that of their letters: SentencePiece never finds them in a text."""
+    lowest = min(piece.score for piece in proto.pieces)
+
+    def score(piece):
+        found = piece.type in (NORMAL, USER_DEFINED)
+        return piece.score if found else lowest * (len(piece.piece) + 1)
+
+    return {
+        "type": "Unigram",
+        "unk_id": proto.trainer_spec.unk_id,
+        "vocab": [[piece.piece, score(piece)] for piece in proto.pieces],
+        "byte_fallback": proto.trainer_spec.byte_fallback,
+    }
+
+
+def normalizers(proto):
+    """What SentencePiece does to a text before it splits it, step by step."""
+    spec = proto.normalizer_spec
+    steps = []
+    if spec.precompiled_charsmap:
+        charsmap = base64.b64encode(spec.precompiled_charsmap).decode("ascii")
+        # Precompiled treats a letter with several marks otherwise than SentencePiece; after NFC there are hardly any.
+        compose = [{"type": "NFC"}] if "nfkc" in spec.name else []
+        steps += [*compose, {"type": "Precompiled", "precompiled_charsmap": charsmap}, *compose]
+    if spec.remove_extra_whitespaces:
+        steps += [replace_regex(r"\A +", ""), replace_regex(" {2,}", " ")]
+    if spec.add_dummy_prefix:
+        steps.append(dummy_prefix(proto))
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    if spec.remove_extra_whitespaces:
+        steps.append(replace_regex(SPACE + r"+\z", ""))
+    return steps
+
+
+def dummy_prefix(proto):
+    """The space before a text. User-defined symbols are normalized like a text, by themselves, and must not get one."""
+    symbols = [re.escape(piece.piece) for piece in proto.pieces if piece.type == USER_DEFINED]
+    if not symbols:
+        return {"type": "Prepend", "prepend": SPACE}
+    return replace_regex(rf"\A(?!\z|(?:{'|'.join(symbols)})\z)", SPACE)
+
+
+def replace_regex(pattern, content):
+    return {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
+
+
+def decoders(proto):
+    steps = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
+    if proto.trainer_spec.byte_fallback:
+        steps.append({"type": "ByteFallback"})
+    steps.append({"type": "Fuse"})
+    if proto.normalizer_spec.add_dummy_prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return steps
