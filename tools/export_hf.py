@@ -16,6 +16,7 @@ Exit codes: 0 the export is in DIR; 1 it failed its check or could not be writte
 or the checkpoint has to be mended.
 """
 
+import argparse
 import os
 import re
 import shutil
