@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# From nothing to a small Mixture-of-Head language model, in minutes on two CPU cores:
+#
+#     bash launch/quickstart.sh [OUT [FLAGS]]
+#
+# OUT (default: runs/quickstart) receives everything. FLAGS of moh_lm.pretrain win over the values here. A repetition
+# goes on where the one before ended: what is complete is kept, and training resumes from its last checkpoint.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+out=${1:-$root/runs/quickstart}
+if [[ $out == -* || ! $out ]]; then
+    echo "usage: bash launch/quickstart.sh [OUT [FLAGS]]; got OUT = $out" >&2
+    exit 2
+fi
+mkdir -p -- "$out"
+out=$(cd -- "$out" && pwd)
+cd -- "$root"
+out=${out#"$root/"} # paths below the root are shown, and can be given, relative to it
+
+MODEL=( # 5.4M parameters
+    --num-layers 4
+    --hidden-size 256
+    --intermediate-size 688
+    --num-attention-heads 8
+    --vocab-size 4096
+)
+HEADS=( # 75%: 4 heads are always on, and 2 of the other 4 are chosen for each token
+    --num-shared-heads 4
+    --num-active-routed-heads 2
+)
+DATA=(
+    --data-dir "$out/data"
+    --data-mix topics=1 docstrings=3 library=6
+    --validation-fraction 0.05
+)
+OPTIMIZER=(
+    --learning-rate 2e-3
+    --min-learning-rate 2e-4
+    --warmup-iters 20
+)
+TRAINING=(
+    --seq-length 256
+    --batch-tokens 4K # 16 sequences
+    --micro-batch-size 16
+    --train-iters 300
+    --precision fp32
+    --save-interval 100
+    --eval-interval 100
+    --eval-samples 32
+    --log-interval 10
+    --checkpoint-dir "$out/run"
+)
+
+step() {
+    steps_done=$((${steps_done:-0} + 1))
+    printf '\n[%d/7] %s\n' "$steps_done" "$*"
+}
+
+# Show a command as it could be typed in the root of the repository, then run it.
+run() {
+    printf '+'
+    printf ' %q' "$@"
+    printf '\n'
+    "$@"
+}
+
+# up_to_date RESULT INPUT...: the result exists and no input is newer.
+up_to_date() {
+    local result=$1 input
+    [[ -e $result ]] || return
+    for input in "${@:2}"; do
+        [[ ! $input -nt $result ]] || return
+    done
+    echo "already there: $result"
+}
+
+step "Environment"
+source launch/environment.sh hf
+# Threads: the cores that this process may use, also in a container with a quota; a small model gains nothing beyond 8.
+threads=$(nproc)
+if [[ -r /sys/fs/cgroup/cpu.max ]] && read -r quota period </sys/fs/cgroup/cpu.max && [[ $quota != max ]]; then
+    cores=$(((quota + period - 1) / period))
+    threads=$((cores < threads ? cores : threads))
+fi
+export OMP_NUM_THREADS=$((threads < 8 ? threads : 8))
+export OMP_WAIT_POLICY=PASSIVE # threads that spin while they wait stall one another when the machine has other work
+export HF_HUB_OFFLINE=1
+echo "$(python --version), $(command -v python), $OMP_NUM_THREADS threads"
+
+step "Corpus: three sources of text from the Python installation"
+corpus=("$out/corpus/topics.jsonl" "$out/corpus/docstrings.jsonl.zst" "$out/corpus/library.json.gz") # written last
+up_to_date "${corpus[2]}" || run python launch/quickstart_corpus.py "$out/corpus"
+
+step "Tokenizer: a SentencePiece model of 4096 pieces"
+up_to_date "$out/tokenizer.model" "${corpus[@]}" ||
+    run python data_prep/tokenize.py train --input "${corpus[@]}" --vocab-size 4096 --output "$out/tokenizer.model"
+
+step "Shards: the documents as tokens"
+run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" --workers "$OMP_NUM_THREADS" \
+    --source topics="${corpus[0]}" --source docstrings="${corpus[1]}" --source library="${corpus[2]}"
+
+step "Pretraining"
+port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module moh_lm.pretrain \
+    "${MODEL[@]}" "${HEADS[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "${@:2}"
+
+step "Export to Hugging Face form"
+up_to_date "$out/hf/config.json" "$out/run/checkpoints/latest" ||
+    run python tools/export_hf.py --checkpoint "$out/run" --output "$out/hf" --overwrite
+
+step "Results"
+python launch/quickstart_results.py "$out"
+
+printf '\nEverything is in %s:\n' "$out"
+echo "    corpus/ tokenizer.model data/    text, SentencePiece model, token shards"
+echo "    run/                             config.json, metrics.jsonl, tensorboard/, checkpoints/"
+echo "    hf/                              the model for transformers"
+[[ ${VIRTUAL_ENV:-} != "$root/.venv" ]] || echo "To use python and deepspeed of this run: source .venv/bin/activate"
+printf 'Next, the same model with dense attention:\n    bash launch/quickstart.sh %q --head-selection all\n' "$out-dense"

@@ -1,0 +1,27 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="moh-lm",
+    version="0.1.0",
+    description="Pretraining of language models with Mixture-of-Head attention (arXiv 2410.11842) on DeepSpeed",
+    python_requires=">=3.10",
+    packages=find_packages(include=["moh_lm", "moh_lm.*"]),
+    install_requires=[
+        "torch>=2.8",
+        "deepspeed~=0.19.8",  # its optimizers are read through private attributes, so not any newer series
+        "sentencepiece",
+        "protobuf",  # for sentencepiece_model_pb2, which sentencepiece brings without it
+        "numpy",
+        "pyarrow",
+        "zstandard",
+        "tensorboard",
+        "safetensors",
+        "tqdm",
+    ],
+    extras_require={
+        "hf": ["transformers>=4.46"],
+        "test": ["pytest", "ruff", "transformers>=4.46"],
+        "plot": ["matplotlib"],
+        "gpu": ["triton"],  # where torch does not bring it
+    },
+)
