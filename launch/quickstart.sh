@@ -18,10 +18,10 @@ out=$(cd -- "$out" && pwd)
 cd -- "$root"
 out=${out#"$root/"} # paths below the root are shown, and can be given, relative to it
 
-MODEL=( # 5.4M parameters
+MODEL=( # 3.4M parameters
     --num-layers 4
-    --hidden-size 256
-    --intermediate-size 688
+    --hidden-size 192
+    --intermediate-size 512
     --num-attention-heads 8
     --vocab-size 4096
 )
@@ -37,18 +37,18 @@ DATA=(
 OPTIMIZER=(
     --learning-rate 2e-3
     --min-learning-rate 2e-4
-    --warmup-iters 20
+    --warmup-iters 40
 )
 TRAINING=(
     --seq-length 256
-    --batch-tokens 4K # 16 sequences
-    --micro-batch-size 16
-    --train-iters 300
+    --batch-tokens 2K # 8 sequences
+    --micro-batch-size 8
+    --train-iters 500
     --precision fp32
     --save-interval 100
-    --eval-interval 100
-    --eval-samples 32
-    --log-interval 10
+    --eval-interval 250
+    --eval-samples 64
+    --log-interval 20
     --checkpoint-dir "$out/run"
 )
 

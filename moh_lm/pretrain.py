@@ -81,10 +81,10 @@ def train(config, dataset, device):
     )
     interval = Interval(len(dataset.source_names), config.model.routed_layers(), device)
     step = resume(config, dataset, engine, interval)
-    log = open_log(config, step)
     if step >= run.train_iters:
         say(f"the run is complete: {step} of {run.train_iters} steps are in {run.checkpoint_dir}")
         return
+    log = open_log(config, step)
     if step == 0:
         evaluate(engine, loader, config, log, step)
     while step < run.train_iters:

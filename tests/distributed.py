@@ -20,7 +20,14 @@ TIMEOUT = timedelta(seconds=120)
 
 # The ranks are forked from a process that has imported what takes seconds to import.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "moh_lm.pretrain"])
+CONTEXT.set_forkserver_preload(
+    [
+        "moh_lm.pretrain",
+        # deepspeed.initialize imports these two, and with them torch._inductor.
+        "deepspeed.module_inject.auto_ep_config",
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+    ]
+)
 
 
 def run_ranks(function, world_size, *arguments):
