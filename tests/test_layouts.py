@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moh_lm.checkpoint import FragmentReader
+from moh_lm.checkpoint import FragmentReader, find_step, load_fragments, read_json, save_checkpoint
+from moh_lm.engine import make_engine
+from moh_lm.flags import parse_config
+from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.pretrain import start_process_group
 from tests.distributed import run_ranks
 from tests.test_training import rows, run
 
@@ -198,3 +202,52 @@ def test_layouts_of_continued_training_run_with_their_degrees(degrees, model, da
         run_ranks(run, layout[0] * layout[1] * layout[2], flags)
     losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("one", "many")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_optimizer_in_the_memory_of_the_cpu_gives_the_same_run(zero, data_dir, one_process, tmp_path):
+    layout = (1, 1, 2, zero, 2, False, "paper")
+    run_ranks(run, 2, [*flags_of(layout, data_dir, tmp_path), "--offload-optimizer"])
+    for mine, theirs in zip(rows(tmp_path), rows(one_process("paper")), strict=True):
+        for key in theirs.keys() & {"loss", "grad_norm", "evaluation"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
+    mine, theirs = state(tmp_path, 3), state(one_process("paper"), 3)
+    assert max(distance(mine[key], theirs[key]) / allowed(key, layout) for key in theirs) < 1
+
+
+def test_any_layout_goes_on_from_any_other(data_dir, one_process, tmp_path):
+    chain = [(2, 2, 1, 1, 4, False), (1, 1, 4, 3, 1, True), (4, 1, 1, 2, 2, False)]
+    for last_step, (*layout, recompute) in enumerate(chain, start=1):
+        flags = flags_of((*layout, recompute, "paper, step, grouped"), data_dir, tmp_path)
+        run_ranks(run, layout[0] * layout[1] * layout[2], flags, last_step)
+    expected = one_process("paper, step, grouped")
+    for mine, theirs in zip(rows(tmp_path), rows(expected), strict=True):
+        for key in theirs.keys() & {"loss", "grad_norm", "evaluation", "load_balance_loss"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
+    mine, theirs = state(tmp_path, 3), state(expected, 3)
+    far = {key: distance(mine[key], theirs[key]) / allowed(key, chain[0] + ("paper",)) for key in theirs}
+    assert max(far.values()) < 1, sorted(far.items(), key=lambda item: -item[1])[:3]
+
+
+def copy_checkpoint(flags, source):
+    """Load the last step of the run ``source`` and save it from the ranks of this layout."""
+    config, _ = parse_config(flags)
+    device = start_process_group()
+    parallel = config.parallel
+    groups = ParallelGroups.create(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    engine = make_engine(config, groups, device, 2)
+    step = find_step(source)
+    saved = read_json(step / "state.json")
+    load_fragments(step, engine.fragments())
+    engine.adopt(saved["optimizer_steps"], saved["router_shares"])
+    save_checkpoint(Path(config.run.checkpoint_dir) / "checkpoints", 3, engine.fragments(), config, saved, None)
+
+
+def test_a_checkpoint_loaded_by_another_layout_is_the_same_state_to_the_bit(data_dir, one_process, tmp_path):
+    # A run that is resumed at its end and saved again by other ranks: the canonical tensors must not change at all.
+    source = one_process("paper")
+    for name, layout in (("pipelines", (2, 2, 1, 1, 4, False, "paper")), ("shards", (1, 1, 2, 3, 4, False, "paper"))):
+        directory = tmp_path / name
+        run_ranks(copy_checkpoint, layout[0] * layout[1] * layout[2], flags_of(layout, data_dir, directory), source)
+        mine, theirs = state(directory, 3), state(source, 3)
+        assert all(torch.equal(mine[key], value) for key, value in theirs.items())
