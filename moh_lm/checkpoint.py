@@ -106,26 +106,30 @@ def find_step(path):
     Its files are verified. Raises ConfigError if there is none, or naming the file that is damaged.
     """
     path = Path(path)
-    step = path if STEP_NAME.fullmatch(path.name) else newest_step(path / "checkpoints")
-    if step is None or not step.is_dir():
+    steps = [path] if STEP_NAME.fullmatch(path.name) else list_steps(path / "checkpoints")
+    if not steps or not steps[0].is_dir():
         raise ConfigError([f"{path}: no checkpoint here; give a run directory, or its checkpoints/step-N"])
-    damaged = verify(step)
+    damaged = verify(steps[0])
     if damaged:
         raise ConfigError(damaged)
-    return step
+    return steps[0]
 
 
-def newest_step(directory):
-    """The complete step directory that a run goes on from, or None."""
-    steps = {}
+def list_steps(directory):
+    """The complete step directories in the order in which a run would go on from them: the newest first.
+
+    Where ``latest`` names a step, those after it are left out: so a run is sent back to an earlier step by hand.
+    """
+    numbers = {}
     for entry in Path(directory).iterdir() if Path(directory).is_dir() else ():
         match = STEP_NAME.fullmatch(entry.name)
         if match:
-            steps[int(match[1])] = entry
+            numbers[int(match[1])] = entry
+    steps = [numbers[number] for number in sorted(numbers, reverse=True)]
     pointer = Path(directory) / "latest"
+    names = [step.name for step in steps]
     named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
-    chosen = [entry for entry in steps.values() if entry.name == named]
-    return chosen[0] if chosen else steps[max(steps)] if steps else None
+    return steps[names.index(named) :] if named in names else steps
 
 
 def verify(step, rank=0, world_size=1):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import logger as deepspeed_logger
 
-from moh_lm.checkpoint import load_fragments, newest_step, read_json, save_checkpoint, verify
+from moh_lm.checkpoint import list_steps, load_fragments, read_json, save_checkpoint, verify
 from moh_lm.checks import config_problems
 from moh_lm.config import Config, ConfigError, walk
 from moh_lm.data.loader import Dataset, Loader
@@ -164,11 +164,10 @@ def save(config, dataset, engine, interval, step):
 
 
 def resume(config, dataset, engine, interval):
-    """Fill the engine from the run's last checkpoint; returns the number of iterations done, 0 without one."""
-    path = newest_step(Path(config.run.checkpoint_dir) / "checkpoints")
+    """Fill the engine from the run's last sound checkpoint; returns the number of iterations done, 0 without any."""
+    path = sound_step(Path(config.run.checkpoint_dir) / "checkpoints")
     if path is None:
         return 0
-    agree(verify(path, dist.get_rank(), dist.get_world_size()))
     state = read_json(path / "state.json")
     before, now = Config.load(path / "config.json").to_dict(), config.to_dict()
     fixed = {entry.name for _, entry in walk(config.model)}
@@ -191,12 +190,26 @@ def resume(config, dataset, engine, interval):
     return state["step"]
 
 
-def agree(problems):
-    """Raise ConfigError on every rank if any rank has ``problems``."""
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, problems)
-    if any(parts):
-        raise ConfigError([problem for part in parts for problem in part])
+def sound_step(directory):
+    """The newest step whose files are what its manifest says; None if there are no steps.
+
+    Each rank reads a share of the files and all of them hear the verdict. Raises ConfigError if no step is sound: a run
+    never starts afresh beside checkpoints.
+    """
+    steps = list_steps(directory)
+    found = []
+    for step in steps:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, verify(step, dist.get_rank(), dist.get_world_size()))
+        damaged = [problem for part in parts for problem in part]
+        if not damaged:
+            return step
+        for problem in damaged:
+            say(f"DAMAGED CHECKPOINT: {problem}")
+        found += damaged
+    if found:
+        raise ConfigError(found)
+    return None
 
 
 def open_log(config, step):

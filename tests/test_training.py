@@ -143,17 +143,36 @@ def test_a_finished_run_started_again_changes_nothing(data_dir, straight):
     assert all(torch.equal(value, before[1][name]) for name, value in parameters(straight).items())
 
 
-def test_a_damaged_checkpoint_is_named_and_not_loaded(data_dir, tmp_path):
-    flags = arguments(data_dir, tmp_path)
-    run_ranks(run, 1, flags, 3)
-    path = tmp_path / "checkpoints" / "step-3" / "rank-0.safetensors"
+def flip_a_bit(path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"step-3/rank-0.safetensors: differs from manifest.json"):
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(data_dir, straight, tmp_path):
+    flags = arguments(data_dir, tmp_path)
+    run_ranks(run, 1, flags, 6)
+    steps = tmp_path / "checkpoints"
+    flip_a_bit(steps / "step-6" / "rank-0.safetensors")
+    with pytest.raises(ConfigError, match=r"step-6/rank-0.safetensors: differs from manifest.json"):
         find_step(tmp_path)
-    with pytest.raises(AssertionError, match=r"step-3/rank-0.safetensors: differs from manifest.json"):
+    run_ranks(run, 2, flags, 6)  # from step 3
+    assert find_step(tmp_path).name == "step-6"
+    assert losses(tmp_path) == pytest.approx(losses(straight)[:3], rel=1e-6)
+    flip_a_bit(steps / "step-3" / "state.json")
+    (steps / "step-6" / "manifest.json").unlink()
+    before = {path.name: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+    with pytest.raises(AssertionError, match=r"(?s)step-6/manifest.json: .*step-3/state.json: differs"):
         run_ranks(run, 2, flags)
+    assert before == {path.name: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+
+
+def test_latest_sends_a_run_back_to_an_earlier_step(data_dir, straight, tmp_path):
+    flags = arguments(data_dir, tmp_path)
+    run_ranks(run, 1, flags, 6)
+    (tmp_path / "checkpoints" / "latest").write_text("step-3\n")
+    run_ranks(run, 1, flags)
+    assert rows(tmp_path) == rows(straight)
 
 
 @pytest.mark.parametrize(
