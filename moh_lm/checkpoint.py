@@ -137,14 +137,14 @@ def verify(step, rank=0, world_size=1):
     try:
         manifest = read_json(step / "manifest.json")
     except (OSError, ValueError) as error:
-        return [f"{step}/manifest.json: cannot be read ({error}); take another step"]
+        return [f"{step}/manifest.json: cannot be read ({error}); remove the step, and an earlier one is used"]
     found = []
     for name in sorted(manifest)[rank::world_size]:
         path = step / name
         if not path.is_file():
-            found.append(f"{path}: is missing; take another step")
+            found.append(f"{path}: is missing; remove the step, and an earlier one is used")
         elif describe(path) != manifest[name]:
-            found.append(f"{path}: differs from manifest.json ({path.stat().st_size} bytes); take another step")
+            found.append(f"{path}: differs from manifest.json ({path.stat().st_size} bytes); remove the step")
     return found
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM
@@ -27,7 +28,7 @@ class StepResult(NamedTuple):
     choice.
 
     losses: [num_sources, 2], loss summed over tokens and number of tokens. routers: [sum of (1 + E)], for every
-    router in turn the sum of its balance loss over micro-batches and data-parallel ranks, and how often each routed
+    router in turn the sum of its balance loss over sequences, and how often each routed
     head was selected.
     grad_norm: before clipping; inf if the step was skipped because a gradient was not finite.
     """
@@ -109,7 +110,7 @@ class Engine:
         losses = vocab_parallel_cross_entropy(logits, labels, self.vocab_partition, self.groups.tensor)
         counted = (labels != IGNORED).double().sum(0)
         per_sample = torch.stack((losses.detach().double().sum(0), counted), dim=1)  # [b, 2]
-        self.sums.index_add_(0, sources, per_sample)
+        self.sums += F.one_hot(sources, self.num_sources).double().t() @ per_sample
         return losses.mean()
 
     def router_sums(self):

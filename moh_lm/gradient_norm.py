@@ -12,15 +12,19 @@ from deepspeed.runtime import bf16_optimizer
 def sum_norms_in_float64(optimizer):
     """Make DeepSpeed's ``optimizer`` of ZeRO-1 or 2 take its gradient norm from here."""
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        bf16_optimizer.get_global_norm_of_tensors = norm_of_whole_gradients
+        bf16_optimizer.get_global_norm_of_tensors = norm_of_whole_gradients(optimizer)
     elif not optimizer.cpu_offload:
         optimizer.scaled_global_norm = lambda norm_type=2: norm_of_sharded_gradients(optimizer)
 
 
-def norm_of_whole_gradients(input_tensors, mpu=None, norm_type=2):
-    """Norm of gradients that every data-parallel rank holds whole; copies are left out by the caller."""
-    groups = [mpu.get_model_parallel_group()] if mpu is not None else []
-    return norm_of(input_tensors, input_tensors[0].device, groups)
+def norm_of_whole_gradients(optimizer):
+    """A function in place of DeepSpeed's: the norm of gradients that every data-parallel rank holds whole.
+
+    The caller leaves copies out, so a pipeline stage with nothing but a tied head has no gradients to count.
+    """
+    device = optimizer.fp32_groups_flat_partition[0].device
+    groups = [] if optimizer.mpu is None else [optimizer.mpu.get_model_parallel_group()]
+    return lambda input_tensors, mpu=None, norm_type=2: norm_of(input_tensors, device, groups)
 
 
 def norm_of_sharded_gradients(optimizer):

@@ -49,10 +49,11 @@ class Interval:
         rows = zip(names, self.losses.tolist(), strict=True)
         return {name: total / tokens for name, (total, tokens) in rows if tokens}
 
-    def balance_loss(self, micro_batches):
-        """L_b of Eq. 8: the mean over layers and over ``micro_batches``, those of all ranks in the interval."""
+    def balance_loss(self, seq_length):
+        """L_b of Eq. 8: the mean over layers and sequences."""
         losses = [row[0].item() for row in self.router_rows()]
-        return sum(losses) / (len(losses) * micro_batches) if losses else 0.0
+        sequences = self.losses[:, 1].sum().item() / seq_length
+        return ratio(sum(losses), len(losses) * sequences) if losses else 0.0
 
     def head_loads(self):
         """(layer, head, share of tokens that selected it) for every routed head."""
@@ -91,8 +92,8 @@ class RunLog:
         path = Path(directory) / "metrics.jsonl"
         keep_rows(path, first_step)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the life of the run
-        purge = {"purge_step": first_step + 1} if first_step else {}
-        self.board = SummaryWriter(str(Path(directory) / "tensorboard"), **purge)
+        purge_step = first_step + 1 if first_step else 0
+        self.board = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
 
     def training(self, row, head_loads):
         """Log an interval. row: the object for metrics.jsonl. head_loads: (layer, head, share of tokens)."""
@@ -126,8 +127,7 @@ class RunLog:
         print(f"validation loss after {step} steps: {shown}", flush=True)
 
     def write(self, row):
-        finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-        self.file.write(json.dumps(finite) + "\n")  # JSON has no word for infinity
+        self.file.write(json.dumps(finite(row), allow_nan=False) + "\n")
         self.file.flush()
 
     def close(self):
@@ -135,9 +135,19 @@ class RunLog:
         self.board.close()
 
 
+def finite(value):
+    """``value`` with null for numbers that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def keep_rows(path, last_step):
-    """Drop the rows of ``path`` after ``last_step``, which a resumed run is about to write again."""
+    """Drop the rows of ``path`` that the run is about to write again: those after ``last_step``, or all if it is 0."""
     if not path.exists():
+        return
+    if last_step == 0:
+        path.unlink()
         return
     rows = path.read_text(encoding="utf-8").splitlines()
     kept = [row for row in rows if complete(row) and json.loads(row)["step"] <= last_step]

@@ -17,6 +17,7 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from moh_lm.checkpoint import list_steps, load_fragments, read_json, save_checkpoint, verify
@@ -27,7 +28,7 @@ from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
 from moh_lm.metrics import Interval, RunLog
 from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.plan import describe_configuration, describe_run
+from moh_lm.summary import describe_configuration, describe_run
 
 
 def main():
@@ -36,16 +37,20 @@ def main():
         config, dry_run = parse_config(sys.argv[1:])
         problems = config_problems(config, world_size)
         dataset = open_dataset(config, problems, dry_run)
+        if not dry_run:
+            make_run_directory(config.run.checkpoint_dir)
+            refuse_foreign_launcher()
         if rank == 0:
             lines = describe_configuration(config) if dry_run else []
             print("\n".join([*lines, *describe_run(config, dataset, world_size)]), flush=True)
         if not dry_run:
             train(config, dataset, start_process_group())
     except ConfigError as error:
-        if rank == 0:
-            print("\n".join(f"moh_lm.pretrain: {problem}" for problem in error.problems), file=sys.stderr, flush=True)
-        sys.exit(2)
-    finish()
+        if int(os.environ.get("LOCAL_RANK", rank)) == 0:  # once per node: it may be wrong on one of them only
+            where = f" on {socket.gethostname()}" if rank else ""
+            print("\n".join(f"moh_lm.pretrain{where}: {text}" for text in error.problems), file=sys.stderr, flush=True)
+        leave(2)
+    leave(0)
 
 
 def open_dataset(config, problems, dry_run):
@@ -70,6 +75,7 @@ def open_dataset(config, problems, dry_run):
 def train(config, dataset, device):
     """The whole run: from the last checkpoint, or the first step, to the last."""
     run = config.run
+    check_nodes(config, dataset)
     groups = ParallelGroups.create(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
     engine = make_engine(config, groups, device, len(dataset.source_names))
     loader = Loader(
@@ -110,7 +116,7 @@ def learning_rate(step, optimizer, train_iters):
     """Rate of the iteration after ``step`` complete ones.
 
     Linear from warmup_init_lr at step 0 to learning_rate at warmup_iters, then a half cosine that reaches
-    min_learning_rate at train_iters and stays there.
+    min_learning_rate at train_iters and stays there. A run shorter than its warm-up ends within it.
     """
     peak, low = optimizer.learning_rate, optimizer.min_learning_rate
     if step < optimizer.warmup_iters:
@@ -124,11 +130,10 @@ def learning_rate(step, optimizer, train_iters):
 def training_row(config, dataset, interval, step, rate, result):
     """The object of metrics.jsonl for the interval that ends after ``step``."""
     run = config.run
-    tokens = interval.losses[:, 1].sum().item()
     return {
         "step": step,
         "loss": interval.loss(),
-        "load_balance_loss": interval.balance_loss(tokens / (run.micro_batch_size * run.seq_length)),
+        "load_balance_loss": interval.balance_loss(run.seq_length),
         "learning_rate": rate,
         "grad_norm": result.grad_norm,
         "tokens": step * run.tokens_per_iteration,
@@ -193,15 +198,15 @@ def resume(config, dataset, engine, interval):
 def sound_step(directory):
     """The newest step whose files are what its manifest says; None if there are no steps.
 
-    Each rank reads a share of the files and all of them hear the verdict. Raises ConfigError if no step is sound: a run
-    never starts afresh beside checkpoints.
+    Rank 0 names the steps, each rank reads a share of the files, and all of them hear the verdict. Raises ConfigError
+    if no
+    step is sound: a run never starts afresh beside checkpoints.
     """
-    steps = list_steps(directory)
+    steps = from_rank_0([step.name for step in list_steps(directory)])
     found = []
-    for step in steps:
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, verify(step, dist.get_rank(), dist.get_world_size()))
-        damaged = [problem for part in parts for problem in part]
+    for name in steps:
+        step = Path(directory) / name
+        damaged = of_all_ranks(verify(step, dist.get_rank(), dist.get_world_size()))
         if not damaged:
             return step
         for problem in damaged:
@@ -212,12 +217,61 @@ def sound_step(directory):
     return None
 
 
+def check_nodes(config, dataset):
+    """Raise ConfigError on every rank unless all of them see one run directory, one configuration and the same data."""
+    marker = Path(config.run.checkpoint_dir) / from_rank_0(f".seen-{time.time_ns()}")
+    if dist.get_rank() == 0:
+        marker.touch()
+    mine = {"data": dataset.fingerprint(), **config.to_dict()}
+    first = from_rank_0(mine)  # also waits for the marker
+    here = f"rank {dist.get_rank()} on {socket.gethostname()}"
+    problems = [] if marker.exists() else [f"--checkpoint-dir {marker.parent}: {here} does not see that of rank 0"]
+    problems += [f"{here} has another {key} than rank 0: {mine[key]}" for key in mine if mine[key] != first[key]]
+    problems = of_all_ranks(problems)
+    if dist.get_rank() == 0:
+        marker.unlink()
+    if problems:
+        raise ConfigError([f"{problem}; use paths on a file system that all nodes share" for problem in problems])
+
+
+def from_rank_0(value):
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def of_all_ranks(problems):
+    """The problems of every rank, each once."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, problems)
+    return list(dict.fromkeys(problem for part in parts for problem in part))
+
+
+def make_run_directory(path):
+    """Raises ConfigError unless ``path`` is a directory that can be written, or can be made one."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = error.strerror
+    if reason:
+        raise ConfigError([f"--checkpoint-dir {path}: cannot be written ({reason}); give another directory"])
+
+
+def refuse_foreign_launcher():
+    """Raises ConfigError where mpirun or srun started several processes, each of which would be a run of its own."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if "RANK" not in os.environ and int(os.environ.get(name, 1)) > 1:
+            raise ConfigError(
+                [f"{name} is {os.environ[name]} but RANK is not set: start the ranks by torchrun or deepspeed"]
+            )
+
+
 def open_log(config, step):
     """The run directory and its log; rank 0 only."""
     if dist.get_rank() > 0:
         return None
     directory = Path(config.run.checkpoint_dir)
-    directory.mkdir(parents=True, exist_ok=True)
     config.save(directory / "config.json")
     return RunLog(directory, step, config.run.train_iters)
 
@@ -233,22 +287,28 @@ def start_process_group():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed_logger.setLevel("WARNING")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
+    gpu = accelerator.device_name() == "cuda"
+    if gpu and local_rank >= accelerator.device_count():
+        gpus = accelerator.device_count()
+        raise ConfigError([f"LOCAL_RANK {local_rank}: this node has {gpus} GPUs; start one rank for each"])
+    device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", verbose=False)
     return device
 
 
-def finish():
-    """Leave without the interpreter's own shutdown, which now and then aborts under gloo after all work is done."""
-    if dist.is_initialized():
+def leave(code):
+    """Exit; after a process group without the interpreter's own shutdown, which now and then aborts under gloo."""
+    if not dist.is_initialized():
+        sys.exit(code)
+    if code == 0:
         dist.barrier()
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def say(text):

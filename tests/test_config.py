@@ -8,8 +8,8 @@ import torch.distributed as dist
 from moh_lm import pretrain
 from moh_lm.checks import config_problems
 from moh_lm.config import Config, ConfigError, walk
+from moh_lm.estimate import parameter_counts
 from moh_lm.flags import make_parser, parse_config
-from moh_lm.plan import parameter_counts
 
 REQUIRED = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
 TINY = ["--vocab-size", "64", "--seq-length", "16", "--validation-fraction", "0"]
@@ -146,12 +146,36 @@ def test_heads_and_sequences_that_tensor_parallelism_cannot_share_are_refused(fl
     assert [problem for problem in problems if named in problem], problems
 
 
-def test_errors_are_shown_once_by_rank_0_only(capsys, monkeypatch):
+@pytest.mark.parametrize("rank, local_rank, lines", [(0, 0, 1), (1, 1, 0), (8, 0, 1)])
+def test_errors_are_shown_once_per_node(rank, local_rank, lines, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain", "--bogus"])
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     with pytest.raises(SystemExit) as stop:
         pretrain.main()
-    assert stop.value.code == 2 and capsys.readouterr().err == ""
+    assert stop.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_a_run_directory_that_is_a_file_is_refused_in_one_line(tmp_path, capsys, monkeypatch, data_dir):
+    (tmp_path / "file").touch()
+    flags = [*REQUIRED, "--data-dir", str(data_dir), *TINY, "--checkpoint-dir", str(tmp_path / "file")]
+    monkeypatch.setattr(sys, "argv", ["pretrain", *flags])
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "--checkpoint-dir" in problem and "give another directory" in problem
+
+
+def test_ranks_of_a_launcher_that_sets_no_rank_are_refused(tmp_path, capsys, monkeypatch, data_dir):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    flags = [*REQUIRED, "--data-dir", str(data_dir), *TINY, "--checkpoint-dir", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["pretrain", *flags])
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "torchrun" in problem
 
 
 def test_config_error_keeps_every_sentence():

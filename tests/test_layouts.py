@@ -204,6 +204,17 @@ def test_layouts_of_continued_training_run_with_their_degrees(degrees, model, da
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tied_head_may_be_a_stage_of_its_own(precision, data_dir, tmp_path):
+    wide = ["--vocab-size", "4096", "--tie-embeddings", "--num-layers", "2", "--precision", precision]
+    losses = []
+    for pipeline in (1, 2):
+        layout = (1, pipeline, 1, 1, 4, False, "paper")
+        run_ranks(run, pipeline, [*flags_of(layout, data_dir, tmp_path / str(pipeline)), *wide])
+        losses.append([row["loss"] for row in rows(tmp_path / str(pipeline)) if "loss" in row])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 1e-4)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_an_optimizer_in_the_memory_of_the_cpu_gives_the_same_run(zero, data_dir, one_process, tmp_path):
     layout = (1, 1, 2, zero, 2, False, "paper")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from moh_lm import pretrain
 from moh_lm.checkpoint import FragmentReader, find_step, full_parameters
 from moh_lm.config import Config, ConfigError, OptimizerConfig
 from moh_lm.flags import parse_config
+from moh_lm.metrics import RunLog
 from tests.distributed import run_ranks
 
 SIZES = """
@@ -40,6 +42,7 @@ def run(flags, stop_after=None):
 
         pretrain.save = save_and_stop
     config, _ = parse_config(flags)
+    pretrain.make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
         pretrain.train(config, pretrain.open_dataset(config, [], False), pretrain.start_process_group())
 
@@ -165,6 +168,47 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(data_dir, stra
     with pytest.raises(AssertionError, match=r"(?s)step-6/manifest.json: .*step-3/state.json: differs"):
         run_ranks(run, 2, flags)
     assert before == {path.name: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+
+
+def test_nodes_that_see_other_directories_or_data_are_refused_by_all_ranks(data_dir, tmp_path):
+    with pytest.raises(AssertionError, match="rank 1 on .* does not see that of rank 0"):
+        run_ranks(run_on_own_directory, 2, arguments(data_dir, tmp_path))
+    with pytest.raises(AssertionError, match="rank 1 on .* has another seed than rank 0"):
+        run_ranks(run_with_own_seed, 2, arguments(data_dir, tmp_path))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def run_on_own_directory(flags):
+    own = Path(flags[-1]) / os.environ["RANK"]
+    own.mkdir(parents=True, exist_ok=True)
+    run([*flags, "--checkpoint-dir", str(own)])
+
+
+def run_with_own_seed(flags):
+    run([*flags, "--seed", os.environ["RANK"]])
+
+
+def test_the_balance_loss_of_an_interval_does_not_depend_on_a_change_of_micro_batch(data_dir, straight, tmp_path):
+    run_ranks(run, 1, arguments(data_dir, tmp_path), 3)  # in the middle of a log interval
+    run_ranks(run, 1, arguments(data_dir, tmp_path, "--micro-batch-size", "8"))
+    got, expected = ([row["load_balance_loss"] for row in rows(d) if "loss" in row] for d in (tmp_path, straight))
+    assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_logs_every_step_once(data_dir, straight, tmp_path):
+    run_ranks(run, 1, arguments(data_dir, tmp_path, "--save-interval", "0"), 7)
+    for path in (tmp_path / "checkpoints").rglob("*"):
+        path.unlink() if path.is_file() else None
+    (tmp_path / "checkpoints" / "step-7").rmdir()
+    run_ranks(run, 1, arguments(data_dir, tmp_path))
+    assert rows(tmp_path) == rows(straight)
+
+
+def test_numbers_that_json_cannot_hold_are_written_as_null(tmp_path):
+    log = RunLog(tmp_path, 0, 1)
+    log.write({"step": 1, "grad_norm": math.inf, "source_loss": {"a": math.nan, "b": 1.5}})
+    log.close()
+    assert rows(tmp_path) == [{"step": 1, "grad_norm": None, "source_loss": {"a": None, "b": 1.5}}]
 
 
 def test_latest_sends_a_run_back_to_an_earlier_step(data_dir, straight, tmp_path):

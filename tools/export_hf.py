@@ -9,8 +9,9 @@
     README.md                               model card
 
 Parameters have their Hugging Face names in the trainer already. They are read one by one and written shard by shard,
-so that memory holds about one shard. Everything is written beside DIR, checked (export_check.py), and then renamed to
-DIR. Equal checkpoints give equal bytes, whatever layout wrote them.
+so that writing holds about one shard in memory; the check that follows holds the whole model in fp32. Everything is
+written beside DIR, checked (export_check.py), and then renamed to DIR. Equal checkpoints give equal bytes, whatever
+layout wrote them.
 
 Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and DIR is as it was; 2 an argument
 or the checkpoint has to be mended.

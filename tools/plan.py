@@ -2,14 +2,16 @@
 
     python tools/plan.py --gpus 64 [--gpu-memory 80 --gpu-tflops 989 ...] [flags of moh_lm.pretrain] [--json]
 
-For every legal combination of tensor, pipeline and data parallelism, ZeRO stage, micro-batch and recomputation it
-takes the memory of the fullest rank (moh_lm/estimate.py) and estimates the seconds of a step:
+For every legal combination of tensor, pipeline and data parallelism, ZeRO stage and recomputation, with micro-batches
+of 1, 2, 4, ... 64 sequences, it takes the memory of the fullest rank (moh_lm/estimate.py) and estimates the seconds
+of a step:
 
     compute    the micro-batches on the slowest stage at --efficiency of the peak; a third more with recomputation
     bubble     the pp - 1 micro-batches during which a stage waits
     tensor     gathers and scatters of activations: eight per layer, twelve with recomputation
-    data       gradients summed in fp32 and weights gathered, once per step; ZeRO-2 sums and ZeRO-3 gathers per
-    micro-batch pipeline   activations and their gradients between stages
+    data       gradients summed in fp32 and weights gathered, once per step; under ZeRO-2 the sums, and under ZeRO-3 the
+               gathers too, once per micro-batch
+    pipeline   activations and their gradients between stages
 
 Nothing is assumed to overlap. The times rank layouts; they do not promise a speed. Units: GiB, GB/s per GPU, 1e12
 FLOP/s.
@@ -19,11 +21,11 @@ import json
 import sys
 from dataclasses import replace
 
-from moh_lm.checks import layout_problems, model_problems, optimizer_problems
+from moh_lm.checks import below, layout_problems, model_problems, optimizer_problems
 from moh_lm.config import ConfigError
 from moh_lm.estimate import flops_per_token, memory_estimate, parameter_counts, stage_shares
 from moh_lm.flags import Parser, parse_config
-from moh_lm.plan import short
+from moh_lm.summary import short
 
 USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
 DAY = 24 * 3600
@@ -34,6 +36,7 @@ def main():
         machine, flags = parse_machine(sys.argv[1:])
         config, _ = parse_config(flags)
         problems = [*model_problems(config.model), *optimizer_problems(config.optimizer)]
+        problems += below(config.run, 1, "seq_length")
         if problems:
             raise ConfigError(problems)
         plans = rank_layouts(config, machine)
@@ -75,9 +78,9 @@ def rank_layouts(config, machine):
 
 def legal_variants(config, gpus):
     """``config`` in every layout that the trainer accepts on ``gpus`` processes."""
-    powers = [2**n for n in range(gpus.bit_length()) if 2**n <= gpus]
-    for tp in powers:
-        for pp in powers:
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for tp in divisors:
+        for pp in divisors:
             for zero in (1, 2, 3):
                 parallel = replace(
                     config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, zero_stage=zero

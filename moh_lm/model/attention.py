@@ -50,16 +50,16 @@ class Attention(nn.Module):
         learned = self.router is not None and self.router.routing != "query_norm"
         if learned:
             gates, balance_loss, counts = self.router(x, kept_selection)  # [s/tp, b, h]
-            gates = gather_sequence(gates, self.group)[..., self.heads.indices]  # [s, b, h/tp]
+            gates = self.heads.take(gather_sequence(gates, self.group))  # [s, b, h/tp]
         x = gather_sequence(x, self.group)  # [s, b, d]
         query, key, value = (self.split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.selection == "static":
             gates = self.static_gates(query)
         elif self.router is not None and not learned:
             wide = query.to(torch.promote_types(query.dtype, torch.float32))
-            norms = gather_heads(wide.norm(dim=-1), self.group)[..., self.heads.canonical_order]  # [s, b, h]
+            norms = self.heads.in_canonical_order(gather_heads(wide.norm(dim=-1), self.group))  # [s, b, h]
             gates, balance_loss, counts = self.router(x, kept_selection, norms)
-            gates = gates[..., self.heads.indices]  # [s, b, h/tp]
+            gates = self.heads.take(gates)  # [s, b, h/tp]
         table = rotary_table(query.shape[0], self.head_dim, self.rope_theta, query.dtype, query.device)
         context = moh_attention(rotate(query, table), rotate(key, table), value, gates)  # [s, b, h/tp, e]
         output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
@@ -99,6 +99,14 @@ class LocalHeads:
             if share:
                 ranges.append((start + rank * share, start + (rank + 1) * share))
         return ranges
+
+    def take(self, gates):
+        """Gates of all heads in canonical order [..., h] -> of this rank's [..., h/tp]."""
+        return gates if self.group is None else gates[..., self.indices]
+
+    def in_canonical_order(self, gathered):
+        """[..., h] rank after rank -> canonical order."""
+        return gathered if self.group is None else gathered[..., self.canonical_order]
 
     def partition(self, dim, head_dim, queries_per_key=1):
         """The rows or columns of these heads, or of the key/value heads that they share; None on one rank."""

@@ -7,15 +7,20 @@ layer stands in the list with the prefix that turns its parameter names into tho
 
 import contextlib
 
-import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
-from moh_lm.model.transformer import INIT_STD, DecoderLayer, balance_scale, initialize
+from moh_lm.model.transformer import (
+    INIT_STD,
+    DecoderLayer,
+    balance_scale,
+    balancing_routers,
+    initialize,
+    output_logits,
+)
 from moh_lm.parallel.layers import ColumnParallelLinear, RMSNorm, VocabParallelEmbedding, even_partition
-from moh_lm.parallel.mappings import gather_sequence
 
 
 class Embedding(nn.Module):
@@ -30,7 +35,7 @@ class Embedding(nn.Module):
         return self.embed_tokens(tokens)
 
     def logits(self, x):
-        return F.linear(gather_sequence(x, self.group), self.embed_tokens.weight)
+        return output_logits(x, self.embed_tokens.weight, self.group)
 
 
 class Norm(nn.Module):
@@ -52,7 +57,7 @@ class Head(nn.Module):
         self.group = group
 
     def forward(self, x):
-        return self.lm_head(gather_sequence(x, self.group))
+        return output_logits(x, self.lm_head.weight, self.group)
 
 
 def layer_list(config, group, micro_batches, recompute):
@@ -76,7 +81,10 @@ def layer_list(config, group, micro_batches, recompute):
 
 
 def stage_bounds(layers, num_stages):
-    """First layer of every stage, and the end: stages of equal cost, each with a decoder layer if there are enough."""
+    """First layer of every stage, and the end, so that the costs of the stages differ as little as possible.
+
+    A costly output head may be a stage of its own.
+    """
     return list(map(int, partition_balanced([max(1, cost) for _, _, cost in layers], num_stages)))
 
 
@@ -114,5 +122,4 @@ class PipelineCausalLM(PipelineModule):
 
     def routers(self):
         """The routers of this stage that balance their load, in the order of layers."""
-        found = (layer.self_attn.router for layer in self.forward_funcs if isinstance(layer, DecoderLayer))
-        return [router for router in found if router is not None and router.num_routed]
+        return balancing_routers(layer for layer in self.forward_funcs if isinstance(layer, DecoderLayer))

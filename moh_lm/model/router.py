@@ -150,7 +150,7 @@ def select_top_k(scores, k):
 
 
 class RouterStatistics:
-    """Selections and balance loss of one layer, summed over micro-batches until ``take`` is called.
+    """Selections and balance loss of one layer, summed over sequences until ``take`` is called.
 
     They are added in the backward pass, which runs once per micro-batch even if activations are recomputed.
     ``previous_share`` [E] is f of Eq. 7 for the scope ``global_batch``: the share of the tokens of the whole previous
@@ -161,8 +161,9 @@ class RouterStatistics:
         self.previous_share = None
         self.sums = None
 
-    def add(self, loss, counts):
-        row = torch.cat((loss.reshape(1), counts)).to(torch.float64)
+    def add(self, loss, counts, num_sequences):
+        """loss: mean over ``num_sequences``. counts: [E], summed over their tokens."""
+        row = torch.cat((loss.reshape(1) * num_sequences, counts)).to(torch.float64)
         self.sums = row if self.sums is None else self.sums + row
 
     def take(self):
@@ -190,5 +191,5 @@ class AttachLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         loss, counts = ctx.saved_tensors
-        ctx.statistics.add(loss, counts)
+        ctx.statistics.add(loss, counts, num_sequences=gradient.shape[1])
         return gradient, torch.full_like(loss, ctx.scale), None, None, None

@@ -106,9 +106,8 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens):
         """tokens: int64 [b, s] -> logits [s, b, vocab/tp] in the dtype of the weights, padding columns included."""
-        x = gather_sequence(self.model(tokens), self.group)  # [s, b, d]
         head = self.model.embed_tokens if self.tied else self.lm_head
-        return F.linear(x, head.weight)
+        return output_logits(self.model(tokens), head.weight, self.group)
 
     def initialize(self, seed):
         """Draw every parameter from a generator of (seed, name): the same whole matrix in every layout."""
@@ -116,8 +115,18 @@ class CausalLM(nn.Module):
 
     def routers(self):
         """The routers that balance their load, in the order of layers."""
-        found = (layer.self_attn.router for layer in self.model.layers)
-        return [router for router in found if router is not None and router.num_routed]
+        return balancing_routers(self.model.layers)
+
+
+def output_logits(x, weight, group):
+    """[s/tp, b, d] -> logits [s, b, vocab/tp]."""
+    return F.linear(gather_sequence(x, group), weight)
+
+
+def balancing_routers(layers):
+    """The routers of decoder layers that have routed heads."""
+    routers = (layer.self_attn.router for layer in layers)
+    return [router for router in routers if router is not None and router.num_routed]
 
 
 def balance_scale(config, micro_batches):

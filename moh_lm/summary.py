@@ -60,7 +60,10 @@ def describe_batches(config, world_size):
         f"batch      {run.global_batch_size} sequences x {run.seq_length} = {run.tokens_per_iteration:,} tokens, "
         f"{config.gradient_accumulation_steps(world_size)} micro-batches of {run.micro_batch_size} per rank"
     )
-    yield f"budget     {run.train_iters:,} iterations = {run.train_iters * run.tokens_per_iteration:,} tokens"
+    warmup = config.optimizer.warmup_iters
+    short_run = f"; the warm-up of {warmup:,} iterations does not end" if warmup >= run.train_iters else ""
+    tokens = run.train_iters * run.tokens_per_iteration
+    yield f"budget     {run.train_iters:,} iterations = {tokens:,} tokens{short_run}"
 
 
 def describe_data(config, dataset):
