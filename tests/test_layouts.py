@@ -15,7 +15,7 @@ from moh_lm.checkpoint import FragmentReader, find_step, load_fragments, read_js
 from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
 from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.pretrain import start_process_group
+from moh_lm.processes import start_process_group
 from tests.distributed import run_ranks
 from tests.test_training import rows, run
 

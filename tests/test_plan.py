@@ -14,7 +14,7 @@ from moh_lm.estimate import activation_bytes, flops_per_token, memory_estimate, 
 from moh_lm.flags import parse_config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.pretrain import start_process_group
+from moh_lm.processes import start_process_group
 from tests.distributed import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]

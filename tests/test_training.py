@@ -16,6 +16,7 @@ from moh_lm.checkpoint import FragmentReader, find_step, full_parameters
 from moh_lm.config import Config, ConfigError, OptimizerConfig
 from moh_lm.flags import parse_config
 from moh_lm.metrics import RunLog
+from moh_lm.processes import make_run_directory, start_process_group
 from tests.distributed import run_ranks
 
 SIZES = """
@@ -42,9 +43,9 @@ def run(flags, stop_after=None):
 
         pretrain.save = save_and_stop
     config, _ = parse_config(flags)
-    pretrain.make_run_directory(config.run.checkpoint_dir)
+    make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
-        pretrain.train(config, pretrain.open_dataset(config, [], False), pretrain.start_process_group())
+        pretrain.train(config, pretrain.open_dataset(config, [], False), start_process_group())
 
 
 def rows(directory):

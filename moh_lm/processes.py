@@ -1,0 +1,111 @@
+"""The processes of a run: how they start, agree and leave.
+
+One rank that sees another directory, other data or a damaged file must stop all of them, before a collective that the
+others would wait in for ever. So whatever may differ between ranks is decided by rank 0 or by all of them together.
+"""
+
+import os
+import socket
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger as deepspeed_logger
+
+from moh_lm.config import ConfigError
+
+
+def make_run_directory(path):
+    """Raises ConfigError unless ``path`` is a directory that can be written, or can be made one."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = error.strerror
+    if reason:
+        raise ConfigError([f"--checkpoint-dir {path}: cannot be written ({reason}); give another directory"])
+
+
+def refuse_foreign_launcher():
+    """Raises ConfigError where mpirun or srun started several processes, each of which would be a run of its own."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        if "RANK" not in os.environ and int(os.environ.get(name, 1)) > 1:
+            raise ConfigError(
+                [f"{name} is {os.environ[name]} but RANK is not set: start the ranks by torchrun or deepspeed"]
+            )
+
+
+def start_process_group():
+    """Join the other ranks, by NCCL on GPUs and gloo elsewhere; returns this rank's device."""
+    if "RANK" not in os.environ:  # started without a launcher: one rank
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # Training never calls this op, and building it takes a compiler, a minute, and shared memory that nobody removes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed_logger.setLevel("WARNING")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
+    gpu = accelerator.device_name() == "cuda"
+    if gpu and local_rank >= accelerator.device_count():
+        gpus = accelerator.device_count()
+        raise ConfigError([f"LOCAL_RANK {local_rank}: this node has {gpus} GPUs; start one rank for each"])
+    device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", verbose=False)
+    return device
+
+
+def check_nodes(config, dataset):
+    """Raise ConfigError on every rank unless all of them see one run directory, one configuration and the same data."""
+    marker = Path(config.run.checkpoint_dir) / from_rank_0(f".seen-{time.time_ns()}")
+    if dist.get_rank() == 0:
+        marker.touch()
+    mine = {"data": dataset.fingerprint(), **config.to_dict()}
+    first = from_rank_0(mine)  # also waits for the marker
+    here = f"rank {dist.get_rank()} on {socket.gethostname()}"
+    problems = [] if marker.exists() else [f"--checkpoint-dir {marker.parent}: {here} does not see that of rank 0"]
+    problems += [f"{here} has another {key} than rank 0: {mine[key]}" for key in mine if mine[key] != first[key]]
+    problems = of_all_ranks(problems)
+    if dist.get_rank() == 0:
+        marker.unlink()
+    if problems:
+        raise ConfigError([f"{problem}; use paths on a file system that all nodes share" for problem in problems])
+
+
+def from_rank_0(value):
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def of_all_ranks(problems):
+    """The problems of every rank, each once."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, problems)
+    return list(dict.fromkeys(problem for part in parts for problem in part))
+
+
+def say(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def leave(code):
+    """Exit; after a process group without the interpreter's own shutdown, which now and then aborts under gloo."""
+    if not dist.is_initialized():
+        sys.exit(code)
+    if code == 0:
+        dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
