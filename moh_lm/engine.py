@@ -13,7 +13,6 @@ from typing import NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM
@@ -110,7 +109,8 @@ class Engine:
         losses = vocab_parallel_cross_entropy(logits, labels, self.vocab_partition, self.groups.tensor)
         counted = (labels != IGNORED).double().sum(0)
         per_sample = torch.stack((losses.detach().double().sum(0), counted), dim=1)  # [b, 2]
-        self.sums += F.one_hot(sources, self.num_sources).double().t() @ per_sample
+        of_source = sources == torch.arange(self.num_sources, device=sources.device).unsqueeze(1)  # [num_sources, b]
+        self.sums += of_source.double() @ per_sample  # index_add_ would not be deterministic on a GPU
         return losses.mean()
 
     def router_sums(self):
