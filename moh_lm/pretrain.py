@@ -2,7 +2,8 @@
 
     python -m moh_lm.pretrain --help        the launch/ scripts call it with the paper's values
 
-Exit codes: 0 the run is complete; 2 something in the configuration, the data or the checkpoint has to be mended.
+Exit codes: 0 the run is complete; 2 something in the configuration, the data or the checkpoint has to be mended; 75
+the run was asked to stop (SIGTERM or SIGUSR1 to any rank) and has saved: the same command goes on.
 """
 
 import math
@@ -23,6 +24,7 @@ from moh_lm.flags import parse_config
 from moh_lm.metrics import Interval, RunLog
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.processes import (
+    StopRequest,
     check_nodes,
     from_rank_0,
     leave,
@@ -33,6 +35,8 @@ from moh_lm.processes import (
     start_process_group,
 )
 from moh_lm.summary import describe_configuration, describe_run
+
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
 def main():
@@ -47,14 +51,13 @@ def main():
         if rank == 0:
             lines = describe_configuration(config) if dry_run else []
             print("\n".join([*lines, *describe_run(config, dataset, world_size)]), flush=True)
-        if not dry_run:
-            train(config, dataset, start_process_group())
+        complete = dry_run or train(config, dataset, start_process_group())
     except ConfigError as error:
         if int(os.environ.get("LOCAL_RANK", rank)) == 0:  # once per node: it may be wrong on one of them only
             where = f" on {socket.gethostname()}" if rank else ""
             print("\n".join(f"moh_lm.pretrain{where}: {text}" for text in error.problems), file=sys.stderr, flush=True)
         leave(2)
-    leave(0)
+    leave(0 if complete else STOPPED)
 
 
 def open_dataset(config, problems, dry_run):
@@ -77,8 +80,9 @@ def open_dataset(config, problems, dry_run):
 
 
 def train(config, dataset, device):
-    """The whole run: from the last checkpoint, or the first step, to the last."""
+    """The whole run: from the last checkpoint, or the first step, to the last; False if it was asked to stop before."""
     run = config.run
+    stop = StopRequest(device)
     check_nodes(config, dataset)
     groups = ParallelGroups.create(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
     engine = make_engine(config, groups, device, len(dataset.source_names))
@@ -93,11 +97,12 @@ def train(config, dataset, device):
     step = resume(config, dataset, engine, interval)
     if step >= run.train_iters:
         say(f"the run is complete: {step} of {run.train_iters} steps are in {run.checkpoint_dir}")
-        return
+        return True
     log = open_log(config, step)
     if step == 0:
         evaluate(engine, loader, config, log, step)
-    while step < run.train_iters:
+    stopping = False
+    while step < run.train_iters and not stopping:
         started = time.perf_counter()
         rate = learning_rate(step, config.optimizer, run.train_iters)
         result = engine.train_step(loader.train_step(step * run.global_batch_size), rate)
@@ -110,10 +115,14 @@ def train(config, dataset, device):
             interval.clear()
         if last or (run.eval_interval and step % run.eval_interval == 0):
             evaluate(engine, loader, config, log, step)
-        if last or (run.save_interval and step % run.save_interval == 0):
+        stopping = stop.of_any_rank()
+        if last or stopping or (run.save_interval and step % run.save_interval == 0):
             save(config, dataset, engine, interval, step)
     if log:
         log.close()
+    if stopping:
+        say(f"stopped after step {step} of {run.train_iters}, as asked by a signal; the same command goes on")
+    return step == run.train_iters
 
 
 def learning_rate(step, optimizer, train_iters):

@@ -5,6 +5,7 @@ others would wait in for ever. So whatever may differ between ranks is decided b
 """
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -92,6 +93,25 @@ def of_all_ranks(problems):
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, problems)
     return list(dict.fromkeys(problem for part in parts for problem in part))
+
+
+class StopRequest:
+    """SIGTERM or SIGUSR1, to any one rank, asks the run to stop after the step that it is in."""
+
+    def __init__(self, device):
+        self.flag = torch.zeros(1, dtype=torch.int32)
+        self.device = device
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self.note)
+
+    def note(self, number, frame):
+        self.flag.fill_(1)
+
+    def of_any_rank(self):
+        """Whether any rank was asked; every rank calls this together and gets the same answer."""
+        flag = self.flag.to(self.device, copy=True)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
 
 
 def say(text):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def run(flags, stop_after=None):
     config, _ = parse_config(flags)
     make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
-        pretrain.train(config, pretrain.open_dataset(config, [], False), start_process_group())
+        return pretrain.train(config, pretrain.open_dataset(config, [], False), start_process_group())
 
 
 def rows(directory):
@@ -210,6 +211,30 @@ def test_numbers_that_json_cannot_hold_are_written_as_null(tmp_path):
     log.write({"step": 1, "grad_norm": math.inf, "source_loss": {"a": math.nan, "b": 1.5}})
     log.close()
     assert rows(tmp_path) == [{"step": 1, "grad_norm": None, "source_loss": {"a": None, "b": 1.5}}]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_saves_and_stops_all_and_the_run_goes_on_to_the_bit(data_dir, tmp_path, number):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_ranks(run, 2, arguments(data_dir, whole))
+    assert run_ranks(run_with_signal, 2, arguments(data_dir, stopped), 5, number) == [False, False]
+    assert find_step(stopped).name == "step-5"
+    assert run_ranks(run, 2, arguments(data_dir, stopped)) == [True, True]
+    assert rows(stopped) == rows(whole)
+    assert all(torch.equal(parameters(stopped)[name], value) for name, value in parameters(whole).items())
+
+
+def run_with_signal(flags, step, number):
+    """``run``, in which rank 1 gets the signal ``number`` during the given step."""
+    learning_rate = pretrain.learning_rate
+
+    def learning_rate_and_signal(complete, *others):
+        if complete == step - 1 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), number)
+        return learning_rate(complete, *others)
+
+    pretrain.learning_rate = learning_rate_and_signal
+    return run(flags)
 
 
 def test_latest_sends_a_run_back_to_an_earlier_step(data_dir, straight, tmp_path):
