@@ -41,7 +41,8 @@ def save_checkpoint(directory, step, fragments, config, state, tokenizer):
     temporary = final.with_name(final.name + ".tmp")
     rank = dist.get_rank()
     if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in final.parent.glob("step-*.tmp"):  # of a save that a crash cut short
+            shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
     dist.barrier()
     names = [f"rank-{rank}.safetensors"]

@@ -130,6 +130,7 @@ def test_data_parallel_size_changes_nothing(data_dir, straight, tmp_path):
 def test_a_checkpoint_of_one_rank_is_resumed_by_two_and_back(data_dir, straight, tmp_path):
     flags = arguments(data_dir, tmp_path / "moved")
     run_ranks(run, 1, flags, 3)
+    (tmp_path / "moved" / "checkpoints" / "step-5.tmp").mkdir()  # a save that was killed
     run_ranks(run, 2, flags, 6)
     run_ranks(run, 1, flags)
     assert losses(tmp_path / "moved") == pytest.approx(losses(straight), rel=1e-6)
