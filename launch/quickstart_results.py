@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-PROMPTS = ("The built-in function ", "Return the ", "    def __init__(self")
+PROMPTS = ("The built-in function", "Return the", "    def __init__(self")
 
 
 def main():
