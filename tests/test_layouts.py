@@ -1,4 +1,4 @@
-"""Every layout trains the same model: tensor, pipeline and data parallelism, ZeRO stages, micro-batches, recomputation.
+"""Every layout trains the same model: degrees of parallelism, ZeRO stages, micro-batches, accumulation, recomputation.
 
 Each layout of the table runs three steps of the training program and is compared with one process: losses, balance
 losses, gradient norm, every parameter's gradient in the first step (AdamW's first moment is a tenth of it), and every
@@ -39,46 +39,47 @@ MODELS = {
     "query norm, step, grouped": f"--routing query_norm --load-balance-scope global_batch --seed 7 {GROUPED}",
     "no shared head below": "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0",
 }
-FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "recompute", "model")
-VALUES = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 3), (1, 2, 4), (False, True), tuple(MODELS))
+FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "accumulation", "recompute", "model")
+VALUES = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (False, True), tuple(MODELS))
 LAYOUTS = [
-    (1, 1, 1, 1, 4, False, 'no shared head below'),
-    (1, 1, 2, 2, 2, False, 'paper'),
-    (1, 1, 2, 3, 2, True, 'dense, tied'),
-    (1, 2, 1, 1, 1, True, 'no shared head below'),
-    (2, 1, 1, 2, 1, True, 'paper, step, grouped'),
-    (2, 1, 1, 3, 1, False, 'released, grouped'),
-    (2, 1, 1, 3, 4, False, 'released, step, tied'),
-    (1, 1, 4, 2, 4, False, 'query norm, step, grouped'),
-    (1, 1, 4, 2, 4, True, 'dense, tied'),
-    (1, 1, 4, 3, 1, False, 'paper'),
-    (1, 2, 2, 1, 1, False, 'dense'),
-    (1, 2, 2, 1, 1, True, 'released, step, tied'),
-    (1, 4, 1, 1, 2, True, 'query norm'),
-    (1, 4, 1, 1, 2, False, 'released, grouped'),
-    (1, 4, 1, 1, 2, True, 'query norm, step, grouped'),
-    (1, 4, 1, 1, 1, False, 'dense'),
-    (1, 4, 1, 1, 4, True, 'no shared head below'),
-    (2, 1, 2, 2, 4, False, 'query norm'),
-    (2, 1, 2, 3, 2, True, 'no shared head below'),
-    (2, 1, 2, 3, 2, True, 'query norm, step, grouped'),
-    (2, 2, 1, 1, 4, True, 'paper'),
-    (4, 1, 1, 2, 2, False, 'released, step, tied'),
-    (4, 1, 1, 3, 4, True, 'dense'),
-    (4, 1, 1, 3, 1, True, 'query norm'),
-    (4, 1, 1, 3, 2, False, 'paper, step, grouped'),
-    (1, 2, 4, 1, 2, True, 'released, grouped'),
-    (1, 2, 4, 1, 1, True, 'paper, step, grouped'),
-    (1, 2, 4, 1, 2, True, 'query norm'),
-    (1, 4, 2, 1, 4, False, 'paper, step, grouped'),
-    (2, 1, 4, 2, 2, False, 'dense'),
-    (2, 4, 1, 1, 1, False, 'dense, tied'),
-    (4, 1, 2, 2, 4, True, 'released, grouped'),
-    (4, 2, 1, 1, 1, True, 'query norm, step, grouped'),
-    (4, 2, 1, 1, 4, False, 'dense, tied'),
-    (1, 4, 4, 1, 1, False, 'released, step, tied'),
-    (4, 1, 4, 2, 1, False, 'no shared head below'),
-    (4, 4, 1, 1, 2, False, 'paper'),
+    (1, 1, 1, 1, 4, 4, True, "released, grouped"),
+    (1, 1, 1, 2, 1, 2, False, "query norm, step, grouped"),
+    (1, 1, 2, 2, 4, 4, False, "dense, tied"),
+    (1, 1, 2, 2, 1, 4, False, "paper, step, grouped"),
+    (1, 1, 2, 3, 2, 1, True, "dense"),
+    (1, 1, 2, 3, 2, 1, True, "query norm, step, grouped"),
+    (1, 2, 1, 1, 2, 1, True, "released, grouped"),
+    (2, 1, 1, 2, 1, 1, False, "released, grouped"),
+    (2, 1, 1, 3, 2, 2, True, "paper"),
+    (1, 1, 4, 2, 2, 4, False, "no shared head below"),
+    (1, 1, 4, 3, 4, 2, True, "paper, step, grouped"),
+    (1, 1, 4, 3, 2, 4, True, "query norm"),
+    (1, 2, 2, 1, 1, 4, True, "paper"),
+    (1, 4, 1, 1, 2, 2, False, "dense, tied"),
+    (1, 4, 1, 1, 1, 1, False, "query norm"),
+    (1, 4, 1, 1, 4, 4, True, "no shared head below"),
+    (1, 4, 1, 1, 1, 1, True, "released, step, tied"),
+    (2, 1, 2, 2, 4, 2, True, "query norm"),
+    (2, 1, 2, 2, 2, 2, True, "released, step, tied"),
+    (2, 1, 2, 3, 1, 1, True, "no shared head below"),
+    (2, 2, 1, 1, 2, 1, False, "paper, step, grouped"),
+    (2, 2, 1, 1, 4, 2, False, "dense"),
+    (4, 1, 1, 2, 4, 1, False, "paper"),
+    (4, 1, 1, 2, 1, 1, True, "query norm, step, grouped"),
+    (4, 1, 1, 3, 1, 4, False, "released, step, tied"),
+    (1, 2, 4, 1, 4, 1, True, "released, step, tied"),
+    (1, 2, 4, 1, 1, 4, True, "query norm, step, grouped"),
+    (1, 4, 2, 1, 4, 2, False, "dense"),
+    (2, 1, 4, 3, 1, 1, True, "dense, tied"),
+    (2, 4, 1, 1, 4, 4, True, "query norm, step, grouped"),
+    (4, 1, 2, 3, 2, 2, False, "released, grouped"),
+    (4, 2, 1, 1, 4, 2, True, "no shared head below"),
+    (4, 2, 1, 1, 1, 4, False, "dense, tied"),
+    (4, 2, 1, 1, 4, 2, False, "query norm"),
+    (1, 4, 4, 1, 1, 4, False, "released, grouped"),
+    (1, 4, 4, 1, 1, 2, False, "paper"),
+    (4, 1, 4, 2, 1, 4, True, "dense"),
+    (4, 4, 1, 1, 1, 1, False, "paper, step, grouped"),
 ]
 
 
@@ -93,21 +94,23 @@ def flags_of(layout, data_dir, directory):
     ]
 
 
-def train(layout, data_dir, directory):
+def train(layout, data_dir, directory, batch):
     tensor, pipeline, data, *_ = layout
-    run_ranks(run, tensor * pipeline * data, flags_of(layout, data_dir, directory))
+    flags = [*flags_of(layout, data_dir, directory), "--batch-tokens", str(16 * batch)]
+    run_ranks(run, tensor * pipeline * data, flags)
     return directory
 
 
 @pytest.fixture(scope="module")
 def one_process(data_dir, tmp_path_factory):
-    """Run directories of the models on one process, made when first asked for."""
+    """Run directories of the models, with batches of so many sequences, on one process; made when first asked for."""
     made = {}
 
-    def of(model):
-        if model not in made:
-            made[model] = train((1, 1, 1, 1, 1, False, model), data_dir, tmp_path_factory.mktemp("one"))
-        return made[model]
+    def of(model, batch=16):
+        if (model, batch) not in made:
+            directory = tmp_path_factory.mktemp("one")
+            made[model, batch] = train((1, 1, 1, 1, 1, False, model), data_dir, directory, batch)
+        return made[model, batch]
 
     return of
 
@@ -126,8 +129,13 @@ def distance(got, expected):
 
 
 def allowed(key, layout):
-    """Relative distance that fp32 rounding explains; squares double it, norms over their deviation multiply it."""
-    return 1e-6 * (2 if key.startswith("exp_avg_sq/") else 1) * (10 if layout[-1].startswith("query norm") else 1)
+    """Relative distance that fp32 rounding explains.
+
+    Squares double it; norms over their deviation multiply it. The gradient of w_routed is what is left when the softmax
+    cancels its parts: one process in fp32 is 1e-6 to 3e-6 away from float64 in it, ten times as far as in other matrices.
+    """
+    limit = 1e-6 * (2 if key.startswith("exp_avg_sq/") else 1) * (10 if layout[-1].startswith("query norm") else 1)
+    return limit * (3 if key.endswith("router.w_routed") else 1)
 
 
 def test_the_table_holds_every_pair_of_values_that_may_be_combined():
@@ -143,8 +151,10 @@ def test_the_table_holds_every_pair_of_values_that_may_be_combined():
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
 def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process, tmp_path):
-    expected = one_process(layout[-1])
-    got = train(layout, data_dir, tmp_path)
+    *degrees, micro_batch, accumulation, recompute, model = layout
+    batch = degrees[2] * micro_batch * accumulation
+    expected = one_process(model, batch)
+    got = train((*degrees, micro_batch, recompute, model), data_dir, tmp_path, batch)
     for mine, theirs in zip(rows(got), rows(expected), strict=True):
         assert mine.keys() == theirs.keys() and mine["step"] == theirs["step"]
         for key in theirs.keys() & {"loss", "load_balance_loss", "grad_norm", "source_loss", "evaluation"}:
@@ -215,10 +225,19 @@ def test_a_tied_head_may_be_a_stage_of_its_own(precision, data_dir, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 1e-4)
 
 
+def offload_device(flags):
+    """Where DeepSpeed says that the optimizer's states are."""
+    config, _ = parse_config(flags)
+    device = start_process_group()
+    return str(make_engine(config, ParallelGroups.create(1, 1), device, 2).engine.zero_offload_optimizer().device)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_an_optimizer_in_the_memory_of_the_cpu_gives_the_same_run(zero, data_dir, one_process, tmp_path):
     layout = (1, 1, 2, zero, 2, False, "paper")
-    run_ranks(run, 2, [*flags_of(layout, data_dir, tmp_path), "--offload-optimizer"])
+    flags = [*flags_of(layout, data_dir, tmp_path), "--offload-optimizer"]
+    assert run_ranks(offload_device, 1, flags) == ["cpu"]
+    run_ranks(run, 2, flags)
     for mine, theirs in zip(rows(tmp_path), rows(one_process("paper")), strict=True):
         for key in theirs.keys() & {"loss", "grad_norm", "evaluation"}:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)

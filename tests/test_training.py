@@ -13,7 +13,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moh_lm import pretrain
-from moh_lm.checkpoint import FragmentReader, find_step, full_parameters
+from moh_lm.checkpoint import FragmentReader, find_step, full_parameters, list_steps
 from moh_lm.config import Config, ConfigError, OptimizerConfig
 from moh_lm.flags import parse_config
 from moh_lm.metrics import RunLog
@@ -242,6 +242,7 @@ def test_latest_sends_a_run_back_to_an_earlier_step(data_dir, straight, tmp_path
     flags = arguments(data_dir, tmp_path)
     run_ranks(run, 1, flags, 6)
     (tmp_path / "checkpoints" / "latest").write_text("step-3\n")
+    assert [step.name for step in list_steps(tmp_path / "checkpoints")] == ["step-3"]
     run_ranks(run, 1, flags)
     assert rows(tmp_path) == rows(straight)
 
