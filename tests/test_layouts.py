@@ -132,7 +132,8 @@ def allowed(key, layout):
     """Relative distance that fp32 rounding explains.
 
     Squares double it; norms over their deviation multiply it. The gradient of w_routed is what is left when the softmax
-    cancels its parts: one process in fp32 is 1e-6 to 3e-6 away from float64 in it, ten times as far as in other matrices.
+    cancels its parts: one process in fp32 is 1e-6 to 3e-6 away from float64 in it, ten times as far as in other
+    matrices.
     """
     limit = 1e-6 * (2 if key.startswith("exp_avg_sq/") else 1) * (10 if layout[-1].startswith("query norm") else 1)
     return limit * (3 if key.endswith("router.w_routed") else 1)
