@@ -1,110 +1,326 @@
 """Checkpoints: complete or absent, verified before they are read, and free of the layout that wrote them.
 
-A step directory holds config.json, state.json, the tokenizer, ``rank-N.safetensors`` of every rank, and manifest.json
-with the size and SHA-256 of each of them. A rank's file holds the fragments that its optimizer owns: for a range of
-each flattened parameter the fp32 master weight and both Adam moments, with their addresses in the file's metadata. A
-reader puts the ranges together, so the number of ranks that read need not be the number that wrote. Nothing here is a
-pickle.
+    checkpoints/step-N/    config.json, state.json, tokenizer.model, rank-R.safetensors of every rank (moh_lm.fragments)
+                           and manifest.json with the hashes of all of them (moh_lm.manifest); nothing is a pickle
+    checkpoints/latest     the name of the newest step, for people and other tools; a resume looks at the steps
 
-A save fills ``step-N.tmp``, adds the manifest, renames the directory to ``step-N`` and replaces ``latest``. Every
-file is flushed to the disk before the rename that makes it count, so a crash leaves the checkpoints before it as they
-were.
+A save takes a snapshot of the optimizer's state, writes it to ``step-N.tmp``, in the background while training goes
+on, adds the manifest, renames the directory to ``step-N``, and replaces ``latest``. Every file is flushed to the disk
+before the rename that makes it count, so a crash at any moment leaves the checkpoints before it as they were.
+
+The number of steps that are kept counts only those whose files this run has verified, and removal begins with a
+rename, so that half a step never looks like a step.
 """
 
-import hashlib
 import json
-import os
 import re
 import shutil
-from dataclasses import asdict
+import threading
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from moh_lm.config import Config, ConfigError
-from moh_lm.model.transformer import CausalLM
-from moh_lm.parallel.layers import Partition
+from moh_lm.config import ConfigError
+from moh_lm.fragments import address_of, write_safetensors
+from moh_lm.manifest import HashedFile, flush, verify, write_manifest
+from moh_lm.processes import from_rank_0, of_all_ranks
 
 STEP_NAME = re.compile(r"step-(\d+)")
+FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
 
 
-def save_checkpoint(directory, step, fragments, config, state, tokenizer):
-    """Write ``directory``/step-N; every rank calls this together. Returns the directory.
+class CheckpointError(Exception):
+    """A checkpoint could not be written; every rank raises it. ``problems`` holds one sentence each."""
 
-    fragments: what this rank owns (``Engine.fragments``). state: JSON-able dict, the same on every rank.
-    tokenizer: path of the SentencePiece model, or None.
+    def __init__(self, problems):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class NonFiniteState(CheckpointError):
+    """The state to be saved holds NaN or infinity."""
+
+
+def ignore(*_):
+    """Nobody listens."""
+
+
+class Saver:
+    """Writes the checkpoints of a run below ``directory``. Every rank calls its methods together.
+
+    keep_last: newest verified steps that are kept; 0 keeps all. keep_every: steps divisible by it are kept for ever;
+    0: none. background: write while training goes on. verified: steps known to be sound. on_saved: called on rank 0
+    with the step, its directory and {"bytes", "seconds", "stall_seconds"}. progress: called as the writing goes.
     """
-    final = Path(directory) / f"step-{step}"
-    temporary = final.with_name(final.name + ".tmp")
-    rank = dist.get_rank()
-    if rank == 0:
-        for leftover in final.parent.glob("step-*.tmp"):  # of a save that a crash cut short
-            shutil.rmtree(leftover)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    names = [f"rank-{rank}.safetensors"]
-    write_fragments(temporary / names[0], fragments)
-    if rank == 0:
-        config.save(temporary / "config.json")
-        write_json(temporary / "state.json", {"step": step, **state})
-        names += ["config.json", "state.json"]
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, temporary / "tokenizer.model")
-            names.append("tokenizer.model")
-    for name in names:
-        flush(temporary / name)
+
+    def __init__(
+        self,
+        directory,
+        *,
+        keep_last=0,
+        keep_every=0,
+        background=False,
+        verified=(),
+        on_saved=ignore,
+        progress=ignore,
+    ):
+        self.directory = Path(directory)
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.background = background
+        self.verified = set(verified)
+        self.on_saved = on_saved
+        self.progress = progress
+        self.buffers = {}
+        self.pending = None
+        self.removal = None
+
+    def save(self, step, fragments, config, state, tokenizer):
+        """Begin to write step-N; waits for the save before it, and to the end unless in the background.
+
+        fragments: what this rank owns (``Engine.fragments``). state: JSON-able, the same on every rank. tokenizer:
+        path of the SentencePiece model, or None. Raises CheckpointError; the steps on the disk are as they were.
+        """
+        self.finish()
+        self.started = time.perf_counter()
+        fragments = [fragment for fragment in fragments if not fragment.is_copy]
+        self.refuse(NonFiniteState, not_finite(step, fragments))
+        self.refuse(CheckpointError, self.no_space(step, needed_bytes(fragments)))
+        if dist.get_rank() == 0:
+            remove_leftovers(self.directory)
+            (self.directory / f"step-{step}.tmp").mkdir(parents=True)
+        dist.barrier()
+        tensors = {f"{kind}/{f.name}": tensor.detach() for f in fragments for kind, tensor in f.tensors.items()}
+        self.pending = Writing(
+            self.directory / f"step-{step}.tmp",
+            self.snapshot(tensors) if self.background else tensors,
+            json.dumps({fragment.name: address_of(fragment) for fragment in fragments}),
+            rank_0_files(step, config, state, tokenizer) if dist.get_rank() == 0 else {},
+            self.progress,
+        )
+        self.stall = time.perf_counter() - self.started
+        if not self.background:
+            self.finish()
+
+    def snapshot(self, tensors):
+        """Copies of ``tensors`` in CPU memory, which later saves use again."""
+        for key, tensor in tensors.items():
+            if key not in self.buffers:
+                self.buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.buffers[key].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        return self.buffers
+
+    def writing(self):
+        """Whether this rank still writes."""
+        return self.pending is not None and self.pending.is_alive()
+
+    def finish(self):
+        """Wait for the files of all ranks and make the step count; returns its directory, or None if there is none."""
+        if self.pending is None:
+            return None
+        written, self.pending = self.pending, None
+        written.join()
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, written.entries)
+        problems = of_all_ranks(written.problems)
+        final = written.directory.with_suffix("")
+        if dist.get_rank() == 0:
+            entries = {name: entry for part in parts for name, entry in part.items()}
+            problems = problems or self.commit(written.directory, final, entries)
+            if problems:
+                shutil.rmtree(written.directory, ignore_errors=True)
+        self.refuse(CheckpointError, problems)
+        if dist.get_rank() == 0:
+            seconds = time.perf_counter() - self.started
+            facts = {
+                "bytes": sum(entry["bytes"] for entry in entries.values()),
+                "seconds": round(seconds, 3),
+                "stall_seconds": round(self.stall if self.background else seconds, 3),
+            }
+            self.on_saved(int(STEP_NAME.fullmatch(final.name)[1]), final, facts)
+        return final
+
+    def commit(self, temporary, final, entries):
+        """Manifest, rename, ``latest``, and the removal of old steps; returns problems. Rank 0 only."""
+        try:
+            write_manifest(temporary, entries)
+            if final.exists():  # a step that was damaged, or that an earlier part of the run wrote
+                discard(final)
+            temporary.rename(final)
+            flush(final.parent)
+            point_latest(final)
+        except OSError as error:
+            return [describe_failure(error, temporary)]
+        self.verified.add(int(STEP_NAME.fullmatch(final.name)[1]))
+        self.remove_old_steps()
+        return []
+
+    def remove_old_steps(self):
+        numbers = [int(STEP_NAME.fullmatch(step.name)[1]) for step in list_steps(self.directory)]
+        old = outdated(numbers, self.verified, self.keep_last, self.keep_every)
+        doomed = [discard(self.directory / f"step-{number}") for number in old]
+        # Daemon: at the end of the process whatever is left has the name of a leftover.
+        self.removal = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in doomed])
+        self.removal.start()
+
+    def no_space(self, step, own_bytes):
+        """Problems, if the file system has not the bytes that the ranks are about to write together."""
+        need = total_bytes(own_bytes)
+        if self.removal is not None:
+            self.removal.join()
+        free = free_bytes(self.directory)
+        if free >= need:
+            return []
+        return [
+            f"{self.directory / f'step-{step}'}: no space left on device: it takes {need:,} bytes and {free:,} are "
+            "free; make room, or keep fewer steps by --keep-last, and start the same command again"
+        ]
+
+    def refuse(self, error, problems):
+        """Raise ``error`` on every rank if any rank has problems; each ends with what there is to go on from."""
+        problems = of_all_ranks(problems)
+        if problems:
+            newest = self.newest()
+            raise error([f"{problem}; {newest}" for problem in problems])
+
+    def newest(self):
+        """Words for what there is to go on from."""
+        steps = from_rank_0([str(step) for step in list_steps(self.directory)])
+        return f"the last checkpoint is {steps[0]}" if steps else "there is no checkpoint"
+
+    def close(self):
+        """Wait until everything is on the disk, or gone from it."""
+        self.finish()
+        if self.removal is not None:
+            self.removal.join()
+
+
+class Writing(threading.Thread):
+    """Writes one rank's files of a step; ``entries`` of the manifest, or ``problems``, when it has ended."""
+
+    def __init__(self, directory, tensors, addresses, texts, progress):
+        super().__init__(daemon=True)  # a run that dies does not wait for a checkpoint that cannot be completed
+        self.directory = directory
+        self.entries, self.problems = {}, []
+        self.work = (f"rank-{dist.get_rank()}.safetensors", tensors, addresses, texts, progress)
+        self.start()
+
+    def run(self):
+        name, tensors, addresses, texts, progress = self.work
+        try:
+            self.entries[name] = write_safetensors(
+                self.directory / name, tensors, {"fragments": addresses}, progress
+            )
+            for text_name, content in texts.items():
+                with HashedFile(self.directory / text_name) as file:
+                    file.write(content)
+                self.entries[text_name] = file.entry
+        except OSError as error:
+            self.problems.append(describe_failure(error, self.directory))
+
+
+def describe_failure(error, directory):
+    reason = (error.strerror or str(error)).lower()
+    free = free_bytes(directory)
+    return f"{error.filename or directory}: {reason}; {free:,} bytes are free there; the partial checkpoint is removed"
+
+
+def rank_0_files(step, config, state, tokenizer):
+    """{name: content} of what is the same for all ranks."""
+    files = {
+        "config.json": (json.dumps(config.to_dict(), indent=1) + "\n").encode(),
+        "state.json": (json.dumps({"step": step, **state}, indent=1) + "\n").encode(),
+    }
+    if tokenizer is not None:
+        files["tokenizer.model"] = Path(tokenizer).read_bytes()
+    return files
+
+
+def not_finite(step, fragments):
+    """A sentence if a tensor of the ``fragments`` holds NaN or infinity."""
+    names = [f"{kind} of {fragment.name}" for fragment in fragments for kind in fragment.tensors]
+    tensors = [tensor for fragment in fragments for tensor in fragment.tensors.values()]
+    if not tensors:
+        return []
+    largest = torch.stack([torch.linalg.vector_norm(tensor.detach(), torch.inf) for tensor in tensors])
+    bad = [name for name, finite in zip(names, largest.isfinite().tolist(), strict=True) if not finite]
+    if not bad:
+        return []
+    return [f"step {step} is not saved: {bad[0]} is not finite on rank {dist.get_rank()} ({len(bad)} such tensors)"]
+
+
+def needed_bytes(fragments):
+    """Bytes of this rank's file of a checkpoint, at most."""
+    return FILE_OVERHEAD + sum(
+        tensor.nbytes for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()
+    )
+
+
+def total_bytes(own_bytes):
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, {name: describe(temporary / name) for name in names})
-    if rank == 0:
-        entries = {name: entry for part in parts for name, entry in part.items()}
-        write_json(temporary / "manifest.json", entries)
-        flush(temporary / "manifest.json")
-        flush(temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        flush(final.parent)
-        pointer = final.with_name("latest.tmp")
-        pointer.write_text(final.name + "\n", encoding="utf-8")
-        flush(pointer)
-        pointer.replace(final.with_name("latest"))
-        flush(final.parent)
-    dist.barrier()
-    return final
+    dist.all_gather_object(parts, own_bytes)
+    return sum(parts)
 
 
-def write_fragments(path, fragments):
-    """``kind/name`` -> flat fp32 tensor; the metadata key ``fragments`` is JSON: name -> address."""
-    tensors, addresses = {}, {}
-    for fragment in fragments:
-        if fragment.is_copy:
-            continue
-        partition = fragment.parameter.tensor_partition
-        addresses[fragment.name] = {
-            "start": fragment.start,
-            "shape": fragment.shape,
-            "whole_shape": fragment.parameter.whole_shape,
-            "partition": None if partition is None else asdict(partition),
-        }
-        for kind, tensor in fragment.tensors.items():
-            tensors[f"{kind}/{fragment.name}"] = tensor.detach().cpu().clone()
-    save_tensors(tensors, path, {"fragments": json.dumps(addresses)})
+def free_bytes(directory):
+    """Free bytes of the file system of ``directory``, which need not exist yet."""
+    path = Path(directory)
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
 
 
-def save_tensors(tensors, path, metadata):
-    """A safetensors file with the permissions of any other; the library makes it readable by its owner only."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata)
-    path.chmod(mode)
+def check_space(directory, fragments):
+    """Raise ConfigError unless there is room for two more checkpoints, or for one beside one that exists."""
+    need = total_bytes(needed_bytes(fragments))
+    copies = 1 if list_steps(directory) else 2
+    free = free_bytes(directory)
+    if from_rank_0(free < copies * need):
+        raise ConfigError([
+            f"--checkpoint-dir {Path(directory).parent}: no space left: {free:,} bytes are free, and {copies} "
+            f"checkpoints of {need:,} bytes need room; make room, or give a directory on a larger disk"
+        ])
+
+
+def outdated(steps, verified, keep_last, keep_every):
+    """The numbers among ``steps`` that may go: those before the ``keep_last``-th newest of the ``verified`` ones."""
+    counted = sorted(set(steps) & set(verified), reverse=True)[:keep_last]
+    if not keep_last or len(counted) < keep_last:
+        return []
+    return [step for step in steps if step < counted[-1] and not (keep_every and step % keep_every == 0)]
+
+
+def discard(step):
+    """Take the name of a step from a directory that is to be removed; returns the directory."""
+    doomed = step.with_name(f"{step.name}.old.tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    step.rename(doomed)
+    return doomed
+
+
+def remove_leftovers(directory):
+    """Remove what a save or a removal that a crash cut short has left. Rank 0 only."""
+    for leftover in Path(directory).glob("step-*.tmp"):
+        shutil.rmtree(leftover)
+
+
+def point_latest(step):
+    """Make ``latest`` name ``step``."""
+    pointer = step.with_name("latest.tmp")
+    with HashedFile(pointer) as file:
+        file.write(f"{step.name}\n".encode())
+    pointer.replace(step.with_name("latest"))
+    flush(step.parent)
 
 
 def find_step(path):
-    """The step directory that ``path`` names: itself, or of a run directory the one in ``latest``, else the newest.
+    """The step directory that ``path`` names: itself, or the newest one of a run directory. Its files are verified.
 
-    Its files are verified. Raises ConfigError if there is none, or naming the file that is damaged.
+    Raises ConfigError if there is none, or naming the file that is damaged.
     """
     path = Path(path)
     steps = [path] if STEP_NAME.fullmatch(path.name) else list_steps(path / "checkpoints")
@@ -112,137 +328,15 @@ def find_step(path):
         raise ConfigError([f"{path}: no checkpoint here; give a run directory, or its checkpoints/step-N"])
     damaged = verify(steps[0])
     if damaged:
-        raise ConfigError(damaged)
+        raise ConfigError([f"{problem}; restore it, or give an earlier checkpoint" for problem in damaged])
     return steps[0]
 
 
 def list_steps(directory):
-    """The complete step directories in the order in which a run would go on from them: the newest first.
-
-    Where ``latest`` names a step, those after it are left out: so a run is sent back to an earlier step by hand.
-    """
+    """The step directories in the order in which a run would go on from them: the newest first."""
     numbers = {}
     for entry in Path(directory).iterdir() if Path(directory).is_dir() else ():
         match = STEP_NAME.fullmatch(entry.name)
-        if match:
+        if match and entry.is_dir():
             numbers[int(match[1])] = entry
-    steps = [numbers[number] for number in sorted(numbers, reverse=True)]
-    pointer = Path(directory) / "latest"
-    names = [step.name for step in steps]
-    named = pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
-    return steps[names.index(named) :] if named in names else steps
-
-
-def verify(step, rank=0, world_size=1):
-    """Sentences for the files of ``step`` that differ from its manifest; each of ``world_size`` ranks reads a share."""
-    try:
-        manifest = read_json(step / "manifest.json")
-    except (OSError, ValueError) as error:
-        return [f"{step}/manifest.json: cannot be read ({error}); remove the step, and an earlier one is used"]
-    found = []
-    for name in sorted(manifest)[rank::world_size]:
-        path = step / name
-        if not path.is_file():
-            found.append(f"{path}: is missing; remove the step, and an earlier one is used")
-        elif describe(path) != manifest[name]:
-            found.append(f"{path}: differs from manifest.json ({path.stat().st_size} bytes); remove the step")
-    return found
-
-
-def full_parameters(step):
-    """(name, whole fp32 tensor) of every parameter of a step directory, in the order of the model."""
-    reader = FragmentReader(step)
-    with torch.device("meta"):
-        model = CausalLM(Config.load(Path(step) / "config.json").model)
-    for name, _ in model.named_parameters():
-        yield name, reader.read("master", name)
-
-
-class FragmentReader:
-    """Whole tensors from the fragments of all ranks; each tensor is put together when it is asked for."""
-
-    def __init__(self, step):
-        self.files = []
-        self.pieces = {}  # name -> [(address, file)]
-        for path in sorted(Path(step).glob("rank-*.safetensors"), key=lambda path: int(path.stem.split("-")[1])):
-            file = safe_open(path, "pt")
-            for name, address in json.loads(file.metadata()["fragments"]).items():
-                self.pieces.setdefault(name, []).append((address, file))
-
-    def read(self, kind, name):
-        """The whole parameter ``name``, or its moment; fp32. Raises ValueError if elements are missing."""
-        pieces = self.pieces.get(name)
-        if pieces is None:
-            raise ValueError(f"{kind} of {name}: is in none of the files")
-        whole = torch.empty(pieces[0][0]["whole_shape"])
-        filled = 0
-        for partition, shape, ranges in shards(pieces):
-            local = torch.full((shape.numel(),), torch.nan)
-            covered = 0
-            for start, file in ranges:
-                values = file.get_tensor(f"{kind}/{name}")
-                local[start : start + values.numel()] = values
-                covered += values.numel()
-            if covered != local.numel():
-                raise ValueError(f"{kind} of {name}: {covered} of {local.numel()} elements are in the files")
-            if partition is None:
-                return local.view(shape)
-            partition.place(local.view(shape), whole)
-            filled += sum(stop - start for start, stop in partition.ranges)
-        if filled != partition.size:
-            raise ValueError(f"{kind} of {name}: {filled} of {partition.size} slices are in the files")
-        return whole
-
-
-def shards(pieces):
-    """Pieces of one parameter by tensor-parallel shard: (partition, local shape, (start, file) of each range)."""
-    by_shard = {}
-    for address, file in pieces:
-        by_shard.setdefault(json.dumps(address["partition"]), []).append((address, file))
-    for owned in by_shard.values():
-        address = owned[0][0]
-        yield read_partition(address), torch.Size(address["shape"]), [(a["start"], file) for a, file in owned]
-
-
-def read_partition(address):
-    values = address["partition"]
-    if values is None:
-        return None
-    return Partition(**{**values, "ranges": tuple(map(tuple, values["ranges"]))})
-
-
-@torch.no_grad()
-def load_fragments(step, fragments):
-    """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them."""
-    reader = FragmentReader(step)
-    for fragment in fragments:
-        partition, start = fragment.parameter.tensor_partition, fragment.start
-        for kind, tensor in fragment.tensors.items():
-            whole = reader.read(kind, fragment.name)
-            local = whole if partition is None else partition.take(whole)
-            tensor.copy_(local.flatten()[start : start + tensor.numel()])
-
-
-def describe(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def flush(path):
-    """Force a file, or the entries of a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path, content):
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def read_json(path):
-    return json.loads(path.read_text(encoding="utf-8"))
+    return [numbers[number] for number in sorted(numbers, reverse=True)]

@@ -17,6 +17,7 @@ def config_problems(config, world_size):
         *data_problems(config.data),
         *optimizer_problems(config.optimizer),
         *run_problems(config.run),
+        *reliability_problems(config.reliability),
         *layout_problems(config, world_size),
     ]
 
@@ -122,7 +123,7 @@ def optimizer_problems(optimizer):
 
 def run_problems(run):
     found = below(run, 1, "seq_length", "micro_batch_size", "log_interval")
-    found += below(run, 0, "save_interval", "eval_interval", "eval_samples", "seed")
+    found += below(run, 0, "eval_interval", "eval_samples", "seed")
     if not run.checkpoint_dir:
         found.append("--checkpoint-dir is missing: give the directory of this run")
     if run.train_iters is None:
@@ -130,6 +131,17 @@ def run_problems(run):
             found.append("--train-tokens is missing: give a budget such as 100B, or --train-iters")
     elif run.train_iters < 1:
         found.append(f"--train-iters {run.train_iters}: must be at least 1")
+    return found
+
+
+def reliability_problems(reliability):
+    found = below(reliability, 0, "save_interval", "keep_last", "keep_every", "max_skipped_steps", "spike_sigmas")
+    found += below(reliability, 0, "replica_check_interval") + below(reliability, 2, "spike_window")
+    found += below(reliability, 1, "hang_timeout")
+    if reliability.exit_after is not None:
+        found += below(reliability, 1, "exit_after")
+    if reliability.keep_every and not reliability.keep_last:
+        found.append(f"--keep-every {reliability.keep_every}: all checkpoints are kept already; give --keep-last too")
     return found
 
 

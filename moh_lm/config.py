@@ -1,4 +1,4 @@
-"""Configuration: what a run is, in six small dataclasses.
+"""Configuration: what a run is, in seven small dataclasses.
 
 A field says its name, type, default and meaning once. Flags (``moh_lm.flags``) and the flat ``config.json`` are made
 from the fields, so names are unique over all sections. Values that follow from others (the head dimension, one head
@@ -175,7 +175,6 @@ class RunConfig:
     )
     seed: int = option(1234, "seed of the initial weights and of the order of samples")
     checkpoint_dir: str = option("", "run directory: config.json, metrics.jsonl, tensorboard/, checkpoints/")
-    save_interval: int = option(1000, "iterations between checkpoints; 0: only at the end")
     eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
     eval_samples: int = option(128, "held-out sequences evaluated per source")
     log_interval: int = option(10, "iterations per line of the log")
@@ -198,6 +197,27 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class ReliabilityConfig:
+    """reliability: checkpoints, time limits, bad numbers"""
+
+    save_interval: int = option(1000, "iterations between checkpoints; 0: only at the end")
+    keep_last: int = option(0, "newest verified checkpoints that are kept; 0: all")
+    keep_every: int = option(0, "checkpoints of iterations divisible by this are kept for ever; 0: none")
+    async_save: bool = option(True, "write checkpoints in the background, from a copy in the memory of the CPU")
+    exit_after: int | None = option(None, "save and stop after this time, such as 3h50m", duration=True)
+    hang_timeout: int = option(1800, "end the run if a rank makes no progress for so long, such as 30m", duration=True)
+    max_skipped_steps: int = option(10, "stop if more of the last --spike-window iterations were skipped")
+    spike_sigmas: float = option(
+        0.0, "a loss or gradient norm so many standard deviations above the mean is a spike; 0: no spikes"
+    )
+    spike_window: int = option(128, "iterations over which mean and deviation are taken")
+    on_spike: str = option("skip", "what is done about a spike", choices=("skip", "report"))
+    replica_check_interval: int = option(
+        10, "iterations between comparisons of the weights that several ranks hold; 0: none"
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run. ``problems`` is empty if and only if the run can start on ``world_size`` processes."""
 
@@ -206,6 +226,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
 
     def data_parallel_size(self, world_size):
         return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)

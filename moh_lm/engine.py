@@ -14,12 +14,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from moh_lm.guard import DIVERGENCE, Guard
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM
 from moh_lm.optimizer import Fragment, ShardedAdamW, make_adamw
 from moh_lm.parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 from moh_lm.parallel.groups import group_rank, group_size
-from moh_lm.parallel.layers import even_partition
+from moh_lm.parallel.layers import VocabParallelEmbedding, even_partition
+from moh_lm.replicas import replica_differences
 
 
 class StepResult(NamedTuple):
@@ -27,14 +29,17 @@ class StepResult(NamedTuple):
     choice.
 
     losses: [num_sources, 2], loss summed over tokens and number of tokens. routers: [sum of (1 + E)], for every
-    router in turn the sum of its balance loss over sequences, and how often each routed
-    head was selected.
-    grad_norm: before clipping; inf if the step was skipped because a gradient was not finite.
+    router in turn the sum of its balance loss over sequences, and how often each routed head was selected. loss: mean
+    per token. grad_norm: before clipping. verdict: a code of moh_lm.guard.REASONS. skipped: whether the gradients were
+    left out.
     """
 
     losses: torch.Tensor
     routers: torch.Tensor
+    loss: float
     grad_norm: float
+    verdict: int
+    skipped: bool
 
 
 class Engine:
@@ -51,8 +56,16 @@ class Engine:
         self.num_sources = num_sources
         self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size())
         self.vocab_partition = even_partition(0, config.model.vocab_size, groups.tensor)
-        self.sums = self.zero_sums(num_sources)
+        self.guard = Guard(config.reliability)
+        self.shares = [
+            torch.full((layer.num_routed,), layer.num_active / layer.num_routed, dtype=torch.float64, device=device)
+            for layer in config.model.routed_layers()
+        ]
+        self.reset(check_replicas=False)
         self.model = self.build_model()
+        for module in self.model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.register_forward_hook(self.watch_gradient)
         self.routers = self.model.routers()
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
             self.engine, *_ = deepspeed.initialize(
@@ -62,7 +75,9 @@ class Engine:
                 mpu=self.mpu(),
                 dist_init_required=False,
             )
-        self.optimizer = ShardedAdamW(self.engine.optimizer, config.parallel.zero_stage, group_rank(groups.data))
+        self.optimizer = ShardedAdamW(
+            self.engine.optimizer, config.parallel.zero_stage, group_rank(groups.data), self.examine
+        )
 
     def build_model(self):
         model = CausalLM(self.config.model, self.groups.tensor, self.micro_batches, self.config.run.recompute)
@@ -72,13 +87,49 @@ class Engine:
     def mpu(self):
         return self.groups if self.groups.tensor is not None else None
 
-    def train_step(self, micro_batches, learning_rate):
-        """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``."""
+    def train_step(self, micro_batches, learning_rate, check_replicas=False):
+        """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``.
+
+        check_replicas: compare the weights that several ranks hold.
+        """
         self.optimizer.set_learning_rate(learning_rate)
-        self.sums = self.zero_sums(self.num_sources)
+        self.reset(check_replicas)
         self.step(micro_batches)
+        skipped = self.guard.skips(self.verdict)
+        if skipped:
+            self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
+        routers = self.router_sums(keep_shares=skipped)
+        return StepResult(self.sums, routers, self.mean, self.grad_norm, self.verdict, skipped)
+
+    def reset(self, check_replicas):
+        self.sums = self.zero_sums(self.num_sources)
+        self.check_replicas = check_replicas
+        self.loss_flags, self.gradient_flags, self.differences = [], [], []
+
+    def examine(self, norm):
+        """The gradient norm of the step, or infinity if the step is to be skipped; all ranks decide together."""
         losses = self.reduce(self.sums, self.groups.data, self.groups.pipeline)
-        return StepResult(losses, self.router_sums(), float(self.engine.get_global_grad_norm()))
+        self.grad_norm = float(norm)
+        total, tokens = losses.sum(0).tolist()
+        self.mean = total / tokens
+        verdict = self.guard.judge(self.mean, self.grad_norm)
+        if self.check_replicas:
+            self.differences = replica_differences(self.named_parameters(), self.config.parallel, self.groups)
+            verdict = max(verdict, DIVERGENCE) if self.differences else verdict
+        shared = torch.tensor(verdict, dtype=torch.int32, device=self.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        self.verdict = int(shared)
+        return torch.full_like(norm, torch.inf) if self.guard.skips(self.verdict) else norm
+
+    def watch_gradient(self, module, inputs, output):
+        """Note the sequences whose gradient is not finite where it arrives at the embedding, and so anywhere above."""
+        if output.requires_grad:
+            output.register_hook(lambda grad: self.gradient_flags.append(~grad.sum((0, 2)).isfinite()))  # [b]
+
+    def bad_sequences(self):
+        """Places, in this rank's part of the step, of the sequences with a loss, or a gradient, that is not finite."""
+        flags = {"loss": self.loss_flags, "gradient": self.gradient_flags}
+        return {name: torch.cat(parts).nonzero()[:, 0].tolist() if parts else [] for name, parts in flags.items()}
 
     def step(self, micro_batches):
         self.engine.train()
@@ -89,7 +140,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, micro_batches):
         """(loss summed over tokens, number of tokens) over the micro-batches of all data-parallel ranks."""
-        self.sums = self.zero_sums(self.num_sources)
+        self.reset(check_replicas=False)
         self.evaluation_forward(micro_batches)
         return tuple(self.reduce(self.sums, self.groups.data, self.groups.pipeline).sum(0).tolist())
 
@@ -109,12 +160,16 @@ class Engine:
         losses = vocab_parallel_cross_entropy(logits, labels, self.vocab_partition, self.groups.tensor)
         counted = (labels != IGNORED).double().sum(0)
         per_sample = torch.stack((losses.detach().double().sum(0), counted), dim=1)  # [b, 2]
+        self.loss_flags.append(~per_sample[:, 0].isfinite())
         of_source = sources == torch.arange(self.num_sources, device=sources.device).unsqueeze(1)  # [num_sources, b]
         self.sums += of_source.double() @ per_sample  # index_add_ would not be deterministic on a GPU
         return losses.mean()
 
-    def router_sums(self):
-        """``StepResult.routers``; also gives each router the step's shares, which ``global_batch`` balances against."""
+    def router_sums(self, keep_shares):
+        """``StepResult.routers``; also gives each router the step's shares, which ``global_batch`` balances against.
+
+        keep_shares: leave those of the step before, if the numbers of this one are not to be trusted.
+        """
         layers = self.config.model.routed_layers()
         widths = [1 + layer.num_routed for layer in layers]
         sums = torch.zeros(sum(widths), dtype=torch.float64, device=self.device)
@@ -122,8 +177,9 @@ class Engine:
         for router in self.routers:
             rows[router.layer_index] += router.statistics.take()
         self.reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
-        shares = [rows[layer.index][1:] * layer.num_active / rows[layer.index][1:].sum() for layer in layers]
-        self.set_shares(shares)
+        if not keep_shares:
+            counts = [(rows[layer.index][1:], layer.num_active) for layer in layers]
+            self.set_shares([selected * num_active / selected.sum() for selected, num_active in counts])
         return sums
 
     def set_shares(self, shares):

@@ -7,11 +7,13 @@ unreadable values are collected and shown together.
 
 import argparse
 import difflib
+import re
 from decimal import Decimal, InvalidOperation
 from itertools import pairwise
 
 from moh_lm.config import Config, ConfigError, flag, walk
 
+DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 SUFFIXES = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
 
 
@@ -98,6 +100,8 @@ def is_list(entry):
 def value_parser(entry):
     if "binary" in entry.metadata:
         return quantity(1024 if entry.metadata["binary"] else 1000)
+    if "duration" in entry.metadata:
+        return duration
     if entry.name == "data_mix":
         return name_and_weight
     parse = entry.metadata.get("parse", entry.type)
@@ -119,6 +123,14 @@ def quantity(base):
         return int(value)
 
     return read
+
+
+def duration(text):
+    """Seconds from a number of seconds, or from parts such as 3h50m."""
+    parts = DURATION.fullmatch(text)
+    if not text or not parts:
+        raise ValueError("write seconds, or days, hours, minutes and seconds such as 3h50m")
+    return sum(int(part or 0) * seconds for part, seconds in zip(parts.groups(), (86400, 3600, 60, 1), strict=True))
 
 
 def integer(text):
@@ -162,6 +174,8 @@ def placeholder(entry):
         return "{" + ",".join(map(str, entry.metadata["choices"])) + "}"
     if entry.type is bool:
         return "{true,false}"
+    if "duration" in entry.metadata:
+        return "TIME"
     return "NAME=WEIGHT" if entry.name == "data_mix" else "PATH" if entry.type is str else "N"
 
 

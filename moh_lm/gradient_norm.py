@@ -1,4 +1,7 @@
-"""The global gradient norm, summed in float64.
+"""The global gradient norm: summed in float64, and looked at before any weight changes.
+
+DeepSpeed skips a step whose norm is not finite. It asks for the norm in one place, after the last backward pass; here
+the answer passes through ``examine(norm)``, which returns it, or infinity if the step is to be skipped.
 
 DeepSpeed adds the squares of each pipeline stage in fp32, so that the last bit of the norm, and by clipping every
 weight, would depend on the number of stages. Squares added in float64 and rounded once do not.
@@ -7,14 +10,21 @@ weight, would depend on the number of stages. Squares added in float64 and round
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.utils import combine_grad_norm_groups
 
 
-def sum_norms_in_float64(optimizer):
-    """Make DeepSpeed's ``optimizer`` of ZeRO-1 or 2 take its gradient norm from here."""
+def examine_norms(optimizer, zero_stage, examine):
+    """Make DeepSpeed's ``optimizer`` take its gradient norm from here, and by way of ``examine``."""
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        bf16_optimizer.get_global_norm_of_tensors = norm_of_whole_gradients(optimizer)
-    elif not optimizer.cpu_offload:
-        optimizer.scaled_global_norm = lambda norm_type=2: norm_of_sharded_gradients(optimizer)
+        norm = norm_of_whole_gradients(optimizer)
+        bf16_optimizer.get_global_norm_of_tensors = lambda input_tensors, **_: examine(norm(input_tensors))
+    elif zero_stage == 3:
+        groups = optimizer._get_norm_groups
+        optimizer._get_norm_groups = lambda: [examine(combine_grad_norm_groups(groups()))]
+    else:
+        norm = optimizer.scaled_global_norm if optimizer.cpu_offload else lambda: norm_of_sharded_gradients(optimizer)
+        optimizer.scaled_global_norm = lambda: examine(norm())
+        optimizer.check_overflow = lambda partition_gradients: None  # the norm tells as much, without another pass
 
 
 def norm_of_whole_gradients(optimizer):
@@ -24,7 +34,7 @@ def norm_of_whole_gradients(optimizer):
     """
     device = optimizer.fp32_groups_flat_partition[0].device
     groups = [] if optimizer.mpu is None else [optimizer.mpu.get_model_parallel_group()]
-    return lambda input_tensors, mpu=None, norm_type=2: norm_of(input_tensors, device, groups)
+    return lambda gradients: norm_of(gradients, device, groups)
 
 
 def norm_of_sharded_gradients(optimizer):

@@ -26,9 +26,11 @@ class Interval:
         self.seconds = self.timed_tokens = 0  # of this process only
 
     def add(self, result, seconds, tokens):
-        self.losses += result.losses
-        self.routers += result.routers
-        self.skipped_steps += not math.isfinite(result.grad_norm)
+        if result.skipped:
+            self.skipped_steps += 1
+        else:
+            self.losses += result.losses
+            self.routers += result.routers
         self.seconds += seconds
         self.timed_tokens += tokens
 

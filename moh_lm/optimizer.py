@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from moh_lm.gradient_norm import sum_norms_in_float64
+from moh_lm.gradient_norm import examine_norms
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -45,9 +45,12 @@ def make_adamw(parameters, settings):
 
 
 class ShardedAdamW:
-    """DeepSpeed's optimizer of ``zero_stage``; its Adam state exists from the start, so that it can always be saved."""
+    """DeepSpeed's optimizer of ``zero_stage``; its Adam state exists from the start, so that it can always be saved.
 
-    def __init__(self, optimizer, zero_stage, rank):
+    examine: sees the gradient norm of every step before the step is taken; see moh_lm.gradient_norm.
+    """
+
+    def __init__(self, optimizer, zero_stage, rank, examine):
         self.optimizer = optimizer
         self.whole_parameters = zero_stage < 3  # else each rank holds a slice of every parameter
         self.rank = rank
@@ -59,7 +62,7 @@ class ShardedAdamW:
         if self.whole_parameters:
             # DeepSpeed does this after the first parameter group has stepped, and forgets the others.
             optimizer._lazy_init_hp_params_optimizer_state()
-            sum_norms_in_float64(optimizer)
+        examine_norms(optimizer, zero_stage, examine)
 
     def masters(self):
         """The flat fp32 tensors that AdamW steps."""
@@ -99,8 +102,13 @@ class ShardedAdamW:
         """Go on after ``steps`` steps from fragments that were filled from a checkpoint."""
         for state in self.optimizer.optimizer.state.values():
             state["step"].fill_(steps)
+        self.refresh_weights()
+
+    @torch.no_grad()
+    def refresh_weights(self):
+        """Make the weights of the model follow their masters; all ranks together."""
         if self.whole_parameters:
-            self.optimizer.update_lp_params()  # the weights of the model follow their masters
+            self.optimizer.update_lp_params()
             return
         for number, master in enumerate(self.masters()):
             self.optimizer.fp16_partitioned_groups_flat[number].data.copy_(master.data)

@@ -3,7 +3,8 @@
     python -m moh_lm.pretrain --help        the launch/ scripts call it with the paper's values
 
 Exit codes: 0 the run is complete; 2 something in the configuration, the data or the checkpoint has to be mended; 75
-the run was asked to stop (SIGTERM or SIGUSR1 to any rank) and has saved: the same command goes on.
+the run was asked to stop (SIGTERM or SIGUSR1 to any rank, --exit-after) and has saved: the same command goes on; 70 too
+many steps had to be skipped; 74 a checkpoint could not be written; 69 a rank died or stood still; 1 any other error.
 """
 
 import math
@@ -11,53 +12,67 @@ import os
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from moh_lm.checkpoint import list_steps, load_fragments, read_json, save_checkpoint, verify
+from moh_lm.checkpoint import CheckpointError, NonFiniteState, Saver, check_space
 from moh_lm.checks import config_problems
-from moh_lm.config import Config, ConfigError, walk
+from moh_lm.config import ConfigError
 from moh_lm.data.loader import Dataset, Loader
 from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
+from moh_lm.guard import REASONS, TooManySkips
+from moh_lm.journal import Journal
 from moh_lm.metrics import Interval, RunLog
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.processes import (
     StopRequest,
     check_nodes,
-    from_rank_0,
     leave,
+    lock_run_directory,
     make_run_directory,
-    of_all_ranks,
+    of_any_rank,
     refuse_foreign_launcher,
     say,
     start_process_group,
 )
+from moh_lm.resume import resume
 from moh_lm.summary import describe_configuration, describe_run
+from moh_lm.watchdog import UNAVAILABLE, Watchdog
 
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
+COMPLETE, WRONG, BROKEN, NOT_WRITTEN, STOPPED = 0, 2, 70, 74, 75  # 70, 74, 75: EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL
 
 
 def main():
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    code, problems = COMPLETE, []
     try:
         config, dry_run = parse_config(sys.argv[1:])
-        problems = config_problems(config, world_size)
-        dataset = open_dataset(config, problems, dry_run)
+        dataset = open_dataset(config, config_problems(config, world_size), dry_run)
         if not dry_run:
             make_run_directory(config.run.checkpoint_dir)
             refuse_foreign_launcher()
         if rank == 0:
             lines = describe_configuration(config) if dry_run else []
             print("\n".join([*lines, *describe_run(config, dataset, world_size)]), flush=True)
-        complete = dry_run or train(config, dataset, start_process_group())
+        if not dry_run:
+            lock = lock_run_directory(config.run.checkpoint_dir) if rank == 0 else None  # noqa: F841 - held to the end
+            device = start_process_group(config.reliability.hang_timeout)
+            code = COMPLETE if train(config, dataset, device) else STOPPED
     except ConfigError as error:
-        if int(os.environ.get("LOCAL_RANK", rank)) == 0:  # once per node: it may be wrong on one of them only
-            where = f" on {socket.gethostname()}" if rank else ""
-            print("\n".join(f"moh_lm.pretrain{where}: {text}" for text in error.problems), file=sys.stderr, flush=True)
-        leave(2)
-    leave(0 if complete else STOPPED)
+        code, problems = WRONG, error.problems
+    except (NonFiniteState, TooManySkips) as error:
+        code, problems = BROKEN, str(error).splitlines()
+    except CheckpointError as error:
+        code, problems = NOT_WRITTEN, error.problems
+    if int(os.environ.get("LOCAL_RANK", rank)) == 0:  # once per node: it may be wrong on one of them only
+        where = f" on {socket.gethostname()}" if rank else ""
+        for text in problems:
+            print(f"moh_lm.pretrain{where}: {text}", file=sys.stderr, flush=True)
+    leave(code, together=code in (COMPLETE, STOPPED))
 
 
 def open_dataset(config, problems, dry_run):
@@ -80,12 +95,27 @@ def open_dataset(config, problems, dry_run):
 
 
 def train(config, dataset, device):
-    """The whole run: from the last checkpoint, or the first step, to the last; False if it was asked to stop before."""
-    run = config.run
-    stop = StopRequest(device)
+    """The whole run under a watchdog; False if it was asked to stop before its last step."""
+    stop = StopRequest(config.reliability.exit_after)
+    watchdog = Watchdog(config.reliability.hang_timeout)
+    try:
+        return run_steps(config, dataset, device, stop, watchdog)
+    except (ConfigError, CheckpointError, TooManySkips):
+        raise
+    except Exception:
+        traceback.print_exc()
+        leave(UNAVAILABLE if watchdog.blame() else 1)
+    finally:
+        watchdog.stop()
+
+
+def run_steps(config, dataset, device, stop, watchdog):
+    """From the last checkpoint, or the first step, to the last, or to the step after which ``stop`` is due."""
+    run, reliability = config.run, config.reliability
     check_nodes(config, dataset)
     groups = ParallelGroups.create(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
     engine = make_engine(config, groups, device, len(dataset.source_names))
+    watchdog.limit_groups()
     loader = Loader(
         dataset,
         global_batch_size=run.global_batch_size,
@@ -94,35 +124,69 @@ def train(config, dataset, device):
         data_parallel_size=dist.get_world_size(groups.data),
     )
     interval = Interval(len(dataset.source_names), config.model.routed_layers(), device)
-    step = resume(config, dataset, engine, interval)
+    journal = Journal(run.checkpoint_dir, writes=dist.get_rank() == 0)
+    step = resume(config, dataset, engine, interval, journal, watchdog.progress)
     if step >= run.train_iters:
         say(f"the run is complete: {step} of {run.train_iters} steps are in {run.checkpoint_dir}")
         return True
+    checkpoints = Path(run.checkpoint_dir) / "checkpoints"
+    check_space(checkpoints, engine.fragments())
+    saver = Saver(
+        checkpoints,
+        keep_last=reliability.keep_last,
+        keep_every=reliability.keep_every,
+        background=reliability.async_save,
+        verified=[step] if step else [],
+        on_saved=lambda step, path, facts: journal.add("saved", step, f"saved {path}", **facts),
+        progress=watchdog.progress,
+    )
     log = open_log(config, step)
     if step == 0:
-        evaluate(engine, loader, config, log, step)
+        evaluate(engine, loader, config, log, step, watchdog)
     stopping = False
     while step < run.train_iters and not stopping:
         started = time.perf_counter()
         rate = learning_rate(step, config.optimizer, run.train_iters)
-        result = engine.train_step(loader.train_step(step * run.global_batch_size), rate)
+        batches = loader.train_step(step * run.global_batch_size)
         step += 1
+        result = engine.train_step(batches, rate, check_replicas=due(step, reliability.replica_check_interval))
+        if result.verdict:
+            report(config, engine, loader, batches, journal, step, result)
+        try:
+            engine.guard.record(step, result.loss, result.grad_norm, result.skipped)
+        except TooManySkips as error:
+            saver.finish()
+            raise TooManySkips(f"{error}; {saver.newest()}") from error
         interval.add(result, time.perf_counter() - started, run.tokens_per_iteration)
+        watchdog.progress()
         last = step == run.train_iters
-        if step % run.log_interval == 0 or last:
+        if due(step, run.log_interval) or last:
             if log:
                 log.training(training_row(config, dataset, interval, step, rate, result), interval.head_loads())
             interval.clear()
-        if last or (run.eval_interval and step % run.eval_interval == 0):
-            evaluate(engine, loader, config, log, step)
-        stopping = stop.of_any_rank()
-        if last or stopping or (run.save_interval and step % run.save_interval == 0):
-            save(config, dataset, engine, interval, step)
+        if due(step, run.eval_interval) or last:
+            evaluate(engine, loader, config, log, step, watchdog)
+        stopping, writing = of_any_rank([stop.due(), saver.writing()], device)
+        if due(step, reliability.save_interval) or last or stopping:
+            state = run_state(config, dataset, engine, interval, step)
+            saver.save(step, engine.fragments(), config, state, dataset.tokenizer_path)
+        elif not writing:
+            saver.finish()
+    saver.close()
     if log:
         log.close()
-    if stopping:
-        say(f"stopped after step {step} of {run.train_iters}, as asked by a signal; the same command goes on")
+    if stopping and step < run.train_iters:
+        reason = f" ({stop.reason})" if stop.reason else ""
+        text = f"stopped after step {step} of {run.train_iters}, as asked{reason}; the same command goes on"
+        journal.add("stopped", step, text)
+    else:
+        journal.add("complete", step, f"complete: {step} steps are in {run.checkpoint_dir}")
     return step == run.train_iters
+
+
+def due(step, interval):
+    """Whether ``step`` ends an interval; an interval of 0 never ends."""
+    return interval > 0 and step % interval == 0
 
 
 def learning_rate(step, optimizer, train_iters):
@@ -157,77 +221,67 @@ def training_row(config, dataset, interval, step, rate, result):
     }
 
 
-def evaluate(engine, loader, config, log, step):
+def report(config, engine, loader, batches, journal, step, result):
+    """Record a step that was skipped, or is a spike: why, where, and with which samples."""
+    consumed = (step - 1) * config.run.global_batch_size
+    first = consumed + loader.rank * loader.samples_per_step
+    sources = torch.cat([batch.sources for batch in batches]).tolist()
+    names = loader.dataset.source_names
+    mine = {
+        kind: [(first + place, names[sources[place]]) for place in places]
+        for kind, places in engine.bad_sequences().items()
+    }
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (mine, engine.differences))
+    found = {(rank, sample, source) for rank, (bad, _) in enumerate(ranks) for sample, source in sum(bad.values(), [])}
+    details = [text for _, differences in ranks for text in differences] + engine.guard.spikes(
+        result.loss, result.grad_norm
+    )
+    facts = {
+        "reason": REASONS[result.verdict],
+        "details": list(dict.fromkeys(details)),
+        "loss": result.loss if math.isfinite(result.loss) else str(result.loss),
+        "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else str(result.grad_norm),
+        "step_samples": [consumed, consumed + config.run.global_batch_size - 1],
+        "ranks": sorted({rank for rank, _, _ in found}),
+        "samples": sorted({sample for _, sample, _ in found}),
+        "sources": sorted({source for _, _, source in found}),
+    }
+    where = "samples {} to {}".format(*facts["step_samples"])
+    if found:
+        where = f"rank {listing(facts['ranks'])}; sample {listing(facts['samples'])} of {listing(facts['sources'])}"
+    what = "SKIPPED" if result.skipped else "SPIKE"
+    text = f"{what} step {step}: {'; '.join([facts['reason'], *facts['details']])} ({where})"
+    journal.add("skipped" if result.skipped else "spike", step, text, **facts)
+
+
+def listing(items):
+    """The items, or the first eight of many."""
+    return ", ".join(map(str, items[:8])) + (f" and {len(items) - 8} more" if items[8:] else "")
+
+
+def evaluate(engine, loader, config, log, step, watchdog):
     """Mean loss per token of every source's held-out windows."""
     losses = {}
     for name in loader.dataset.source_names:
         total, tokens = engine.evaluate(loader.validation(name, config.run.eval_samples))
+        watchdog.progress()
         if tokens:
             losses[name] = total / tokens
     if log and losses:
         log.evaluation(step, losses)
 
 
-def save(config, dataset, engine, interval, step):
-    state = {
+def run_state(config, dataset, engine, interval, step):
+    """state.json: whatever a run needs to go on besides its weights, their moments and its configuration."""
+    return {
         "consumed_samples": step * config.run.global_batch_size,
         "optimizer_steps": engine.optimizer.steps,
         "router_shares": [share.tolist() for share in engine.shares],
+        "guard": engine.guard.state(),
         "interval": interval.state(),
         "data": dataset.fingerprint(),
     }
-    directory = Path(config.run.checkpoint_dir) / "checkpoints"
-    path = save_checkpoint(directory, step, engine.fragments(), config, state, dataset.tokenizer_path)
-    say(f"saved {path}")
-
-
-def resume(config, dataset, engine, interval):
-    """Fill the engine from the run's last sound checkpoint; returns the number of iterations done, 0 without any."""
-    path = sound_step(Path(config.run.checkpoint_dir) / "checkpoints")
-    if path is None:
-        return 0
-    state = read_json(path / "state.json")
-    before, now = Config.load(path / "config.json").to_dict(), config.to_dict()
-    fixed = {entry.name for _, entry in walk(config.model)}
-    problems = [f"{key} was {before[key]} and is {now[key]}" for key in sorted(fixed) if before[key] != now[key]]
-    if state["data"] != dataset.fingerprint():
-        problems.append("the shards, the mix, the seed or the sequence length are not those that it was trained on")
-    if state["consumed_samples"] != state["step"] * config.run.global_batch_size:
-        problems.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {state['step']} steps")
-    if problems:
-        raise ConfigError(
-            [f"cannot go on from {path}: {text}; restore it, or choose a new --checkpoint-dir" for text in problems]
-        )
-    for key in now:
-        if before[key] != now[key]:
-            say(f"resuming with another {key}: {now[key]} instead of {before[key]}")
-    load_fragments(path, engine.fragments())
-    engine.adopt(state["optimizer_steps"], state["router_shares"])
-    interval.restore(state["interval"])
-    say(f"resumed {path}")
-    return state["step"]
-
-
-def sound_step(directory):
-    """The newest step whose files are what its manifest says; None if there are no steps.
-
-    Rank 0 names the steps, each rank reads a share of the files, and all of them hear the verdict. Raises ConfigError
-    if no
-    step is sound: a run never starts afresh beside checkpoints.
-    """
-    steps = from_rank_0([step.name for step in list_steps(directory)])
-    found = []
-    for name in steps:
-        step = Path(directory) / name
-        damaged = of_all_ranks(verify(step, dist.get_rank(), dist.get_world_size()))
-        if not damaged:
-            return step
-        for problem in damaged:
-            say(f"DAMAGED CHECKPOINT: {problem}")
-        found += damaged
-    if found:
-        raise ConfigError(found)
-    return None
 
 
 def open_log(config, step):

@@ -4,12 +4,14 @@ One rank that sees another directory, other data or a damaged file must stop all
 others would wait in for ever. So whatever may differ between ranks is decided by rank 0 or by all of them together.
 """
 
+import fcntl
 import os
 import signal
 import socket
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import deepspeed
@@ -20,6 +22,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from moh_lm.config import ConfigError
+
+LOCK_SECONDS = 10  # to wait for a run directory that is in use
 
 
 def make_run_directory(path):
@@ -33,6 +37,20 @@ def make_run_directory(path):
         raise ConfigError([f"--checkpoint-dir {path}: cannot be written ({reason}); give another directory"])
 
 
+def lock_run_directory(path):
+    """Hold the run directory until this process ends, however it ends. Raises ConfigError if another run holds it."""
+    lock = open(Path(path) / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
+    for attempt in range(LOCK_SECONDS + 1):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            time.sleep(attempt < LOCK_SECONDS)  # the ranks of the run before this one may still be ending
+        except OSError:
+            return lock  # a file system without locks
+    raise ConfigError([f"--checkpoint-dir {path}: another run is writing to it; end it, or give another directory"])
+
+
 def refuse_foreign_launcher():
     """Raises ConfigError where mpirun or srun started several processes, each of which would be a run of its own."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
@@ -42,8 +60,8 @@ def refuse_foreign_launcher():
             )
 
 
-def start_process_group():
-    """Join the other ranks, by NCCL on GPUs and gloo elsewhere; returns this rank's device."""
+def start_process_group(timeout):
+    """Join the other ranks, by NCCL on GPUs and gloo elsewhere; returns this rank's device. timeout: seconds."""
     if "RANK" not in os.environ:  # started without a launcher: one rank
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -61,7 +79,8 @@ def start_process_group():
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    deepspeed.init_distributed(dist_backend="nccl" if gpu else "gloo", verbose=False)
+    backend = "nccl" if gpu else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout), verbose=False)
     return device
 
 
@@ -96,22 +115,29 @@ def of_all_ranks(problems):
 
 
 class StopRequest:
-    """SIGTERM or SIGUSR1, to any one rank, asks the run to stop after the step that it is in."""
+    """SIGTERM or SIGUSR1 to any one rank, or the end of ``exit_after`` seconds, asks the run to stop after its step."""
 
-    def __init__(self, device):
-        self.flag = torch.zeros(1, dtype=torch.int32)
-        self.device = device
+    def __init__(self, exit_after=None):
+        self.deadline = time.monotonic() + exit_after if exit_after else None
+        self.reason = None
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self.note)
 
     def note(self, number, frame):
-        self.flag.fill_(1)
+        self.reason = signal.Signals(number).name
 
-    def of_any_rank(self):
-        """Whether any rank was asked; every rank calls this together and gets the same answer."""
-        flag = self.flag.to(self.device, copy=True)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag)
+    def due(self):
+        """Whether this rank was asked to stop."""
+        if self.deadline and time.monotonic() >= self.deadline:
+            self.reason = "--exit-after"
+        return self.reason is not None
+
+
+def of_any_rank(flags, device):
+    """For each of ``flags`` whether it is set on any rank; every rank calls this together and gets the same answer."""
+    flags = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return [bool(flag) for flag in flags.tolist()]
 
 
 def say(text):
@@ -119,13 +145,16 @@ def say(text):
         print(text, flush=True)
 
 
-def leave(code):
-    """Exit; after a process group without the interpreter's own shutdown, which now and then aborts under gloo."""
-    if not dist.is_initialized():
-        sys.exit(code)
-    if code == 0:
-        dist.barrier()
-    dist.destroy_process_group()
+def leave(code, together=False):
+    """Exit, ``together`` with the other ranks or alone.
+
+    After a process group without the interpreter's own shutdown, which now and then aborts under gloo.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
+    if not dist.is_initialized():
+        sys.exit(code)
+    if together:
+        dist.barrier()
+        dist.destroy_process_group()
     os._exit(code)

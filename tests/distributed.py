@@ -48,6 +48,9 @@ def run_ranks(function, world_size, *arguments):
             failure = Path(folder, f"{rank}.error")
             if failure.exists():
                 raise AssertionError(f"rank {rank}:\n{failure.read_text()}")
+        left = [process.exitcode for process in ranks]
+        if any(left):
+            raise AssertionError(f"the ranks left with exit codes {left}")
         return [torch.load(Path(folder, f"{rank}.result"), weights_only=False) for rank in range(world_size)]
 
 

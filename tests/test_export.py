@@ -17,7 +17,7 @@ import sentencepiece
 import torch
 import torch.distributed as dist
 
-from moh_lm.checkpoint import save_checkpoint
+from moh_lm.checkpoint import Saver
 from moh_lm.config import Config, HeadsConfig, ModelConfig, RunConfig
 from moh_lm.model.transformer import CausalLM
 from moh_lm.optimizer import Fragment
@@ -80,7 +80,7 @@ def write_checkpoint(run, model_config, tokenizer, tensor_parallel):
         fragments.append(Fragment(name, parameter, tuple(parameter.shape), start, is_copy, tensors))
     config = Config(model=model_config, run=RunConfig(seq_length=32, batch_tokens=320, train_iters=STEP))
     state = {"consumed_samples": SEQUENCES, "data": {"weights": {"books": 3, "code": 1}}}
-    save_checkpoint(Path(run) / "checkpoints", STEP, fragments, config, state, tokenizer)
+    Saver(Path(run) / "checkpoints").save(STEP, fragments, config, state, tokenizer)
 
 
 @pytest.fixture(scope="module")

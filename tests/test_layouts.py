@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moh_lm.checkpoint import FragmentReader, find_step, load_fragments, read_json, save_checkpoint
+from moh_lm.checkpoint import Saver, find_step
 from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
+from moh_lm.fragments import FragmentReader, load_fragments
+from moh_lm.manifest import read_json
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.processes import start_process_group
 from tests.distributed import run_ranks
@@ -119,7 +121,7 @@ def state(directory, step):
     """{kind/name: whole tensor} of a checkpoint."""
     reader = FragmentReader(Path(directory) / "checkpoints" / f"step-{step}")
     kinds = ("master", "exp_avg", "exp_avg_sq")
-    return {f"{kind}/{name}": reader.read(kind, name) for name in reader.pieces for kind in kinds}
+    return {f"{kind}/{name}": reader.read(kind, name) for name in reader.shapes for kind in kinds}
 
 
 def distance(got, expected):
@@ -271,7 +273,7 @@ def copy_checkpoint(flags, source):
     saved = read_json(step / "state.json")
     load_fragments(step, engine.fragments())
     engine.adopt(saved["optimizer_steps"], saved["router_shares"])
-    save_checkpoint(Path(config.run.checkpoint_dir) / "checkpoints", 3, engine.fragments(), config, saved, None)
+    Saver(Path(config.run.checkpoint_dir) / "checkpoints").save(3, engine.fragments(), config, saved, None)
 
 
 def test_a_checkpoint_loaded_by_another_layout_is_the_same_state_to_the_bit(data_dir, one_process, tmp_path):

@@ -21,8 +21,9 @@ import torch
 from safetensors import safe_open
 from sentencepiece import SentencePieceProcessor
 
-from moh_lm.checkpoint import full_parameters, read_json
 from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.fragments import full_parameters
+from moh_lm.manifest import read_json
 from moh_lm.model.transformer import CausalLM
 
 try:

@@ -29,9 +29,11 @@ from export_check import ExportError, check_export
 from safetensors import SafetensorError
 from tokenizer_json import read_model, special_ids, write_tokenizer
 
-from moh_lm.checkpoint import find_step, full_parameters, read_json, save_tensors, write_json
+from moh_lm.checkpoint import find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
+from moh_lm.fragments import full_parameters, write_safetensors
+from moh_lm.manifest import read_json, write_json
 from moh_lm.model.transformer import CausalLM
 
 TOOLS = Path(__file__).resolve().parent
@@ -235,8 +237,8 @@ def write_weights(step, model_config, dtype, max_shard_size, directory):
         )
     parameters = full_parameters(step)
     for names, file in zip(shards, files, strict=True):
-        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in read_parameters(parameters, names)}
-        save_tensors(tensors, directory / file, metadata={"format": "pt"})
+        tensors = {name: tensor.to(dtype) for name, tensor in read_parameters(parameters, names)}
+        write_safetensors(directory / file, tensors, {"format": "pt"})
     return sum(shape.numel() for shape in shapes.values())
 
 

@@ -1,0 +1,75 @@
+"""Whether the gradients of a step may be applied.
+
+A step is skipped if its loss or gradient norm is not finite, if it is a spike (and --on-spike says so), or if weights
+that several ranks hold were found to differ. All ranks take the decision together, before any of them changes a
+weight. A skipped step consumes its samples and its place in the learning rate schedule; the optimizer's state stays.
+Too many skipped steps in a window end the run: a later start goes on from the last checkpoint, whose state is finite.
+"""
+
+import math
+import statistics
+
+FINE, SPIKE, DIVERGENCE, GRADIENT, LOSS = range(5)  # where ranks see different things, the highest counts
+REASONS = ("", "spike", "weights differ between ranks", "gradient not finite", "loss not finite")
+
+
+class TooManySkips(Exception):
+    """More steps were skipped than --max-skipped-steps allows."""
+
+
+class Guard:
+    """The rule, and what it remembers: losses and gradient norms of the last good steps, and which steps were skipped.
+
+    settings: ``ReliabilityConfig``.
+    """
+
+    def __init__(self, settings):
+        self.settings = settings
+        self.history = {"loss": [], "gradient norm": []}
+        self.skipped = []
+
+    def judge(self, loss, grad_norm):
+        """A code of ``REASONS`` for the mean ``loss`` and the gradient norm of a step."""
+        if not math.isfinite(loss):
+            return LOSS
+        if not math.isfinite(grad_norm):
+            return GRADIENT
+        return SPIKE if self.spikes(loss, grad_norm) else FINE
+
+    def skips(self, code):
+        """Whether a step with this code is skipped."""
+        return code > SPIKE or (code == SPIKE and self.settings.on_spike == "skip")
+
+    def spikes(self, loss, grad_norm):
+        """Sentences for the values that are so many deviations above the mean of a full window."""
+        found = []
+        for (name, window), value in zip(self.history.items(), (loss, grad_norm), strict=True):
+            if self.settings.spike_sigmas and len(window) == self.settings.spike_window:
+                mean, deviation = statistics.fmean(window), statistics.pstdev(window)
+                if value > mean + self.settings.spike_sigmas * deviation:
+                    found.append(f"{name} {value:.4g} after a mean of {mean:.4g} +- {deviation:.2g}")
+        return found
+
+    def record(self, step, loss, grad_norm, skipped):
+        """Take note of step number ``step``. Raises TooManySkips."""
+        settings = self.settings
+        if not skipped:
+            for window, value in zip(self.history.values(), (loss, grad_norm), strict=True):
+                window.append(value)
+                del window[: -settings.spike_window]
+            return
+        self.skipped = [earlier for earlier in self.skipped if earlier > step - settings.spike_window] + [step]
+        if len(self.skipped) > settings.max_skipped_steps:
+            raise TooManySkips(
+                f"{len(self.skipped)} of the last {settings.spike_window} steps were skipped, and "
+                f"--max-skipped-steps is {settings.max_skipped_steps}"
+            )
+
+    def state(self):
+        """JSON-able; ``restore`` takes it back."""
+        return {"history": self.history, "skipped": self.skipped}
+
+    def restore(self, state):
+        window = self.settings.spike_window
+        self.history = {name: values[-window:] for name, values in state["history"].items()}
+        self.skipped = list(state["skipped"])

@@ -1,0 +1,173 @@
+"""What a directory of files must contain, to the bit: manifest.json.
+
+    {"block_bytes": 4194304,
+     "files": {NAME: {"bytes": size, "sha256": [hash of each block of the file, in order]}},
+     "sha256": hash of the JSON text of "files" with sorted keys and no spaces}
+
+Hashes of blocks say not only that a file is damaged but where. The hash of the list itself tells a damaged list from a
+damaged file.
+"""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+BLOCK_BYTES = 1 << 22
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class HashedFile:
+    """A new file that hashes what it is given: ``with HashedFile(path) as file: file.write(data)``; then ``.entry``.
+
+    It is on the disk when the block is left. Raises OSError with the path, such as ENOSPC.
+    """
+
+    def __init__(self, path):
+        self.path = path
+        self.hashes = []
+        self.digest = hashlib.sha256()
+        self.room = BLOCK_BYTES  # in the block that is being hashed
+        self.size = 0
+
+    def __enter__(self):
+        self.file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+        return self
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if kind is None:
+                os.fsync(self.file.fileno())
+        finally:
+            self.file.close()
+        if self.room < BLOCK_BYTES:
+            self.hashes.append(self.digest.hexdigest())
+        self.entry = {"bytes": self.size, "sha256": self.hashes}
+
+    def write(self, data):
+        """Append ``data``, any contiguous buffer."""
+        view = memoryview(data).cast("B")
+        while view:
+            block = view[: self.room]
+            self.write_all(block)
+            self.digest.update(block)
+            self.room -= len(block)
+            self.size += len(block)
+            view = view[len(block) :]
+            if self.room == 0:
+                self.hashes.append(self.digest.hexdigest())
+                self.digest, self.room = hashlib.sha256(), BLOCK_BYTES
+
+    def write_all(self, view):
+        while view:
+            try:
+                view = view[self.file.write(view) :]
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+
+def describe(path):
+    """The manifest's entry for a file as it is now."""
+    hashes = []
+    with open(path, "rb", buffering=0) as file:
+        while block := read_block(file):
+            hashes.append(hashlib.sha256(block).hexdigest())
+        return {"bytes": file.tell(), "sha256": hashes}
+
+
+def read_block(file):
+    """The next BLOCK_BYTES of a raw file, fewer at its end."""
+    parts, missing = [], BLOCK_BYTES
+    while missing and (part := file.read(missing)):
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+def write_manifest(directory, entries):
+    """Write ``directory``/manifest.json and flush it and the directory to the disk."""
+    content = {"block_bytes": BLOCK_BYTES, "files": entries, "sha256": hash_of(entries)}
+    write_json(directory / "manifest.json", content)
+    flush(directory)
+
+
+def hash_of(entries):
+    return hashlib.sha256(json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(directory):
+    """{name: entry} of ``directory``/manifest.json. Raises ValueError, naming it, if it is absent or damaged."""
+    path = directory / "manifest.json"
+    try:
+        content = read_json(path)
+        entries = content["files"]
+        sound = content["sha256"] == hash_of(entries) and content["block_bytes"] == BLOCK_BYTES
+        sound = sound and all(PLAIN_NAME.fullmatch(name) for name in entries)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
+    if not sound:
+        raise ValueError(f"{path}: is damaged (it differs from its own hash)")
+    return entries
+
+
+def verify(directory, rank=0, world_size=1, progress=lambda: None):
+    """Sentences for whatever in ``directory`` is not as its manifest says; each of ``world_size`` ranks reads a share.
+
+    ``progress`` is called after each file.
+    """
+    directory = Path(directory)
+    try:
+        entries = read_manifest(directory)
+    except ValueError as error:
+        return [str(error)]
+    found = []
+    if rank == 0:
+        present = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
+        found += [f"{directory / name}: does not belong here" for name in sorted(present - {"manifest.json", *entries})]
+    for name in sorted(entries)[rank::world_size]:
+        try:
+            found += difference(directory / name, entries[name])
+        except OSError as error:
+            found.append(f"{directory / name}: cannot be read ({error.strerror})")
+        progress()
+    return found
+
+
+def difference(path, expected):
+    """A sentence, or none, for where the file at ``path`` differs from its entry in the manifest."""
+    found = describe(path)
+    if found == expected:
+        return []
+    if found["bytes"] != expected["bytes"]:
+        return [f"{path}: has {found['bytes']:,} bytes instead of {expected['bytes']:,}"]
+    blocks = enumerate(zip(found["sha256"], expected["sha256"], strict=True))
+    damaged = [index for index, (mine, theirs) in blocks if mine != theirs]
+    first = damaged[0] * BLOCK_BYTES
+    last = min(first + BLOCK_BYTES, found["bytes"])
+    more = f", and {len(damaged) - 1} more blocks" if damaged[1:] else ""
+    return [f"{path}: is damaged in block {damaged[0]} (bytes {first:,} to {last:,}){more}"]
+
+
+def flush(path):
+    """Force a file, or the entries of a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path, content):
+    """Write a JSON file that after a crash is there in full, or as it was before."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    flush(temporary)
+    temporary.replace(path)
+    flush(path.parent)
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))

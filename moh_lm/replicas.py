@@ -1,0 +1,44 @@
+"""Copies of a weight that several ranks hold must agree to the bit; memory and links sometimes flip one.
+
+The bits of each weight are summed as integers, where the order of a sum does not matter and every single flip shows.
+Data-parallel ranks hold copies of all weights (not under ZeRO-3, which keeps one of each), tensor-parallel ranks of
+the norms and routers.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def replica_differences(named_parameters, parallel, groups):
+    """Sentences for the weights that are not the same on all ranks of this rank's groups."""
+    if parallel.zero_stage == 3:
+        return []
+    named = list(named_parameters)
+    replicated = [(name, parameter) for name, parameter in named if parameter.tensor_partition is None]
+    return [*differences(named, groups.data), *differences(replicated, groups.tensor)]
+
+
+def differences(named, group):
+    """Sentences for the parameters among ``named`` that differ from what most ranks of ``group`` hold."""
+    if group is None or dist.get_world_size(group) == 1 or not named:
+        return []
+    mine = torch.stack([bit_sum(parameter.detach()) for _, parameter in named])  # [parameters] int64
+    sums = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sums, mine, group=group)
+    table = torch.stack(sums)  # [ranks, parameters]
+    odd = table != table.mode(dim=0).values
+    ranks = dist.get_process_group_ranks(group)
+    return [
+        f"rank {ranks[row]} holds another {named[column][0]} than rank {ranks[int(odd[:, column].int().argmin())]}"
+        for row, column in odd.nonzero().tolist()
+    ]
+
+
+def bit_sum(tensor):
+    """The bits of ``tensor`` as integers, the widest that its layout allows, summed modulo 2^64; int64 []."""
+    flat = tensor.flatten()
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        ratio = dtype.itemsize // flat.element_size()
+        if ratio and flat.numel() % ratio == 0 and flat.storage_offset() % ratio == 0:
+            return flat.view(dtype).sum(dtype=torch.int64)
+    raise TypeError(f"elements of {flat.element_size()} bytes: weights have 2 or 4")

@@ -1,0 +1,141 @@
+"""Going on from the last sound checkpoint of a run.
+
+All ranks verify the files together and hear one verdict before any of them loads. A damaged step is set aside under
+another name, loudly, and the one before it is used. A run directory whose checkpoints are all damaged or gone never
+starts afresh by itself.
+"""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moh_lm.checkpoint import list_steps, point_latest, remove_leftovers
+from moh_lm.config import Config, ConfigError, walk
+from moh_lm.fragments import load_fragments
+from moh_lm.manifest import describe, read_json, read_manifest, verify
+from moh_lm.processes import from_rank_0, of_all_ranks, say
+
+
+def resume(config, dataset, engine, interval, journal, progress):
+    """Fill the engine from the run's last sound checkpoint; returns the number of iterations done, 0 without any.
+
+    progress: called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
+    """
+    directory = Path(config.run.checkpoint_dir)
+    if dist.get_rank() == 0:
+        remove_leftovers(directory / "checkpoints")
+        for leftover in (*directory.glob(".seen-*"), *directory.glob("*.tmp"), *directory.glob("checkpoints/*.tmp")):
+            leftover.unlink(missing_ok=True)
+    step = sound_step(directory / "checkpoints", journal, progress)
+    if step is None:
+        return 0
+    state = read_state(step)
+    problems = of_all_ranks(changes(step, state, config, dataset))
+    if problems:
+        raise ConfigError(
+            [f"cannot go on from {step}: {text}; restore it, or choose a new --checkpoint-dir" for text in problems]
+        )
+    before, now = Config.load(step / "config.json").to_dict(), config.to_dict()
+    for key in now:
+        if before[key] != now[key]:
+            say(f"resuming with another {key}: {now[key]} instead of {before[key]}")
+    problems = []
+    try:
+        load_fragments(step, engine.fragments(), progress)
+    except (ValueError, OSError) as error:
+        problems = [f"{step}: {error}; set it aside by hand, and the run goes on from the one before it"]
+    problems = of_all_ranks(problems)
+    if problems:
+        raise ConfigError(problems)
+    engine.adopt(state["optimizer_steps"], state["router_shares"])
+    engine.guard.restore(state["guard"])
+    interval.restore(state["interval"])
+    journal.add("resumed", state["step"], f"resumed {step}")
+    return state["step"]
+
+
+def read_state(step):
+    """What ``run_state`` of moh_lm.pretrain wrote. Raises ConfigError if it is not that."""
+    path = step / "state.json"
+    keys = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard", "interval", "data"}
+    try:
+        state = read_json(path)
+        missing = keys - state.keys()
+    except (ValueError, AttributeError) as error:
+        raise ConfigError([f"{path}: not the state of a run ({error})"]) from error
+    if missing:
+        raise ConfigError([f"{path}: has no {', '.join(sorted(missing))}; it was written by another version"])
+    return state
+
+
+def changes(step, state, config, dataset):
+    """Sentences for what makes ``config`` and ``dataset`` another run than the one that wrote ``step``."""
+    before, now = Config.load(step / "config.json").to_dict(), config.to_dict()
+    fixed = {entry.name for _, entry in walk(config.model)}
+    found = [f"{key} was {before[key]} and is {now[key]}" for key in sorted(fixed) if before[key] != now[key]]
+    if state["data"] != dataset.fingerprint():
+        found.append("the shards, the mix, the seed or the sequence length are not those that it was trained on")
+    if state["consumed_samples"] != state["step"] * config.run.global_batch_size:
+        found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {state['step']} steps")
+    written = read_manifest(step).get("tokenizer.model")
+    present = describe(dataset.tokenizer_path) if dataset.tokenizer_path else None
+    if written != present:
+        was, now_is = (entry["sha256"][0][:12] if entry else "absent" for entry in (written, present))
+        found.append(f"the tokenizer was {was} and is {now_is} (SHA-256): {dataset.tokenizer_path}")
+    return found
+
+
+def sound_step(directory, journal, progress):
+    """The newest step whose files are what its manifest says; None if this run has never saved one.
+
+    Rank 0 names the steps, each rank reads a share of the files, and all of them hear the verdict. Raises ConfigError
+    if there were checkpoints and none is sound.
+    """
+    names = from_rank_0([step.name for step in list_steps(directory)])
+    damaged = {}
+    for name in names:
+        step = Path(directory) / name
+        problems = of_all_ranks(verify(step, dist.get_rank(), dist.get_world_size(), progress))
+        if not problems:
+            settle(step, damaged, journal)
+            return step
+        damaged[step] = problems
+        for problem in problems:
+            say(f"DAMAGED CHECKPOINT: {problem}")
+    if damaged:
+        advice = "no checkpoint of this run is sound: restore one, or choose a new --checkpoint-dir"
+        raise ConfigError([*(problem for problems in damaged.values() for problem in problems), advice])
+    lost = from_rank_0(trace_of_checkpoints(directory, journal))
+    if lost:
+        raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started afresh"])
+    return None
+
+
+def settle(sound, damaged, journal):
+    """Give the ``damaged`` steps names that no run goes on from, and let ``latest`` name the ``sound`` one."""
+    if dist.get_rank() == 0:
+        for step, problems in damaged.items():
+            aside = free_name(step.with_name(f"damaged-{step.name}"))
+            step.rename(aside)
+            number = int(step.name.split("-")[1])
+            journal.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
+        point_latest(sound)
+    dist.barrier()
+
+
+def free_name(path):
+    """``path``, or with a number after it if it is taken."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def trace_of_checkpoints(directory, journal):
+    """What shows that there once were checkpoints, where there are none; or None."""
+    saved = journal.last("saved")
+    if saved:
+        return f"{directory}: step {saved['step']} was saved (events.jsonl) and is not there"
+    remains = sorted(Path(directory).iterdir()) if Path(directory).is_dir() else []
+    return f"{remains[0]}: is all that is left of the run's checkpoints" if remains else None
