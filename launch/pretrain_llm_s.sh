@@ -64,14 +64,21 @@ TRAINING=(
     --micro-batch-size 16 # sequences per device; with 8 devices 16 micro-batches make a batch
     --train-tokens 100B # 23,842 iterations
     --precision bf16
-    --save-interval 1000 # about 2 GB each: fp32 weights and both moments
     --eval-interval 1000
     --eval-samples 256 # of each source
     --log-interval 10
     --checkpoint-dir runs/llm-s
 )
+RELIABILITY=(
+    --save-interval 1000 # about 2 GB each: fp32 weights and both moments
+    --keep-last 2
+    --keep-every 5000
+    --spike-sigmas 6 # above the mean of the last 128 losses or gradient norms
+    --on-spike report
+)
 exec "$RANK_PYTHON" -u -m moh_lm.pretrain \
-    "${MODEL[@]}" "${HEADS[@]}" "${PARALLEL[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "$@"
+    "${MODEL[@]}" "${HEADS[@]}" "${PARALLEL[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" \
+    "${TRAINING[@]}" "${RELIABILITY[@]}" "$@"
 '''
 import os, sys
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

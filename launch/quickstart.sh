@@ -46,6 +46,7 @@ TRAINING=(
     --train-iters 500
     --precision fp32
     --save-interval 100
+    --keep-last 2
     --eval-interval 250
     --eval-samples 64
     --log-interval 20

@@ -13,7 +13,6 @@ rename, so that half a step never looks like a step.
 """
 
 import json
-import re
 import shutil
 import threading
 import time
@@ -26,8 +25,8 @@ from moh_lm.config import ConfigError
 from moh_lm.fragments import address_of, write_safetensors
 from moh_lm.manifest import HashedFile, flush, verify, write_manifest
 from moh_lm.processes import from_rank_0, of_all_ranks
+from moh_lm.steps import STEP_NAME, discard, list_steps, outdated, point_latest, remove_leftovers
 
-STEP_NAME = re.compile(r"step-(\d+)")
 FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
 
 
@@ -286,37 +285,6 @@ def check_space(directory, fragments):
         ])
 
 
-def outdated(steps, verified, keep_last, keep_every):
-    """The numbers among ``steps`` that may go: those before the ``keep_last``-th newest of the ``verified`` ones."""
-    counted = sorted(set(steps) & set(verified), reverse=True)[:keep_last]
-    if not keep_last or len(counted) < keep_last:
-        return []
-    return [step for step in steps if step < counted[-1] and not (keep_every and step % keep_every == 0)]
-
-
-def discard(step):
-    """Take the name of a step from a directory that is to be removed; returns the directory."""
-    doomed = step.with_name(f"{step.name}.old.tmp")
-    shutil.rmtree(doomed, ignore_errors=True)
-    step.rename(doomed)
-    return doomed
-
-
-def remove_leftovers(directory):
-    """Remove what a save or a removal that a crash cut short has left. Rank 0 only."""
-    for leftover in Path(directory).glob("step-*.tmp"):
-        shutil.rmtree(leftover)
-
-
-def point_latest(step):
-    """Make ``latest`` name ``step``."""
-    pointer = step.with_name("latest.tmp")
-    with HashedFile(pointer) as file:
-        file.write(f"{step.name}\n".encode())
-    pointer.replace(step.with_name("latest"))
-    flush(step.parent)
-
-
 def find_step(path):
     """The step directory that ``path`` names: itself, or the newest one of a run directory. Its files are verified.
 
@@ -330,13 +298,3 @@ def find_step(path):
     if damaged:
         raise ConfigError([f"{problem}; restore it, or give an earlier checkpoint" for problem in damaged])
     return steps[0]
-
-
-def list_steps(directory):
-    """The step directories in the order in which a run would go on from them: the newest first."""
-    numbers = {}
-    for entry in Path(directory).iterdir() if Path(directory).is_dir() else ():
-        match = STEP_NAME.fullmatch(entry.name)
-        if match and entry.is_dir():
-            numbers[int(match[1])] = entry
-    return [numbers[number] for number in sorted(numbers, reverse=True)]

@@ -1,12 +1,39 @@
-"""events.jsonl: what happened to a run besides its steps.
+"""events.jsonl: what happened to a run besides its steps; and files of rows that survive a full disk.
 
 One object per event: "time" (UTC), "event", "step", and facts. Events: saved, resumed, damaged, skipped, spike,
 stopped, complete. Lines are only ever added, so the file also remembers that there once were checkpoints.
+
+A log is not worth ending a run for: what cannot be written now is written later.
 """
 
 import json
+import sys
 import time
 from pathlib import Path
+
+
+class Rows:
+    """A file of JSON objects, one per line, to which ``add`` appends: whole lines, or for now nothing."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.waiting = b""
+
+    def add(self, row):
+        self.waiting += (json.dumps(row, allow_nan=False) + "\n").encode()
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                end, left = file.tell(), memoryview(self.waiting)
+                try:
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:
+                    file.truncate(end)
+                    raise
+        except OSError as error:
+            print(f"{self.path}: {error.strerror}; will be written later", file=sys.stderr, flush=True)
+            return
+        self.waiting = b""
 
 
 class Journal:
@@ -14,6 +41,7 @@ class Journal:
 
     def __init__(self, directory, writes):
         self.path = Path(directory) / "events.jsonl"
+        self.rows = Rows(self.path)
         self.writes = writes
 
     def add(self, event, step, text, **facts):
@@ -21,9 +49,8 @@ class Journal:
         if not self.writes:
             return
         print(text, flush=True)
-        row = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "event": event, "step": step, **facts}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.rows.add({"time": now, "event": event, "step": step, **facts})
 
     def last(self, event):
         """The last ``event`` in the file, or None. A line that a crash cut short is passed over."""

@@ -7,11 +7,14 @@ after its checkpoint.
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
+
+from moh_lm.journal import Rows
 
 
 class Interval:
@@ -93,7 +96,7 @@ class RunLog:
         self.started = time.perf_counter()
         path = Path(directory) / "metrics.jsonl"
         keep_rows(path, first_step)
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the life of the run
+        self.rows = Rows(path)
         purge_step = first_step + 1 if first_step else 0
         self.board = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
 
@@ -102,12 +105,12 @@ class RunLog:
         step = row["step"]
         self.write(row)
         for key in ("loss", "load_balance_loss", "learning_rate", "grad_norm"):
-            self.board.add_scalar(f"train/{key}", row[key], step)
+            self.scalar(f"train/{key}", row[key], step)
         for name, loss in row["source_loss"].items():
-            self.board.add_scalar(f"train_loss/{name}", loss, step)
-        self.board.add_scalar("runtime/tokens_per_second", row["tokens_per_second"], step)
+            self.scalar(f"train_loss/{name}", loss, step)
+        self.scalar("runtime/tokens_per_second", row["tokens_per_second"], step)
         for layer, head, load in head_loads:
-            self.board.add_scalar(f"heads/layer_{layer:02d}/load_head_{head:02d}", load, step)
+            self.scalar(f"heads/layer_{layer:02d}/load_head_{head:02d}", load, step)
         seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
         skipped = f"  skipped {row['skipped_steps']}" if row["skipped_steps"] else ""
         print(
@@ -123,18 +126,25 @@ class RunLog:
         mean = sum(losses.values()) / len(losses)
         self.write({"step": step, "evaluation": losses, "evaluation_mean": mean})
         for name, loss in losses.items():
-            self.board.add_scalar(f"validation_loss/{name}", loss, step)
-        self.board.add_scalar("validation/mean_of_sources", mean, step)
+            self.scalar(f"validation_loss/{name}", loss, step)
+        self.scalar("validation/mean_of_sources", mean, step)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         print(f"validation loss after {step} steps: {shown}", flush=True)
 
+    def scalar(self, tag, value, step):
+        try:
+            if self.board is not None:
+                self.board.add_scalar(tag, value, step)
+        except OSError as error:  # of its thread, which has ended by it
+            print(f"tensorboard: {error.strerror}; no more of it until the run is started again", file=sys.stderr)
+            self.board = None
+
     def write(self, row):
-        self.file.write(json.dumps(finite(row), allow_nan=False) + "\n")
-        self.file.flush()
+        self.rows.add(finite(row))
 
     def close(self):
-        self.file.close()
-        self.board.close()
+        if self.board is not None:
+            self.board.close()
 
 
 def finite(value):

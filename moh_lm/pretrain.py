@@ -26,6 +26,7 @@ from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
 from moh_lm.guard import REASONS, TooManySkips
 from moh_lm.journal import Journal
+from moh_lm.manifest import write_json
 from moh_lm.metrics import Interval, RunLog
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.processes import (
@@ -289,7 +290,7 @@ def open_log(config, step):
     if dist.get_rank() > 0:
         return None
     directory = Path(config.run.checkpoint_dir)
-    config.save(directory / "config.json")
+    write_json(directory / "config.json", config.to_dict())
     return RunLog(directory, step, config.run.train_iters)
 
 

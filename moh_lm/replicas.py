@@ -28,6 +28,8 @@ def differences(named, group):
     table = torch.stack(sums)  # [ranks, parameters]
     odd = table != table.mode(dim=0).values
     ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 2:  # there is no majority
+        return [f"ranks {ranks[0]} and {ranks[1]} differ in {named[column][0]}" for _, column in odd.nonzero().tolist()]
     return [
         f"rank {ranks[row]} holds another {named[column][0]} than rank {ranks[int(odd[:, column].int().argmin())]}"
         for row, column in odd.nonzero().tolist()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moh_lm.checkpoint import list_steps, point_latest, remove_leftovers
 from moh_lm.config import Config, ConfigError, walk
 from moh_lm.fragments import load_fragments
 from moh_lm.manifest import describe, read_json, read_manifest, verify
 from moh_lm.processes import from_rank_0, of_all_ranks, say
+from moh_lm.steps import list_steps, point_latest, remove_leftovers
 
 
 def resume(config, dataset, engine, interval, journal, progress):

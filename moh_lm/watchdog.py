@@ -58,9 +58,9 @@ class Watchdog:
 
     def watch(self):
         missed = None
+        self.arm()
         while not self.done.wait(1):
-            # Fires by itself, without the interpreter, where even this thread cannot run.
-            faulthandler.dump_traceback_later(self.timeout + GRACE, exit=True, file=sys.__stderr__)
+            self.arm()
             now = time.monotonic()
             dead = self.dead()
             missed = (missed or now) if dead else None
@@ -69,6 +69,10 @@ class Watchdog:
             if now - self.last > self.timeout:
                 self.abort(f"no progress for {now - self.last:.0f} s (--hang-timeout {self.timeout}){self.stopped()}")
         faulthandler.cancel_dump_traceback_later()
+
+    def arm(self):
+        """Set a timer that fires without the interpreter, where even this thread cannot run; exit code 1."""
+        faulthandler.dump_traceback_later(self.timeout + GRACE, exit=True, file=sys.__stderr__)
 
     def dead(self):
         """Names of the neighbours that are no more."""

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from moh_lm import checkpoint, fragments, manifest
-from moh_lm.checkpoint import CheckpointError, NonFiniteState, Saver, find_step, list_steps, outdated
+from moh_lm.checkpoint import CheckpointError, NonFiniteState, Saver, find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.fragments import FragmentReader, full_parameters, write_safetensors
 from moh_lm.manifest import BLOCK_BYTES, describe, verify
 from moh_lm.optimizer import Fragment
 from moh_lm.parallel.layers import Partition, make_parameter
+from moh_lm.steps import list_steps, outdated
 from tests.distributed import run_ranks
 from tests.test_training import arguments, rows, run
 

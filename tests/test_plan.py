@@ -106,7 +106,7 @@ def test_the_optimizer_estimate_is_what_the_ranks_hold(flags, world_size):
 
 def optimizer_bytes(text):
     config = parse(text)
-    device = start_process_group()
+    device = start_process_group(120)
     engine = make_engine(config, ParallelGroups.create(config.parallel.tensor_parallel_size, 1), device, 1)
     return sum(tensor.nbytes for fragment in engine.fragments() for tensor in fragment.tensors.values())
 
