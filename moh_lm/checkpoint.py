@@ -14,6 +14,7 @@ rename, so that half a step never looks like a step.
 
 import json
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -86,17 +87,15 @@ class Saver:
         self.started = time.perf_counter()
         fragments = [fragment for fragment in fragments if not fragment.is_copy]
         self.refuse(NonFiniteState, not_finite(step, fragments))
-        self.refuse(CheckpointError, self.no_space(step, needed_bytes(fragments)))
-        if dist.get_rank() == 0:
-            remove_leftovers(self.directory)
-            (self.directory / f"step-{step}.tmp").mkdir(parents=True)
-        dist.barrier()
+        need = total_bytes(needed_bytes(fragments))
+        self.refuse(CheckpointError, self.make_room(step, need) if dist.get_rank() == 0 else [])
         tensors = {f"{kind}/{f.name}": tensor.detach() for f in fragments for kind, tensor in f.tensors.items()}
         self.pending = Writing(
             self.directory / f"step-{step}.tmp",
             self.snapshot(tensors) if self.background else tensors,
             json.dumps({fragment.name: address_of(fragment) for fragment in fragments}),
             rank_0_files(step, config, state, tokenizer) if dist.get_rank() == 0 else {},
+            need,
             self.progress,
         )
         self.stall = time.perf_counter() - self.started
@@ -147,37 +146,44 @@ class Saver:
         """Manifest, rename, ``latest``, and the removal of old steps; returns problems. Rank 0 only."""
         try:
             write_manifest(temporary, entries)
-            if final.exists():  # a step that was damaged, or that an earlier part of the run wrote
-                discard(final)
+            replaced = [discard(final)] if final.exists() else []  # put there by somebody else
             temporary.rename(final)
             flush(final.parent)
             point_latest(final)
         except OSError as error:
-            return [describe_failure(error, temporary)]
+            return [describe_failure(error, temporary, sum(entry["bytes"] for entry in entries.values()))]
         self.verified.add(int(STEP_NAME.fullmatch(final.name)[1]))
-        self.remove_old_steps()
+        self.remove(replaced)
         return []
 
-    def remove_old_steps(self):
+    def remove(self, doomed):
+        """Remove the old steps, and the directories ``doomed``, in the background."""
         numbers = [int(STEP_NAME.fullmatch(step.name)[1]) for step in list_steps(self.directory)]
-        old = outdated(numbers, self.verified, self.keep_last, self.keep_every)
-        doomed = [discard(self.directory / f"step-{number}") for number in old]
-        # Daemon: at the end of the process whatever is left has the name of a leftover.
+        for number in outdated(numbers, self.verified, self.keep_last, self.keep_every):
+            try:
+                doomed.append(discard(self.directory / f"step-{number}"))
+            except OSError as error:
+                print(f"{error.filename}: cannot be removed ({error.strerror})", file=sys.stderr, flush=True)
         self.removal = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in doomed])
         self.removal.start()
 
-    def no_space(self, step, own_bytes):
-        """Problems, if the file system has not the bytes that the ranks are about to write together."""
-        need = total_bytes(own_bytes)
+    def make_room(self, step, need):
+        """Clear leftovers away and make the directory to write to; problems, if ``need`` bytes do not fit. Rank 0."""
+        temporary = self.directory / f"step-{step}.tmp"
         if self.removal is not None:
             self.removal.join()
-        free = free_bytes(self.directory)
-        if free >= need:
-            return []
-        return [
-            f"{self.directory / f'step-{step}'}: no space left on device: it takes {need:,} bytes and {free:,} are "
-            "free; make room, or keep fewer steps by --keep-last, and start the same command again"
-        ]
+        try:
+            remove_leftovers(self.directory)
+            free = free_bytes(self.directory)
+            if free < need:
+                return [
+                    f"{temporary}: no space left on device: the checkpoint takes {need:,} bytes and {free:,} are free; "
+                    "make room, or keep fewer steps by --keep-last, and start the same command again"
+                ]
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            return [describe_failure(error, temporary, need)]
+        return []
 
     def refuse(self, error, problems):
         """Raise ``error`` on every rank if any rank has problems; each ends with what there is to go on from."""
@@ -201,15 +207,15 @@ class Saver:
 class Writing(threading.Thread):
     """Writes one rank's files of a step; ``entries`` of the manifest, or ``problems``, when it has ended."""
 
-    def __init__(self, directory, tensors, addresses, texts, progress):
+    def __init__(self, directory, tensors, addresses, texts, need, progress):
         super().__init__(daemon=True)  # a run that dies does not wait for a checkpoint that cannot be completed
         self.directory = directory
         self.entries, self.problems = {}, []
-        self.work = (f"rank-{dist.get_rank()}.safetensors", tensors, addresses, texts, progress)
+        self.work = (f"rank-{dist.get_rank()}.safetensors", tensors, addresses, texts, need, progress)
         self.start()
 
     def run(self):
-        name, tensors, addresses, texts, progress = self.work
+        name, tensors, addresses, texts, need, progress = self.work
         try:
             self.entries[name] = write_safetensors(
                 self.directory / name, tensors, {"fragments": addresses}, progress
@@ -219,13 +225,16 @@ class Writing(threading.Thread):
                     file.write(content)
                 self.entries[text_name] = file.entry
         except OSError as error:
-            self.problems.append(describe_failure(error, self.directory))
+            self.problems.append(describe_failure(error, self.directory, need))
 
 
-def describe_failure(error, directory):
-    reason = (error.strerror or str(error)).lower()
-    free = free_bytes(directory)
-    return f"{error.filename or directory}: {reason}; {free:,} bytes are free there; the partial checkpoint is removed"
+def describe_failure(error, directory, need):
+    """A sentence with the file, the reason, and the sizes."""
+    reason, free = (error.strerror or str(error)).lower(), free_bytes(directory)
+    return (
+        f"{error.filename or directory}: {reason}: the checkpoint takes {need:,} bytes and {free:,} are left; "
+        "the partial one is removed"
+    )
 
 
 def rank_0_files(step, config, state, tokenizer):

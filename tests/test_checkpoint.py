@@ -338,7 +338,7 @@ def test_a_save_that_cannot_be_written_leaves_the_checkpoints_before_it(
     flags = arguments(data_dir, tmp_path, "--async-save", background)
     one, other = run_ranks(save_with_a_limit, 2, flags, limit, guilty)
     assert one == other and len(one) == 1
-    assert f"step-6.tmp/rank-{guilty}.safetensors: file too large; " in one[0]
+    assert f"step-6.tmp/rank-{guilty}.safetensors: file too large: the checkpoint takes " in one[0]
     assert one[0].endswith(f"the last checkpoint is {tmp_path}/checkpoints/step-3")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-3"]
     assert find_step(tmp_path).name == "step-3"
@@ -378,6 +378,17 @@ def save_not_finite(directory):
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     run_ranks(save_not_finite, 2, tmp_path)
     assert [step.name for step in list_steps(tmp_path)] == ["step-1"]
+
+
+def save_below_a_file(directory):
+    fragment = Fragment("w", make_parameter((4, 4)), (4, 4), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
+    with pytest.raises(CheckpointError, match="step-1.tmp: not a directory: the checkpoint takes"):
+        Saver(directory).save(1, [fragment], Config(), {}, None)
+
+
+def test_a_directory_that_rank_0_cannot_make_is_an_error_of_all_ranks(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    run_ranks(save_below_a_file, 2, tmp_path / "checkpoints")
 
 
 def save_in_the_background(directory):

@@ -1,5 +1,6 @@
 """What a run survives: bad numbers, spikes, flipped bits, signals, ranks that die or stand still."""
 
+import contextlib
 import ctypes
 import json
 import math
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from moh_lm import pretrain
 from moh_lm.checkpoint import find_step
@@ -341,3 +343,25 @@ def test_a_rank_that_holds_the_interpreter_says_where_and_is_ended_too(data_dir,
     with pytest.raises(AssertionError, match=rf"exit codes \[{UNAVAILABLE}, 1\]"):
         run_ranks(run_and_suffer, 2, flags, 5, hold_the_interpreter, output)
     assert "in hold_the_interpreter" in Path(f"{output}-1").read_text()
+
+
+def time_limits(flags):
+    """The time-outs of all process groups as the first step begins, seconds."""
+    limits = []
+
+    def look(engine, *others, **more):
+        for group in distributed_c10d._world.pg_map:
+            options = group._get_backend(torch.device("cpu")).options
+            limits.append(options._timeout.total_seconds())
+        raise KeyboardInterrupt
+
+    Engine.train_step = look
+    with contextlib.suppress(KeyboardInterrupt):
+        run(flags)
+    return limits
+
+
+def test_every_process_group_has_the_time_limit(data_dir, tmp_path):
+    more = ("--hang-timeout", "40s", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
+    for limits in run_ranks(time_limits, 4, arguments(data_dir, tmp_path, *more)):
+        assert len(limits) > 4 and set(limits) == {100.0}  # a minute more than the watchdog
