@@ -23,10 +23,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data_prep.documents import InputError
+from data_prep import sentencepiece_training
 from data_prep.encoding import Options, Tokenizer
 from data_prep.output import finished_sidecar, only_run, replaced_shards, sweep, writable_directory
-from data_prep.sentencepiece_training import sample_sentences, train
 from data_prep.units import plan_units
 from data_prep.workers import run_units
 from moh_lm.config import ConfigError
@@ -34,12 +33,13 @@ from moh_lm.data.shards import ShardError, publish, write_manifest
 from moh_lm.flags import Parser, quantity
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-TRAINING_UNIT = 16 << 20  # bytes of input from whose beginning the sample for training takes its share
 
 
 def main(arguments: list[str]) -> int:
     try:
-        return train_command(arguments[1:]) if arguments[:1] == ["train"] else tokenize_command(arguments)
+        if arguments[:1] == ["train"]:
+            return sentencepiece_training.main(arguments[1:])
+        return tokenize_command(arguments)
     except ConfigError as error:
         for problem in error.problems:
             print(f"tokenize.py: {problem}", file=sys.stderr)
@@ -190,41 +190,6 @@ def print_summary(sources, finished):
         dropped = sum((Counter(sidecar["dropped"]) for sidecar in sidecars), Counter())
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items())) or "none"
         print(f"{source:24} {files:8,} {documents:12,} {tokens:16,} {text_bytes / max(1, tokens):12.2f}  {reasons}")
-
-
-def train_command(arguments: list[str]) -> int:
-    parser = Parser(
-        prog="python data_prep/tokenize.py train",
-        description="Train a SentencePiece BPE model with byte fallback, as LLaMA's, on a sample of the documents.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--input", metavar="GLOB", required=True, nargs="+", help="files, of any kind that can be tokenized")
-    add("--output", metavar="MODEL", required=True, help="the model file to write")
-    add("--vocab-size", metavar="N", type=size, default="65536", help="pieces (default: 65536)")
-    add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
-    add("--sample-bytes", metavar="BYTES", type=size, default="256M", help="text to train on, at most (default: 256M)")
-    flags = parser.parse_args(arguments)
-    output = Path(flags.output)
-    if output.is_dir():
-        raise ConfigError([f"--output {output}: is a directory; give a file name such as {output / 'tokenizer.model'}"])
-    writable_directory(output.parent)
-    units, unreadable = plan_units(
-        "--input ", "", flags.input, text_key=flags.text_key, unit_size=TRAINING_UNIT, identity=None
-    )
-    try:
-        if unreadable:
-            raise InputError(unreadable[0])
-        sentences = list(sample_sentences(units, flags.text_key, flags.sample_bytes))
-    except InputError as error:
-        print(f"tokenize.py: {error}", file=sys.stderr)
-        return 1
-    if not sentences:
-        raise ConfigError([f"--input {' '.join(flags.input)}: holds no text; is --text-key {flags.text_key} right?"])
-    print(f"training {flags.vocab_size:,} pieces on {sum(map(len, sentences)):,} bytes of text", flush=True)
-    publish(output, train(sentences, flags.vocab_size))
-    print(f"wrote {output}")
-    return 0
 
 
 if __name__ == "__main__":

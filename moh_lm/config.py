@@ -139,6 +139,8 @@ class DataConfig:
         (), "NAME=WEIGHT of each source, weights of any sum (default: in proportion to tokens)", parse=str
     )
     validation_fraction: float = option(0.001, "share of every source that is held out for validation")
+    reset_at_documents: bool = option(False, "attend to, and predict, tokens of the same document only")
+    allow_data_change: bool = option(False, "go on with other shards or another mix than those of the checkpoint")
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class ReliabilityConfig:
     spike_window: int = option(128, "iterations over which mean and deviation are taken")
     on_spike: str = option("skip", "what is done about a spike", choices=("skip", "report"))
     replica_check_interval: int = option(
-        10, "iterations between comparisons of the weights that several ranks hold; 0: none"
+        1, "iterations between comparisons of the weights that several ranks hold; 0: none"
     )
 
 

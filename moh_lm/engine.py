@@ -150,6 +150,7 @@ class Engine:
             self.loss(batch)
 
     def loss(self, batch):
+        self.model.documents.feed([batch.positions])
         logits = self.engine(batch.tokens.to(self.device))  # [s, b, vocab/tp]
         return self.mean_loss(logits, (batch.labels.to(self.device), batch.sources.to(self.device)))
 
@@ -242,10 +243,12 @@ class PipelineEngine(Engine):
         return None  # PipelineModule brings its own
 
     def step(self, micro_batches):
+        self.model.documents.feed([batch.positions for batch in micro_batches])
         self.engine.train_batch(stage_inputs(micro_batches))
 
     def evaluation_forward(self, micro_batches):
         if micro_batches:
+            self.model.documents.feed([batch.positions for batch in micro_batches])
             self.engine.eval_batch(stage_inputs(micro_batches), num_micro_batches=len(micro_batches))
 
     def named_parameters(self):

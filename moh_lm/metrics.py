@@ -26,12 +26,14 @@ class Interval:
         self.widths = [1 + layer.num_routed for layer in routed_layers]
         self.routers = torch.zeros(sum(self.widths), dtype=torch.float64, device=device)
         self.skipped_steps = 0
+        self.tokens = 0  # in the steps that were not skipped, also those that have no label
         self.seconds = self.timed_tokens = 0  # of this process only
 
     def add(self, result, seconds, tokens):
         if result.skipped:
             self.skipped_steps += 1
         else:
+            self.tokens += tokens
             self.losses += result.losses
             self.routers += result.routers
         self.seconds += seconds
@@ -40,7 +42,7 @@ class Interval:
     def clear(self):
         self.losses.zero_()
         self.routers.zero_()
-        self.skipped_steps = self.seconds = self.timed_tokens = 0
+        self.skipped_steps = self.tokens = self.seconds = self.timed_tokens = 0
 
     def tokens_per_second(self):
         return round(ratio(self.timed_tokens, self.seconds), 1)
@@ -57,15 +59,14 @@ class Interval:
     def balance_loss(self, seq_length):
         """L_b of Eq. 8: the mean over layers and sequences."""
         losses = [row[0].item() for row in self.router_rows()]
-        sequences = self.losses[:, 1].sum().item() / seq_length
+        sequences = self.tokens / seq_length
         return ratio(sum(losses), len(losses) * sequences) if losses else 0.0
 
     def head_loads(self):
         """(layer, head, share of tokens that selected it) for every routed head."""
-        tokens = self.losses[:, 1].sum().item()
         for layer, row in zip(self.layers, self.router_rows(), strict=True):
             for index, count in enumerate(row[1:].tolist()):
-                yield layer.index, layer.num_shared + index, ratio(count, tokens)
+                yield layer.index, layer.num_shared + index, ratio(count, self.tokens)
 
     def router_rows(self):
         return self.routers.split(self.widths) if self.widths else ()
@@ -75,12 +76,14 @@ class Interval:
         return {
             "losses": self.losses.tolist(),
             "routers": self.routers.tolist(),
+            "tokens": self.tokens,
             "skipped_steps": self.skipped_steps,
         }
 
     def restore(self, state):
         self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
         self.routers.copy_(torch.tensor(state["routers"], dtype=torch.float64))
+        self.tokens = state["tokens"]
         self.skipped_steps = state["skipped_steps"]
 
 

@@ -15,16 +15,17 @@ import time
 import traceback
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from moh_lm.checkpoint import CheckpointError, NonFiniteState, Saver, check_space
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
-from moh_lm.data.loader import Dataset, Loader
+from moh_lm.data.dataset import Dataset
+from moh_lm.data.loader import Loader
 from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
-from moh_lm.guard import REASONS, TooManySkips
+from moh_lm.guard import TooManySkips
+from moh_lm.incidents import report
 from moh_lm.journal import Journal
 from moh_lm.manifest import write_json
 from moh_lm.metrics import Interval, RunLog
@@ -117,19 +118,20 @@ def run_steps(config, dataset, device, stop, watchdog):
     groups = ParallelGroups.create(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
     engine = make_engine(config, groups, device, len(dataset.source_names))
     watchdog.limit_groups()
+    interval = Interval(len(dataset.source_names), config.model.routed_layers(), device)
+    journal = Journal(run.checkpoint_dir, writes=dist.get_rank() == 0)
+    step, dataset = resume(config, dataset, engine, interval, journal, watchdog.progress)
+    if step >= run.train_iters:
+        say(f"the run is complete: {step} of {run.train_iters} steps are in {run.checkpoint_dir}")
+        return True
     loader = Loader(
         dataset,
         global_batch_size=run.global_batch_size,
         micro_batch_size=run.micro_batch_size,
         data_parallel_rank=dist.get_rank(groups.data),
         data_parallel_size=dist.get_world_size(groups.data),
+        reset_at_documents=config.data.reset_at_documents,
     )
-    interval = Interval(len(dataset.source_names), config.model.routed_layers(), device)
-    journal = Journal(run.checkpoint_dir, writes=dist.get_rank() == 0)
-    step = resume(config, dataset, engine, interval, journal, watchdog.progress)
-    if step >= run.train_iters:
-        say(f"the run is complete: {step} of {run.train_iters} steps are in {run.checkpoint_dir}")
-        return True
     checkpoints = Path(run.checkpoint_dir) / "checkpoints"
     check_space(checkpoints, engine.fragments())
     saver = Saver(
@@ -152,7 +154,7 @@ def run_steps(config, dataset, device, stop, watchdog):
         step += 1
         result = engine.train_step(batches, rate, check_replicas=due(step, reliability.replica_check_interval))
         if result.verdict:
-            report(config, engine, loader, batches, journal, step, result)
+            report(engine, loader, batches, journal, step, result)
         try:
             engine.guard.record(step, result.loss, result.grad_norm, result.skipped)
         except TooManySkips as error:
@@ -174,6 +176,7 @@ def run_steps(config, dataset, device, stop, watchdog):
         elif not writing:
             saver.finish()
     saver.close()
+    loader.close()
     if log:
         log.close()
     if stopping and step < run.train_iters:
@@ -222,45 +225,6 @@ def training_row(config, dataset, interval, step, rate, result):
     }
 
 
-def report(config, engine, loader, batches, journal, step, result):
-    """Record a step that was skipped, or is a spike: why, where, and with which samples."""
-    consumed = (step - 1) * config.run.global_batch_size
-    first = consumed + loader.rank * loader.samples_per_step
-    sources = torch.cat([batch.sources for batch in batches]).tolist()
-    names = loader.dataset.source_names
-    mine = {
-        kind: [(first + place, names[sources[place]]) for place in places]
-        for kind, places in engine.bad_sequences().items()
-    }
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (mine, engine.differences))
-    found = {(rank, sample, source) for rank, (bad, _) in enumerate(ranks) for sample, source in sum(bad.values(), [])}
-    details = [text for _, differences in ranks for text in differences] + engine.guard.spikes(
-        result.loss, result.grad_norm
-    )
-    facts = {
-        "reason": REASONS[result.verdict],
-        "details": list(dict.fromkeys(details)),
-        "loss": result.loss if math.isfinite(result.loss) else str(result.loss),
-        "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else str(result.grad_norm),
-        "step_samples": [consumed, consumed + config.run.global_batch_size - 1],
-        "ranks": sorted({rank for rank, _, _ in found}),
-        "samples": sorted({sample for _, sample, _ in found}),
-        "sources": sorted({source for _, _, source in found}),
-    }
-    where = "samples {} to {}".format(*facts["step_samples"])
-    if found:
-        where = f"rank {listing(facts['ranks'])}; sample {listing(facts['samples'])} of {listing(facts['sources'])}"
-    what = "SKIPPED" if result.skipped else "SPIKE"
-    text = f"{what} step {step}: {'; '.join([facts['reason'], *facts['details']])} ({where})"
-    journal.add("skipped" if result.skipped else "spike", step, text, **facts)
-
-
-def listing(items):
-    """The items, or the first eight of many."""
-    return ", ".join(map(str, items[:8])) + (f" and {len(items) - 8} more" if items[8:] else "")
-
-
 def evaluate(engine, loader, config, log, step, watchdog):
     """Mean loss per token of every source's held-out windows."""
     losses = {}
@@ -281,7 +245,7 @@ def run_state(config, dataset, engine, interval, step):
         "router_shares": [share.tolist() for share in engine.shares],
         "guard": engine.guard.state(),
         "interval": interval.state(),
-        "data": dataset.fingerprint(),
+        "data": dataset.state(),
     }
 
 

@@ -2,7 +2,9 @@
 
 The bits of each weight are summed as integers, where the order of a sum does not matter and every single flip shows.
 Data-parallel ranks hold copies of all weights (not under ZeRO-3, which keeps one of each), tensor-parallel ranks of
-the norms and routers.
+the norms and routers. ZeRO writes the weights anew from their masters in every step, so a flip lives for one step and
+harms one gradient, unless it is found before: hence a comparison in every step by default. It takes about a thousandth
+of the step's time on a CPU.
 """
 
 import torch

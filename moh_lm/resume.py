@@ -17,9 +17,10 @@ from moh_lm.steps import list_steps, point_latest, remove_leftovers
 
 
 def resume(config, dataset, engine, interval, journal, progress):
-    """Fill the engine from the run's last sound checkpoint; returns the number of iterations done, 0 without any.
+    """Fill the engine from the run's last sound checkpoint.
 
-    progress: called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
+    Returns the number of iterations done, 0 without a checkpoint, and the dataset as it goes on from there. progress:
+    called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
     """
     directory = Path(config.run.checkpoint_dir)
     if dist.get_rank() == 0:
@@ -28,7 +29,7 @@ def resume(config, dataset, engine, interval, journal, progress):
             leftover.unlink(missing_ok=True)
     step = sound_step(directory / "checkpoints", journal, progress)
     if step is None:
-        return 0
+        return 0, dataset
     state = read_state(step)
     problems = of_all_ranks(changes(step, state, config, dataset))
     if problems:
@@ -49,9 +50,13 @@ def resume(config, dataset, engine, interval, journal, progress):
         raise ConfigError(problems)
     engine.adopt(state["optimizer_steps"], state["router_shares"])
     engine.guard.restore(state["guard"])
-    interval.restore(state["interval"])
+    changed = dataset.changes(state["data"])
+    if changed:
+        journal.add("data changed", state["step"], "\n".join(["resuming with other data:", *changed]), changes=changed)
+    else:
+        interval.restore(state["interval"])
     journal.add("resumed", state["step"], f"resumed {step}")
-    return state["step"]
+    return state["step"], dataset.continue_from(state["data"], state["consumed_samples"])
 
 
 def read_state(step):
@@ -73,8 +78,8 @@ def changes(step, state, config, dataset):
     before, now = Config.load(step / "config.json").to_dict(), config.to_dict()
     fixed = {entry.name for _, entry in walk(config.model)}
     found = [f"{key} was {before[key]} and is {now[key]}" for key in sorted(fixed) if before[key] != now[key]]
-    if state["data"] != dataset.fingerprint():
-        found.append("the shards, the mix, the seed or the sequence length are not those that it was trained on")
+    if not config.data.allow_data_change:
+        found += [f"{change} (--allow-data-change goes on all the same)" for change in dataset.changes(state["data"])]
     if state["consumed_samples"] != state["step"] * config.run.global_batch_size:
         found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {state['step']} steps")
     written = read_manifest(step).get("tokenizer.model")

@@ -79,7 +79,7 @@ def write_checkpoint(run, model_config, tokenizer, tensor_parallel):
         tensors = {"master": owned.flatten()}
         fragments.append(Fragment(name, parameter, tuple(parameter.shape), start, is_copy, tensors))
     config = Config(model=model_config, run=RunConfig(seq_length=32, batch_tokens=320, train_iters=STEP))
-    state = {"consumed_samples": SEQUENCES, "data": {"weights": {"books": 3, "code": 1}}}
+    state = {"consumed_samples": SEQUENCES, "data": {"segments": [{"weights": {"books": 3, "code": 1}}]}}
     Saver(Path(run) / "checkpoints").save(STEP, fragments, config, state, tokenizer)
 
 

@@ -1,5 +1,8 @@
 """From shards to micro-batches: what is held out, who gets which sample, and what is refused."""
 
+import os
+import shutil
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -7,11 +10,12 @@ import pytest
 import torch
 
 from moh_lm.config import ConfigError, DataConfig
-from moh_lm.data.loader import Dataset, Loader, held_out_start
-from moh_lm.data.shards import ShardWriter, open_shard, write_manifest
+from moh_lm.data.loader import Dataset, Loader
+from moh_lm.data.shards import ShardError, ShardWriter, open_shard, write_manifest
 
 VOCAB = 2**20
 SEQ_LENGTH = 8
+FILES = ("bin", "idx", "json")
 
 
 def make_directory(path, sources, vocab_size=VOCAB):
@@ -43,13 +47,14 @@ def open_dataset(data_dir, mix=(), fraction=0.1, seed=1, seq_length=SEQ_LENGTH, 
     return Dataset.open(data, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
 
 
-def loader(dataset, rank=0, size=1, global_batch_size=24, micro_batch_size=2):
+def loader(dataset, rank=0, size=1, global_batch_size=24, micro_batch_size=2, **options):
     return Loader(
         dataset,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
         data_parallel_rank=rank,
         data_parallel_size=size,
+        **options,
     )
 
 
@@ -61,6 +66,11 @@ def windows(batches):
             if (labels != -100).all():
                 rows.append((*tokens.tolist(), int(labels[-1])))
     return rows
+
+
+def cut_of(shard, fraction):
+    with shard.document_starts() as starts:
+        return starts.cut(fraction)
 
 
 def problems_of(*arguments, **options):
@@ -78,7 +88,8 @@ def test_micro_batches_have_shifted_labels_int64_and_the_number_of_their_source(
     for name, shards in SOURCES.items():
         ranges[name] = range(first, first + sum(map(sum, shards)))
         first = ranges[name].stop
-    for tokens, labels, sources in batches:
+    for tokens, labels, sources, positions in batches:
+        assert positions is None
         assert (tokens.shape, labels.shape, sources.shape) == ((2, SEQ_LENGTH), (2, SEQ_LENGTH), (2,))
         assert tokens.dtype == labels.dtype == sources.dtype == torch.int64
         assert torch.equal(tokens[:, 1:], labels[:, :-1])
@@ -104,7 +115,7 @@ def test_a_window_may_cross_shards_but_follows_the_stream(data_dir):
         streams = {"training": [], "validation": []}
         for shard in source.shards:
             tokens = shard.read(0, shard.num_tokens).tolist()
-            cut = held_out_start(shard, 0.1)
+            cut = cut_of(shard, 0.1)
             streams["training"] += tokens[:cut]
             streams["validation"] += tokens[cut:]
         for name, tokens in streams.items():
@@ -129,7 +140,7 @@ def test_a_window_may_cross_shards_but_follows_the_stream(data_dir):
 )
 def test_the_cut_is_a_document_boundary_unless_that_more_than_doubles_the_tail(tmp_path, lengths, fraction, expected):
     make_directory(tmp_path, {"a": [lengths]})
-    assert held_out_start(open_shard(tmp_path / "a" / "unit-0"), fraction) == expected
+    assert cut_of(open_shard(tmp_path / "a" / "unit-0"), fraction) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -272,3 +283,160 @@ def test_a_vocabulary_smaller_than_the_data_is_refused_with_both_numbers(tmp_pat
 def test_a_global_batch_that_does_not_divide_is_refused(data_dir):
     with pytest.raises(ConfigError, match=r"24 sequences.*micro_batch_size\(5\)"):
         loader(open_dataset(data_dir), micro_batch_size=5)
+
+
+def equal(one, other):
+    """Whether two lists of micro-batches are the same to the last element."""
+    pairs = list(zip(one, other, strict=True))
+    return all(torch.equal(a, b) for x, y in pairs for a, b in zip(x[:3], y[:3], strict=True))
+
+
+def test_steps_read_ahead_are_those_read_one_by_one_in_any_order_and_with_evaluation_in_between(data_dir):
+    dataset = open_dataset(data_dir)
+    reading = loader(dataset)
+    for step in [0, 1, 2, 3, 7, 8, 8, 2, 3, 4, 100]:
+        assert equal(reading.train_step(24 * step), loader(dataset).read_step(24 * step))
+        if step % 2:
+            assert equal(reading.validation("wiki", 9), loader(dataset).validation("wiki", 9))
+    reading.close()
+
+
+def test_no_more_than_two_steps_are_read_ahead_and_none_after_closing(data_dir):
+    reading = loader(open_dataset(data_dir))
+    asked = []
+    read_step = reading.read_step
+    reading.read_step = lambda consumed: asked.append(consumed) or read_step(consumed)
+    reading.train_step(0)
+    reading.reader.submit(int).result()  # what was submitted before is done
+    assert asked == [0, 24, 48]
+    reading.train_step(24)
+    reading.reader.submit(int).result()
+    assert asked == [0, 24, 48, 72]
+    before = threading.active_count()
+    reading.close()
+    assert threading.active_count() == before - 1
+    assert len(reading.validation("wiki", 2)) == 1
+
+
+def test_what_goes_wrong_in_the_reading_thread_is_raised_by_the_step_that_it_belongs_to(tmp_path):
+    make_directory(tmp_path, {"a": [[4000]]})
+    dataset = open_dataset(tmp_path, seq_length=8)
+    reading = loader(dataset)
+    path = tmp_path / "a" / "unit-0.bin"
+    whole = path.read_bytes()
+    first, last = (reading.train_step(24 * step) for step in (0, 1))
+    reading.forget()
+    path.write_bytes(bytes(len(whole)))
+    for _ in range(2):
+        with pytest.raises(ShardError, match=r"unit-0\.bin: block 0, from byte 0 on, is damaged"):
+            reading.train_step(24)
+    path.write_bytes(whole)
+    reading.forget()
+    assert equal(reading.train_step(24), last)
+    assert equal(reading.train_step(0), first)
+    reading.close()
+
+
+def boundaries(row, starts):
+    """Indices of a window's tokens at which a document begins, or the text jumps; tokens are numbered through."""
+    return [i for i in range(1, len(row)) if row[i] in starts or row[i] != row[i - 1] + 1]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1])
+def test_with_resets_positions_count_from_document_starts_and_across_them_nothing_is_predicted(data_dir, fraction):
+    lengths = [length for shards in SOURCES.values() for documents in shards for length in documents]
+    starts = set(np.cumsum([0, *lengths]).tolist())
+    dataset = open_dataset(data_dir, fraction=fraction, seq_length=20)
+    batches, expected = [], []
+    for reading, found in ((loader(dataset), expected), (loader(dataset, reset_at_documents=True), batches)):
+        for step in range(60):
+            found += reading.read_step(24 * step)
+        for name in SOURCES:
+            found += reading.validation(name, 10**6)
+    joins = 0
+    for with_resets, plain in zip(batches, expected, strict=True):
+        assert torch.equal(with_resets.tokens, plain.tokens)
+        assert with_resets.positions.dtype == torch.int64
+        columns = (plain.tokens, plain.labels, with_resets.labels, with_resets.positions)
+        for row, labels, new, positions in zip(*(column.tolist() for column in columns), strict=True):
+            if -100 in labels:  # a sequence that only fills the batch
+                assert new == labels
+                continue
+            window = [*row, labels[-1]]
+            found = boundaries(window, starts)
+            joins += sum(window[i] != window[i - 1] + 1 for i in found)
+            assert new == [-100 if i + 1 in found else label for i, label in enumerate(labels)]
+            assert positions == [i - max([0, *(b for b in found if b <= i)]) for i in range(len(row))]
+    assert joins or not fraction
+
+
+ON_DISK = {
+    "missing tokens": lambda path: path["books.bin"].unlink(),
+    "missing index": lambda path: path["books.idx"].unlink(),
+    "missing sidecar": lambda path: path["books.json"].unlink(),
+    "missing source": lambda path: shutil.rmtree(path["books.bin"].parent),
+    "empty tokens": lambda path: path["books.bin"].write_bytes(b""),
+    "empty index": lambda path: path["books.idx"].write_bytes(b""),
+    "truncated tokens": lambda path: os.truncate(path["books.bin"], 100),
+    "truncated index": lambda path: os.truncate(path["books.idx"], 40),
+    "truncated sidecar": lambda path: os.truncate(path["books.json"], 40),
+    "padded tokens": lambda path: os.truncate(path["books.bin"], 4 * 1050 + 4),
+    "tokens all zero": lambda path: path["books.bin"].write_bytes(bytes(4 * 1050)),
+    "another dtype": lambda path: alter(path["books.idx"], 17, b"\3"),
+    "another magic": lambda path: alter(path["books.idx"], 0, b"X"),
+    "index past the end": lambda path: alter(path["books.idx"], 34 + 12 + 16, b"\xff\xff"),
+    "another count in the sidecar": lambda path: replace(path["books.json"], b'"documents": 3', b'"documents": 4'),
+    "swapped tokens": lambda path: swap(path["books.bin"], path["other.bin"]),
+    "swapped shards": lambda path: [swap(path[f"books.{key}"], path[f"other.{key}"]) for key in ("bin", "idx", "json")],
+}
+
+
+def alter(path, position, data):
+    path.write_bytes(path.read_bytes()[:position] + data + path.read_bytes()[position + len(data) :])
+
+
+def replace(path, old, new):
+    assert old in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
+def swap(one, other):
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+@pytest.mark.parametrize("damage", ON_DISK)
+def test_a_directory_that_is_not_as_its_manifest_says_is_refused_by_file_when_opened_or_first_read(tmp_path, damage):
+    """The two shards have the same sizes and counts, so that only their contents tell them apart."""
+    make_directory(tmp_path, {"books": [[400, 300, 350], [350, 400, 300]]}, vocab_size=2**17)
+    units = {"books": tmp_path / "books" / "unit-0", "other": tmp_path / "books" / "unit-1"}
+    ON_DISK[damage]({f"{name}.{key}": unit.with_suffix(f".{key}") for name, unit in units.items() for key in FILES})
+    named = r"books: No such file" if damage == "missing source" else r"unit-[01]\.(bin|idx|json)"
+    with pytest.raises((ConfigError, ShardError), match=named) as caught:
+        loader(open_dataset(tmp_path), reset_at_documents=True).train_step(0)
+    assert "\n" not in str(caught.value)
+
+
+def test_shards_that_the_manifest_does_not_list_are_noted_and_change_nothing(tmp_path):
+    make_directory(tmp_path, {"a": [[300], [300]]})
+    reference = open_dataset(tmp_path)
+    for suffix in FILES:
+        shutil.copy(tmp_path / "a" / f"unit-0.{suffix}", tmp_path / "a" / f"unit-2.{suffix}")
+    dataset = open_dataset(tmp_path)
+    assert dataset.notes == [
+        "source a: manifest.json does not list 1 of its shards, such as unit-2; "
+        "they are not used until data_prep/tokenize.py has been run to its end"
+    ]
+    assert dataset.fingerprint() == reference.fingerprint()
+
+
+def test_opening_reads_neither_tokens_nor_indexes_nor_sidecars(data_dir, tmp_path):
+    shutil.copytree(data_dir, tmp_path / "copy")
+    for path in (tmp_path / "copy").glob("*/*"):
+        size = path.stat().st_size
+        path.write_bytes(b"")
+        os.truncate(path, size)  # a hole of the same size
+    one, other = (open_dataset(directory, fraction=0.05) for directory in (data_dir, tmp_path / "copy"))
+    assert one.fingerprint() == other.fingerprint()
+    assert one.plan(1000) == other.plan(1000)

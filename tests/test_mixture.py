@@ -47,6 +47,42 @@ def test_every_prefix_of_every_source_is_within_one_sample_of_its_share(weights)
         assert error.max() <= share.denominator * (1 - 1 / (2 * len(weights) - 2))
 
 
+@pytest.mark.parametrize("trial", range(12))
+def test_every_prefix_of_random_weights_is_within_one_sample_of_its_share_wherever_it_starts(trial):
+    random = np.random.default_rng(trial)
+    weights = {f"s{i}": f"{random.integers(1, 10**random.integers(1, 5)) / 100}" for i in range(random.integers(2, 13))}
+    mix = mixture(weights)
+    total = sum(Fraction(weight) for weight in weights.values())
+    start = int(random.integers(0, 10**9))
+    before, source = mix.counts(start), mix.locate(np.arange(start, start + 20_000))[0]
+    for index, name in enumerate(mix.names):
+        share = Fraction(weights[name]) / total
+        taken = before[index] + np.cumsum(source == index)
+        ideal = share.numerator * np.arange(start + 1, start + 20_001)  # times the denominator: below 2**63
+        error = np.abs(taken * share.denominator - ideal)
+        assert error.max() <= share.denominator * (1 - Fraction(1, 2 * len(weights) - 2))
+
+
+def test_a_million_samples_read_by_changing_ranks_are_each_window_once_per_epoch():
+    mix = mixture(PAPER, tokens={name: 200_000 * (number + 1) + 7 * number for number, name in enumerate(PAPER)})
+    random, consumed, parts = np.random.default_rng(0), 0, []
+    while consumed < 10**6:
+        ranks, steps = int(random.choice([1, 2, 4])), int(random.integers(1, 60))
+        for rank in reversed(range(ranks)):  # samples of one rank for all its steps, as in Loader.read_step
+            first = np.arange(steps)[:, None] * 2048 + rank * 2048 // ranks
+            samples = (consumed + first + np.arange(2048 // ranks)).reshape(-1)
+            parts.append(np.stack(mix.locate(samples)))
+        consumed += steps * 2048
+    source, epoch, first = np.concatenate(parts, axis=1)
+    assert np.bincount(source).tolist() == mix.counts(consumed).tolist()
+    seen = (source * 2**20 + epoch) * 2**32 + first
+    assert (np.diff(np.sort(seen)) > 0).all()
+    for s, windows in enumerate(mix.windows.tolist()):
+        per_epoch = np.bincount(epoch[source == s])
+        assert (per_epoch[:-1] == windows).all()
+        assert 0 < per_epoch[-1] <= windows
+
+
 def chairman_assignment(weights):
     """Tijdeman's rule as it is stated, slot by slot in exact fractions: the sources of one period."""
     period = sum(weights)

@@ -5,11 +5,13 @@ import json
 import os
 import struct
 import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
 
-from moh_lm.data.shards import ShardError, ShardWriter, open_shard, read_manifest, write_manifest
+from moh_lm.data.reader import verify_shard
+from moh_lm.data.shards import CUTS, ShardError, ShardWriter, open_shard, open_source, read_manifest, write_manifest
 
 TOKENIZER = {"sha256": "a" * 64, "vocab_size": 65536, "eos_id": 2, "engine": "test"}
 
@@ -38,8 +40,9 @@ def test_a_shard_has_the_bytes_of_the_format_written_by_hand(tmp_path, vocab_siz
     assert (tmp_path / "x.y.idx").read_bytes() == index
     assert (tmp_path / "x.y.bin").read_bytes() == tokens
     assert json.loads((tmp_path / "x.y.json").read_bytes()) == sidecar
-    assert sidecar["bin"] == {"bytes": 9 * size, "sha256": hashlib.sha256(tokens).hexdigest()}
-    assert sidecar["idx"] == {"bytes": len(index), "sha256": hashlib.sha256(index).hexdigest()}
+    for key, data in (("bin", tokens), ("idx", index)):
+        sums = {"sha256": hashlib.sha256(data).hexdigest(), "crc32": f"{zlib.crc32(data):08x}"}
+        assert sidecar[key] == {"bytes": len(data), **sums}
     assert (sidecar["documents"], sidecar["tokens"], sidecar["largest_id"]) == (3, 9, vocab_size - 1)
 
 
@@ -110,15 +113,124 @@ def test_a_damaged_shard_is_refused_at_opening_by_the_name_of_its_file(tmp_path,
         open_shard(prefix)
 
 
-@pytest.mark.parametrize(("suffix", "position"), [(".bin", 4), (".idx", 34), (".idx", 34 + 12 + 8), (".idx", 78)])
-def test_an_altered_byte_is_found_by_verification(tmp_path, suffix, position):
-    prefix = tmp_path / "shard"
-    write(prefix, [[5, 6, 2], [7, 2], [8, 9, 10, 2]])
-    path = part(prefix, suffix)
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A shard of several blocks of 64 KiB in each of its files, and its documents."""
+    prefix = tmp_path_factory.mktemp("large") / "shard"
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 65536, length) for length in random.geometric(1 / 12, 9_001)]
+    write(prefix, documents)
+    return prefix, documents
+
+
+def test_every_block_of_both_files_has_its_crc_in_the_sidecar(large):
+    prefix, _ = large
+    sidecar = json.loads(part(prefix, ".json").read_bytes())
+    for key in ("bin", "idx"):
+        data = part(prefix, f".{key}").read_bytes()
+        blocks = [zlib.crc32(data[start : start + 65536]) for start in range(0, len(data), 65536)]
+        assert len(blocks) > 2
+        assert sidecar[key]["crc32"] == "".join(f"{block:08x}" for block in blocks)
+
+
+@pytest.mark.parametrize("trial", range(40))
+def test_a_flipped_bit_in_the_tokens_is_found_when_it_is_read_by_file_and_block(large, tmp_path, trial):
+    prefix, documents = large
+    tokens = np.concatenate(documents)
+    position = int(np.random.default_rng(trial).integers(2 * len(tokens)))
+    for suffix in (".bin", ".idx", ".json"):
+        part(tmp_path / "shard", suffix).write_bytes(part(prefix, suffix).read_bytes())
+    path = tmp_path / "shard.bin"
     path.write_bytes(flip(path.read_bytes(), position))
-    open_shard(prefix)  # sizes and counts are right
-    with pytest.raises(ShardError, match="shard"):
-        open_shard(prefix, verify=True)
+    shard = open_shard(tmp_path / "shard")
+    with pytest.raises(ShardError, match=rf"shard\.bin: block {position // 65536}, "):
+        shard.read(position // 2, 1)
+    with pytest.raises(ShardError, match=rf"shard\.bin: block {position // 65536}, "):
+        open_shard(tmp_path / "shard", verify=True)
+    if position >= 65536:
+        assert shard.read(0, 32768).tolist() == tokens[:32768].tolist()  # the first block is whole
+
+
+@pytest.mark.parametrize("trial", range(40))
+def test_a_flipped_bit_in_the_index_is_found_by_file_and_block(large, tmp_path, trial):
+    prefix, documents = large
+    data = part(prefix, ".idx").read_bytes()
+    position = int(np.random.default_rng(trial).integers(34, len(data)))
+    for suffix in (".bin", ".json"):
+        part(tmp_path / "shard", suffix).write_bytes(part(prefix, suffix).read_bytes())
+    part(tmp_path / "shard", ".idx").write_bytes(flip(data, position))
+    try:
+        shard = open_shard(tmp_path / "shard")
+        (problem,) = verify_shard(shard)
+        assert f"shard.idx: block {position // 65536}, " in problem
+        pointers = 34 + 4 * len(documents)
+        document = (position - pointers) // 8
+        if 0 <= document < len(documents):
+            with pytest.raises(ShardError, match=rf"idx: block {position // 65536}, "):  # noqa: SIM117
+                with shard.document_starts() as starts:
+                    starts[document]
+    except ShardError as error:  # in the last entries, which opening compares with the size of .bin
+        assert "shard.idx" in str(error) or "shard.bin" in str(error)
+        assert position >= 34 + 4 * (len(documents) - 1)
+
+
+def test_verification_counts_damaged_blocks_and_reports_the_bytes_that_it_read(large, tmp_path):
+    prefix, _ = large
+    for suffix in (".bin", ".idx", ".json"):
+        part(tmp_path / "shard", suffix).write_bytes(part(prefix, suffix).read_bytes())
+    path = tmp_path / "shard.bin"
+    path.write_bytes(flip(flip(flip(path.read_bytes(), 70_000), 70_001), 150_000))
+    read = []
+    (problem,) = verify_shard(open_shard(tmp_path / "shard"), read.append)
+    assert "shard.bin: block 1, from byte 65536 on" in problem
+    assert "1 more block" in problem
+    assert sum(read) == path.stat().st_size + (tmp_path / "shard.idx").stat().st_size
+
+
+def test_document_starts_are_those_of_the_documents_and_found_by_position(large):
+    prefix, documents = large
+    ends = np.cumsum([len(document) for document in documents])
+    expected = [0, *ends[:-1].tolist()]
+    shard = open_shard(prefix)
+    random = np.random.default_rng(1)
+    with shard.document_starts() as starts:
+        assert [starts[number] for number in range(len(starts))] == expected
+    for first in [0, 1, int(ends[-1]) - 1, *random.integers(0, ends[-1], 200).tolist()]:
+        end = min(first + int(random.integers(0, 200)), int(ends[-1]))
+        with shard.document_starts() as starts:
+            assert starts.inside(first, end) == [start for start in expected if first <= start < end]
+            assert starts.number(first) == np.searchsorted(ends, first, side="right")
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1] * 5000 + [100_000] + [1] * 3000 + [50_000] + [2] * 100, [100_000] + [1] * 8000, [1] * 8000 + [100_000]],
+)
+def test_documents_of_uneven_lengths_are_found_too(tmp_path, lengths):
+    """The search begins where documents of even lengths would lie."""
+    write(tmp_path / "shard", [np.zeros(length, np.int64) for length in lengths])
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    shard = open_shard(tmp_path / "shard")
+    for first in (0, 1, 4_999, 5_000, 5_001, 60_000, 99_999, 100_000, 104_999, 105_000, 107_500, 107_999):
+        with shard.document_starts() as starts:
+            number = starts.number(first)
+            assert bounds[number] <= first < bounds[number + 1]
+            assert starts.inside(first, first + 5) == [start for start in bounds[:-1] if first <= start < first + 5]
+
+
+def test_finding_a_document_takes_no_memory_for_the_index(tmp_path):
+    documents = 10**6
+    (tmp_path / "shard.bin").write_bytes(bytes(4 * 3 * documents))
+    starts_of = 3 * np.arange(documents)
+    index = foreign_index(np.full(documents, 3), 4 * starts_of, np.arange(documents + 1))
+    (tmp_path / "shard.idx").write_bytes(index)
+    shard = open_shard(tmp_path / "shard", foreign=True)
+    tracemalloc.start()
+    with shard.document_starts() as starts:
+        assert starts.inside(1_500_001, 1_500_010) == [1_500_003, 1_500_006, 1_500_009]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
@@ -143,6 +255,10 @@ def test_a_shard_of_another_tool_is_opened_on_request_only(tmp_path):
     shard = open_shard(tmp_path / "shard", foreign=True, verify=True)
     assert (shard.num_sequences, shard.num_documents, shard.num_tokens) == (4, 2, 10)
     assert shard.read(3, 4).tolist() == [3, 4, 5, 6]
+    with shard.document_starts() as starts:
+        assert list(starts) == [0, 5]
+        assert starts.inside(0, 10) == [0, 5]
+        assert [starts.number(position) for position in (0, 4, 5, 9)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +292,23 @@ def test_opening_takes_no_memory_for_the_index(tmp_path):
     assert peak < 2**20
 
 
+def test_empty_documents_of_another_tool_begin_where_the_next_one_does(tmp_path):
+    (tmp_path / "shard.bin").write_bytes(np.arange(10, dtype="<i4").tobytes())
+    (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 5], [0, 16, 20], [0, 0, 2, 2, 3, 3]))
+    with open_shard(tmp_path / "shard", foreign=True, verify=True).document_starts() as starts:
+        assert list(starts) == [0, 0, 5, 5, 10]
+        assert starts.inside(1, 10) == [5, 5]
+
+
+def test_an_index_of_another_tool_that_points_outside_is_refused_where_it_is_used(tmp_path):
+    (tmp_path / "shard.bin").write_bytes(bytes(40))
+    (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 0, 5], [0, 16, 20, 20], [0, 99, 4]))
+    shard = open_shard(tmp_path / "shard", foreign=True)
+    with pytest.raises(ShardError, match=r"shard\.idx: document 1 begins with sequence 99"):  # noqa: SIM117
+        with shard.document_starts() as starts:
+            starts.inside(0, 10)
+
+
 @pytest.mark.parametrize("step", range(3))
 def test_a_shard_stopped_before_any_rename_is_unfinished_and_written_again_the_same(tmp_path, monkeypatch, step):
     documents = [[5, 6, 2], [7, 2]]
@@ -200,11 +333,11 @@ def test_a_shard_stopped_before_any_rename_is_unfinished_and_written_again_the_s
     assert {path.name: path.read_bytes() for path in (tmp_path / "stopped").iterdir()} == good
 
 
-def test_reading_from_a_shard_that_was_cut_off_since_names_file_and_position(tmp_path):
+def test_reading_from_a_shard_that_was_cut_off_since_names_file_and_bytes(tmp_path):
     write(tmp_path / "shard", [[1, 2, 3, 4, 5, 2]])
     shard = open_shard(tmp_path / "shard")
     os.truncate(tmp_path / "shard.bin", 6)
-    with pytest.raises(ShardError, match=r"shard\.bin.* position 2 of 6"):
+    with pytest.raises(ShardError, match=r"shard\.bin: ends at byte 6, inside the bytes 4 to 9"):
         shard.read(2, 3)
 
 
@@ -216,7 +349,8 @@ def test_the_manifest_lists_what_is_finished_in_order(tmp_path):
     manifest = write_manifest(tmp_path)
     assert manifest == read_manifest(tmp_path)
     assert list(manifest["sources"]) == ["books", "wiki"]
-    assert manifest["sources"]["wiki"] == {"tokens": 6, "documents": 3, "units": ["a.x-1", "b-2"]}
+    wiki = manifest["sources"]["wiki"]
+    assert (wiki["tokens"], wiki["documents"], list(wiki["units"])) == (6, 3, ["a.x-1", "b-2"])
     assert manifest["tokenizer"] == {"sha256": "a" * 64, "vocab_size": 65536, "eos_id": 2}
 
 
@@ -235,3 +369,27 @@ def test_a_manifest_in_which_an_input_would_count_twice_is_refused(tmp_path):
     write(tmp_path / "wiki" / "d", [[1, 2]], inputs=[{"path": "/text/x", "range": [150, 300]}])
     with pytest.raises(ShardError, match=r"wiki/b\.json and .*wiki/d\.json .* /text/x"):
         write_manifest(tmp_path)
+
+
+def test_the_manifest_knows_the_cuts_that_the_indexes_give(tmp_path):
+    random = np.random.default_rng(0)
+    for unit in range(3):
+        write(tmp_path / "wiki" / f"unit-{unit}", [[1] * length for length in random.geometric(1 / 100, 300)])
+    manifest = write_manifest(tmp_path)
+    for fraction in (*CUTS, 0.0003, 0.1):
+        opened = open_source(tmp_path, "wiki", manifest, fraction)
+        with_index = []
+        for unit in range(3):
+            with open_shard(tmp_path / "wiki" / f"unit-{unit}").document_starts() as starts:
+                with_index.append(starts.cut(fraction))
+        assert opened.cuts == with_index
+    assert open_source(tmp_path, "wiki", manifest, 0).cuts == [shard.num_tokens for shard in opened.shards]
+
+
+def test_a_finished_shard_that_the_manifest_does_not_list_is_told(tmp_path):
+    write(tmp_path / "wiki" / "a", [[1, 2]])
+    manifest = write_manifest(tmp_path)
+    write(tmp_path / "wiki" / "b", [[1, 2]])
+    opened = open_source(tmp_path, "wiki", manifest, 0)
+    assert [shard.num_tokens for shard in opened.shards] == [2]
+    assert opened.unlisted == ["b"]

@@ -186,7 +186,7 @@ def test_numbers_that_json_cannot_hold_are_written_as_null(tmp_path):
     "change, named",
     [
         (["--num-active-routed-heads", "3"], "num_active_routed_heads was .*2, 2.* and is .*3, 3"),
-        (["--seed", "9"], "the seed"),
+        (["--seed", "9"], "--seed was 1234 and is 9"),
         (["--batch-tokens", "256"], "--batch-tokens 256"),
     ],
 )

@@ -284,8 +284,8 @@ def model_card(config, state, dtype, parameters):
         facts["routing"] = heads.routing + ("" if heads.two_stage else ", without a1 and a2")
         facts["load balance"] = f"{heads.load_balance_coefficient:g}, {heads.load_balance_scope}"
     facts["training"] = f"step {state['step']:,}, {tokens:,} tokens in sequences of {run.seq_length:,}"
-    weights = state.get("data", {}).get("weights", {})
-    if weights:
+    for segment in state["data"]["segments"][-1:]:  # the last mix, where it changed on the way
+        weights = segment["weights"]
         facts["data mix"] = ", ".join(f"{name} {100 * w / sum(weights.values()):.2f}%" for name, w in weights.items())
     rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     return CARD.format(rows=rows)

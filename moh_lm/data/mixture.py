@@ -10,11 +10,16 @@ the whole state of the data. Sample n is found in three steps.
    (cycle-walking Feistel network) makes of (seed, name of the source, epoch).
 3. Which tokens. A window is S + 1 tokens at stride S: S inputs and their S labels. The grid of windows starts at a
    phase drawn from (seed, name, epoch), so that a repeated source is cut elsewhere.
+
+A run whose data changed on the way (segments.py) counts its samples from that change, and the samples of a source from
+the windows that it had consumed before.
 """
 
+import copy
 import hashlib
 import heapq
 import math
+from array import array
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -45,16 +50,32 @@ class Mixture:
         # One window fewer than fits leaves room for every phase: the same number in every epoch, found by a division.
         self.windows = np.array([max(1, tokens // seq_length - 1) for tokens in self.num_tokens])
         self.slot_source, self.slot_ordinal = period_table(self.weights.tolist())
+        self.first_sample, self.consumed = 0, np.zeros_like(self.weights)
+
+    def after(self, first_sample: int, consumed: dict[str, int]) -> "Mixture":
+        """This mixture from ``first_sample`` of a run on, when windows of its sources have been ``consumed`` before."""
+        later = copy.copy(self)
+        later.first_sample = first_sample
+        later.consumed = np.array([consumed[name] for name in self.names], dtype=np.int64)
+        return later
 
     def locate(self, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sample numbers [n] -> source, epoch and position of the window's first token, each int64 [n]."""
-        block, slot = np.divmod(np.asarray(samples, dtype=np.int64), self.period)
+        """Sample numbers [n] -> source, epoch and position of the window's first token, each int64 [n].
+
+        Raises ValueError for a sample before ``first_sample``: it was of another mixture.
+        """
+        number = np.asarray(samples, dtype=np.int64) - self.first_sample
+        if number.size and number.min() < 0:
+            raise ValueError(f"sample {number.min() + self.first_sample} is before the first, {self.first_sample}")
+        block, slot = np.divmod(number, self.period)
         source = self.slot_source[slot].astype(np.int64)
-        ordinal = block * self.weights[source] + self.slot_ordinal[slot]  # of this sample among those of its source
+        # Of this sample among those of its source.
+        ordinal = self.consumed[source] + block * self.weights[source] + self.slot_ordinal[slot]
         epoch, position = np.divmod(ordinal, self.windows[source])
         first_token = np.empty_like(position)
-        for s, e in np.unique(np.stack([source, epoch]), axis=1).T.tolist():
-            here = (source == s) & (epoch == e)
+        key = epoch * len(self.names) + source
+        for e, s in (divmod(k, len(self.names)) for k in np.unique(key).tolist()):
+            here = key == e * len(self.names) + s
             order = Permutation(int(self.windows[s]), f"order/{self.seed}/{self.names[s]}/{e}")
             first_token[here] = order(position[here]) * self.seq_length + self.phase(s, e)
         return source, epoch, first_token
@@ -65,9 +86,16 @@ class Mixture:
         return int.from_bytes(digest(f"phase/{self.seed}/{self.names[source]}/{epoch}", 8), "little") % choices
 
     def counts(self, num_samples: int) -> np.ndarray:
-        """Samples of each source among the first ``num_samples`` of the run, int64 [sources]."""
-        blocks, rest = divmod(num_samples, self.period)
-        return blocks * self.weights + np.bincount(self.slot_source[:rest], minlength=len(self.names))
+        """Windows of each source, consumed before or among the first ``num_samples`` of the run, int64 [sources]."""
+        blocks, rest = divmod(num_samples - self.first_sample, self.period)
+        return self.consumed + blocks * self.weights + np.bincount(self.slot_source[:rest], minlength=len(self.names))
+
+
+def sample_counts(weights: list[int], num_samples: int) -> np.ndarray:
+    """Samples of each source among the first ``num_samples`` of a mixture of ``weights``, int64 [sources]."""
+    blocks, rest = divmod(num_samples, sum(weights))
+    source, _ = period_table(weights)
+    return blocks * np.array(weights) + np.bincount(source[:rest], minlength=len(weights))
 
 
 def integer_weights(weights: dict[str, str]) -> tuple[np.ndarray, str]:
@@ -107,25 +135,35 @@ def period_table(weights: list[int]) -> tuple[np.ndarray, np.ndarray]:
     the sample with the earliest such deadline among those that may be taken. In integers, with ``double`` = 2k - 2:
     """
     period, double = sum(weights), max(1, 2 * len(weights) - 2)
-    source = np.repeat(np.arange(len(weights)), weights)  # of the P samples, source by source
-    count = np.concatenate([np.arange(weight) for weight in weights])
-    weight = np.repeat(weights, weights)
-    release = -(-period * (double * count + 1) // (double * weight)) - 1
-    deadline = period * (double * (count + 1) - 1) // (double * weight)
+    release, deadline = (np.empty(period, dtype=np.int32) for _ in range(2))  # of the P samples, source by source
+    source, count = (np.empty(period, dtype=np.int32) for _ in range(2))
+    start = 0
+    for s, weight in enumerate(weights):
+        numbers, here = np.arange(weight), slice(start, start + weight)
+        source[here], count[here] = s, numbers
+        release[here] = -(-period * (double * numbers + 1) // (double * weight)) - 1
+        deadline[here] = period * (double * (numbers + 1) - 1) // (double * weight)
+        start += weight
 
-    by_deadline = np.lexsort((source, deadline))  # ties go to the first source, by name
-    rank = np.empty(period, dtype=np.int64)
+    by_deadline = np.argsort(deadline, kind="stable")  # ties go to the first source, by name
+    rank = np.empty(period, dtype=np.int32)
     rank[by_deadline] = np.arange(period)
     by_release = np.argsort(release, kind="stable")
-    waiting = iter(zip(release[by_release].tolist(), rank[by_release].tolist(), strict=True))
-    released, allowed, taken = next(waiting, None), [], []
+    waiting = pairs(release[by_release], rank[by_release])
+    released, allowed, taken = next(waiting, None), [], array("i")
     for slot in range(period):
         while released and released[0] <= slot:
             heapq.heappush(allowed, released[1])
             released = next(waiting, None)
         taken.append(heapq.heappop(allowed))
-    samples = by_deadline[taken]
-    return source[samples].astype(np.int32), count[samples].astype(np.int32)
+    samples = by_deadline[np.frombuffer(taken, dtype=np.int32)]
+    return source[samples], count[samples]
+
+
+def pairs(*arrays):
+    """Tuples of the elements as Python integers, which are small beside lists of all of them."""
+    for start in range(0, len(arrays[0]), 2**12):
+        yield from zip(*(array[start : start + 2**12].tolist() for array in arrays), strict=True)
 
 
 class Permutation:

@@ -8,17 +8,19 @@ name.
 import torch.nn.functional as F
 
 
-def moh_attention(query, key, value, gates):
+def moh_attention(query, key, value, gates, mask=None):
     """g_i H_i of Eq. 4 for every token and head, before the output projection.
 
     query: [s, b, heads, head_dim]. key, value: [s, b, key_value_heads, head_dim]; consecutive query heads share one.
-    gates: [s, b, heads], or None for 1. Returns [s, b, heads, head_dim] in the dtype of ``query``.
+    gates: [s, b, heads], or None for 1. mask: bool [b, 1, s, s], true where a query attends to a key; None: causal.
+    Returns [s, b, heads, head_dim] in the dtype of ``query``.
     """
     context = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),  # [b, heads, s, head_dim]
         key.permute(1, 2, 0, 3),
         value.permute(1, 2, 0, 3),
-        is_causal=True,
+        attn_mask=mask,
+        is_causal=mask is None,
         enable_gqa=query.shape[2] != key.shape[2],
     )
     context = context.permute(2, 0, 1, 3)  # [s, b, heads, head_dim]

@@ -44,8 +44,8 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(query_size, d, output_std, self.heads.partition(1, e), group)
         self.router = HeadRouter(config, layer_index, init_std, group) if self.selection == "mixture" else None
 
-    def forward(self, x, kept_selection=None):
-        """x: [s/tp, b, d], normalised -> [s/tp, b, d]. kept_selection: see ``HeadRouter``."""
+    def forward(self, x, mask=None, kept_selection=None):
+        """x: [s/tp, b, d], normalised -> [s/tp, b, d]. mask: see ``moh_attention``. kept_selection: ``HeadRouter``."""
         gates = balance_loss = counts = None
         learned = self.router is not None and self.router.routing != "query_norm"
         if learned:
@@ -61,7 +61,7 @@ class Attention(nn.Module):
             gates, balance_loss, counts = self.router(x, kept_selection, norms)
             gates = self.heads.take(gates)  # [s, b, h/tp]
         table = rotary_table(query.shape[0], self.head_dim, self.rope_theta, query.dtype, query.device)
-        context = moh_attention(rotate(query, table), rotate(key, table), value, gates)  # [s, b, h/tp, e]
+        context = moh_attention(rotate(query, table), rotate(key, table), value, gates, mask)  # [s, b, h/tp, e]
         output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
         if balance_loss is None:
             return output

@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
+from moh_lm.model.documents import Documents
 from moh_lm.model.transformer import (
     INIT_STD,
     DecoderLayer,
@@ -60,14 +61,14 @@ class Head(nn.Module):
         return output_logits(x, self.lm_head.weight, self.group)
 
 
-def layer_list(config, group, micro_batches, recompute):
+def layer_list(config, group, micro_batches, recompute, documents=None):
     """[(prefix of the parameter names, LayerSpec, cost in multiplications per token)] of the whole model."""
     d, e, vocab = config.hidden_size, config.head_dim, config.vocab_size
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     block = 2 * d * e * (heads + key_value_heads) + 3 * d * config.intermediate_size
     scale = balance_scale(config, micro_batches)
     blocks = [
-        (f"model.layers.{i}.", LayerSpec(DecoderLayer, config, i, scale, recompute, group), block)
+        (f"model.layers.{i}.", LayerSpec(DecoderLayer, config, i, scale, recompute, group, documents), block)
         for i in range(config.num_layers)
     ]
     if config.tie_embeddings:
@@ -93,14 +94,20 @@ class PipelineCausalLM(PipelineModule):
 
     def __init__(self, config, groups_shape, group, micro_batches, recompute, seed, loss_fn):
         pipeline, data, tensor = groups_shape
-        self.layers = layer_list(config, group, micro_batches, recompute)
+        documents = Documents()
+        self.layers = layer_list(config, group, micro_batches, recompute, documents)
         with contextlib.redirect_stdout(None):  # DeepSpeed prints the list on every start
             super().__init__(
                 [spec for _, spec, _ in self.layers],
                 topology=PipeModelDataParallelTopology(num_pp=pipeline, num_mp=tensor, num_dp=data),
                 loss_fn=loss_fn,
             )
+        self.documents = documents
         initialize(self.canonical_parameters(), seed)
+
+    def forward(self, x):
+        self.documents.advance(x.device)
+        return super().forward(x)
 
     def _partition_layers(self, method):
         """Give the stages equal costs, not DeepSpeed's equal numbers of parameters: an embedding costs nothing."""

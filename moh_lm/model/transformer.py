@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moh_lm.model.attention import Attention
+from moh_lm.model.documents import Documents
 from moh_lm.parallel.layers import (
     ColumnParallelLinear,
     RMSNorm,
@@ -50,7 +51,7 @@ class DecoderLayer(nn.Module):
     selection of heads: it is kept in a list, so that rounding can never select others the second time.
     """
 
-    def __init__(self, config, layer_index, balance_scale, recompute, group):
+    def __init__(self, config, layer_index, balance_scale, recompute, group, documents):
         super().__init__()
         output_std = INIT_STD / math.sqrt(2 * config.num_layers)
         d, eps = config.hidden_size, config.rms_norm_eps
@@ -59,14 +60,16 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(d, eps, group)
         self.mlp = MLP(config, output_std, group)
         self.recompute = recompute
+        self.documents = documents
 
     def forward(self, x):
+        mask = self.documents.mask
         if self.recompute and self.training and torch.is_grad_enabled():
-            return checkpoint(self.block, x, [], use_reentrant=False)
-        return self.block(x)
+            return checkpoint(self.block, x, mask, [], use_reentrant=False)
+        return self.block(x, mask)
 
-    def block(self, x, kept_selection=None):
-        x = x + self.self_attn(self.input_layernorm(x), kept_selection)
+    def block(self, x, mask, kept_selection=None):
+        x = x + self.self_attn(self.input_layernorm(x), mask, kept_selection)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -75,13 +78,16 @@ class Decoder(nn.Module):
 
     def __init__(self, config, balance_scale, recompute, group):
         super().__init__()
+        self.documents = Documents()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, INIT_STD, group)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, balance_scale, recompute, group) for index in range(config.num_layers)
+            DecoderLayer(config, index, balance_scale, recompute, group, self.documents)
+            for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
 
     def forward(self, tokens):
+        self.documents.advance(tokens.device)
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -103,6 +109,7 @@ class CausalLM(nn.Module):
         if not config.tie_embeddings:
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, self.vocab_partition)
         self.tied = config.tie_embeddings
+        self.documents = self.model.documents
 
     def forward(self, tokens):
         """tokens: int64 [b, s] -> logits [s, b, vocab/tp] in the dtype of the weights, padding columns included."""

@@ -1,0 +1,243 @@
+"""The data of a run: the sources of a data directory, their held-out parts, their mixture, and what was read before.
+
+Every shard is cut once. The heads of a source's shards, end to end, are its training stream; the tails are its
+validation stream. Windows may cross from shard to shard inside their stream but never the cut, so validation shares no
+token with training. The cut depends on the shard and the fraction only: it stays when other shards come or go.
+
+    shard    |------------- head ------------|-- tail --|         tail = about validation_fraction, whole documents
+    stream   head 1 | head 2 | ...     windows of S + 1 tokens at stride S, ordered by Mixture
+             tail 1 | tail 2 | ...     windows of S + 1 tokens at stride S, ordered by a permutation of their own
+"""
+
+import difflib
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from moh_lm.checks import data_problems
+from moh_lm.config import ConfigError, DataConfig
+from moh_lm.data.mixture import Mixture, Permutation, integer_weights
+from moh_lm.data.segments import changes, next_segments
+from moh_lm.data.shards import OpenedSource, Shard, ShardError, open_source, read_manifest
+
+
+class Stream:
+    """Parts of shards end to end, addressed by token position. ``parts`` are (shard, first token, end)."""
+
+    def __init__(self, parts: Iterable[tuple[Shard, int, int]]):
+        self.parts = [(shard, first, end) for shard, first, end in parts if end > first]
+        self.ends = np.cumsum([end - first for _, first, end in self.parts], dtype=np.int64)
+        self.num_tokens = int(self.ends[-1]) if self.parts else 0
+
+    def pieces(self, position: int, count: int) -> Iterator[tuple[Shard, int, int]]:
+        """(shard, first token, end) of the pieces that make up ``count`` tokens from ``position`` on."""
+        part = int(np.searchsorted(self.ends, position, side="right"))
+        while count:
+            shard, _, end = self.parts[part]
+            left = int(self.ends[part]) - position
+            taken = min(left, count)
+            yield shard, end - left, end - left + taken
+            position += taken
+            count -= taken
+            part += 1
+
+    def read(self, position: int, count: int) -> np.ndarray:
+        """Token ids int64 [count] from ``position`` on. Raises ShardError if a file is not as it was written."""
+        pieces = [shard.read(first, end - first) for shard, first, end in self.pieces(position, count)]
+        return np.concatenate(pieces).astype(np.int64)
+
+    def document_starts(self, position: int, count: int) -> list[int]:
+        """Where among ``count`` tokens from ``position`` on a document, or a part of the stream, begins: 1..count - 1.
+
+        Found by search in the indexes of the shards, whatever ids the documents end with. Raises ShardError.
+        """
+        found, done = [], 0
+        for shard, first, end in self.pieces(position, count):
+            with shard.document_starts() as starts:
+                found += [done, *(done + start - first for start in starts.inside(first + 1, end))]
+            done += end - first
+        return found[1:]
+
+
+class Source:
+    """One source of a run: its shards, their streams, and the windows held out."""
+
+    def __init__(self, name: str, opened: OpenedSource, seq_length: int):
+        self.name = name
+        self.shards, cuts, self.unlisted = opened
+        self.seq_length = seq_length
+        self.training = Stream((shard, 0, cut) for shard, cut in zip(self.shards, cuts, strict=True))
+        self.validation = Stream((shard, cut, shard.num_tokens) for shard, cut in zip(self.shards, cuts, strict=True))
+        self.validation_windows = max(0, self.validation.num_tokens - 1) // seq_length
+
+    def validation_positions(self, num_samples: int) -> np.ndarray:
+        """First tokens of the first ``num_samples`` held-out windows, in an order that mixes the shards."""
+        order = Permutation(self.validation_windows, f"validation/{self.name}")
+        return order(np.arange(min(num_samples, self.validation_windows))) * self.seq_length
+
+    def identity(self) -> str:
+        """A hash of the contents of all shards."""
+        return hashlib.sha256("".join(shard.content for shard in self.shards).encode()).hexdigest()
+
+    def problems(self, fraction: float) -> list[str]:
+        """Why a run with this source cannot start."""
+        needed, training, held_out = self.seq_length + 1, self.training.num_tokens, self.validation.num_tokens
+        if training < needed:
+            return [
+                f"source {self.name} has {training} training tokens, a sample of --seq-length {self.seq_length} takes "
+                f"{needed}: prepare more text, leave the source out of --data-mix, or shorten --seq-length"
+            ]
+        if fraction and not self.validation_windows:
+            return [
+                f"--validation-fraction {fraction:g} holds out {held_out} of {training + held_out} tokens of source "
+                f"{self.name}, a sample of --seq-length {self.seq_length} takes {needed}: raise it to about "
+                f"{min(0.5, 1.1 * needed / (training + held_out)):.2g}, or set it to 0 for no validation"
+            ]
+        return []
+
+    def notes(self) -> list[str]:
+        if not self.unlisted:
+            return []
+        return [
+            f"source {self.name}: manifest.json does not list {len(self.unlisted)} of its shards, such as "
+            f"{self.unlisted[0]}; they are not used until data_prep/tokenize.py has been run to its end"
+        ]
+
+
+class Dataset:
+    """The sources of a run and their mixture; ``Dataset.open`` makes it. ``notes`` are remarks for the user.
+
+    ``segments``: what the run has read up to now (segments.py); by default nothing.
+    """
+
+    def __init__(self, sources, mixture, data: DataConfig, notes: list[str], segments: list[dict] | None = None):
+        self.sources: list[Source] = sources
+        self.mixture: Mixture = mixture
+        self.data = data
+        self.notes = notes
+        self.segments = segments or next_segments([], self.fingerprint(), 0)
+        path = Path(data.data_dir) / "tokenizer.model"
+        self.tokenizer_path = path if path.exists() else None
+
+    @classmethod
+    def open(cls, data: DataConfig, *, seq_length: int, seed: int, vocab_size: int) -> "Dataset":
+        """Open the sources of ``data.data_mix``, or all of the directory. Raises ConfigError with all that is wrong."""
+        problems = data_problems(data)
+        if problems:
+            raise ConfigError(problems)
+        try:
+            manifest = read_manifest(data.data_dir)
+        except ShardError as error:
+            remedy = "give a directory that data_prep/tokenize.py has finished"
+            raise ConfigError([f"--data-dir {data.data_dir}: {error}; {remedy}"]) from error
+        present = manifest["sources"]
+        names = [name for name, _ in data.data_mix] or list(present)
+        sources = []
+        for name in names:
+            if name not in present:
+                problems.append(unknown_source(name, list(present)))
+                continue
+            try:
+                opened = open_source(data.data_dir, name, manifest, data.validation_fraction)
+                sources.append(Source(name, opened, seq_length))
+                problems += sources[-1].problems(data.validation_fraction)
+            except ShardError as error:
+                problems.append(f"source {name}: {error}")
+        problems += vocabulary_problems(sources, vocab_size, manifest["tokenizer"])
+        if not names:
+            problems.append(f"--data-dir {data.data_dir}: holds no source; run data_prep/tokenize.py")
+        num_tokens = {source.name: source.training.num_tokens for source in sources}
+        weights = dict(data.data_mix) or {name: str(tokens) for name, tokens in num_tokens.items() if tokens}
+        try:
+            integer_weights(weights)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+
+        mixture = Mixture(weights, num_tokens, seq_length=seq_length, seed=seed)
+        unused = sorted(present.keys() - set(names))
+        notes = [mixture.note] if mixture.note else []
+        notes += [f"not in --data-mix: {', '.join(unused)}"] if unused else []
+        notes += [note for source in sources for note in source.notes()]
+        return cls(sorted(sources, key=lambda source: source.name), mixture, data, notes)
+
+    @property
+    def source_names(self) -> list[str]:
+        return self.mixture.names
+
+    def plan(self, num_samples: int) -> list[dict]:
+        """What the first ``num_samples`` samples take from each source, with the source's own size.
+
+        After a change of data ``samples`` and ``epochs`` count what is read of the source in its present form.
+        """
+        mixture = self.mixture
+        rows = zip(self.sources, mixture.weights, mixture.windows, mixture.counts(num_samples), strict=True)
+        weights = dict(self.data.data_mix)
+        return [
+            {
+                "name": source.name,
+                "weight": weights.get(source.name, str(source.training.num_tokens)),
+                "share": float(integer / mixture.period),
+                "tokens": source.training.num_tokens + source.validation.num_tokens,
+                "documents": sum(shard.num_documents for shard in source.shards),
+                "windows": int(windows),
+                "samples": int(samples),
+                "epochs": float(samples / windows),
+                "validation_windows": source.validation_windows,
+            }
+            for source, integer, windows, samples in rows
+        ]
+
+    def fingerprint(self) -> dict:
+        """What determines the sequence of samples: equal if and only if the sequences are."""
+        return {
+            "seed": self.mixture.seed,
+            "seq_length": self.mixture.seq_length,
+            "validation_fraction": self.data.validation_fraction,
+            "weights": dict(zip(self.source_names, self.mixture.weights.tolist(), strict=True)),
+            "shards": {source.name: source.identity() for source in self.sources},
+        }
+
+    def state(self) -> dict:
+        """For a checkpoint, JSON-able: the segments of the run, and the shards of the last one by name and content."""
+        units = {
+            source.name: {Path(shard.prefix).name: shard.content[:16] for shard in source.shards}
+            for source in self.sources
+        }
+        return {"segments": self.segments, "units": units}
+
+    def changes(self, state: dict) -> list[str]:
+        """What is other in this dataset than in that of a checkpoint, one sentence each; empty if nothing is."""
+        return changes(state["segments"][-1], state["units"], self.fingerprint(), self.state()["units"])
+
+    def continue_from(self, state: dict, consumed_samples: int) -> "Dataset":
+        """This dataset for a run that has read ``consumed_samples`` samples, as the ``state`` of its checkpoint says.
+
+        If nothing has changed, sample n is what it was. Else a new segment begins here: sources whose shards are the
+        same go on where they were, others begin.
+        """
+        segments = next_segments(state["segments"], self.fingerprint(), consumed_samples)
+        mixture = self.mixture.after(segments[-1]["first_sample"], segments[-1]["consumed"])
+        return Dataset(self.sources, mixture, self.data, self.notes, segments)
+
+
+def unknown_source(name, present):
+    near = difflib.get_close_matches(name, present, n=1)
+    remedy = f"did you mean {near[0]}?" if near else "choose among these"
+    return f"--data-mix {name}: the data directory has no such source but {', '.join(present) or 'none'}; {remedy}"
+
+
+def vocabulary_problems(sources, vocab_size, tokenizer):
+    """A model needs an embedding for every id of its data, and for every piece of the tokenizer it is used with."""
+    largest = {source.name: max(shard.largest_id for shard in source.shards) for source in sources}
+    needed = max([tokenizer.get("vocab_size", 0), *(largest_id + 1 for largest_id in largest.values())])
+    if vocab_size >= needed:
+        return []
+    ids = ", ".join(f"{largest_id} in source {name}" for name, largest_id in largest.items())
+    return [
+        f"--vocab-size {vocab_size} is smaller than the vocabulary of the data: {tokenizer.get('vocab_size')} pieces, "
+        f"largest id {ids}; set --vocab-size {needed} or more"
+    ]

@@ -1,0 +1,131 @@
+"""Files that are there in full or not at all, and bytes that are checked whenever they are read.
+
+What a sidecar says of a file: its size, its SHA-256, and the CRC-32 of every block of 64 KiB, eight hexadecimal digits
+each. Whoever reads a range reads the whole blocks around it and compares their sums, so a byte that changed on the disk
+is found where it would be used, and named by its file and block.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from array import array
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+VERSION = 2  # of the sidecar and of the manifest
+BLOCK = 1 << 16  # bytes under one CRC-32
+CHUNK = 1 << 20  # bytes that a pass over a whole file handles at a time
+
+
+class ShardError(Exception):
+    """A shard or data directory that is damaged, unfinished or contradicts itself; the message names the file."""
+
+
+def beside(prefix: str | Path, suffix: str) -> Path:
+    """PREFIX + suffix; ``Path.with_suffix`` would cut a unit name at its last dot."""
+    return Path(f"{prefix}{suffix}")
+
+
+# --- Writing ---
+
+
+class Description:
+    """Takes the bytes of a file piece by piece; ``facts`` is what the sidecar says of them."""
+
+    def __init__(self, data: bytes = b""):
+        self.num_bytes = 0
+        self.sha256 = hashlib.sha256()
+        self.blocks = array("L")
+        self.update(data)
+
+    def update(self, data: bytes):
+        self.sha256.update(data)
+        rest = memoryview(data)
+        while rest:
+            used = self.num_bytes % BLOCK
+            if not used:
+                self.blocks.append(0)
+            part, rest = rest[: BLOCK - used], rest[BLOCK - used :]
+            self.blocks[-1] = zlib.crc32(part, self.blocks[-1])
+            self.num_bytes += len(part)
+
+    def facts(self) -> dict:
+        sums = "".join(f"{block:08x}" for block in self.blocks)
+        return {"bytes": self.num_bytes, "sha256": self.sha256.hexdigest(), "crc32": sums}
+
+
+def publish(path: Path, data: bytes):
+    """Write ``data`` to ``path`` so that after a crash the file is there in full, or as it was before."""
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def temporary_name(path: Path) -> Path:
+    return beside(path, f".tmp-{os.getpid()}")
+
+
+def json_bytes(value: dict) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+# --- Reading ---
+
+
+def read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ShardError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ShardError(f"{path}: not JSON ({error})") from error
+    if not isinstance(value, dict) or value.get("version") != VERSION:
+        raise ShardError(f"{path}: not a file of this format, version {VERSION}; run data_prep/tokenize.py again")
+    return value
+
+
+def block_sums(facts: dict) -> np.ndarray:
+    """The CRC-32 of each block, uint32, from what a sidecar says of a file."""
+    return np.frombuffer(bytes.fromhex(facts["crc32"]), ">u4").astype(np.uint32)
+
+
+def read_range(file: BinaryIO, start: int, stop: int, sums: np.ndarray | None) -> memoryview:
+    """Bytes ``start`` to ``stop`` - 1 of an open file. Raises ShardError if it ends before, or if the CRC-32 of a
+    block is not that in ``sums``; None compares nothing.
+    """
+    first, last = (start // BLOCK, -(-stop // BLOCK)) if sums is not None else (0, 0)
+    low, high = (first * BLOCK, last * BLOCK) if sums is not None else (start, stop)
+    file.seek(low)
+    data = memoryview(file.read(high - low))
+    if len(data) < stop - low:
+        raise ShardError(f"{file.name}: ends at byte {low + len(data)}, inside the bytes {start} to {stop - 1}")
+    for number in range(first, last):
+        if zlib.crc32(data[number * BLOCK - low :][:BLOCK]) != sums[number]:
+            raise ShardError(damaged_block(file.name, number))
+    return data[start - low : stop - low]
+
+
+def damaged_block(path, number) -> str:
+    return f"{path}: block {number}, from byte {number * BLOCK} on, is damaged: its CRC-32 is not that of the sidecar"
+
+
+def sha256_of(path: str | Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(CHUNK):
+            digest.update(data)
+    return digest.hexdigest()

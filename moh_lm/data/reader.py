@@ -1,0 +1,187 @@
+"""A shard as it is read: what is checked when it is opened, and what with every byte that is used."""
+
+import hashlib
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from moh_lm.data.files import (
+    BLOCK,
+    CHUNK,
+    Description,
+    ShardError,
+    beside,
+    block_sums,
+    damaged_block,
+    read_json,
+    read_range,
+)
+from moh_lm.data.index import HEADER, Counts, DocumentStarts, read_counts, verify_arrays
+
+
+class Sums(NamedTuple):
+    """The CRC-32 of the blocks of both files, uint32; None for a shard without a sidecar."""
+
+    bin: np.ndarray | None
+    idx: np.ndarray | None
+
+
+@dataclass(eq=False, slots=True)
+class Shard:
+    """An opened shard. Its files are open only while they are read, so that there can be thousands.
+
+    A shard without a sidecar has neither ``sidecar`` nor ``largest_id`` nor ``content``, a hash of both files. A shard
+    out of a manifest has no ``sidecar`` either, and no ``sums`` until it is first read.
+    """
+
+    prefix: str | Path
+    dtype: np.dtype
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+    largest_id: int | None = None
+    content: str | None = None
+    sidecar: dict | None = None
+    sums: Sums | None = None
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """``count`` token ids from position ``first`` on, as stored. Raises ShardError unless all of them are there
+        and as they were written.
+        """
+        self.check_content()
+        size = self.dtype.itemsize
+        with opened(f"{self.prefix}.bin") as file:
+            return np.frombuffer(read_range(file, first * size, (first + count) * size, self.sums.bin), self.dtype)
+
+    @contextmanager
+    def document_starts(self) -> Iterator[DocumentStarts]:
+        """Where its documents begin, while its index is open. Raises ShardError, also from its use."""
+        self.check_content()
+        with opened(f"{self.prefix}.idx") as file:
+            yield DocumentStarts(file, self.counts(), self.sums.idx)
+
+    def counts(self) -> Counts:
+        return Counts(self.dtype, self.num_sequences, self.num_documents, self.num_tokens)
+
+    def check_content(self):
+        """At the first read of a shard out of a manifest: whether its files are those that the manifest describes."""
+        if self.sums is not None:
+            return
+        shard = open_shard(self.prefix)
+        if shard.content != self.content:
+            raise ShardError(
+                f"{self.prefix}.json: has other checksums than manifest.json; run data_prep/tokenize.py again"
+            )
+        self.sums = shard.sums
+
+    def index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The index, memory-mapped: sequence lengths int32 [n], byte offsets int64 [n], document bounds int64 [m]."""
+        with open(beside(self.prefix, ".idx"), "rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        arrays, offset = [], HEADER.size
+        for dtype, count in (("<i4", self.num_sequences), ("<i8", self.num_sequences), ("<i8", self.num_documents + 1)):
+            arrays.append(np.frombuffer(content, dtype, count, offset))
+            offset += arrays[-1].nbytes
+        return tuple(arrays)
+
+
+@contextmanager
+def opened(path: str):
+    """The open file; whatever the system refuses becomes a ShardError that names it."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise ShardError(f"{path}: {error.strerror or error}") from error
+
+
+def open_shard(prefix: str | Path, *, foreign: bool = False, verify: bool = False) -> Shard:
+    """Open PREFIX.{bin,idx,json} as a ``Shard`` after checking sizes and counts, whatever the number of documents.
+
+    ``foreign`` accepts a pair without a sidecar, written by another tool. ``verify`` reads both files in full: the
+    index must be consistent in itself and the checksums those of the sidecar. Raises ShardError.
+    """
+    bin_path, idx_path, json_path = (beside(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
+    sidecar = read_sidecar(json_path) if json_path.exists() else None
+    if sidecar is None and not foreign:
+        raise ShardError(f"{json_path} is missing: the shard is unfinished; run data_prep/tokenize.py again")
+    try:
+        with open(idx_path, "rb") as file:
+            counts = read_counts(file)
+        bin_bytes, idx_bytes = bin_path.stat().st_size, idx_path.stat().st_size
+    except OSError as error:
+        raise ShardError(f"{error.filename}: {error.strerror}") from error
+    if bin_bytes != counts.tokens * counts.dtype.itemsize:
+        expected = counts.tokens * counts.dtype.itemsize
+        raise ShardError(f"{bin_path}: {bin_bytes} bytes, but its index describes {expected}")
+    shard = Shard(Path(prefix), *counts, sums=Sums(None, None))
+    if sidecar is not None:
+        compare(json_path, "dtype", sidecar["dtype"], counts.dtype.name)
+        compare(json_path, "documents", sidecar["documents"], counts.documents)
+        compare(json_path, "tokens", sidecar["tokens"], counts.tokens)
+        compare(json_path, "size of .bin", sidecar["bin"]["bytes"], bin_bytes)
+        compare(json_path, "size of .idx", sidecar["idx"]["bytes"], idx_bytes)
+        shard.largest_id, shard.content, shard.sidecar = sidecar["largest_id"], content_of(sidecar), sidecar
+        shard.sums = Sums(block_sums(sidecar["bin"]), block_sums(sidecar["idx"]))
+    if verify:
+        for problem in verify_shard(shard):
+            raise ShardError(problem)
+    return shard
+
+
+def verify_shard(shard: Shard, report: Callable[[int], None] = lambda num_bytes: None) -> Iterator[str]:
+    """A sentence for each thing that is wrong with an opened shard, which is read in full.
+
+    Compares both files with the checksums of their sidecar, names damaged blocks, and looks whether the index is
+    consistent in itself. ``report`` is called with the number of bytes read since the last call.
+    """
+    sound = True
+    for key in ("bin", "idx"):
+        path, actual = f"{shard.prefix}.{key}", Description()
+        with opened(path) as file:
+            while data := file.read(CHUNK):
+                actual.update(data)
+                report(len(data))
+        recorded = shard.sidecar[key] if shard.sidecar else actual.facts()
+        if actual.facts() != recorded:
+            sound = False
+            yield damaged_file(path, block_sums(recorded), block_sums(actual.facts()))
+    if sound:
+        try:
+            verify_arrays(f"{shard.prefix}.idx", shard.dtype.itemsize, *shard.index())
+        except ShardError as error:
+            yield str(error)
+
+
+def damaged_file(path, recorded, actual) -> str:
+    if len(actual) != len(recorded):
+        return f"{path}: {len(actual)} blocks of {BLOCK} bytes, but its sidecar has the checksums of {len(recorded)}"
+    differ = np.flatnonzero(recorded != actual)
+    if not len(differ):
+        return f"{path}: its SHA-256 is not that of the sidecar, though the CRC-32 of every block is"
+    more = f"; {len(differ) - 1} more blocks are damaged" if len(differ) > 1 else ""
+    return damaged_block(path, int(differ[0])) + more
+
+
+def read_sidecar(path: Path) -> dict:
+    """The sidecar at ``path``. Raises ShardError if it is not one of this version."""
+    sidecar = read_json(path)
+    keys = {"dtype", "documents", "tokens", "largest_id", "tokenizer", "inputs", "bin", "idx"}
+    if not keys <= sidecar.keys():
+        raise ShardError(f"{path}: not the sidecar of a shard ({', '.join(sorted(keys - sidecar.keys()))} missing)")
+    return sidecar
+
+
+def compare(path: Path, what: str, recorded, actual):
+    if recorded != actual:
+        raise ShardError(f"{path}: {what} is recorded as {recorded}, but is {actual}")
+
+
+def content_of(sidecar: dict) -> str:
+    """A hash of the bytes of both files."""
+    return hashlib.sha256((sidecar["bin"]["sha256"] + sidecar["idx"]["sha256"]).encode()).hexdigest()

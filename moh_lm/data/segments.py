@@ -1,0 +1,84 @@
+"""The data of a run whose mix or shards changed on the way: a list of segments.
+
+A segment is the data between two changes. Sample n of a run is a pure function of n and of the segments: those of the
+segment with the largest ``first_sample`` up to n place it, with the number of windows that each of its sources had
+``consumed`` before.
+
+    {"first_sample": 0, "seed": 1234, "seq_length": 2048, "validation_fraction": 0.001,
+     "weights": {source: integer}, "shards": {source: hash of the contents}, "consumed": {source: windows}}
+
+A source goes on at its next unread window, and in its epoch, if its windows and their order are the same as in an
+earlier segment: the same shards, seed, sequence length and validation fraction. Else it begins at window 0.
+"""
+
+from collections.abc import Mapping
+
+from moh_lm.data.mixture import sample_counts
+
+ORDER = ("seed", "seq_length", "validation_fraction")  # what the windows of every source depend on
+NAMED = 3  # shards of a source that a sentence names
+
+
+def next_segments(segments: list[dict], fingerprint: dict, consumed_samples: int) -> list[dict]:
+    """The segments of a run that goes on with the data of ``fingerprint`` after ``consumed_samples`` samples.
+
+    ``segments``: those before; they are all kept if the last one has this fingerprint.
+    """
+    segments = [segment for segment in segments if segment["first_sample"] < consumed_samples]
+    if segments and all(segments[-1][key] == value for key, value in fingerprint.items()):
+        return segments
+    consumed = {name: windows_read(segments, consumed_samples, name, fingerprint) for name in fingerprint["weights"]}
+    return [*segments, {"first_sample": consumed_samples, **fingerprint, "consumed": consumed}]
+
+
+def windows_read(segments, consumed_samples, name, fingerprint) -> int:
+    """Windows of the source ``name``, as it is in ``fingerprint``, among the first ``consumed_samples`` of a run."""
+    end = consumed_samples
+    for segment in reversed(segments):
+        same_order = all(segment[key] == fingerprint[key] for key in ORDER)
+        if same_order and segment["shards"].get(name) == fingerprint["shards"][name]:
+            sources = sorted(segment["weights"])
+            counts = sample_counts([segment["weights"][source] for source in sources], end - segment["first_sample"])
+            return segment["consumed"][name] + int(counts[sources.index(name)])
+        end = segment["first_sample"]
+    return 0
+
+
+def changes(before: dict, units_before: Mapping, now: dict, units_now: Mapping) -> list[str]:
+    """A sentence for each difference between two fingerprints; ``units``: source -> shard -> hash of its contents."""
+    found = [
+        f"--{key.replace('_', '-')} was {before[key]} and is {now[key]}" for key in ORDER if before[key] != now[key]
+    ]
+    for name in sorted(before["weights"].keys() | now["weights"].keys()):
+        was, share = describe_share(before["weights"], name), describe_share(now["weights"], name)
+        if share is None:
+            found.append(f"source {name} was {was} of the mix and is no longer in it")
+        elif was is None:
+            found.append(f"source {name} was not in the mix and is {share} of it")
+        elif was != share:
+            found.append(f"source {name} was {was} of the mix and is {share} of it")
+        if was and share and before["shards"][name] != now["shards"][name]:
+            found += changed_shards(name, units_before[name], units_now[name])
+    return found
+
+
+def describe_share(weights, name):
+    if name not in weights:
+        return None
+    total = sum(weights.values())
+    return f"{weights[name]}/{total} ({weights[name] / total:.2%})"
+
+
+def changed_shards(source, before, now) -> list[str]:
+    """Sentences that name the shards of a source that came, went or changed."""
+    verdicts = {
+        "added": [name for name in now if name not in before],
+        "removed": [name for name in before if name not in now],
+        "changed": [name for name in now if name in before and before[name] != now[name]],
+    }
+    found = []
+    for verdict, names in verdicts.items():
+        if names:
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            found.append(f"source {source}: {', '.join(names[:NAMED])}{more} {verdict}, {len(now)} shards now")
+    return found or [f"source {source}: its shards are in another order"]

@@ -1,0 +1,222 @@
+"""Runs that stop, go on with other ranks, or with other data: which windows they read."""
+
+import json
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from moh_lm.config import DataConfig
+from moh_lm.data.dataset import Dataset
+from moh_lm.data.loader import Loader
+from moh_lm.data.shards import ShardWriter, write_manifest
+
+SEQ_LENGTH = 8
+LENGTHS = {"a": [[60, 45], [100]], "b": [[30] * 12], "c": [[150], [20, 20, 60]]}
+
+
+def write_shard(prefix, lengths, first_token):
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with ShardWriter(prefix, 2**20) as shard:
+        for length in lengths:
+            shard.add(np.arange(first_token, first_token + length))
+            first_token += length
+        shard.commit({"tokenizer": {"sha256": "a" * 64, "vocab_size": 2**20, "eos_id": 2}, "inputs": []})
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Three sources; every token is another number."""
+    token = 0
+    for source, shards in LENGTHS.items():
+        for number, lengths in enumerate(shards):
+            write_shard(tmp_path / source / f"unit-{number}", lengths, token)
+            token += sum(lengths)
+    write_manifest(tmp_path)
+    return tmp_path
+
+
+def open_dataset(directory, mix, seed=1, fraction=0.0, seq_length=SEQ_LENGTH):
+    mix = tuple(text.split("=") for text in mix.split())
+    data = DataConfig(data_dir=str(directory), data_mix=mix, validation_fraction=fraction)
+    return Dataset.open(data, seq_length=seq_length, seed=seed, vocab_size=2**20)
+
+
+def saved(dataset):
+    """The state of a dataset after a checkpoint on the disk."""
+    return json.loads(json.dumps(dataset.state()))
+
+
+def windows(dataset, first, end):
+    """(source, epoch, first token) of samples ``first`` to ``end`` - 1."""
+    source, epoch, position = dataset.mixture.locate(np.arange(first, end))
+    names = [dataset.source_names[s] for s in source]
+    return list(zip(names, epoch.tolist(), position.tolist(), strict=True))
+
+
+def of_source(name, found):
+    return [(epoch, position) for source, epoch, position in found if source == name]
+
+
+@pytest.mark.parametrize("trial", range(10))
+def test_every_window_is_read_once_per_epoch_whatever_the_stops_ranks_and_accumulation(directory, trial):
+    """Ten random stops; after each the run goes on with other numbers of ranks and of sequences per micro-batch."""
+    random = np.random.default_rng(trial)
+    reference = open_dataset(directory, "a=1 b=2.5 c=0.75", seed=trial)
+    whole = Loader(reference, global_batch_size=16, micro_batch_size=16, data_parallel_rank=0, data_parallel_size=1)
+    state, consumed, rows = saved(reference), 0, []
+    for _ in range(10):
+        dataset = open_dataset(directory, "a=1 b=2.5 c=0.75", seed=trial).continue_from(state, consumed)
+        ranks, accumulation = random.choice([1, 2, 4], 2)
+        loaders = [
+            Loader(
+                dataset,
+                global_batch_size=16,
+                micro_batch_size=int(16 // ranks // accumulation),
+                data_parallel_rank=rank,
+                data_parallel_size=int(ranks),
+            )
+            for rank in range(ranks)
+        ]
+        for _ in range(random.integers(1, 6)):
+            batches = [batch for loader in loaders for batch in loader.train_step(consumed)]
+            assert len(batches) == ranks * accumulation
+            (expected,) = whole.read_step(consumed)
+            assert np.concatenate([batch.tokens for batch in batches]).tolist() == expected.tokens.tolist()
+            rows += [tuple(row) for batch in batches for row in batch.tokens.tolist()]
+            consumed += 16
+        for loader in loaders:
+            loader.close()
+        state = saved(dataset)
+    assert len(state["segments"]) == 1
+    epochs = []
+    for name, number in zip(reference.source_names, reference.mixture.windows.tolist(), strict=True):
+        located = zip(windows(reference, 0, consumed), rows, strict=True)
+        mine = [(epoch, row) for (source, epoch, _), row in located if source == name]
+        assert len(set(mine)) == len(mine)
+        read = Counter(epoch for epoch, _ in mine)
+        epochs.append(max(read))
+        assert all(read[epoch] == number for epoch in range(max(read)))
+    assert max(epochs) > 1
+
+
+def test_a_run_with_the_same_data_has_one_segment_and_the_samples_that_it_had(directory):
+    dataset = open_dataset(directory, "a=1 b=3")
+    state = saved(dataset)
+    again = open_dataset(directory, "b=0.75 a=0.25")
+    assert again.changes(state) == []
+    later = again.continue_from(state, 40)
+    assert later.state() == dataset.state()
+    assert windows(later, 0, 100) == windows(dataset, 0, 100)
+
+
+def test_with_other_weights_every_source_goes_on_at_its_next_window_and_epoch(directory):
+    first = open_dataset(directory, "a=1 b=3")
+    second = open_dataset(directory, "a=5 b=2 c=1").continue_from(saved(first), 70)
+    third = open_dataset(directory, "a=1 c=1").continue_from(saved(second), 95)
+    fourth = open_dataset(directory, "a=1 b=1 c=1").continue_from(saved(third), 130)
+    found = windows(first, 0, 70) + windows(second, 70, 95) + windows(third, 95, 130) + windows(fourth, 130, 300)
+    for name in "abc":
+        mine = of_source(name, found)
+        alone = of_source(name, windows(open_dataset(directory, f"{name}=1"), 0, len(mine)))
+        assert mine == alone
+    assert [segment["first_sample"] for segment in fourth.state()["segments"]] == [0, 70, 95, 130]
+    shares = Counter(source for source, _, _ in windows(third, 95, 130))
+    assert abs(shares["a"] - shares["c"]) <= 1
+
+
+def test_sample_n_is_a_pure_function_of_n_and_the_segments(directory):
+    first = open_dataset(directory, "a=1 b=3")
+    second = open_dataset(directory, "a=5 b=2 c=1").continue_from(saved(first), 70)
+    for consumed in (71, 100, 200):
+        resumed = open_dataset(directory, "a=5 b=2 c=1").continue_from(saved(second), consumed)
+        assert resumed.state() == second.state()
+        assert windows(resumed, 70, 250) == windows(second, 70, 250)
+    with pytest.raises(ValueError, match="sample 69 is before the first, 70"):
+        windows(second, 69, 80)
+
+
+def test_a_source_with_another_shard_begins_again_and_the_others_go_on(directory):
+    first = open_dataset(directory, "a=1 b=1")
+    write_shard(directory / "a" / "unit-9", [90], 900)
+    write_manifest(directory)
+    second = open_dataset(directory, "a=1 b=1").continue_from(saved(first), 41)
+    found = windows(second, 41, 141)
+    assert of_source("a", found) == of_source("a", windows(open_dataset(directory, "a=1"), 0, 50))
+    counts = Counter(source for source, _, _ in windows(first, 0, 41))
+    alone = of_source("b", windows(open_dataset(directory, "b=1"), 0, 100))
+    assert of_source("b", found) == alone[counts["b"] :][:50]
+
+
+def test_a_source_that_is_changed_back_goes_on_where_it_was(directory):
+    first = open_dataset(directory, "a=1 b=1")
+    shutil.copytree(directory, directory / ".before")
+    write_shard(directory / "a" / "unit-9", [90], 900)
+    write_manifest(directory)
+    second = open_dataset(directory, "a=1 b=1").continue_from(saved(first), 40)
+    third = open_dataset(directory / ".before", "a=1 b=1").continue_from(saved(second), 60)
+    mine = of_source("a", windows(first, 0, 40)) + of_source("a", windows(third, 60, 160))
+    assert mine == of_source("a", windows(open_dataset(directory / ".before", "a=1"), 0, len(mine)))
+
+
+@pytest.mark.parametrize("changed", [{"seed": 2}, {"seq_length": 9}, {"fraction": 0.2}])
+def test_with_another_order_of_windows_every_source_begins_again(directory, changed):
+    first = open_dataset(directory, "a=1 b=1")
+    second = open_dataset(directory, "a=1 b=1", **changed).continue_from(saved(first), 40)
+    assert windows(second, 40, 140) == windows(open_dataset(directory, "a=1 b=1", **changed), 0, 100)
+
+
+def test_a_segment_in_which_nothing_was_read_leaves_no_trace(directory):
+    first = open_dataset(directory, "a=1 b=3")
+    second = open_dataset(directory, "a=1 b=1").continue_from(saved(first), 40)
+    third = open_dataset(directory, "a=1 b=3").continue_from(saved(second), 40)
+    assert third.state() == first.state()
+    fresh = open_dataset(directory, "a=1 b=1").continue_from(saved(first), 0)
+    assert fresh.state() == open_dataset(directory, "a=1 b=1").state()
+
+
+def test_what_changed_is_said_field_by_field(directory):
+    state = saved(open_dataset(directory, "a=1 b=3", fraction=0.1))
+    write_shard(directory / "a" / "unit-9", [900], 900)
+    (directory / "a" / "unit-0.json").unlink()
+    write_shard(directory / "a" / "unit-1", [100], 0)
+    write_manifest(directory)
+    now = open_dataset(directory, "a=1 c=1", seed=2, fraction=0.2, seq_length=9)
+    assert now.changes(state) == [
+        "--seed was 1 and is 2",
+        "--seq-length was 8 and is 9",
+        "--validation-fraction was 0.1 and is 0.2",
+        "source a was 1/4 (25.00%) of the mix and is 1/2 (50.00%) of it",
+        "source a: unit-9 added, 2 shards now",
+        "source a: unit-0 removed, 2 shards now",
+        "source a: unit-1 changed, 2 shards now",
+        "source b was 3/4 (75.00%) of the mix and is no longer in it",
+        "source c was not in the mix and is 1/2 (50.00%) of it",
+    ]
+
+
+def test_of_many_shards_that_changed_three_are_named(directory):
+    state = saved(open_dataset(directory, "b=1"))
+    for number in range(10, 20):
+        write_shard(directory / "b" / f"unit-{number}", [90], 900)
+    write_manifest(directory)
+    (change,) = open_dataset(directory, "b=1").changes(state)
+    assert change == "source b: unit-10, unit-11, unit-12 and 7 more added, 11 shards now"
+
+
+def test_the_state_names_every_shard_once_however_many_segments_there_are(directory):
+    dataset = open_dataset(directory, "a=1 b=3")
+    sizes = []
+    for number in range(20):
+        dataset = open_dataset(directory, f"a=1 b={number + 1}").continue_from(saved(dataset), 10 * number + 1)
+        sizes.append(len(json.dumps(dataset.state())))
+        assert json.dumps(dataset.state()).count("unit-0") == 2  # of a and of b
+    assert max(np.diff(sizes)) < 500
+
+
+def test_the_plan_after_a_change_counts_what_is_read_of_a_source_in_all(directory):
+    first = open_dataset(directory, "a=1 b=3")
+    second = open_dataset(directory, "a=1 b=1").continue_from(saved(first), 40)
+    read = Counter(source for source, _, _ in windows(first, 0, 40) + windows(second, 40, 100))
+    assert {row["name"]: row["samples"] for row in second.plan(100)} == dict(read)

@@ -1,0 +1,268 @@
+"""What is in a directory of token shards: counts, lengths of documents, planned epochs, text, damage.
+
+    python tools/inspect_data.py DIR                                    sources, documents, tokens, drops by reason
+    python tools/inspect_data.py DIR --train-tokens 100B [--data-mix NAME=WEIGHT ...]      and what a run takes of them
+    python tools/inspect_data.py DIR --sample 0 1 [--seed 1234 --seq-length 2048 --data-mix NAME=WEIGHT ...]
+    python tools/inspect_data.py DIR --sample 123456 --state RUN/checkpoints/step-N/state.json
+    python tools/inspect_data.py DIR --document wikipedia:17
+    python tools/inspect_data.py DIR --verify                           every byte against the checksums
+
+DIR is a data directory, or holds shards of Megatron-LM and tools like it; the PREFIX of one pair of .bin and .idx will
+do. Further flags are those of moh_lm.pretrain and have the same meaning: samples are numbered as a run with them reads
+them. A run whose data changed on the way is described by the state of its checkpoint. --json prints one JSON object.
+
+Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument has to be mended.
+"""
+
+import json
+import signal
+import sys
+import textwrap
+from bisect import bisect_right
+from collections import Counter
+from pathlib import Path
+
+import sentencepiece
+from inspect_shards import open_directory, summarize, verify
+
+from moh_lm.config import ConfigError, DataConfig
+from moh_lm.data.dataset import Dataset
+from moh_lm.data.files import ShardError
+from moh_lm.flags import Parser, parse_config
+
+ANY_VOCABULARY = 2**31
+LENGTHS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)  # tokens; powers of two at which a column of the table begins
+
+
+def main(texts):
+    try:
+        arguments, config = parse_arguments(texts)
+        report, problems = inspect(arguments, config)
+    except ConfigError as error:
+        print("\n".join(f"inspect_data: {problem}" for problem in error.problems), file=sys.stderr)
+        return 2
+    except ShardError as error:
+        report, problems = {}, [str(error)]
+    if arguments.json:
+        print(json.dumps({**report, "problems": problems}, indent=1))
+    else:
+        print("".join(f"{line}\n" for line in describe(report)), end="")
+    print("".join(f"inspect_data: {problem}\n" for problem in problems), file=sys.stderr, end="")
+    return 1 if problems else 0
+
+
+def parse_arguments(texts):
+    """(arguments, Config of the other flags). Raises ConfigError."""
+    parser = Parser(prog="python tools/inspect_data.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("directory", metavar="DIR", help="data directory, or directory or PREFIX of foreign shards")
+    parser.add_argument("--sample", metavar="N", type=int, nargs="+", help="samples of a run, from 0 on, decoded")
+    parser.add_argument("--state", metavar="FILE", help="state.json of a checkpoint: samples as its run read them")
+    parser.add_argument("--document", metavar="SOURCE:N", nargs="+", help="documents of a source, from 0 on, decoded")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="SentencePiece model (default: DIR/tokenizer.model)")
+    parser.add_argument("--verify", action="store_true", help="compare every file with its checksums")
+    parser.add_argument("--json", action="store_true", help="everything, as one JSON object")
+    arguments, flags = parser.parse_known_args(texts)
+    problems = [f"--sample {number}: must be 0 or above" for number in arguments.sample or () if number < 0]
+    if problems:
+        raise ConfigError(problems)
+    return arguments, parse_config([*flags, "--data-dir", arguments.directory])[0]
+
+
+def inspect(arguments, config):
+    """(what was asked for, by kind; sentences for what is damaged). Raises ConfigError and ShardError."""
+    if arguments.sample is not None:
+        decode = decoder(arguments)
+        dataset = None if arguments.state else open_dataset(config)
+        samples = [
+            read_sample(dataset or dataset_of_state(arguments, number), number, decode) for number in arguments.sample
+        ]
+        return {"samples": samples}, []
+    sources, problems = open_directory(arguments.directory)
+    if arguments.document:
+        decode = decoder(arguments)
+        return {"documents": [read_document(sources, text, decode) for text in arguments.document]}, problems
+    if arguments.verify:
+        shards = [shard for shards in sources.values() for shard in shards]
+        unknown = sum(shard.sidecar is None for shard in shards)
+        return {"verified": len(shards), "without_checksums": unknown}, problems + verify(shards)
+    rows, contradictions = summarize(sources)
+    report = {"sources": rows}
+    if config.run.train_iters is not None:
+        report["plan"] = open_dataset(config).plan(config.run.train_iters * config.run.global_batch_size)
+        report["plan_tokens"] = config.run.train_iters * config.run.tokens_per_iteration
+    return report, problems + contradictions
+
+
+def open_dataset(config):
+    run = config.run
+    return Dataset.open(config.data, seq_length=run.seq_length, seed=run.seed, vocab_size=ANY_VOCABULARY)
+
+
+# --- Text ---
+
+
+def decoder(arguments):
+    """A function from token ids to text; without a tokenizer the ids themselves are written."""
+    default = Path(arguments.directory) / "tokenizer.model"
+    path = Path(arguments.tokenizer) if arguments.tokenizer else default
+    if not path.exists() and not arguments.tokenizer:
+        return lambda ids: " ".join(map(str, ids))
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error
+    size = model.vocab_size()
+    return lambda ids: model.decode([token if token < size else model.unk_id() for token in ids])
+
+
+def read_sample(dataset, number, decode):
+    """The window that sample ``number`` of a run is, in the pieces of documents that it is made of."""
+    source, epoch, position = (int(column[0]) for column in dataset.mixture.locate([number]))
+    stream = dataset.sources[source].training
+    pieces = []
+    for shard, first, end in stream.pieces(position, dataset.mixture.seq_length + 1):
+        with shard.document_starts() as starts:
+            bounds = [first, *starts.inside(first + 1, end), end]
+            numbers = [starts.number(start) for start in bounds[:-1]]
+        for document, start, stop in zip(numbers, bounds, bounds[1:], strict=False):
+            pieces.append(piece(shard, document, start, stop, decode))
+    name = dataset.source_names[source]
+    return {"sample": number, "source": name, "epoch": epoch, "position": position, "pieces": pieces}
+
+
+def piece(shard, document, start, stop, decode):
+    """Tokens ``start`` to ``stop`` - 1 of a shard, which belong to its ``document``."""
+    ids = shard.read(start, stop - start).tolist()
+    return {"shard": Path(shard.prefix).name, "document": document, "first": start, "ids": ids, "text": decode(ids)}
+
+
+def dataset_of_state(arguments, number):
+    """The data of the segment that ``number`` is in, as the state of a checkpoint describes it."""
+    try:
+        segments = json.loads(Path(arguments.state).read_text(encoding="utf-8"))["data"]["segments"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError([f"--state {arguments.state}: not the state.json of a checkpoint ({error})"]) from error
+    segments = [segment for segment in segments if segment["first_sample"] <= number]
+    segment = segments[-1]
+    data = DataConfig(
+        data_dir=arguments.directory,
+        data_mix=tuple((name, str(weight)) for name, weight in segment["weights"].items()),
+        validation_fraction=segment["validation_fraction"],
+    )
+    dataset = Dataset.open(data, seq_length=segment["seq_length"], seed=segment["seed"], vocab_size=ANY_VOCABULARY)
+    now = dataset.fingerprint()["shards"]
+    changed = [name for name, identity in segment["shards"].items() if now[name] != identity]
+    if changed:
+        raise ConfigError([
+            f"--sample {number}: was read when source {', '.join(changed)} had other shards than {arguments.directory} "
+            "has now; give the directory as it was"
+        ])
+    return dataset.continue_from({"segments": segments}, number + 1)
+
+
+def read_document(sources, text, decode):
+    """The document that ``text``, SOURCE:N, names."""
+    name, separator, number = text.rpartition(":")
+    if not separator or not number.isdecimal() or name not in sources:
+        raise ConfigError([f"--document {text}: write SOURCE:N, with a source of {', '.join(sources)}, such as 0"])
+    number, before = int(number), 0
+    for shard in sources[name]:
+        if number < before + shard.num_documents:
+            with shard.document_starts() as starts:
+                local = number - before
+                start = starts[local]
+                stop = starts[local + 1] if local + 1 < len(starts) else shard.num_tokens
+            return {"source": name, "number": number, **piece(shard, local, start, stop, decode)}
+        before += shard.num_documents
+    raise ConfigError([f"--document {text}: source {name} has {before:,} documents; choose one from 0 to {before - 1}"])
+
+
+# --- Tables ---
+
+
+def describe(report):
+    """Lines of at most 100 columns if the names of sources have at most 24."""
+    if "sources" in report:
+        yield from describe_sources(report["sources"])
+    if "plan" in report:
+        yield from describe_plan(report["plan"], report["plan_tokens"])
+    if "verified" in report:
+        unknown = report["without_checksums"]
+        yield f"{report['verified']:,} shards read in full" + (f", {unknown:,} have no checksums" if unknown else "")
+    for sample in report.get("samples", ()):
+        place = f"epoch {sample['epoch']}, from token {sample['position']:,} of its training tokens on"
+        yield f"sample {sample['sample']:,}: source {sample['source']}, {place}"
+        for part in sample["pieces"]:
+            yield from describe_piece(part)
+    for document in report.get("documents", ()):
+        yield f"document {document['number']:,} of source {document['source']}"
+        yield from describe_piece(document)
+
+
+def describe_piece(part):
+    last = part["first"] + len(part["ids"]) - 1
+    yield f"--- {part['shard']}, document {part['document']:,}, tokens {part['first']:,} to {last:,}"
+    for line in part["text"].split("\n"):
+        shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line.expandtabs())
+        yield from textwrap.wrap(shown, 100, drop_whitespace=False) or [""]
+
+
+def describe_sources(rows):
+    shown = [*rows, sum_of(rows)] if len(rows) > 1 else rows
+    width = max(len(row["name"]) for row in [*shown, {"name": "source"}])
+    yield (
+        f"{'source':<{width}} {'shards':>7} {'documents':>13} {'tokens':>16} {'bytes/token':>11} {'dropped':>9}  dtype"
+    )
+    for row in shown:
+        rate = "-" if row["text_bytes"] is None or not row["tokens"] else f"{row['text_bytes'] / row['tokens']:.2f}"
+        yield (
+            f"{row['name']:<{width}} {row['shards']:>7,} {row['documents']:>13,} {row['tokens']:>16,} {rate:>11} "
+            f"{sum(row['dropped'].values()):>9,}  {', '.join(row['dtypes'])}"
+        )
+    for row in rows:
+        for reason, count in row["dropped"].items():
+            yield f"dropped of {row['name']}: {count:,} {reason}"
+    heads = "".join(f"{short(start) + '-':>7}" for start in LENGTHS)
+    yield from ("", "documents by length in tokens", f"{'source':<{width}} {heads} {'mean':>7} {'longest':>10}")
+    for row in shown:
+        counts = [0] * len(LENGTHS)
+        for shortest, count in row["lengths"].items():
+            counts[max(0, bisect_right(LENGTHS, int(shortest)) - 1)] += count
+        shares = "".join(f"{count / max(1, row['documents']):>7.1%}" for count in counts)
+        mean = row["tokens"] / max(1, row["documents"])
+        yield f"{row['name']:<{width}} {shares} {mean:>7,.0f} {row['longest']:>10,}"
+
+
+def sum_of(rows):
+    """The row of all sources together."""
+    total = {key: sum(row[key] for row in rows) for key in ("shards", "documents", "tokens")}
+    known = [row["text_bytes"] for row in rows]
+    return {
+        **total,
+        "name": "all",
+        "dtypes": sorted({dtype for row in rows for dtype in row["dtypes"]}),
+        "text_bytes": None if None in known else sum(known),
+        "longest": max(row["longest"] for row in rows),
+        "dropped": sum((Counter(row["dropped"]) for row in rows), Counter()),
+        "lengths": sum((Counter(row["lengths"]) for row in rows), Counter()),
+    }
+
+
+def describe_plan(rows, tokens):
+    width = max(len(row["name"]) for row in [*rows, {"name": "source"}])
+    yield from ("", f"plan of {tokens:,} tokens")
+    yield f"{'source':<{width}} {'share':>8} {'samples':>14} {'windows':>14} {'epochs':>9} {'held-out windows':>17}"
+    for row in rows:
+        yield (
+            f"{row['name']:<{width}} {row['share']:>8.2%} {row['samples']:>14,} {row['windows']:>14,} "
+            f"{row['epochs']:>9.3f} {row['validation_windows']:>17,}"
+        )
+
+
+def short(number):
+    return f"{number // 1024}K" if number >= 1024 else str(number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program without a traceback
+    sys.exit(main(sys.argv[1:]))
