@@ -21,6 +21,7 @@ from moh_lm.checkpoint import CheckpointError, NonFiniteState, Saver, check_spac
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
 from moh_lm.data.dataset import Dataset
+from moh_lm.data.files import ShardError
 from moh_lm.data.loader import Loader
 from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
@@ -104,6 +105,9 @@ def train(config, dataset, device):
         return run_steps(config, dataset, device, stop, watchdog)
     except (ConfigError, CheckpointError, TooManySkips):
         raise
+    except ShardError as error:  # found by the rank that reads there; the others see it leave
+        print(f"moh_lm.pretrain: rank {dist.get_rank()}: {error}; restore the file", file=sys.stderr, flush=True)
+        leave(WRONG)
     except Exception:
         traceback.print_exc()
         leave(UNAVAILABLE if watchdog.blame() else 1)

@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import os
 import re
+import shutil
 import signal
 import statistics
 from pathlib import Path
@@ -327,6 +329,21 @@ def test_a_rank_that_dies_ends_the_others_with_its_name(data_dir, tmp_path):
         run_ranks(run_and_suffer, 2, arguments(data_dir, tmp_path), 5, die, output)
     assert re.search(r"rank 1 \(process \d+\) died; rank 0 cannot go on", Path(f"{output}-0").read_text())
     assert [step.name for step in list_steps(tmp_path / "checkpoints")] == ["step-3"]
+
+
+def zero_the_shards(directory):
+    for path in directory.glob("*/*.bin"):
+        path.write_bytes(bytes(path.stat().st_size))
+
+
+def test_a_damaged_shard_ends_the_run_in_one_line_with_its_name(data_dir, tmp_path):
+    output, data = tmp_path / "output", tmp_path / "data"
+    shutil.copytree(data_dir, data)
+    harm = functools.partial(zero_the_shards, data)
+    with pytest.raises(AssertionError, match=r"exit codes \["):
+        run_ranks(run_and_suffer, 2, arguments(data, tmp_path / "run"), 3, harm, output)
+    said = "".join(Path(f"{output}-{rank}").read_text() for rank in (0, 1))
+    assert re.search(r"moh_lm.pretrain: rank \d: .*unit-\d.bin: block 0, .* is damaged.*; restore the file", said)
 
 
 def test_a_rank_that_stands_still_ends_the_run_and_all_ranks_say_where_they_were(data_dir, tmp_path):
