@@ -1,39 +1,37 @@
-"""The documents of an input file, one after another, whatever they are packed in.
-
-The container is known by its first bytes: gzip, zstandard, parquet, else plain. Inside are documents in one of three
-forms:
+"""The documents of an input file, one after another, whatever they are packed in (data_prep/containers.py).
 
     jsonl     a JSON object per line, the text under ``text_key``; a line is the unit of damage
     column    the parquet column ``text_key``, a document per row
     text      the whole file is one document
 
-Text leaves as it is: nothing is normalised, trimmed or repaired. What is not a document is counted by reason; a
-container that cannot be read to its end is an ``InputError``, so that a part of a file never passes for the whole.
+Text leaves as it is: nothing is normalised, trimmed or repaired. What is not a document is dropped with a reason, so
+that the documents and the counts of what was dropped add up to the lines, rows or texts of the input:
+
+    bad UTF-8, broken JSON, not an object, missing text, text is not a string, lone surrogate, too long
+    of no known set (see below)
+    HARMLESS: blank line, empty text, of another set
+
+A file that mixes several sources (data_prep/corpora.py) is read for one source at a time: ``Piece.source``.
 """
 
 import json
 import os
-import re
-import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
-import pyarrow
 import pyarrow.parquet
-import zstandard
 
-READ = 1 << 18  # bytes per read of a compressed file
-SAMPLE = 1 << 16  # bytes at either end of a file that tell it from others of its name
-MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
-JSON_LINES_NAME = re.compile(r"\.(jsonl|json|ndjson)(\.|$)")
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+from data_prep.containers import BYTE_ORDER_MARK, READ, InputError, decompressed, reading, sniff, unchanged
+from data_prep.corpora import SET_COLUMNS, source_of_line, source_of_record
 
-
-class InputError(Exception):
-    """An input that cannot be read to its end; the message names the file."""
+SAMPLE = 1 << 16  # bytes at either end of a file that tell it from others
+LONGEST = 1 << 29  # bytes of a line, or of a text
+BATCH = 1 << 24  # bytes of text that are read from parquet at once
+EXCERPT = 200  # bytes of what was dropped
+STDIN = "/dev/stdin"  # the name of a piece that was standard input
+HARMLESS = frozenset({"blank line", "empty text", "of another set"})
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,18 @@ class Piece:
     path: str  # absolute
     name: str  # relative to the fixed part of the pattern that matched it
     size: int  # bytes of the file
-    sample: str  # hash of the first and last bytes of the file
+    sample: str  # hash of the first and last bytes of the file, of all of standard input
     container: str  # plain, gzip, zstd, parquet
     form: str  # jsonl, column, text
     start: int
     end: int
     num_bytes: int  # of this part, for progress and for the size of units
+    source: str = ""  # of a file that mixes sources, the one that this piece is read for
+
+    @property
+    def origin(self) -> str:
+        """What a sidecar calls the file."""
+        return f"standard input, SHA-256 {self.sample}" if self.name == STDIN else self.path
 
 
 class Document(NamedTuple):
@@ -56,6 +60,8 @@ class Document(NamedTuple):
     dropped: str | None  # the reason why there is no text
     num_bytes: int  # of the text, in UTF-8
     position: int  # bytes of the piece read so far, of ``Piece.num_bytes``
+    offset: int  # where it is: the byte in the unpacked file, or the row in the parquet file
+    excerpt: bytes  # the beginning of what was dropped
 
 
 def inspect_file(path: str, name: str) -> Piece:
@@ -66,73 +72,56 @@ def inspect_file(path: str, name: str) -> Piece:
         head = file.read(SAMPLE)
         file.seek(max(len(head), size - SAMPLE))
         sample = sha256(head + file.read()).hexdigest()
-        container = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "plain")
-        end = size
-        if container == "parquet":
-            form, end = "column", pyarrow.parquet.read_metadata(path).num_row_groups
-        else:
-            file.seek(0)
-            beginning = head if container == "plain" else next(filter(None, decompressed(file, container)), b"")
-            form = "jsonl" if holds_json_lines(beginning, name) else "text"
+        file.seek(0)
+        container, form = sniff(file, name)
+        end = pyarrow.parquet.read_metadata(path).num_row_groups if form == "column" else size
     return Piece(path, name, size, sample, container, form, 0, end, size)
-
-
-def holds_json_lines(beginning: bytes, name: str) -> bool:
-    """Whether the first line is a JSON object, or begins one that ``beginning`` does not end, or the name says so."""
-    line, newline, _ = beginning.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        unfinished = not newline and re.match(rb'\{\s*"', line) is not None
-        return unfinished or JSON_LINES_NAME.search(name) is not None
-
-
-def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
-    """Uncompressed bytes of the text column in each row group. Raises InputError if the file has no such column."""
-    with reading(piece.path):
-        metadata = pyarrow.parquet.read_metadata(piece.path)
-    columns = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    if text_key not in columns:
-        raise InputError(f"{piece.path}: has no column {text_key!r} but {', '.join(columns)}; give --text-key")
-    column = columns.index(text_key)
-    return [metadata.row_group(i).column(column).total_uncompressed_size for i in range(metadata.num_row_groups)]
 
 
 def documents(piece: Piece, text_key: str) -> Iterator[Document]:
     """The documents of ``piece`` in order, and in their place whatever had to be dropped. Raises InputError."""
-    with reading(piece.path):
-        if piece.form == "column":
-            yield from column_documents(piece, text_key)
-        elif piece.form == "jsonl":
-            for line, position in lines(piece):
-                text, dropped = text_of_line(line, text_key)
-                yield document(text, dropped, position)
-        else:
-            with open(piece.path, "rb") as file:
-                data = file.read() if piece.container == "plain" else b"".join(decompressed(file, piece.container))
-            try:
-                yield document(data.decode(), None, piece.num_bytes)
-            except UnicodeDecodeError:
-                yield document(None, "bad UTF-8", piece.num_bytes)
+    read = {"jsonl": line_documents, "column": column_documents, "text": text_documents}[piece.form]
+    with reading("standard input" if piece.name == STDIN else piece.path):
+        unchanged(piece.path, piece.size)
+        yield from read(piece, text_key)
+        unchanged(piece.path, piece.size)
 
 
-def document(text, dropped, position) -> Document:
-    """A Document of the value found in place of the text, if it is one."""
+def document(text, dropped, position, offset, raw) -> Document:
+    """A Document of the value found in place of the text, if it is one; ``raw``: what it was found in, if bytes."""
+    num_bytes = 0
     if dropped is None and text is None:
         dropped = "missing text"
     elif dropped is None and not isinstance(text, str):
         dropped = "text is not a string"
     elif dropped is None and not text:
         dropped = "empty text"
-    if dropped is None:
+    elif dropped is None:
         try:
-            return Document(text, None, len(text.encode()), position)
+            num_bytes = len(text) if text.isascii() else len(text.encode())
         except UnicodeEncodeError:
             dropped = "lone surrogate"
-    return Document(None, dropped, 0, position)
+    if dropped is None:
+        return Document(text, None, num_bytes, position, offset, b"")
+    raw = repr(text).encode(errors="backslashreplace") if raw is None else raw
+    return Document(None, dropped, 0, position, offset, raw[:EXCERPT])
 
 
-def text_of_line(line: bytes, text_key: str):
+# --- JSON lines ---
+
+
+def line_documents(piece, text_key):
+    for line, offset, position in lines(piece):
+        if line is None:
+            yield document(None, "too long", position, offset, b"")
+        elif piece.source and (source_of_line(line) or piece.source) != piece.source:
+            yield document(None, "of another set", position, offset, b"")  # most lines, and parsing is slow
+        else:
+            text, dropped = text_of_line(line, text_key, piece.source)
+            yield document(text, dropped, position, offset, line)
+
+
+def text_of_line(line: bytes, text_key: str, source: str):
     """The value under ``text_key`` and None, or None and the reason why there is none."""
     if not line or line.isspace():
         return None, "blank line"
@@ -142,80 +131,124 @@ def text_of_line(line: bytes, text_key: str):
         return None, "bad UTF-8"
     except (ValueError, RecursionError):
         return None, "broken JSON"
-    return (record.get(text_key), None) if isinstance(record, dict) else (None, "not an object")
+    if not isinstance(record, dict):
+        return None, "not an object"
+    return record.get(text_key), other_set(record, source)
 
 
-def lines(piece: Piece) -> Iterator[tuple[bytes, int]]:
-    """The lines of ``piece`` without their newlines, and the bytes of the piece read so far.
+def other_set(record: dict, source: str) -> str | None:
+    """Why a record is not read for ``source``, the empty string for all of the file."""
+    found = source_of_record(record) if source else ""
+    return None if found == source else "of another set" if found else "of no known set"
 
-    A line belongs to the range that it starts in, so that neighbouring ranges share no line and miss none.
+
+def lines(piece: Piece) -> Iterator[tuple[bytes | None, int, int]]:
+    """(line, or None if it is too long; its offset; bytes of the piece read so far). A newline at its end may stay.
+
+    A line belongs to the range that it starts in, so that neighbouring ranges share no line and miss none. Files that
+    begin with a byte order mark may have been joined: it is removed from the beginning of every line.
     """
     with open(piece.path, "rb") as file:
         if piece.container != "plain":
-            for number, line in enumerate(split_lines(decompressed(file, piece.container))):
-                yield line if number else line.removeprefix(BYTE_ORDER_MARK), file.tell()
+            for line, offset in split_lines(decompressed(file, piece.container)):
+                yield line and line.removeprefix(BYTE_ORDER_MARK), offset, file.tell()
             return
         if piece.start:
             file.seek(piece.start - 1)
-            file.readline()  # the rest of a line that starts before the range
-        elif file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
-            file.seek(0)
-        while file.tell() < piece.end:
-            line = file.readline()
-            if not line:
-                raise InputError(f"{piece.path}: has become shorter than {piece.size} bytes")
-            yield line.removesuffix(b"\n"), file.tell() - piece.start
+            skip_line(file)  # the rest of a line that starts before the range
+        while (offset := file.tell()) < piece.end and (line := file.readline(LONGEST + 1)):
+            if len(line) > LONGEST and not line.endswith(b"\n"):
+                skip_line(file)
+                line = None
+            position = min(file.tell() - piece.start, piece.num_bytes)
+            yield line and line.removeprefix(BYTE_ORDER_MARK), offset, position
 
 
-def decompressed(file, container: str) -> Iterator[bytes]:
-    """The content of all gzip members, or zstandard frames, of an open file. Raises EOFError if the last is cut off."""
-    member = None
-    while data := file.read(READ):
-        while data:
-            if member is None and container == "gzip":
-                data = data.lstrip(b"\0")  # padding between members
-                member = zlib.decompressobj(wbits=31) if data else None
-            elif member is None:
-                member = zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
-            if member is not None:
-                yield member.decompress(data)
-                data = member.unused_data
-                member = None if member.eof else member
-    if member is not None:
-        raise EOFError("the file is cut off")
+def skip_line(file):
+    while (part := file.readline(READ)) and not part.endswith(b"\n"):
+        pass
 
 
-def split_lines(chunks) -> Iterator[bytes]:
-    unfinished = []  # parts of a line that may span many chunks
+def split_lines(chunks: Iterator[bytes]) -> Iterator[tuple[bytes | None, int]]:
+    """The lines of a stream, None for one that is longer than ``LONGEST``, and their offsets."""
+    unfinished, length, offset = [], 0, 0  # parts of a line that may span many chunks
     for chunk in chunks:
         *complete, rest = chunk.split(b"\n")
         for line in complete:
-            yield b"".join([*unfinished, line])
+            length += len(line)
+            yield b"".join([*unfinished, line]) if length <= LONGEST else None, offset
+            offset += length + 1
+            length = 0
             unfinished.clear()
-        unfinished.append(rest)
-    if last := b"".join(unfinished):
-        yield last
+        length += len(rest)
+        if length <= LONGEST:
+            unfinished.append(rest)
+        else:
+            unfinished.clear()
+    if length:
+        yield b"".join(unfinished) if length <= LONGEST else None, offset
 
 
-def column_documents(piece: Piece, text_key: str) -> Iterator[Document]:
-    with pyarrow.parquet.ParquetFile(piece.path) as file:
-        groups = range(piece.start, piece.end)
-        rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-        done = 0
-        for batch in file.iter_batches(batch_size=64, row_groups=groups, columns=[text_key]):
-            for value in batch.column(0):
-                done += 1
-                position = piece.num_bytes * done // rows
-                try:
-                    yield document(value.as_py(), None, position)
-                except UnicodeDecodeError:
-                    yield document(None, "bad UTF-8", position)
+# --- Parquet ---
 
 
-@contextmanager
-def reading(path):
-    """Whatever goes wrong with a file becomes an InputError that names it."""
+def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
+    """Uncompressed bytes of the text column in each row group. Raises InputError if the file has no such column."""
+    with reading(piece.path):
+        metadata = pyarrow.parquet.read_metadata(piece.path)
+    columns = [metadata.schema.column(i).path.split(".")[0] for i in range(metadata.num_columns)]
+    if text_key not in columns:
+        names = ", ".join(dict.fromkeys(columns))
+        raise InputError(f"{piece.path}: has no column {text_key!r} but {names}; give --text-key")
+    column = columns.index(text_key)
+    return [metadata.row_group(i).column(column).total_uncompressed_size for i in range(metadata.num_row_groups)]
+
+
+def column_documents(piece, text_key):
+    sizes = row_group_bytes(piece, text_key)
+    # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
+    with pyarrow.parquet.ParquetFile(piece.path, buffer_size=READ, pre_buffer=False) as file:
+        columns = [text_key, *(name for name in SET_COLUMNS if piece.source and name in file.schema_arrow.names)]
+        rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]
+        row, done, total = sum(rows[: piece.start]), 0, max(1, sum(rows[piece.start : piece.end]))
+        for group in range(piece.start, piece.end):
+            batch_size = max(1, min(1024, BATCH * rows[group] // max(1, sizes[group])))
+            for batch in file.iter_batches(batch_size, row_groups=[group], columns=columns):
+                sets = [(name, batch.column(name)) for name in columns[1:]]
+                for i, value in enumerate(batch.column(text_key)):
+                    done += 1
+                    record = {name: column[i].as_py() for name, column in sets}
+                    text, dropped = text_of_row(value, record, piece.source)
+                    yield document(text, dropped, piece.num_bytes * done // total, row, None)
+                    row += 1
+
+
+def text_of_row(value, record, source):
     try:
-        yield
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException) as error:
-        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        text = value.as_py()
+        return text.decode() if isinstance(text, bytes) else text, other_set(record, source)
+    except UnicodeDecodeError:
+        return None, "bad UTF-8"
+
+
+# --- Texts ---
+
+
+def text_documents(piece, text_key):
+    """The one document of the file; a byte order mark tells its encoding and is not part of it."""
+    parts, length = [], 0
+    with open(piece.path, "rb") as file:
+        plain = iter(lambda: file.read(READ), b"")
+        for part in plain if piece.container == "plain" else decompressed(file, piece.container):
+            length += len(part)
+            if length <= LONGEST:
+                parts.append(part)
+            else:
+                parts.clear()
+    data = b"".join(parts).removeprefix(BYTE_ORDER_MARK)
+    text, dropped = None, "too long" if length > LONGEST else None
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        dropped = "bad UTF-8"
+    yield document(text, dropped, piece.num_bytes, 0, data)

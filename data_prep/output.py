@@ -1,22 +1,27 @@
 """The data directory while it is written: one run at a time, what is finished, what is replaced, what is left over.
 
 All of it is read from the directory itself, so that a run may be stopped anywhere, and the next one finds its way.
+``SOURCE/groups.jsonl`` records which small files form a unit together (data_prep/units.py), a list of names per line.
 """
 
 import fcntl
+import json
 import os
 import re
 import tempfile
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data_prep.encoding import Tokenizer
+from data_prep.inputs import Source
 from data_prep.units import Unit
 from moh_lm.config import ConfigError
-from moh_lm.data.shards import ShardError, beside, open_shard, read_sidecar
+from moh_lm.data.files import ShardError, beside, publish
+from moh_lm.data.reader import open_shard, read_sidecar
 
-SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json)(?P<temporary>\.tmp-\d+)?")
+SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json|rejects\.jsonl)(?P<temporary>\.tmp-\d+)?")
+TEMPORARY = re.compile(r"(stdin|groups\.jsonl|manifest\.json|tokenizer\.model)\.tmp-\d+")
 
 
 def writable_directory(path: str | Path) -> Path:
@@ -44,13 +49,15 @@ def only_run(output: Path):
         os.close(directory)
 
 
-def replaced_shards(output: Path, units: list[Unit], tokenizer: Tokenizer) -> list[Path]:
-    """Sidecars of shards that an earlier run made of inputs of this run, in other units. Raises ConfigError.
+def replaced_shards(
+    output: Path, sources: dict[str, Source], units: list[Unit], tokenizer: Tokenizer
+) -> list[Path]:
+    """Sidecars of shards that an earlier run made of inputs of ``sources``, in other units. Raises ConfigError.
 
     All shards of a data directory are made with one tokenizer: another one is refused here, before any work is done.
     """
     planned = {(unit.source, unit.name) for unit in units}
-    inputs = {(unit.source, piece.path) for unit in units for piece in unit.pieces}
+    inputs = {(name, piece.origin) for name, source in sources.items() for piece in source.pieces + source.copies}
     replaced = []
     for path in sorted(output.glob("[!.]*/*.json")):
         source = path.parent.name
@@ -82,12 +89,41 @@ def finished_sidecar(output: Path, unit: Unit) -> dict | None:
     return sidecar if all(os.path.getmtime(piece.path) <= written for piece in unit.pieces) else None
 
 
-def sweep(output: Path, sources: Iterable[str]):
-    """Remove what a run that was stopped has left over: temporary files, and token files without a sidecar."""
-    for source in sources:
-        directory = output / source
-        directory.mkdir(exist_ok=True)
-        for path in directory.iterdir():
+def recorded_groups(directory: Path) -> list[list[str]]:
+    """The groups of small files that earlier runs have formed in a source. Raises ConfigError."""
+    path = directory / "groups.jsonl"
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise ConfigError([f"{path}: not a list of names per line ({error}); remove it"]) from error
+
+
+def record_groups(directory: Path, units: list[Unit]):
+    """Record the groups among ``units``; those of files that are not among their inputs stay."""
+    formed = [[piece.name for piece in unit.pieces] for unit in units if len(unit.pieces) > 1]
+    present = {piece.name for unit in units for piece in unit.pieces}
+    recorded = recorded_groups(directory)
+    groups = [group for group in recorded if group in formed or present.isdisjoint(group)]
+    groups += [group for group in formed if group not in groups]
+    if groups != recorded:
+        publish(directory / "groups.jsonl", "".join(json.dumps(group) + "\n" for group in groups).encode())
+
+
+def sweep(output: Path, sources: Iterable[str], failed: Iterable[Unit] = ()):
+    """Remove what a run that was stopped has left over: temporary files, files of shards without a sidecar, and
+    directories of sources without a file.
+
+    The bad records of units that have ``failed`` stay to be looked at.
+    """
+    kept = {beside(output / unit.source / unit.name, ".rejects.jsonl") for unit in failed}
+    for directory in [output, *(output / source for source in sources)]:
+        for path in directory.iterdir() if directory.is_dir() else ():
             match = SHARD_FILE.fullmatch(path.name)
-            if match and (match["temporary"] or not beside(directory / match["unit"], ".json").exists()):
+            unfinished = match and not beside(directory / match["unit"], ".json").exists()
+            if TEMPORARY.fullmatch(path.name) or (match and match["temporary"]) or (unfinished and path not in kept):
                 path.unlink()
+        if directory != output:
+            with suppress(OSError):  # there is none, or it is not empty
+                directory.rmdir()

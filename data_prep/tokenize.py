@@ -1,12 +1,13 @@
-"""Text in, token shards out; and, as ``tokenize.py train``, text in, SentencePiece model out.
+"""Text in, token shards out; as ``train`` and ``extend``, SentencePiece models. For users: docs/data.md.
 
     python data_prep/tokenize.py --tokenizer M.model --source NAME=GLOB [--source ...] --output DIR [--workers N]
-    python data_prep/tokenize.py train --input GLOB [GLOB ...] --vocab-size 65536 --output M.model
+    python data_prep/tokenize.py --tokenizer M.model --recognize DIRECTORY [--only NAME ...] --output DIR
+    python data_prep/tokenize.py train --help
 
-The inputs (documents.py) are cut into units (units.py). Each becomes a shard (encoding.py) of the data directory DIR
-(output.py; its layout: moh_lm/data/shards.py) in one of several processes (workers.py). A restart keeps the shards that
-are complete; a shard that an earlier run made of the same input with other content or options is replaced.
-Exit codes: 0 complete, 1 an input failed, 2 wrong usage.
+The inputs (inputs.py, recognised by corpora.py) are cut into units (units.py). Each becomes a shard (writing.py, from
+documents.py and encoding.py) of the data directory DIR (output.py; its layout: moh_lm/data/shards.py) in one of several
+processes (workers.py). A restart keeps the shards that are complete; a shard that an earlier run made of the same input
+with other content or options is replaced. Exit codes: 0 complete, 1 an input failed, 2 wrong usage.
 """
 
 import os
@@ -18,18 +19,30 @@ if __name__ == "__main__":
 
 import argparse
 import re
-from collections import Counter
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
-from tqdm import tqdm
-
 from data_prep import sentencepiece_training
+from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
-from data_prep.output import finished_sidecar, only_run, replaced_shards, sweep, writable_directory
-from data_prep.units import plan_units
+from data_prep.inputs import Source, named_source, recognized_sources, standard_input
+from data_prep.output import (
+    finished_sidecar,
+    only_run,
+    record_groups,
+    recorded_groups,
+    replaced_shards,
+    sweep,
+    writable_directory,
+)
+from data_prep.report import outlook, plan_line, print_summary, progress_bar, room
+from data_prep.units import Unit, divide
 from data_prep.workers import run_units
+from data_prep.writing import too_many_bad
 from moh_lm.config import ConfigError
-from moh_lm.data.shards import ShardError, publish, write_manifest
+from moh_lm.data.files import ShardError, publish
+from moh_lm.data.shards import write_manifest
 from moh_lm.flags import Parser, quantity
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -50,66 +63,81 @@ def main(arguments: list[str]) -> int:
 
 
 def tokenize_command(arguments: list[str]) -> int:
-    flags = tokenize_flags(arguments)
-    patterns = source_patterns(flags.source)
+    flags = read_flags(arguments)
     tokenizer = Tokenizer(flags.tokenizer)
-    options = Options(text_key=flags.text_key, shuffle=not flags.no_shuffle)
-    units, failures = plan(patterns, options, flags.unit_size, tokenizer)
+    sources, from_stdin, failures = find_sources(flags)
     output = writable_directory(flags.output)
-    with only_run(output):
-        replaced = replaced_shards(output, units, tokenizer)
-        sweep(output, patterns)
-        publish(output / "tokenizer.model", Path(flags.tokenizer).read_bytes())
-        finished = {unit: sidecar for unit in units if (sidecar := finished_sidecar(output, unit))}
-        for source in patterns:
-            complete = [unit in finished for unit in units if unit.source == source]
-            print(f"{source}: {len(complete)} shards, {sum(complete)} of them complete already", flush=True)
-
-        missing = [unit for unit in units if unit not in finished]
-        with progress_bar(missing) as bar:
-            tokens = 0
-            for unit, event, value in run_units(missing, flags.workers, flags.tokenizer, options, str(output)):
-                if event == "progress":
-                    tokens += value[1]
-                    bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
-                    bar.update(value[0])
-                elif event == "done":
-                    finished[unit] = value
-                else:
-                    failures[unit.source].append(f"{unit.source}/{unit.name}: {value}")
-
-        for source in patterns:
-            if not failures[source] and not any(finished[unit]["documents"] for unit in units if unit.source == source):
-                failures[source].append(f"{source}: holds no document; is --text-key right?")
-        replaced = [path for path in replaced if not failures[path.parent.name]]
-        for path in replaced:
-            path.unlink()  # the sidecar; what is without one, the sweep removes
-        try:
-            write_manifest(output)
-        except ShardError as error:
-            failures["manifest"] = [str(error)]
-        sweep(output, patterns)
-    if replaced:
-        print(f"replaced {len(replaced)} shards that an earlier run made of the same inputs")
-    print_summary(patterns, finished)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(only_run(output))
+            sweep(output, sources)
+            if from_stdin:
+                try:
+                    sources[from_stdin].pieces.append(stack.enter_context(standard_input(output / from_stdin)))
+                except InputError as error:
+                    failures[from_stdin].append(str(error))
+            fill(output, sources, tokenizer, flags, failures)
+    except OSError as error:
+        failures[""].append(f"{error.filename or output}: {error.strerror or error}, {room(output)}")
     for sentence in sum(failures.values(), []):
         print(f"tokenize.py: failed: {sentence}", file=sys.stderr)
     return 1 if any(failures.values()) else 0
 
 
-def tokenize_flags(arguments):
+def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, failures: dict[str, list[str]]):
+    """Bring the data directory to the state that ``sources`` ask for. Raises ConfigError, and OSError."""
+    options = Options(text_key=flags.text_key, shuffle=not flags.no_shuffle)
+    units = plan(sources, output, flags.unit_size, tokenizer, options)
+    for name, source in sources.items():
+        failures[name] += source.unreadable
+    replaced = replaced_shards(output, sources, units, tokenizer)
+    publish(output / "tokenizer.model", Path(flags.tokenizer).read_bytes())
+    finished = {unit: sidecar for unit in units if (sidecar := finished_sidecar(output, unit))}
+    for name, source in sources.items():
+        print(plan_line(name, source, [unit in finished for unit in units if unit.source == name]), flush=True)
+
+    make_shards(units, finished, failures, flags, options)
+    absent = judge(units, finished, failures, flags)
+    incomplete = {unit.source for unit in units if unit not in finished} | {name for name in sources if failures[name]}
+    replaced = [path for path in replaced if path.parent.name not in incomplete]
+    for path in [*replaced, *(path for name in absent for path in (output / name).glob("*.json"))]:
+        path.unlink()  # the sidecar; what is without one, the sweep removes
+    sweep(output, sources, failed=[unit for unit in units if unit not in finished])
+    try:
+        write_manifest(output)
+    except ShardError as error:
+        failures[""].append(str(error))
+
+    if replaced:
+        print(f"replaced {len(replaced)} shards that an earlier run made of the same inputs")
+    for name in absent:
+        print(f"{name}: left out, since no document of these files belongs to it")
+    print_summary([name for name in sources if name not in absent], finished)
+
+
+# --- Before the work ---
+
+
+def read_flags(arguments):
     parser = Parser(
         prog="python data_prep/tokenize.py",
-        description="Encode text with a SentencePiece model into token shards.",
+        description="Encode text into token shards; docs/data.md tells more.",
         epilog="To train a SentencePiece model: python data_prep/tokenize.py train --help",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece model")
     add(
-        "--source", metavar="NAME=GLOB", required=True, action="append",
-        help="a source and its files: JSON lines, parquet or plain text, also in gzip or zstandard; may be repeated",
+        "--source", metavar="NAME=GLOB", action="append", default=[],
+        help="a source and its files: JSON lines, parquet or plain text, also in gzip or zstandard; '-' is standard "
+        "input; may be repeated",
     )
+    add(
+        "--recognize", metavar="DIR", action="append", default=[],
+        help="a directory with files of RedPajama, SlimPajama, Dolma or the Pile, whose sources are named by their "
+        "content; may be repeated",
+    )
+    add("--only", metavar="NAME", nargs="+", default=[], help="of the sources that --recognize finds, these alone")
     add("--output", metavar="DIR", required=True, help="data directory; sources that it has already stay")
     cores = len(os.sched_getaffinity(0))
     add("--workers", metavar="N", type=positive, default=cores, help="processes (default: one per core)")
@@ -119,7 +147,16 @@ def tokenize_flags(arguments):
         "--unit-size", metavar="BYTES", type=size, default="128M",
         help="bytes of input per shard, where an input can be divided (default: 128M)",
     )
-    return parser.parse_args(arguments)
+    add(
+        "--max-bad-fraction", metavar="F", type=fraction,
+        help="a shard with a larger fraction of bad records is not written (default: 0.01, and up to 1000 bad records)",
+    )
+    flags = parser.parse_args(arguments)
+    if not flags.source and not flags.recognize:
+        parser.error("nothing to tokenize: give --source NAME=GLOB or --recognize DIR")
+    if flags.only and not flags.recognize:
+        parser.error("--only chooses among the sources that --recognize DIR finds: give that too")
+    return flags
 
 
 def size(text):
@@ -134,6 +171,42 @@ def positive(text):
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
     return value
+
+
+def fraction(text):
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be between 0 and 1")
+    return value
+
+
+def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[str]]]:
+    """Name -> files of each source; the name of that of standard input; name -> sentences for what cannot be read.
+
+    The empty name has the sentences that belong to no source. Raises ConfigError.
+    """
+    patterns = source_patterns(flags.source)
+    from_stdin = [name for name, globs in patterns.items() for pattern in globs if pattern == "-"]
+    problems = ["--source NAME=-: standard input can be read only once"] if len(from_stdin) > 1 else []
+    sources = {}
+    for name, globs in patterns.items():
+        try:
+            sources[name] = named_source(f"--source {name}=", [pattern for pattern in globs if pattern != "-"])
+        except ConfigError as error:
+            problems += error.problems
+    if from_stdin and sys.stdin.isatty():
+        problems.append(f"--source {from_stdin[0]}=-: standard input is a terminal; write ... | python data_prep/...")
+    if problems:
+        raise ConfigError(problems)
+    unreadable = []
+    if flags.recognize:
+        named = {os.path.realpath(path) for source in sources.values() for path in source.paths}
+        found, unreadable, remarks = recognized_sources(flags.recognize, flags.text_key, named, flags.only)
+        for name, pieces in found.items():
+            sources.setdefault(name, Source()).pieces += pieces
+        for remark in remarks:
+            print(remark)
+    return sources, from_stdin[0] if from_stdin else None, {"": unreadable, **{name: [] for name in sources}}
 
 
 def source_patterns(sources: list[str]) -> dict[str, list[str]]:
@@ -152,44 +225,66 @@ def source_patterns(sources: list[str]) -> dict[str, list[str]]:
     return patterns
 
 
-def plan(patterns, options, unit_size, tokenizer):
-    """The units of all sources, and source -> sentences for its unreadable inputs. Raises ConfigError."""
-    units, failures, problems = [], {}, []
+def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
+    """The units of all sources; their groups of small files are recorded. Raises ConfigError."""
+    units = []
     identity = {"tokenizer": tokenizer.description["sha256"], **vars(options)}
-    for source, globs in patterns.items():
-        try:
-            planned, failures[source] = plan_units(
-                f"--source {source}=", source, globs, text_key=options.text_key, unit_size=unit_size, identity=identity
-            )
-            units += planned
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return units, failures
+    for name, source in sources.items():
+        source.arrange()
+        (output / name).mkdir(exist_ok=True)
+        planned = divide(
+            name, source, text_key=options.text_key, unit_size=unit_size, identity=identity,
+            groups=recorded_groups(output / name), finished=lambda unit: finished_sidecar(output, unit) is not None,
+        )
+        record_groups(output / name, planned)
+        units += planned
+    return units
 
 
-def progress_bar(units):
-    return tqdm(
-        desc="tokenizing",
-        total=sum(unit.num_bytes for unit in units),
-        unit="B",
-        unit_scale=True,
-        dynamic_ncols=True,
-        mininterval=0.5 if sys.stderr.isatty() else 30,
-        disable=not units,
-    )
+# --- The work, and after ---
 
 
-def print_summary(sources, finished):
-    print(f"{'source':24} {'files':>8} {'documents':>12} {'tokens':>16} {'bytes/token':>12}  dropped")
-    for source in sources:
-        sidecars = [sidecar for unit, sidecar in finished.items() if unit.source == source]
-        files = len({made_of["path"] for sidecar in sidecars for made_of in sidecar["inputs"]})
-        documents, tokens, text_bytes = (sum(s[key] for s in sidecars) for key in ("documents", "tokens", "text_bytes"))
-        dropped = sum((Counter(sidecar["dropped"]) for sidecar in sidecars), Counter())
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items())) or "none"
-        print(f"{source:24} {files:8,} {documents:12,} {tokens:16,} {text_bytes / max(1, tokens):12.2f}  {reasons}")
+def make_shards(units, finished, failures, flags, options):
+    """Make the shards that are not ``finished``, and enter them there, or in ``failures``."""
+    missing = [unit for unit in units if unit not in finished]
+    tokens, start, no_room = 0, time.monotonic(), ""
+    with progress_bar(missing) as bar:
+        work = run_units(missing, flags.workers, flags.tokenizer, options, flags.output, flags.max_bad_fraction)
+        for unit, event, value in work:
+            if event == "progress":
+                tokens += value[1]
+                rate = tokens / max(1e-9, time.monotonic() - start)
+                bar.set_postfix_str(f"{tokens:,} tokens, {rate:,.0f}/s", refresh=False)
+                bar.update(value[0])
+            elif event == "done":
+                finished[unit] = value
+            elif event == "failed":
+                failures[unit.source].append(f"{unit.source}/{unit.name}: {value}")
+            else:
+                no_room = f"{flags.output}/{unit.source}/{unit.name}: {value}, {room(flags.output)}"
+    if no_room:
+        failures[""].append(f"{no_room}; {outlook(units, finished)}")
+
+
+def judge(units, finished, failures, flags) -> list[str]:
+    """Enter in ``failures`` what is wrong with finished shards; returns the sources of which mixed files hold none."""
+    for unit, sidecar in finished.items():
+        if problem := too_many_bad(sidecar["dropped"], sidecar["documents"], flags.max_bad_fraction):
+            remedy = f"raise it, or remove {flags.output}/{unit.source}/{unit.name}.json to have the shard removed"
+            failures[unit.source].append(f"{unit.source}/{unit.name}: {problem}; {remedy}")
+    absent = []
+    for name in failures:
+        made = [unit for unit in units if unit.source == name]
+        complete = made and not failures[name] and all(unit in finished for unit in made)
+        if not complete or any(finished[unit]["documents"] for unit in made):
+            continue
+        mixed = all(piece.source for unit in made for piece in unit.pieces)
+        if mixed and name not in flags.only:
+            absent.append(name)
+        else:
+            remedy = "no document of these files belongs to it" if mixed else "is --text-key right?"
+            failures[name].append(f"{name}: holds no document; {remedy}")
+    return absent
 
 
 if __name__ == "__main__":

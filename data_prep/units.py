@@ -1,23 +1,29 @@
 """Units of work: how the inputs of a source are divided into shards.
 
-A unit is one input file, a byte range of a large plain JSON-lines file, a range of parquet row groups, or a group of
-small plain files. It becomes one shard of the same name, whatever the number of workers. The name holds a hash of all
-that determines the shard's bytes, so a shard that exists under the name of a unit is that unit, finished.
+A unit is one input file, a byte range of a large plain JSON-lines file, a range of parquet row groups, or, where a
+source has more than ``MANY`` small files, a group of them. It becomes one shard of the same name, whatever the number
+of workers. The name holds a hash of all that determines the shard's bytes, so a shard that exists under the name of a
+unit is that unit, finished.
+
+Files that come later change no group: the groups of a source are recorded before the work begins (data_prep/output.py)
+and stay as long as their files exist. Nor does a small file join a group if it has a shard of its own already.
 """
 
-import glob
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
 
-from data_prep.documents import InputError, Piece, inspect_file, row_group_bytes
+from data_prep.containers import InputError
+from data_prep.documents import Piece, row_group_bytes
+from data_prep.inputs import Source, named_source
 from moh_lm.config import ConfigError
 
-SMALL = 16  # plain files below this fraction of the unit size are grouped
+SMALL = 16  # files below this fraction of the unit size are small
+MANY = 1024  # small files of a source, up to which each is a unit by itself
 SUFFIXES = re.compile(r"(\.(jsonl|json|ndjson|txt|parquet|gz|zst|zstd))+$")
 
 
@@ -32,60 +38,78 @@ class Unit:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def inputs(option: str, patterns: Iterable[str]) -> list[tuple[str, str]]:
-    """(absolute path, name) of the files that match any of ``patterns``, sorted by name.
+def plan_units(option, source, patterns, *, text_key, unit_size, identity) -> tuple[list[Unit], list[str]]:
+    """The units of the files that match ``patterns``, and sentences for those that cannot be read.
 
-    The name is relative to the part of the pattern without wildcards: it does not change when a directory tree moves.
     Raises ConfigError for a pattern without a match; ``option`` is what patterns follow on the command line.
     """
-    files, problems = {}, []
-    for pattern in map(os.path.expanduser, patterns):
-        root = os.path.dirname(pattern)
-        while glob.has_magic(root):
-            root = os.path.dirname(root)
-        matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-        found = [path for path in matches if os.path.isfile(path)]
-        if not found:
-            remedy = f"for the files of a directory write '{pattern}/*'" if matches else "check the path"
-            problems.append(f"{option}{pattern}: matches no file; {remedy}")
-        files.update((os.path.abspath(path), os.path.relpath(path, root or ".")) for path in found)
-    if problems:
-        raise ConfigError(problems)
-    return sorted(files.items(), key=lambda item: (item[1], item[0]))
+    files = named_source(option, patterns)
+    files.arrange()
+    units = divide(source, files, text_key=text_key, unit_size=unit_size, identity=identity)
+    return units, files.unreadable
 
 
-def plan_units(option, source, patterns, *, text_key, unit_size, identity) -> tuple[list[Unit], list[str]]:
-    """The units of a source, in order, and sentences for inputs that cannot be read.
+def divide(
+    name: str,
+    source: Source,
+    *,
+    text_key: str,
+    unit_size: int,
+    identity: object,
+    groups: Iterable[list[str]] = (),
+    finished: Callable[[Unit], bool] = lambda unit: False,
+) -> list[Unit]:
+    """The units of a source, in order; a file that cannot be divided is added to ``source.unreadable``.
 
     ``unit_size``: bytes of input that a unit aims at. ``identity``: JSON-able; what else determines the bytes of the
-    shards. Raises ConfigError for a pattern without a match, and for inputs that cannot be told apart.
+    shards. ``groups``: names of the small files that earlier runs have put together; ``finished``: whether an earlier
+    run has completed a unit. Raises ConfigError for inputs that cannot be told apart.
     """
-    parts, unreadable = [], []
-    small, small_bytes = [], 0
-    for path, name in inputs(option, patterns):
+    parts, small = [], {}
+    for piece in source.pieces:
         try:
-            piece = inspect_file(path, name)
-            if piece.container != "plain" or piece.size >= unit_size // SMALL:
-                parts += [[part] for part in split(piece, text_key, unit_size)]
-                continue
-            if not small or small_bytes + piece.size > unit_size // SMALL:
-                small, small_bytes = [], 0
-                parts.append(small)
-            small.append(piece)
-            small_bytes += piece.size
+            ranges = split(piece, text_key, unit_size)
         except InputError as error:
-            unreadable.append(str(error))
+            source.unreadable.append(str(error))
+            continue
+        if len(ranges) == 1 and piece.size < unit_size // SMALL:
+            small.setdefault(piece.name, []).append(ranges[0])
+        else:
+            parts += [[part] for part in ranges]
+
+    for group in groups:
+        if len(group) > 1 and all(len(small.get(name, ())) == 1 for name in group):
+            parts.append([small.pop(name)[0] for name in group])
+    single = [piece for pieces in small.values() for piece in pieces]
+    if len(single) > MANY:
+        alone = {piece for piece in single if finished(make_unit(name, [piece], identity))}
+        if len(single) - len(alone) > MANY:
+            parts += gathered([piece for piece in single if piece not in alone], unit_size)
+            single = sorted(alone, key=lambda piece: piece.name)
+    parts += [[piece] for piece in single]
 
     units = {}
-    for pieces in parts:
-        unit = Unit(source, unit_name(pieces, identity), tuple(pieces))
+    for pieces in sorted(parts, key=lambda pieces: (pieces[0].name, pieces[0].path, pieces[0].start)):
+        unit = make_unit(name, pieces, identity)
         same = units.setdefault(unit.name, unit)
         if same is not unit:
             raise ConfigError([
-                f"{option}: {same.pieces[0].path} and {pieces[0].path} have the same name, size, first and last "
+                f"source {name}: {same.pieces[0].path} and {pieces[0].path} have the same name, size, first and last "
                 "bytes: leave out the duplicate, or give different files different names"
             ])
-    return list(units.values()), unreadable
+    return list(units.values())
+
+
+def gathered(pieces: list[Piece], unit_size: int) -> list[list[Piece]]:
+    """Groups of consecutive ``pieces`` of at most ``unit_size`` bytes."""
+    groups, total = [], 0
+    for piece in pieces:
+        if not groups or total + piece.size > unit_size:
+            groups.append([])
+            total = 0
+        groups[-1].append(piece)
+        total += piece.size
+    return groups
 
 
 def split(piece: Piece, text_key: str, unit_size: int) -> list[Piece]:
@@ -109,9 +133,10 @@ def split(piece: Piece, text_key: str, unit_size: int) -> list[Piece]:
     return [replace(piece, start=start, end=end, num_bytes=size) for start, end, size in ranges]
 
 
-def unit_name(pieces, identity) -> str:
-    content = [[piece.name, piece.size, piece.sample, piece.start, piece.end] for piece in pieces]
+def make_unit(source: str, pieces: list[Piece], identity) -> Unit:
+    content = [[piece.name, piece.size, piece.sample, piece.start, piece.end, piece.source] for piece in pieces]
     key = sha256(json.dumps([content, identity]).encode()).hexdigest()[:16]
     stem = SUFFIXES.sub("", os.path.basename(pieces[0].name))
     stem = re.sub(r"[^A-Za-z0-9_.-]", "_", stem).lstrip(".")[:64] or "unit"
-    return f"{stem}-and-{len(pieces) - 1}-more-{key}" if len(pieces) > 1 else f"{stem}-{key}"
+    more = f"and-{len(pieces) - 1}-more-" if len(pieces) > 1 else ""
+    return Unit(source, f"{stem}-{more}{key}", tuple(pieces))

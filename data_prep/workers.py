@@ -1,31 +1,42 @@
 """Worker processes: each takes a unit, writes its shard, reports, takes the next.
 
 Every worker has a pipe of its own to the parent. A unit that fails is reported and the worker goes on; a worker that
-dies closes its pipe, which fails its unit only, and another worker takes its place. If the parent dies, the pipes close
-and the workers end.
+dies closes its pipe, which fails its unit only, and another worker takes its place. If the parent dies, however it
+dies, the workers die with it.
 """
 
+import errno
 import multiprocessing
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
-from data_prep.documents import InputError
-from data_prep.encoding import Options, Tokenizer, tokenize_unit
+from data_prep.containers import InputError
+from data_prep.encoding import Options, Tokenizer
 from data_prep.units import Unit
-from moh_lm.data.shards import ShardError
+from data_prep.writing import tokenize_unit
+from moh_lm.data.files import ShardError
 
 PARENT_IS_GONE = (EOFError, BrokenPipeError, ConnectionResetError)
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk, quota or largest file size
 
 
 def run_units(
-    units: list[Unit], num_workers: int, tokenizer_path: str, options: Options, output: str
+    units: list[Unit],
+    num_workers: int,
+    tokenizer_path: str,
+    options: Options,
+    output: str,
+    max_bad_fraction: float | None = None,
 ) -> Iterator[tuple[Unit, str, object]]:
     """Make the shards of ``units``, the largest first. Yields, as they happen, (unit, event, value):
 
-    "progress", (bytes of input, tokens) since the last report; "done", the sidecar; "failed", the reason.
+    "progress", (bytes of input, tokens) since the last report; "done", the sidecar; "failed", the reason; "no room",
+    the reason, after which no further unit is begun.
     """
     context = multiprocessing.get_context("spawn")  # not fork: threads of libraries may hold locks
     waiting = deque(sorted(units, key=lambda unit: -unit.num_bytes))
@@ -36,7 +47,7 @@ def run_units(
             while waiting and len(busy) < num_workers:
                 if not idle:
                     connection, theirs = context.Pipe()
-                    arguments = (theirs, tokenizer_path, options, output)
+                    arguments = (theirs, tokenizer_path, options, output, max_bad_fraction)
                     processes[connection] = context.Process(target=work, args=arguments, daemon=True)
                     processes[connection].start()
                     theirs.close()
@@ -56,6 +67,8 @@ def run_units(
                     event, value = "failed", f"the worker died (exit code {processes[connection].exitcode})"
                 if event != "progress":
                     del busy[connection]
+                if event == "no room":
+                    waiting.clear()
                 yield unit, event, value
     finally:
         for connection in busy:
@@ -65,9 +78,12 @@ def run_units(
             process.join()
 
 
-def work(connection: Connection, tokenizer_path: str, options: Options, output: str):
+def work(
+    connection: Connection, tokenizer_path: str, options: Options, output: str, max_bad_fraction: float | None
+):
     """The life of a worker: units come in through ``connection``, events go out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    threading.Thread(target=die_with_the_parent, daemon=True).start()
     tokenizer = Tokenizer(tokenizer_path)
 
     def report(num_bytes, num_tokens):
@@ -77,9 +93,19 @@ def work(connection: Connection, tokenizer_path: str, options: Options, output: 
         while True:
             unit = connection.recv()
             try:
-                event = "done", tokenize_unit(unit, tokenizer, options, output, report)
+                event = "done", tokenize_unit(unit, tokenizer, options, output, max_bad_fraction, report)
             except PARENT_IS_GONE:
                 raise
-            except (InputError, ShardError, OSError, MemoryError) as error:
-                event = "failed", str(error) or "out of memory"
+            except (InputError, ShardError) as error:
+                event = "failed", str(error)
+            except MemoryError:
+                event = "failed", "out of memory; give fewer --workers"
+            except OSError as error:
+                event = ("no room", error.strerror) if error.errno in NO_ROOM else ("failed", str(error))
             connection.send(event)
+
+
+def die_with_the_parent():
+    """An orphan that went on could write to a directory that another run has taken over."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)

@@ -1,0 +1,118 @@
+"""What a file is packed in, known by its first bytes whatever its name, and the bytes inside.
+
+    gzip       all members, and zero bytes between them
+    zstd       all frames, skippable ones passed over, windows of up to 2 GiB
+    parquet    read by data_prep/documents.py
+    plain      everything else
+
+A container is the unit of failure: one that is cut off, damaged, or not what its name says (an error page that was
+saved in place of an archive, a pointer of Git LFS) is an ``InputError``: a part of a file never passes for the whole.
+"""
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow
+import zstandard
+
+READ = 1 << 18  # bytes per read
+LARGEST_WINDOW = 1 << 31  # of zstandard, in bytes
+CONTAINER = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)|(?P<parquet>PAR1)")
+FOREIGN = {
+    rb"BZh[1-9]1AY&SY": "a bzip2 file; unpack it, or compress it with zstd",
+    rb"\xfd7zXZ\0": "an xz file; unpack it, or compress it with zstd",
+    rb"\x04\x22\x4d\x18": "an lz4 file; unpack it, or compress it with zstd",
+    rb"PK\x03\x04": "a zip archive; unpack it",
+    rb"(?s:.{257})ustar": "a tar archive; unpack it",
+    rb"WARC/1\.": "a WARC file; extract its text to JSON lines",
+    rb"version https://git-lfs": "a pointer of Git LFS in place of the file; fetch it with `git lfs pull`",
+}
+ERROR_PAGE = re.compile(rb"(?i)<(!doctype html|html|\?xml|error)")
+ONE_JSON_VALUE = re.compile(rb"\[\s*\{|[\[{]\s*\n")
+ARCHIVE_NAME = re.compile(r"\.(gz|zst|zstd|parquet)$")
+JSON_LINES_NAME = re.compile(r"\.(jsonl|json|ndjson)(\.|$)")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class InputError(Exception):
+    """An input that cannot be read to its end; the message names the file."""
+
+
+@contextmanager
+def reading(path: str):
+    """Whatever goes wrong with a file becomes an InputError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException) as error:
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def sniff(file, name: str) -> tuple[str, str]:
+    """(container, form) of an open binary file, the form being jsonl, text, or column for parquet.
+
+    JSON lines are known by their first line, else by ``name``. Raises InputError for what is none of them.
+    """
+    head = file.read(READ)
+    match = CONTAINER.match(head)
+    container = match.lastgroup if match else "plain"
+    if container == "parquet":
+        return container, "column"
+    file.seek(0)
+    content = head if container == "plain" else next(filter(None, decompressed(file, container)), b"")
+    content = content.removeprefix(BYTE_ORDER_MARK).lstrip()
+    holds_json, named_json = begins_with_object(content), JSON_LINES_NAME.search(name) is not None
+    misnamed = ARCHIVE_NAME.search(name) if container == "plain" else None
+
+    foreign = next((kind for pattern, kind in FOREIGN.items() if re.match(pattern, content)), None)
+    problem = None
+    if foreign:
+        problem = foreign
+    elif (named_json or misnamed) and ERROR_PAGE.match(content):
+        problem = f"an error page in place of the file (it begins with {content[:40]}); download it again"
+    elif container != "plain" and CONTAINER.match(content):
+        problem = "compressed twice; unpack it once"
+    elif misnamed and not holds_json and (named_json or name.endswith(".parquet") or not head):
+        problem = f"not {misnamed[1]} as its name says: it {f'begins with {head[:40]}' if head else 'is empty'}"
+    elif named_json and not holds_json and ONE_JSON_VALUE.match(content):
+        problem = "one JSON value instead of an object per line; convert it, such as with jq -c '.[]'"
+    if problem:
+        raise InputError(f"{file.name}: {problem}")
+    return container, "jsonl" if holds_json or named_json else "text"
+
+
+def begins_with_object(content: bytes) -> bool:
+    """Whether the first line is a JSON object, or begins one that ``content`` does not end."""
+    line, newline, _ = content.partition(b"\n")
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return not newline and re.match(rb'\{\s*"', line) is not None
+
+
+def decompressed(file, container: str) -> Iterator[bytes]:
+    """The content of all gzip members, or zstandard frames, of an open file. Raises EOFError if the last is cut off."""
+    member = None
+    while data := file.read(READ):
+        while data:
+            if member is None and container == "gzip":
+                data = data.lstrip(b"\0")  # padding between members
+                member = zlib.decompressobj(wbits=31) if data else None
+            elif member is None:
+                member = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
+            if member is not None:
+                yield member.decompress(data)
+                data = member.unused_data
+                member = None if member.eof else member
+    if member is not None:
+        raise EOFError("the file is cut off")
+
+
+def unchanged(path: str, size: int):
+    """Raise InputError if a file has not the size, in bytes, that it had when the work was planned."""
+    now = os.path.getsize(path)
+    if now != size:
+        raise InputError(f"{path}: had {size} bytes at the start of the run, has {now} now; is it still being written?")

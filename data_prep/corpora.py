@@ -1,0 +1,117 @@
+"""Which corpus a record belongs to: by its schema first, then by its path.
+
+    corpus               known by                                                              source
+    the Pile             meta.pile_set_name, any of the 22 sets                                pile
+    SlimPajama           meta.redpajama_set_name; a file mixes all sets                        slimpajama-SET
+    RedPajama-Data-1T    red_pajama_subset; or meta but no id; or pred_label and wiki_prob     redpajama-SET
+    PG-19                short_book_title beside the text                                      pg19
+    Dolma v1.5 to v1.7   id and source; or a path with dolma-v1_                               dolma
+
+``meta`` is an object, or a string that holds JSON or the representation of a Python dictionary, as in parquet files
+that were converted from RedPajama. A SET of RedPajama is told by meta.source, by keys that only one set has, at last by
+the path: ``arxiv/``, ``c4-train.00000-of-01024.jsonl``, ``book_sample.jsonl``. A record needs a text: files of
+attributes, such as Dolma's, are no corpus.
+"""
+
+import ast
+import json
+import re
+from pathlib import PurePath
+
+SET_COLUMNS = ("red_pajama_subset", "meta")  # parquet columns that tell the set of a row
+SETS = {  # as they are spelled in records and paths, in lower case without punctuation
+    "arxiv": "arxiv",
+    "book": "books",
+    "books": "books",
+    "c4": "c4",
+    "cc": "commoncrawl",
+    "commoncrawl": "commoncrawl",
+    "github": "github",
+    "stackexchange": "stackexchange",
+    "wiki": "wikipedia",
+    "wikipedia": "wikipedia",
+}
+KEYS = {  # of ``meta``, that only one set has
+    "arxiv": {"arxiv_id"},
+    "books": {"short_book_title"},
+    "commoncrawl": {"pred_label", "wiki_prob"},
+    "github": {"content_hash"},
+    "stackexchange": {"question_score"},
+    "wikipedia": {"title", "language"},
+}
+STATED_SET = re.compile(rb'"redpajama_set_name"\s*:\s*"(\w+)"')
+DOLMA_PATH = re.compile(r"dolma-v1_")
+
+
+def recognize(record: dict, name: str, text_key: str, tabular: bool) -> list[str]:
+    """The sources that the records of a file belong to, from one of them; several if the file mixes sets, none if it
+    is of no known corpus.
+
+    ``name``: path of the file, as far as it tells something. ``tabular``: of parquet, where RedPajama's sets may be
+    mixed without saying so.
+    """
+    if text_key not in record:
+        return []
+    meta = parsed(record.get("meta"))
+    if isinstance(meta.get("pile_set_name"), str):
+        return ["pile"]
+    if "redpajama_set_name" in meta:
+        return [f"slimpajama-{set_name}" for set_name in sorted(set(SETS.values()))]
+    own_schema = "id" not in record and ("meta" in record or KEYS["commoncrawl"] <= record.keys())
+    if "red_pajama_subset" in record or (tabular and own_schema and source_of_record(record)):
+        return [f"redpajama-{set_name}" for set_name in sorted(set(SETS.values()))]
+    if own_schema:
+        source = source_of_record(record) or source_of_path(name)
+        return [source] if source else []
+    if "short_book_title" in record:
+        return ["pg19"]
+    return ["dolma"] if {"id", "source"} <= record.keys() or DOLMA_PATH.search(name) else []
+
+
+def source_of_record(record: dict) -> str | None:
+    """The source of a record of RedPajama or SlimPajama, as far as the record tells it."""
+    meta = parsed(record.get("meta")) or record
+    if "redpajama_set_name" in meta:
+        return named("slimpajama", meta["redpajama_set_name"])
+    if "red_pajama_subset" in record:
+        return named("redpajama", record["red_pajama_subset"])
+    source = meta.get("source")
+    if isinstance(source, str) and (found := named("redpajama", source.split("/")[0])):
+        return found
+    return next((f"redpajama-{set_name}" for set_name, keys in KEYS.items() if keys <= meta.keys()), None)
+
+
+def source_of_line(line: bytes) -> str | None:
+    """The source that a line of SlimPajama states, found without parsing it; None if it is not written as usual.
+
+    Inside a text the quotes around the key would be escaped, so what is found is the key itself.
+    """
+    position = line.rfind(b'"redpajama_set_name"')
+    match = STATED_SET.match(line, position) if position >= 0 else None
+    return named("slimpajama", match[1].decode()) if match else None
+
+
+def source_of_path(name: str) -> str | None:
+    """The source of RedPajama that the nearest folder names, else the beginning of the file name."""
+    path = PurePath(name)
+    candidates = [*(folder.name for folder in path.parents), re.split(r"[^a-z0-9]", path.name.lower())[0]]
+    return next(filter(None, (named("redpajama", candidate) for candidate in candidates)), None)
+
+
+def named(corpus: str, set_name: object) -> str | None:
+    """The source of a set as a corpus spells it, such as "RedPajamaCommonCrawl" or "common_crawl"."""
+    spelling = re.sub("[^a-z0-9]", "", str(set_name).lower().removeprefix("redpajama"))
+    return f"{corpus}-{SETS[spelling]}" if spelling in SETS else None
+
+
+def parsed(meta) -> dict:
+    """``meta`` as a dictionary, empty if it is none."""
+    if isinstance(meta, str):
+        try:
+            meta = json.loads(meta)
+        except ValueError:
+            try:
+                meta = ast.literal_eval(meta)
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                return {}
+    return meta if isinstance(meta, dict) else {}

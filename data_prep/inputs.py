@@ -1,0 +1,250 @@
+"""Which files belong to which source: named with ``--source NAME=GLOB``, recognised below ``--recognize DIR`` (by
+data_prep/corpora.py), or read from standard input with ``--source NAME=-``.
+
+A file counts once in a source, whatever names it has there: copies are left out, and ``Source.copies`` says which.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+import pyarrow.parquet
+from tqdm import tqdm
+
+from data_prep.containers import READ, InputError, reading
+from data_prep.corpora import recognize
+from data_prep.documents import SAMPLE, STDIN, Piece, inspect_file, lines
+from moh_lm.config import ConfigError
+from moh_lm.data.files import sha256_of
+
+FIRST_RECORDS = 100  # of which one must tell the corpus
+NO_DATA = re.compile(
+    r"(?i)(^|/)(\.[^/]*|urls|(readme|licen[cs]e|sha256sums?|md5sums?|urls|dataset_infos?)(\.[a-z]+)?)(/|$)"
+    r"|\.(md|py|sh|sha256|md5|lock)$"
+)
+UNFINISHED = re.compile(r"\.(part|partial|incomplete|crdownload|aria2|download|tmp)$")
+SHOWN = 20  # files in a list of many
+
+
+@dataclass
+class Source:
+    """The input files of one source, whole, in the order of their names."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)  # sentences
+    copies: list[Piece] = field(default_factory=list)  # files with the content of another one
+    paths: set[str] = field(default_factory=set)  # of all files
+
+    def arrange(self):
+        """Sort the pieces, and move those that repeat the content of an earlier one to ``copies``."""
+        kept = {}
+        for piece in sorted(self.pieces, key=lambda piece: (piece.name, piece.path)):
+            alike = kept.setdefault((piece.size, piece.sample), [])
+            if piece.size and any(same_content(piece, other) for other in alike):
+                self.copies.append(piece)
+            else:
+                alike.append(piece)
+        self.pieces = sorted(sum(kept.values(), []), key=lambda piece: (piece.name, piece.path))
+
+
+def same_content(piece: Piece, other: Piece) -> bool:
+    """Whether two files of equal size, beginning and end are equal."""
+    if piece.size <= 2 * SAMPLE or os.path.samefile(piece.path, other.path):
+        return True
+    with reading(piece.path):
+        return sha256_of(piece.path) == sha256_of(other.path)
+
+
+# --- Named files ---
+
+
+def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]]:
+    """(absolute path, name) of the files that match any of ``patterns``, sorted by name.
+
+    The name is relative to the part of the pattern without wildcards: it does not change when a directory tree moves.
+    Raises ConfigError for a pattern without a match; ``option`` is what patterns follow on the command line.
+    """
+    files, problems = {}, []
+    for pattern in map(os.path.expanduser, patterns):
+        root = os.path.dirname(pattern)
+        while glob.has_magic(root):
+            root = os.path.dirname(root)
+        matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+        found = [path for path in matches if os.path.isfile(path)]
+        if not found:
+            remedy = f"for the files of a directory write '{pattern}/*'" if matches else "check the path"
+            problems.append(f"{option}{pattern}: matches no file; {remedy}")
+        for path in found:
+            name = os.path.relpath(path, root or ".")
+            files[os.path.abspath(path)] = min(name, files.get(os.path.abspath(path), name), key=lambda n: (len(n), n))
+    if problems:
+        raise ConfigError(problems)
+    return sorted(files.items(), key=lambda item: (item[1], item[0]))
+
+
+def named_source(option: str, patterns: Iterable[str]) -> Source:
+    """The files that match ``patterns``. Raises ConfigError for a pattern without a match."""
+    source = Source()
+    for path, piece in inspect_files(matching_files(option, patterns)):
+        source.paths.add(path)
+        if isinstance(piece, Piece):
+            source.pieces.append(piece)
+        else:
+            source.unreadable.append(str(piece))
+    return source
+
+
+def inspect_files(files: list[tuple[str, str]]) -> Iterator[tuple[str, Piece | InputError]]:
+    """(path, its piece or why there is none) of each file; several are opened at once, since disks may be far away."""
+
+    def inspect(file):
+        try:
+            return file[0], inspect_file(*file)
+        except InputError as error:
+            return file[0], error
+
+    with ThreadPoolExecutor(8) as pool:
+        yield from tqdm(pool.map(inspect, files), "inspecting", len(files), unit="file", disable=len(files) < 1000)
+
+
+# --- Recognised files ---
+
+
+def recognized_sources(
+    directories: list[str], text_key: str, elsewhere: set[str], only: list[str]
+) -> tuple[dict[str, list[Piece]], list[str], list[str]]:
+    """Source -> the files of it below ``directories``, sentences for unreadable files, and remarks for the user.
+
+    Files in ``elsewhere`` (real paths) have been named already; of the sources found, those in ``only`` stay, or all.
+    A file that mixes sources is in each of them. Raises ConfigError with the list of files that are of no known corpus.
+    """
+    sources, unreadable, left_out, unknown, found = {}, [], [], [], set()
+    for directory in directories:
+        files, no_data = files_below(directory)
+        left_out += no_data
+        files = [file for file in files if os.path.realpath(file[0]) not in elsewhere]
+        elsewhere = elsewhere | {os.path.realpath(path) for path, _ in files}
+        for path, piece in inspect_files(files):
+            try:
+                if isinstance(piece, InputError):
+                    raise piece
+                if not piece.size:
+                    left_out.append(path)
+                    continue
+                names, description = sources_of(piece, directory, text_key)
+            except InputError as error:
+                unreadable.append(str(error))
+                continue
+            if not names:
+                unknown.append(f"{path}: {description}")
+            found.update(names)
+            for name in names:
+                if not only or name in only:
+                    sources.setdefault(name, []).append(replace(piece, source=name) if len(names) > 1 else piece)
+    if unknown:
+        head = (
+            f"--recognize {' '.join(directories)}: {len(unknown)} files are of no known corpus; "
+            "name them with --source NAME=GLOB, or keep them elsewhere:"
+        )
+        raise ConfigError([head, *shortened(unknown)])
+    if missing := [name for name in only if name not in sources]:
+        there = ", ".join(sorted(found)) or "no source"
+        raise ConfigError([f"--only {' '.join(missing)}: not found below {' '.join(directories)}, which has {there}"])
+    remarks = [f"left out, as no data: {', '.join(shortened(sorted(left_out)))}"] if left_out else []
+    return sources, unreadable, remarks
+
+
+def files_below(directory: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """(path, name) of the files below ``directory``, sorted, and the paths of documentation and of hidden files."""
+    if not os.path.isdir(directory):
+        raise ConfigError([f"--recognize {directory}: is no directory; name single files with --source NAME=GLOB"])
+    files, no_data, visited = [], [], set()
+    for folder, folders, names in os.walk(directory, followlinks=True):
+        if os.path.realpath(folder) in visited:  # a link that leads back
+            folders.clear()
+            continue
+        visited.add(os.path.realpath(folder))
+        folders.sort()
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            name = os.path.relpath(path, directory)
+            if NO_DATA.search(name):
+                no_data.append(path)
+            else:
+                files.append((os.path.abspath(path), name))
+    return files, no_data
+
+
+def sources_of(piece: Piece, folder: str, text_key: str) -> tuple[list[str], str]:
+    """(the sources of a file below ``folder``, or, if there are none, what is in it). Raises InputError."""
+    if UNFINISHED.search(piece.name):
+        return [], "has the name of an unfinished download"
+    if piece.form == "text":
+        return [], "holds plain text"
+    name = os.path.join(os.path.basename(os.path.abspath(folder)), piece.name)
+    keys = None
+    for record in first_records(piece, text_key):
+        if sources := recognize(record, name, text_key, piece.form == "column"):
+            return sources, ""
+        keys = keys or list(record)
+    return [], f"holds records with {', '.join(keys)}" if keys else "holds no record"
+
+
+def first_records(piece: Piece, text_key: str) -> Iterator[dict]:
+    with reading(piece.path):
+        if piece.form == "column":
+            with pyarrow.parquet.ParquetFile(piece.path) as file:
+                others = [name for name in file.schema_arrow.names if name != text_key]
+                text = {text_key: None} if text_key in file.schema_arrow.names else {}
+                for batch in islice(file.iter_batches(1, columns=others), 1):
+                    yield {**batch.to_pylist()[0], **text}
+            return
+        for line, _, _ in islice(lines(piece), FIRST_RECORDS):
+            try:
+                record = json.loads(line or b"")
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def shortened(items: list[str]) -> list[str]:
+    """The first of ``items``, and how many more; file names that are not UTF-8 in a form that can be printed."""
+    shown = [item.encode(errors="backslashreplace").decode() for item in items[:SHOWN]]
+    return shown if len(items) <= SHOWN else [*shown, f"and {len(items) - SHOWN} more"]
+
+
+# --- Standard input ---
+
+
+@contextmanager
+def standard_input(directory: Path) -> Iterator[Piece]:
+    """Standard input, copied to a temporary file in ``directory``, so that it can be divided and told from others.
+
+    The file has the oldest time of change: only its content tells whether its shards are complete. Raises InputError,
+    and OSError if there is no room.
+    """
+    directory.mkdir(exist_ok=True)
+    path = directory / f"stdin.tmp-{os.getpid()}"
+    digest = hashlib.sha256()
+    try:
+        with open(path, "wb") as file, tqdm(desc="standard input", unit="B", unit_scale=True, mininterval=1) as bar:
+            while data := sys.stdin.buffer.read(READ):
+                file.write(data)
+                digest.update(data)
+                bar.update(len(data))
+        if not path.stat().st_size:
+            raise InputError("standard input is empty")
+        os.utime(path, (0, 0))
+        yield replace(inspect_file(str(path), STDIN), sample=digest.hexdigest())
+    finally:
+        path.unlink(missing_ok=True)

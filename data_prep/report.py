@@ -1,0 +1,59 @@
+"""What a run tells its user: the plan, the progress, the summary, and what a full disk means."""
+
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data_prep.inputs import Source, shortened
+from data_prep.units import Unit
+
+
+def plan_line(name: str, source: Source, complete: list[bool]) -> str:
+    line = f"{name}: {len(complete)} shards of {len(source.pieces)} files, {sum(complete)} of them complete already"
+    copies = ", ".join(shortened([piece.path for piece in source.copies]))
+    return line + (f"; left out, as copies of other files: {copies}" if copies else "")
+
+
+def progress_bar(units: list[Unit]) -> tqdm:
+    """Bytes of input done, per second and in all, and the time left; tokens are added to it."""
+    return tqdm(
+        desc="tokenizing",
+        total=sum(unit.num_bytes for unit in units),
+        unit="B",
+        unit_scale=True,
+        dynamic_ncols=True,
+        mininterval=0.5 if sys.stderr.isatty() else 30,
+        disable=not units,
+    )
+
+
+def room(output: str | Path) -> str:
+    usage = shutil.disk_usage(output)
+    return f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e6:,.1f} MB are free"
+
+
+def outlook(units: list[Unit], finished: dict[Unit, dict]) -> str:
+    """How much room the units that are not finished will take, judged by those that are."""
+    missing = sum(unit.num_bytes for unit in units if unit not in finished)
+    written = sum(sidecar["bin"]["bytes"] + sidecar["idx"]["bytes"] for sidecar in finished.values())
+    read = sum(unit.num_bytes for unit in finished)
+    needed = f", the others take about {missing * written / read / 1e6:,.1f} MB" if read else ""
+    return (
+        f"{len(finished)} of {len(units)} shards are complete and stay{needed}: make room, and the same command goes "
+        "on from here"
+    )
+
+
+def print_summary(sources: Iterable[str], finished: dict[Unit, dict]):
+    print(f"{'source':24} {'files':>8} {'documents':>12} {'tokens':>16} {'bytes/token':>12}  dropped")
+    for source in sources:
+        sidecars = [sidecar for unit, sidecar in finished.items() if unit.source == source]
+        files = len({made_of["path"] for sidecar in sidecars for made_of in sidecar["inputs"]})
+        documents, tokens, text_bytes = (sum(s[key] for s in sidecars) for key in ("documents", "tokens", "text_bytes"))
+        dropped = sum((Counter(sidecar["dropped"]) for sidecar in sidecars), Counter())
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items())) or "none"
+        print(f"{source:24} {files:8,} {documents:12,} {tokens:16,} {text_bytes / max(1, tokens):12.2f}  {reasons}")

@@ -1,0 +1,86 @@
+"""LLaMA-3's ``tokenizer.model``: a vocabulary in the format of tiktoken, the library that encodes with it.
+
+    IQ== 0         a line for each token: its bytes in base64 and its rank, which is its id
+    ...
+    IHRoZQ== 279
+
+BPE joins the neighbours that together have the lowest rank. The file lacks the regular expression that cuts a text
+into words first, and the special tokens. Here both are those of LLaMA-3: 256 special ids follow the 128,000 of the
+file, ``<|begin_of_text|>`` and ``<|end_of_text|>`` first. Tokens that were added to the vocabulary later have ids after
+these, so the special ids are the first gap in the ranks. A special token that is spelled out in a text stays text.
+"""
+
+import base64
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from moh_lm.config import ConfigError
+
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+NUM_SPECIAL, END_OF_TEXT = 256, 1  # of the special tokens, the second
+FIRST_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+LONG_RUN = re.compile(r"\s{25000}")  # as long as LLaMA-3's own code lets a run of white space be
+
+
+def is_tiktoken(path: str | Path) -> bool:
+    with open(path, "rb") as file:
+        return FIRST_LINE.match(file.read(1024)) is not None
+
+
+def read_ranks(path: str | Path) -> tuple[dict[bytes, int], int]:
+    """Token -> id of all tokens in the file, and the id of the first special token. Raises ConfigError."""
+    ranks = {}
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise ConfigError([f"--tokenizer {path}: line {number} is not a token in base64 and its rank"]) from error
+    ids = set(ranks.values())
+    special = next(index for index in range(len(ids) + 1) if index not in ids)
+    problem = None
+    if len(ids) < number:
+        problem = f"{number:,} lines, but {len(ranks):,} tokens with {len(ids):,} ranks"
+    elif any(bytes([byte]) not in ranks for byte in range(256)):
+        problem = "not every byte is a token"
+    elif min(ids) < 0 or not ids.isdisjoint(range(special, special + NUM_SPECIAL)):
+        problem = f"no room for the {NUM_SPECIAL} special tokens of LLaMA-3 from rank {special} on"
+    if problem:
+        raise ConfigError([f"--tokenizer {path}: {problem}; give an undamaged vocabulary in LLaMA-3's form"])
+    return ranks, special
+
+
+class TiktokenModel:
+    """A vocabulary in tiktoken's format, with the methods of SentencePieceProcessor that encoding needs."""
+
+    def __init__(self, path: str | Path):
+        try:
+            import tiktoken  # optional: few need it
+        except ImportError as error:
+            raise ConfigError([f"--tokenizer {path}: needs the package tiktoken; pip install tiktoken"]) from error
+        ranks, special = read_ranks(path)
+        self.eos = special + END_OF_TEXT
+        self.size = max(special + NUM_SPECIAL, *(rank + 1 for rank in ranks.values()))
+        self.engine = f"tiktoken {tiktoken.__version__}"
+        self.encoding = tiktoken.Encoding("llama3", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
+
+    def vocab_size(self) -> int:
+        return self.size
+
+    def eos_id(self) -> int:
+        return self.eos
+
+    def encode(self, text: str, out_type: str = "numpy") -> np.ndarray:
+        """The ids of ``text``, uint32 [tokens]."""
+        try:
+            return self.encoding.encode_to_numpy(text)
+        except ValueError:  # the regular expression fails at runs of a million spaces
+            cuts = [0, *(match.end() for match in LONG_RUN.finditer(text)), len(text)]
+            parts = [text[start:end] for start, end in pairwise(cuts)]
+            return np.concatenate([self.encoding.encode_to_numpy(part) for part in parts if part])

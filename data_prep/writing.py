@@ -1,0 +1,157 @@
+"""From a unit of work to its shard: read, encode, shuffle, write, and account for what had to be dropped.
+
+    UNIT.bin, UNIT.idx, UNIT.json    the shard (moh_lm/data/shards.py); the sidecar counts what was dropped by reason
+    UNIT.rejects.jsonl               the first bad records, if any: {"file", "offset", "reason", "excerpt"}
+
+Every document is encoded by itself and followed by the end-of-sequence token; there is no beginning-of-sequence token.
+"""
+
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import SpooledTemporaryFile
+
+import numpy as np
+
+from data_prep.containers import InputError
+from data_prep.documents import HARMLESS, Document, Piece, documents
+from data_prep.encoding import Options, Tokenizer
+from data_prep.units import Unit
+from moh_lm.data.files import beside, publish
+from moh_lm.data.shards import ShardWriter
+
+REPORT = 1 << 20  # bytes of text, or of input, between two reports of progress
+BUCKETS, BUCKET_MEMORY = 64, 1 << 20
+EXAMPLES = 20  # bad records that are shown
+USUAL_FRACTION, USUAL_NUMBER = 0.01, 1000  # of bad records that a unit may have by default, whichever is more
+
+
+@dataclass
+class Account:
+    """What became of the records of a unit."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    dropped: Counter = field(default_factory=Counter)
+    rejects: list[dict] = field(default_factory=list)
+
+    def drop(self, piece: Piece, document: Document):
+        self.dropped[document.dropped] += 1
+        if document.dropped not in HARMLESS and len(self.rejects) < EXAMPLES:
+            excerpt = document.excerpt.decode(errors="backslashreplace")
+            reject = {"file": piece.origin, "offset": document.offset, "reason": document.dropped, "excerpt": excerpt}
+            self.rejects.append(reject)
+
+
+def too_many_bad(dropped: dict[str, int], documents: int, max_bad_fraction: float | None) -> str | None:
+    """A sentence if there are more bad records than ``max_bad_fraction`` allows, or, without it, than is usual."""
+    bad = sum(count for reason, count in dropped.items() if reason not in HARMLESS)
+    total = bad + documents
+    if max_bad_fraction is None and bad <= USUAL_NUMBER:
+        return None
+    allowed = USUAL_FRACTION if max_bad_fraction is None else max_bad_fraction
+    if bad <= allowed * total:
+        return None
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()) if reason not in HARMLESS)
+    return f"{bad:,} of {total:,} records are bad ({reasons}), more than --max-bad-fraction {allowed:g} allows"
+
+
+def tokenize_unit(
+    unit: Unit,
+    tokenizer: Tokenizer,
+    options: Options,
+    output: str,
+    max_bad_fraction: float | None,
+    report: Callable[[int, int], None],
+) -> dict:
+    """Write the shard of ``unit`` below the data directory ``output``; returns its sidecar.
+
+    ``report`` is called now and then with the bytes of input read and the tokens made since the last call. Raises
+    InputError if an input cannot be read to its end or has too many bad records, OSError if the shard cannot be
+    written; then there is no shard.
+    """
+    prefix = Path(output, unit.source, unit.name)
+    account = Account()
+    with ShardWriter(prefix, tokenizer.vocab_size) as shard:
+        ids = encoded(unit, tokenizer, options, account, report)
+        for document in shuffled(ids, unit.name, prefix.parent) if options.shuffle else ids:
+            shard.add(document)
+        write_rejects(beside(prefix, ".rejects.jsonl"), account.rejects)
+        if problem := too_many_bad(account.dropped, account.documents, max_bad_fraction):
+            raise InputError(f"{unit.pieces[0].path}: {problem}; the first are in {prefix}.rejects.jsonl")
+        return shard.commit({
+            "text_bytes": account.text_bytes,
+            "dropped": dict(sorted(account.dropped.items())),
+            "tokenizer": tokenizer.description,
+            "options": vars(options),
+            "inputs": [
+                {
+                    "path": piece.origin,
+                    "size": piece.size,
+                    "sample": piece.sample,
+                    "container": piece.container,
+                    "range": [piece.start, piece.end],
+                }
+                for piece in unit.pieces
+            ],
+        })
+
+
+def encoded(unit, tokenizer, options, account, report) -> Iterator[np.ndarray]:
+    """The ids of each document of ``unit``, int32; ``account`` is kept."""
+    unreported = [0, 0, 0]  # bytes of text, bytes of input, tokens
+
+    def texts():
+        for piece in unit.pieces:
+            position = 0
+            for document in documents(piece, options.text_key):
+                unreported[1] += document.position - position
+                position = document.position
+                if document.text is None:
+                    account.drop(piece, document)
+                else:
+                    account.documents += 1
+                    account.text_bytes += document.num_bytes
+                    unreported[0] += document.num_bytes
+                    yield document.text
+                if max(unreported[:2]) >= REPORT:
+                    report(*unreported[1:])
+                    unreported[:] = [0, 0, 0]
+
+    for ids in tokenizer.encode_all(texts()):
+        unreported[2] += len(ids)
+        yield ids
+    report(*unreported[1:])
+
+
+def write_rejects(path: Path, rejects: list[dict]):
+    if rejects:
+        publish(path, "".join(json.dumps(reject) + "\n" for reject in rejects).encode())
+    else:
+        path.unlink(missing_ok=True)
+
+
+def shuffled(arrays: Iterable[np.ndarray], key: str, directory: Path) -> Iterator[np.ndarray]:
+    """``arrays`` (int32) in the order of a keyed hash of their position: a fixed random order.
+
+    In two passes with bounded memory: arrays are dealt to buckets by the first bits of their hash, on disk in
+    ``directory`` if they are large; then each bucket is sorted by itself.
+    """
+    buckets = [([], array("q"), SpooledTemporaryFile(BUCKET_MEMORY, dir=directory)) for _ in range(BUCKETS)]  # noqa: SIM115
+    for position, ids in enumerate(arrays):
+        digest = hashlib.blake2b(position.to_bytes(8, "little"), key=key.encode()[-64:], digest_size=8).digest()
+        hashes, lengths, file = buckets[digest[0] * BUCKETS // 256]
+        hashes.append(digest)
+        lengths.append(len(ids))
+        file.write(ids.tobytes())
+    for hashes, lengths, file in buckets:
+        with file:
+            file.seek(0)
+            ids = np.frombuffer(file.read(), dtype=np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        for i in sorted(range(len(hashes)), key=hashes.__getitem__):
+            yield ids[ends[i] - lengths[i] : ends[i]]

@@ -1,0 +1,340 @@
+"""The documents of a file: every container, every kind of damage, and that no text is altered."""
+
+import gzip
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import tracemalloc
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from data_prep import documents as module
+from data_prep.containers import InputError
+from data_prep.documents import documents, inspect_file
+from data_prep.units import split
+from tests.tokenizing import ROOT, TEXTS, json_lines
+
+SKIPPABLE = struct.pack("<II", 0x184D2A53, 11) + b"not content"  # a frame of zstandard that holds no content
+
+
+def read(path, text_key="text"):
+    """(texts, dropped: a count for each reason) of a file."""
+    piece = inspect_file(str(path), path.name)
+    found = list(documents(piece, text_key))
+    dropped = {}
+    for document in found:
+        if document.text is None:
+            dropped[document.dropped] = dropped.get(document.dropped, 0) + 1
+        else:
+            assert document.num_bytes == len(document.text.encode())
+    positions = [document.position for document in found]
+    assert positions == sorted(positions) and max(positions, default=0) <= piece.num_bytes
+    return [document.text for document in found if document.text is not None], dropped
+
+
+def write(path, data):
+    path.write_bytes(data)
+    return path
+
+
+# --- Containers ---
+
+
+def zstd(data, **options):
+    return zstandard.ZstdCompressor(**options).compress(data)
+
+
+def halves(data, pack, between=b""):
+    cut = data.index(b"\n", len(data) // 2) - 5  # inside a line
+    return pack(data[:cut]) + between + pack(data[cut:])
+
+
+LINES = json_lines(TEXTS)
+CONTAINERS = {
+    "plain.jsonl": LINES,
+    "no-final-newline.jsonl": LINES.rstrip(b"\n"),
+    "crlf.json": LINES.replace(b"\n", b"\r\n"),
+    "byte-order-mark.jsonl": b"\xef\xbb\xbf" + LINES,
+    "two-files-with-marks.jsonl": halves(LINES, bytes).replace(b"\n", b"\n\xef\xbb\xbf"),
+    "blank-before.txt": b"\n  \n" + LINES,
+    "one.json.gz": gzip.compress(LINES),
+    "members.json.gz": halves(LINES, gzip.compress),
+    "padded-members.json.gz": halves(LINES, gzip.compress, between=bytes(700)) + bytes(20),
+    "empty-member.json.gz": gzip.compress(b"") + gzip.compress(LINES),
+    "one.jsonl.zst": zstd(LINES),
+    "frames.jsonl.zst": halves(LINES, zstd, between=zstd(b"")),
+    "skippable-frames.jsonl.zst": SKIPPABLE + halves(LINES, zstd, between=SKIPPABLE) + SKIPPABLE,
+    "unknown-size.jsonl.zst": zstd(LINES, write_content_size=False),
+    "gzip-in-truth.jsonl": gzip.compress(LINES),
+    "zstd-in-truth.json.gz": zstd(LINES),
+    "plain-in-truth.json.gz": LINES,
+    "plain-in-truth.parquet": LINES,
+    "no-suffix": gzip.compress(LINES),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_json_lines_are_read_in_full_from_any_container_under_any_name(name, tmp_path):
+    texts, dropped = read(write(tmp_path / name, CONTAINERS[name]))
+    assert texts == TEXTS
+    assert sum(count for reason, count in dropped.items() if reason != "blank line") == 0
+
+
+def test_zstandard_frames_with_a_window_of_two_gibibytes_are_read(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, compression_level=1)
+    frames = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    data = frames.compress(LINES) + frames.flush()
+    assert zstandard.get_frame_parameters(data).window_size == 2**31
+    assert read(write(tmp_path / "x.jsonl.zst", data)) == (TEXTS, {})
+
+
+def test_texts_are_one_document_each_whatever_they_are_packed_in(tmp_path):
+    text = "  first line\r\n\tsecond\0 \n\n"
+    for name, data in {
+        "a.txt": text.encode(),
+        "b.md": b"\xef\xbb\xbf" + text.encode(),
+        "c.txt.gz": gzip.compress(text.encode()),
+        "d.zst": zstd(text.encode()),
+    }.items():
+        assert read(write(tmp_path / name, data)) == ([text], {})
+
+
+COLUMNS = {
+    "string": pyarrow.string(),
+    "large string": pyarrow.large_string(),
+    "binary": pyarrow.binary(),
+    "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_a_parquet_column_is_read_in_ranges_of_row_groups_without_loss(kind, tmp_path):
+    texts = [f"row {number} {TEXTS[number % len(TEXTS)]}" for number in range(100)]
+    column = pyarrow.array(texts).cast(pyarrow.string())
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(COLUMNS[kind])
+    table = pyarrow.table({"id": list(range(100)), "text": column})
+    pyarrow.parquet.write_table(table, tmp_path / "x", row_group_size=13)
+    piece = inspect_file(str(tmp_path / "x"), "x")
+    pieces = split(piece, "text", 2000)
+    assert len(pieces) > 3
+    found = [document for piece in pieces for document in documents(piece, "text")]
+    assert [document.text for document in found] == texts
+    assert [document.offset for document in found] == list(range(100))
+
+
+@pytest.mark.parametrize("unit_size", [50, 300, 1000, 10**6])
+def test_byte_ranges_of_json_lines_lose_and_repeat_nothing(unit_size, tmp_path):
+    texts = [f"{number} {TEXTS[number % len(TEXTS)]}" for number in range(100)]
+    data = json_lines(texts)
+    piece = inspect_file(str(write(tmp_path / "x.jsonl", data)), "x.jsonl")
+    found = [document for part in split(piece, "text", unit_size) for document in documents(part, "text")]
+    assert [document.text for document in found] == texts
+    for document in found:
+        assert json.loads(data[document.offset :].split(b"\n")[0])["text"] == document.text
+
+
+# --- Damage of lines, rows and texts ---
+
+
+BAD_LINES = {  # line -> reason
+    b"": "blank line",
+    b" \t ": "blank line",
+    b"\r": "blank line",
+    b'{"text": "cut': "broken JSON",
+    b'{"text": "two"} {"text": "objects"}': "broken JSON",
+    b"\0\0\0": "broken JSON",
+    b'{"text": "raw \0 NUL"}': "broken JSON",
+    b"[" * 100_000: "broken JSON",
+    b'{"text": "bad \xff\xfe UTF-8"}': "bad UTF-8",
+    b'{"text": "Latin-1 \xe9"}': "bad UTF-8",
+    b'{"text": "surrogate in UTF-8 \xed\xa0\x80"}': "bad UTF-8",
+    b'{"text": "fine", "other": "\xff"}': "bad UTF-8",
+    b"[1, 2]": "not an object",
+    b'"a string"': "not an object",
+    b"null": "not an object",
+    b'{"txt": "no text"}': "missing text",
+    b'{"text": null}': "missing text",
+    b'{"text": 5}': "text is not a string",
+    b'{"text": ["a", "b"]}': "text is not a string",
+    b'{"text": {"a": "b"}}': "text is not a string",
+    b'{"text": ""}': "empty text",
+    b'{"text": "alone \\ud800 here"}': "lone surrogate",
+    b'{"text": "reversed \\ude00\\ud83d"}': "lone surrogate",
+}
+GOOD_LINES = {  # line -> text
+    b'{"text": "first"}': "first",
+    b'{"text": "escaped \\u0000 NUL"}': "escaped \0 NUL",
+    b'{"text": "pair \\ud83d\\ude00"}': "pair \N{GRINNING FACE}",
+    b'  {"text": " blanks around "}  ': " blanks around ",
+    b'{"text": "id is a number", "id": 1}': "id is a number",
+    b'{"text": "a </s> b <unk>"}': "a </s> b <unk>",
+    b'{"text": "\xef\xbb\xbfmark inside"}': "\ufeffmark inside",
+    b'{"text": "first of two", "text": "last"}': "last",
+    b'{"text": " "}': " ",
+    b'{"text": "without newline at the end"}': "without newline at the end",
+}
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
+def test_a_bad_line_costs_no_other_document_and_is_counted_by_its_reason(pack, tmp_path):
+    generator = random.Random(0)
+    lines = [b'{"text": "0"}', *BAD_LINES, *GOOD_LINES]
+    generator.shuffle(lines)
+    lines = [b'{"text": "zero"}', *lines, b'{"text": "end"}']
+    texts, dropped = read(write(tmp_path / "x.jsonl", pack(b"\n".join(lines))))
+    good = {**GOOD_LINES, b'{"text": "0"}': "0", b'{"text": "zero"}': "zero", b'{"text": "end"}': "end"}
+    assert texts == [good[line] for line in lines if line in good]
+    reasons = list(BAD_LINES.values())
+    assert dropped == {reason: reasons.count(reason) for reason in reasons}
+    piece = inspect_file(str(tmp_path / "x.jsonl"), "x.jsonl")
+    for document, line in zip(documents(piece, "text"), lines, strict=True):
+        assert b"\n".join(lines)[document.offset :].startswith(line)
+        assert document.excerpt == (b"" if line in good else (line + b"\n" * (pack is bytes))[:200])
+
+
+def test_bad_rows_of_a_parquet_column_are_counted_by_their_reason(tmp_path):
+    column = pyarrow.array([b"good", None, b"", b"\xff\xfe", b"fine"]).cast(pyarrow.string(), safe=False)
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "strings.parquet")
+    lists = pyarrow.table({"text": [["a", "b"], ["c"]]})
+    pyarrow.parquet.write_table(lists, tmp_path / "lists.parquet")
+    texts, dropped = read(tmp_path / "strings.parquet")
+    assert (texts, dropped) == (["good", "fine"], {"missing text": 1, "empty text": 1, "bad UTF-8": 1})
+    assert read(tmp_path / "lists.parquet") == ([], {"text is not a string": 2})
+
+
+def test_bad_and_empty_texts_are_counted(tmp_path):
+    assert read(write(tmp_path / "bad.txt", b"\xff\xfe not UTF-8")) == ([], {"bad UTF-8": 1})
+    assert read(write(tmp_path / "empty.txt", b"")) == ([], {"empty text": 1})
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("length", [999, 1000, 1001, 3000])
+def test_only_a_line_or_text_beyond_the_limit_is_dropped(pack, length, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LONGEST", 1000)
+    monkeypatch.setattr("data_prep.containers.READ", 64)
+    long = json.dumps({"text": "x" * (length - len('{"text": ""}'))}).encode()
+    lines = b"\n".join([b'{"text": "before"}', long, b'{"text": "after"}', long])
+    texts, dropped = read(write(tmp_path / "x.jsonl", pack(lines)))
+    assert len(texts) == (4 if length <= 1000 else 2)
+    assert dropped == ({} if length <= 1000 else {"too long": 2})
+    assert [text for text in texts if len(text) < 10] == ["before", "after"]
+    texts, dropped = read(write(tmp_path / "x.txt", pack(b"x" * length)))
+    assert (len(texts), dropped) == ((1, {}) if length <= 1000 else (0, {"too long": 1}))
+
+
+def test_a_line_beyond_the_limit_is_not_held_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LONGEST", 1000)
+    endless = b'{"text": "' + os.urandom(5_000_000).hex().encode()
+    for name, data in {"x.jsonl": endless, "x.jsonl.zst": zstd(endless), "x.txt": endless[1:]}.items():
+        write(tmp_path / name, data)
+        tracemalloc.start()
+        assert read(tmp_path / name) == ([], {"too long": 1})
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+        tracemalloc.stop()
+
+
+# --- Damage of containers ---
+
+
+RANDOM_LINES = json_lines([f"document {number} {os.urandom(30).hex()}" for number in range(2000)])
+PACKED = gzip.compress(RANDOM_LINES)
+DAMAGED = {
+    "cut.jsonl.gz": (PACKED[: len(PACKED) // 2], "cut off"),
+    "cut-in-the-last-bytes.jsonl.gz": (PACKED[:-3], "cut off"),
+    "cut-in-a-second-member.jsonl.gz": (PACKED + PACKED[:5], "cut off"),
+    "wrong-checksum.jsonl.gz": (PACKED[:-8] + b"\0\0\0\0" + PACKED[-4:], "incorrect data check"),
+    "garbage-after.jsonl.gz": (PACKED + b"garbage", "incorrect header check"),
+    "cut.jsonl.zst": (zstd(RANDOM_LINES)[:-20_000], "cut off"),
+    "cut-in-a-second-frame.jsonl.zst": (zstd(RANDOM_LINES) + zstd(RANDOM_LINES)[:9], "cut off"),
+    "flipped.jsonl.zst": (zstd(RANDOM_LINES, write_checksum=True)[:-1] + b"\0", "checksum"),
+    "empty.json.gz": (b"", "is empty"),
+    "page.json.gz": (b"<!DOCTYPE html>\n<html><body>404</body></html>", "an error page"),
+    "page-in-truth.json.gz": (gzip.compress(b"\n <html><body>404</body></html>"), "an error page"),
+    "s3.jsonl.zst": (b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code></Error>', "an error page"),
+    "page.jsonl": (b"<html>\n<body>\n", "an error page"),
+    "page.parquet": (b"<html>\n<body>\n", "an error page"),
+    "message.json.gz": (b"404: Not Found", "not gz as its name says"),
+    "pointer.parquet": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
+    "pointer.jsonl": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "git lfs pull"),
+    "twice.jsonl.gz": (gzip.compress(PACKED), "compressed twice"),
+    "bzip2.jsonl": (b"BZh91AY&SY" + bytes(20), "bzip2"),
+    "tar.gz": (gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar  \0" + bytes(200)), "tar archive"),
+    "array.json": (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "an object per line"),
+    "pretty.json": (b'{\n  "text": "a"\n}\n', "an object per line"),
+    "cut.parquet": (None, "magic bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_container_that_is_cut_off_or_not_what_it_claims_is_an_error_that_names_it(name, tmp_path):
+    data, words = DAMAGED[name]
+    path = tmp_path / name
+    if name == "cut.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 100}), path)
+        data = path.read_bytes()[:-10]
+    write(path, data)
+    with pytest.raises(InputError, match=words) as error:
+        read(path)
+    assert str(path) in str(error.value)
+
+
+def test_texts_may_look_like_pages_and_arrays_if_their_names_promise_nothing_else(tmp_path):
+    for name, text in {"page.html": "<html>x</html>", "notes.txt": "[\n{", "x.xml.gz": "<?xml version='1.0'?>"}.items():
+        data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+        assert read(write(tmp_path / name, data)) == ([text], {})
+
+
+def test_a_parquet_file_without_the_column_is_an_error_that_lists_its_columns(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "id": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(InputError, match="no column 'text' but content, id; give --text-key"):
+        read(tmp_path / "x.parquet")
+    assert read(tmp_path / "x.parquet", "content") == (["a"], {})
+
+
+def test_a_file_that_grows_or_shrinks_after_it_was_inspected_is_an_error(tmp_path):
+    path = write(tmp_path / "x.jsonl", LINES)
+    piece = inspect_file(str(path), path.name)
+    for data in (LINES + LINES, LINES[:-10]):
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=f"had {len(LINES)} bytes at the start of the run, has {len(data)} now"):
+            list(documents(piece, "text"))
+    path.write_bytes(LINES)
+    with pytest.raises(InputError, match="now"):
+        for document in documents(piece, "text"):
+            if document.position == piece.size:
+                path.write_bytes(LINES + LINES)
+
+
+# --- Memory ---
+
+
+MEASURE = """
+import re, sys
+from data_prep.documents import documents, inspect_file
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+before = peak()
+assert sum(document.num_bytes for document in documents(inspect_file(*sys.argv[1:]), "text")) == 160_000_000
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak of memory is read from /proc")
+@pytest.mark.parametrize("name", ["x.jsonl.zst", "x.parquet"])
+def test_memory_does_not_follow_the_size_of_the_file_or_of_its_row_groups(name, tmp_path):
+    path = tmp_path / name
+    texts = [os.urandom(8000).hex() for _ in range(10_000)]  # 160 MB, in one row group
+    if name == "x.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, use_dictionary=False, compression="none")
+    else:
+        write(path, zstd(json_lines(texts), level=1))
+    command = [sys.executable, "-c", MEASURE, str(path), name]
+    assert int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout) < 120_000_000

@@ -1,0 +1,324 @@
+"""Which corpus and source a file belongs to: a record of each, in every form in which it is found."""
+
+import gzip
+import json
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from data_prep.documents import documents
+from data_prep.inputs import recognized_sources
+from moh_lm.config import ConfigError
+from moh_lm.data.shards import read_manifest
+from tests.tokenizing import ROOT, decoded, shards, tokenize, train_model
+
+PILE_SETS = [
+    "ArXiv", "BookCorpus2", "Books3", "DM Mathematics", "Enron Emails", "EuroParl", "FreeLaw", "Github",
+    "Gutenberg (PG-19)", "HackerNews", "NIH ExPorter", "OpenSubtitles", "OpenWebText2", "PhilPapers", "Pile-CC",
+    "PubMed Abstracts", "PubMed Central", "StackExchange", "USPTO Backgrounds", "Ubuntu IRC", "Wikipedia (en)",
+    "YoutubeSubtitles",
+]  # fmt: skip
+SLIMPAJAMA_SETS = {
+    "RedPajamaArXiv": "slimpajama-arxiv",
+    "RedPajamaBook": "slimpajama-books",
+    "RedPajamaC4": "slimpajama-c4",
+    "RedPajamaCommonCrawl": "slimpajama-commoncrawl",
+    "RedPajamaGithub": "slimpajama-github",
+    "RedPajamaStackExchange": "slimpajama-stackexchange",
+    "RedPajamaWikipedia": "slimpajama-wikipedia",
+}
+ARXIV = {
+    "timestamp": "2019-06-03T02:06:07", "yymm": "1906", "arxiv_id": "1906.00001", "language": "en",
+    "url": "https://arxiv.org/abs/1906.00001", "source": "arxiv",
+}  # fmt: skip
+BOOK = {"short_book_title": "Moby Dick", "publication_date": 1851, "url": "http://www.gutenberg.org/ebooks/2701"}
+C4 = {"timestamp": "2019-04-25T12:57:54Z", "url": "https://example.org/a", "language": "en", "source": "c4"}
+GITHUB = {
+    "content_hash": "4ea8aa", "timestamp": "", "source": "github", "line_count": 61, "max_line_length": 100,
+    "avg_line_length": 23.9, "alnum_prop": 0.7, "repo_name": "owner/name", "id": "f2bc34", "size": "1470",
+    "binary": False, "copies": "1", "ref": "refs/heads/master", "path": "src/a.py", "mode": "33188", "license": "mit",
+    "language": [{"name": "Python", "bytes": "1470"}],
+}  # fmt: skip
+STACKEXCHANGE = {
+    "language": "en", "url": "https://stackoverflow.com/questions/1", "timestamp": "2023-03-29T00:00:00",
+    "source": "stackexchange", "question_score": "756",
+}  # fmt: skip
+WIKIPEDIA = {"title": "Moby Dick", "url": "https://en.wikipedia.org/wiki/1", "language": "en", "timestamp": "20230320"}
+COMMON_CRAWL = {
+    "pred_label": "__label__cc", "pred_label_prob": 0.71, "wiki_prob": 0.29,
+    "source": "cc/2019-30/en_head_0000.json.gz/line401859",
+}  # fmt: skip
+META = {  # the seven sets of RedPajama
+    "redpajama-arxiv": ARXIV,
+    "redpajama-books": BOOK,
+    "redpajama-c4": C4,
+    "redpajama-commoncrawl": COMMON_CRAWL,
+    "redpajama-github": GITHUB,
+    "redpajama-stackexchange": STACKEXCHANGE,
+    "redpajama-wikipedia": WIKIPEDIA,
+}
+FILES = {  # file -> (a record but for its text, the source)
+    "arxiv/arxiv_023a-bb.jsonl": ({"meta": ARXIV}, "redpajama-arxiv"),
+    "book/book.jsonl": ({"meta": BOOK}, "redpajama-books"),
+    "c4/c4-train.00000-of-01024.jsonl": ({"meta": C4}, "redpajama-c4"),
+    "common_crawl/2019-30/en_head_0000.json.gz.dedup.classifier.jsonl.zst": (COMMON_CRAWL, "redpajama-commoncrawl"),
+    "github/filtered_08cdfa755e6d4d89b673d5bd1acee5f6.sampled.jsonl": ({"meta": GITHUB}, "redpajama-github"),
+    "stackexchange/stackexchange.jsonl": ({"meta": STACKEXCHANGE}, "redpajama-stackexchange"),
+    "wikipedia/wiki.jsonl": ({"meta": WIKIPEDIA}, "redpajama-wikipedia"),
+    "pile/train/00.jsonl.zst": ({"meta": {"pile_set_name": "Pile-CC"}}, "pile"),
+    "wiki/arxiv.jsonl": ({"meta": {"pile_set_name": "Github"}}, "pile"),
+    "pg19/train.jsonl": (BOOK, "pg19"),
+    "v1_5/c4/c4-0000.json.gz": (
+        {"id": "https://example.org", "source": "c4", "added": "2023-06-01", "created": "2019-04-25", "metadata": {}},
+        "dolma",
+    ),
+    "v1_6/wiki/en_wiki-0000.json.gz": ({"id": 12, "source": "wiki", "added": "", "created": ""}, "dolma"),
+    "v1_6-sample/v1_5r2_sample-0000.json.gz": ({"id": "a", "source": "common-crawl", "metadata": {}}, "dolma"),
+    "v1_7/redpajama-arxiv/arxiv-0000.json.gz": ({"id": "a", "source": "redpajama/arxiv", "version": "1"}, "dolma"),
+    "books/books-0000.json.gz": ({"id": "a", "source": "gutenberg", "metadata": {"title": "b"}}, "dolma"),
+    "dolma-v1_7/part-0.json.gz": ({"id": "without a source"}, "dolma"),
+}
+
+
+def write(path, *records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = "".join(json.dumps(record) + "\n" for record in records).encode()
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(data))
+
+
+def write_table(path, columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def sources_below(directory, only=(), text_key="text"):
+    """Source -> sorted names of its files."""
+    sources, unreadable, _ = recognized_sources([str(directory)], text_key, set(), list(only))
+    assert not unreadable
+    return {source: sorted(piece.name for piece in pieces) for source, pieces in sources.items()}
+
+
+def test_a_record_of_every_corpus_and_set_is_recognised(tmp_path):
+    expected = {}
+    for name, (record, source) in FILES.items():
+        write(tmp_path / name, {**record, "text": f"text of {name}"})
+        expected.setdefault(source, []).append(name)
+    assert sources_below(tmp_path) == {source: sorted(names) for source, names in expected.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if "dolma-v1_" not in name])
+def test_a_file_is_recognised_by_its_schema_under_any_name(name, tmp_path):
+    record, source = FILES[name]
+    write(tmp_path / "data" / "x.jsonl", {"text": "a", **record})
+    assert sources_below(tmp_path) == {source: ["data/x.jsonl"]}
+
+
+@pytest.mark.parametrize("set_name", PILE_SETS)
+def test_every_set_of_the_pile_is_of_the_one_source_pile(set_name, tmp_path):
+    write(tmp_path / "val.jsonl.zst", {"text": "a", "meta": {"pile_set_name": set_name}})
+    assert sources_below(tmp_path) == {"pile": ["val.jsonl.zst"]}
+
+
+@pytest.mark.parametrize("name", ["arxiv/x.jsonl", "ArXiv/2019/x.jsonl.zst", "arxiv_sample.jsonl", "arxiv_023a.jsonl"])
+def test_the_path_decides_where_the_record_does_not(name, tmp_path):
+    write(tmp_path / "c4" / name, {"text": "a", "meta": {"url": "https://example.org"}})
+    if "/" in name:
+        assert sources_below(tmp_path) == {"redpajama-arxiv": [f"c4/{name}"]}
+        assert sources_below(tmp_path / "c4" / name.split("/")[0]) == {"redpajama-arxiv": [name.split("/", 1)[1]]}
+    else:
+        assert sources_below(tmp_path) == {"redpajama-c4": [f"c4/{name}"]}
+        (tmp_path / "c4").rename(tmp_path / "part-1")
+        assert sources_below(tmp_path) == {"redpajama-arxiv": [f"part-1/{name}"]}
+
+
+@pytest.mark.parametrize("as_text", [json.dumps, repr])
+@pytest.mark.parametrize("source", META)
+def test_meta_may_be_a_string_of_json_or_of_python(source, as_text, tmp_path):
+    write(tmp_path / "x.jsonl", {"text": "a", "meta": as_text(META[source])})
+    assert sources_below(tmp_path) == {source: ["x.jsonl"]}
+
+
+def test_a_damaged_beginning_does_not_hide_the_corpus(tmp_path):
+    write(tmp_path / "x.jsonl", {"text": "a" * 1_000_000, "meta": {"pile_set_name": "Books3"}})
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "cut\n\n{"id":\n[]\n\xff\n' + (tmp_path / "x.jsonl").read_bytes())
+    assert sources_below(tmp_path) == {"pile": ["x.jsonl"]}
+
+
+# --- Files that mix sets ---
+
+
+def mixed_files():
+    """name -> (columns or records, the source of each row)."""
+    slim = [({"redpajama_set_name": name}, source) for name, source in SLIMPAJAMA_SETS.items()] * 3
+    red = list(META.items()) * 2
+    subsets = ["arxiv", "book", "c4", "common_crawl", "github", "stackexchange", "wikipedia"]
+    return {
+        "slim.jsonl.zst": ([{"meta": meta} for meta, _ in slim], [source for _, source in slim]),
+        "slim.parquet": ({"meta": [meta for meta, _ in slim]}, [source for _, source in slim]),
+        "subset.jsonl": (
+            [{"meta": {}, "red_pajama_subset": name} for name in [*subsets, "books"]],
+            [*META, "redpajama-books"],
+        ),
+        "subset.parquet": ({"meta": ["{}"] * 7, "red_pajama_subset": subsets}, list(META)),
+        "sample.parquet": (
+            {"meta": [(json.dumps, repr)[i % 2](meta) for i, (_, meta) in enumerate(red)]},
+            [source for source, _ in red],
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return train_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", mixed_files())
+def test_a_file_that_mixes_sets_gives_each_document_to_its_own_source_once(name, tmp_path):
+    content, expected = mixed_files()[name]
+    texts = [f"{number} of {source}" for number, source in enumerate(expected)]
+    if isinstance(content, dict):
+        write_table(tmp_path / name, {"text": texts, **content})
+    else:
+        write(tmp_path / name, *({"text": text, **record} for text, record in zip(texts, content, strict=True)))
+    sources, _, _ = recognized_sources([str(tmp_path)], "text", set(), [])
+    assert sorted(sources) == sorted(set(expected))
+    for source, (piece,) in sources.items():
+        found = list(documents(piece, "text"))
+        assert [document.text for document in found if document.text] == [t for t in texts if t.endswith(f" {source}")]
+        dropped = [document.dropped for document in found if not document.text]
+        assert dropped == ["of another set"] * (len(texts) - expected.count(source))
+
+
+def test_what_no_source_of_a_mixed_file_can_claim_counts_in_each_of_them(model, tmp_path):
+    arxiv, c4, unknown = ({"redpajama_set_name": f"RedPajama{name}"} for name in ("ArXiv", "C4", "Foo"))
+    records = [{"text": "one", "meta": c4}, {"text": "two", "meta": arxiv}, {"text": "three", "meta": unknown}]
+    records += [{"text": "no set", "meta": {}}, {"text": '"redpajama_set_name": "RedPajamaArXiv"', "meta": c4}]
+    lines = [*map(json.dumps, records), '{"text": "cut', ""]
+    lines += ['{"meta":{"redpajama_set_\\u006eame" :"RedPajamaC4"},"text": "unusual, but JSON"}']
+    lines += ['{"text": "broken, and yet of a known set", "meta": {"redpajama_set_name": "RedPajamaC4"}']
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    tokenize(model, tmp_path / "out", recognize=tmp_path, only=["slimpajama-c4", "slimpajama-arxiv"])
+    for source, count, broken, other in (("slimpajama-c4", 3, 2, 1), ("slimpajama-arxiv", 1, 1, 4)):
+        (shard,) = shards(tmp_path / "out", source)
+        assert shard.num_documents == count
+        bad = {"blank line": 1, "broken JSON": broken, "of no known set": 2}
+        assert shard.sidecar["dropped"] == {**bad, "of another set": other}
+
+
+def test_a_set_that_no_file_holds_makes_no_source_unless_it_was_asked_for(model, tmp_path):
+    write(tmp_path / "in/x.jsonl", {"text": "a", "meta": {"redpajama_set_name": "RedPajamaC4"}})
+    stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "in")
+    assert list(read_manifest(tmp_path / "out")["sources"]) == ["slimpajama-c4"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"manifest.json", "slimpajama-c4", "tokenizer.model"}
+    assert stdout.count("left out, since no document of these files belongs to it") == 6
+    only = ["slimpajama-c4", "slimpajama-books"]
+    _, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", only=only, code=1)
+    assert "failed: slimpajama-books: holds no document" in stderr
+
+
+# --- What is refused, and what is left out ---
+
+
+def test_unknown_files_are_refused_with_their_names_and_the_flag_to_use(tmp_path):
+    (tmp_path / "README.md").write_text("about")
+    write(tmp_path / "known.jsonl", {"text": "a", "meta": {"pile_set_name": "Github"}})
+    unknown = {
+        "a/custom.jsonl": "holds records with text, label",
+        "attributes/c4-0000.json.gz": "holds records with id, source, attributes",
+        "novel.txt": "holds plain text",
+        "table.parquet": "holds records with label, text",
+        "pile.jsonl.zst.part": "has the name of an unfinished download",
+        "broken.jsonl": "holds no record",
+        "c4/text-only.jsonl": "holds records with text",
+        "meta.jsonl": "holds records with text, meta",
+        "own-id.jsonl": "holds records with text, id, meta",
+    }
+    write(tmp_path / "a/custom.jsonl", {"text": "a", "label": 1})
+    write(tmp_path / "attributes/c4-0000.json.gz", {"id": "1", "source": "c4", "attributes": {}})
+    (tmp_path / "novel.txt").write_text("Call me Ishmael.")
+    write_table(tmp_path / "table.parquet", {"label": [1], "text": ["a"]})
+    write(tmp_path / "pile.jsonl.zst.part", {"text": "a", "meta": {"pile_set_name": "Github"}})
+    (tmp_path / "broken.jsonl").write_text("{{{")
+    write(tmp_path / "c4/text-only.jsonl", {"text": "a"})
+    write(tmp_path / "meta.jsonl", {"text": "a", "meta": {"page": 1}})
+    write(tmp_path / "own-id.jsonl", {"text": "a", "id": "1", "meta": WIKIPEDIA})
+    with pytest.raises(ConfigError) as error:
+        sources_below(tmp_path)
+    head, *listed = error.value.problems
+    assert "9 files are of no known corpus" in head and "--source NAME=GLOB" in head
+    assert sorted(listed) == sorted(f"{tmp_path}/{name}: {what}" for name, what in unknown.items())
+
+
+def test_a_long_list_of_unknown_files_is_shortened(tmp_path):
+    for number in range(30):
+        (tmp_path / f"{number}.txt").write_text("text")
+    with pytest.raises(ConfigError) as error:
+        sources_below(tmp_path)
+    assert len(error.value.problems) == 1 + 20 + 1
+    assert error.value.problems[-1] == "and 10 more"
+
+
+def test_named_sources_go_before_recognition_and_stand_beside_it(model, tmp_path):
+    write(tmp_path / "in/x.jsonl", {"text": "named", "meta": {"pile_set_name": "Github"}})
+    write(tmp_path / "in/y.jsonl", {"text": "recognised", "meta": {"pile_set_name": "Github"}})
+    (tmp_path / "in/z.txt").write_text("plain")
+    sources = (f"mine={tmp_path}/in/x.jsonl", f"text={tmp_path}/in/*.txt")
+    tokenize(model, tmp_path / "out", *sources, recognize=tmp_path / "in")
+    found = {source: decoded(tmp_path / "out", source, model) for source in read_manifest(tmp_path / "out")["sources"]}
+    assert found == {"mine": ["named"], "text": ["plain"], "pile": ["recognised"]}
+
+
+def test_documentation_hidden_and_empty_files_are_left_out_aloud(model, tmp_path):
+    write(tmp_path / "in/x.jsonl", {"text": "a", "meta": {"pile_set_name": "Github"}})
+    left_out = ["README.md", "LICENSE", "urls.txt", "urls/arxiv.txt", "SHA256SUMS.txt", "._x.jsonl", "loader.py"]
+    left_out += [".cache/huggingface/y", "dataset_infos.json"]
+    for name in left_out:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text("no data")
+    (tmp_path / "in/empty.jsonl").touch()
+    stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "in")
+    line = next(line for line in stdout.splitlines() if line.startswith("left out"))
+    assert sorted(re.findall(r"in/([^,]+)", line)) == sorted([*left_out, "empty.jsonl"])
+    assert decoded(tmp_path / "out", "pile", model) == ["a"]
+
+
+def test_only_chooses_among_what_is_found_and_says_what_is_not(model, tmp_path, capsys):
+    for set_name, meta in META.items():
+        write(tmp_path / "in" / f"{set_name}.jsonl", {"text": set_name, "meta": meta})
+    tokenize(model, tmp_path / "out", recognize=tmp_path / "in", only=["redpajama-c4", "redpajama-books"])
+    assert sorted(read_manifest(tmp_path / "out")["sources"]) == ["redpajama-books", "redpajama-c4"]
+    _, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", only=["redpajama-c5"], code=2)
+    assert "--only redpajama-c5: not found" in stderr and "redpajama-c4" in stderr
+
+
+def test_a_damaged_file_among_recognised_ones_fails_alone(model, tmp_path):
+    write(tmp_path / "in/x.jsonl", {"text": "sound", "meta": {"pile_set_name": "Github"}})
+    (tmp_path / "in/page.json.gz").write_text("<html>502 Bad Gateway</html>")
+    _, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", code=1)
+    assert f"failed: {tmp_path}/in/page.json.gz: an error page" in stderr
+    assert decoded(tmp_path / "out", "pile", model) == ["sound"]
+
+
+def test_the_text_key_is_asked_of_recognised_files_too(tmp_path):
+    write(tmp_path / "x.jsonl", {"content": "a", "meta": {"pile_set_name": "Github"}})
+    assert sources_below(tmp_path, text_key="content") == {"pile": ["x.jsonl"]}
+    with pytest.raises(ConfigError, match="holds records with content, meta"):
+        sources_below(tmp_path)
+
+
+# --- The mix ---
+
+
+def test_the_recipe_is_the_mix_of_both_launch_scripts_and_adds_up_to_a_hundred():
+    lines = (ROOT / "data_prep/recipes/moh.mix").read_text().splitlines()
+    mix = dict(line.split("#")[0].strip().split("=") for line in lines if line.split("#")[0].strip())
+    assert sum(round(100 * float(weight)) for weight in mix.values()) == 100_00
+    for script in ("pretrain_llm_s.sh", "pretrain_llm_b.sh"):
+        text = (ROOT / "launch" / script).read_text()
+        launched = text.split("--data-mix")[1].split(")")[0]
+        assert dict(re.findall(r"^ +([a-z0-9-]+)=([0-9.]+)", launched, re.MULTILINE)) == mix
+    assert set(mix) <= {source for _, source in FILES.values()}

@@ -1,0 +1,266 @@
+"""Kills, restarts and full disks: whatever happened before, the data directory ends with the same bytes."""
+
+import gzip
+import multiprocessing
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from data_prep import units as units_module
+from data_prep.encoding import Options
+from data_prep.units import Unit, plan_units
+from data_prep.workers import run_units
+from tests.tokenizing import ROOT, TEXTS, command, decoded, files, json_lines, run, shards, tokenize, train_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return train_model(tmp_path_factory.mktemp("model"))
+
+
+# --- Determinism, restarts ---
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("corpus")
+    texts = [f"{number}: " + TEXTS[number % len(TEXTS)] for number in range(1500)]
+    (directory / "a.jsonl").write_bytes(json_lines(texts))
+    (directory / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(texts[:300]) + b"{broken\n"))
+    (directory / "c.txt").write_text("one document")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reference(corpus, model, tmp_path_factory):
+    """The data directory that one worker makes in one run."""
+    output = tmp_path_factory.mktemp("reference") / "out"
+    tokenize(model, output, f"x={corpus}/a*", f"y={corpus}/[bc].*", workers=1, unit_size="32k")
+    return output
+
+
+def test_any_number_of_workers_writes_the_same_bytes(corpus, model, reference, tmp_path):
+    tokenize(model, tmp_path / "out", f"x={corpus}/a*", f"y={corpus}/[bc].*", workers=3, unit_size="32k")
+    assert files(tmp_path / "out") == files(reference)
+
+
+def test_sources_may_be_added_by_a_later_run(corpus, model, reference, tmp_path):
+    tokenize(model, tmp_path / "out", f"y={corpus}/[bc].*", unit_size="32k")
+    times = modified(tmp_path / "out" / "y")
+    tokenize(model, tmp_path / "out", f"x={corpus}/a*", unit_size="32k")
+    assert files(tmp_path / "out") == files(reference)
+    assert modified(tmp_path / "out" / "y") == times
+
+
+def modified(directory):
+    return {path: path.stat().st_mtime_ns for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("many", [1, 1000])
+def test_files_that_come_later_leave_the_shards_of_others_untouched(many, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(units_module, "MANY", many)
+    (tmp_path / "in").mkdir()
+    for number in range(4, 8):
+        (tmp_path / f"in/{number}.txt").write_text(f"text {number}")
+        (tmp_path / f"in/{number}.jsonl").write_bytes(json_lines([f"line {number}"]))
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    before, times = files(tmp_path / "out/a"), modified(tmp_path / "out/a")
+    for number in (1, 5.5, 9):
+        (tmp_path / f"in/{number}.txt").write_text(f"text {number}")
+        (tmp_path / f"in/{number}.jsonl").write_bytes(json_lines([f"line {number}"]))
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    after, later = files(tmp_path / "out/a"), modified(tmp_path / "out/a")
+    for path in times.keys() - {tmp_path / "out/a/groups.jsonl"}:
+        assert (after[path.name], later[path]) == (before[path.name], times[path])
+    numbers = [1, 4, 5, 5.5, 6, 7, 9]
+    expected = [f"text {number}" for number in numbers] + [f"line {number}" for number in numbers]
+    assert sorted(decoded(tmp_path / "out", "a", model)) == sorted(expected)
+
+
+def test_the_shuffle_changes_the_order_and_nothing_else(corpus, model, reference, tmp_path):
+    tokenize(model, tmp_path / "out", f"x={corpus}/a*", unit_size="32k", no_shuffle=True)
+    in_order, shuffled = decoded(tmp_path / "out", "x", model), decoded(reference, "x", model)
+    numbers = [int(text.split(":")[0]) for text in in_order[: shards(tmp_path / "out", "x")[0].num_documents]]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert in_order != shuffled
+    assert sorted(in_order) == sorted(shuffled)
+    positions = np.array([int(text.split(":")[0]) for text in shuffled[: shards(reference, "x")[0].num_documents]])
+    assert abs(np.corrcoef(positions[:-1], positions[1:])[0, 1]) < 0.2
+
+
+def flags_of(corpus, model, output):
+    sources = ["--source", f"x={corpus}/a*", "--source", f"y={corpus}/[bc].*"]
+    return ["--tokenizer", model, "--output", output, *sources, "--workers", 2, "--unit-size", "32k"]
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_bytes_of_one_run(corpus, model, reference, tmp_path):
+    output, expected = tmp_path / "out", files(reference)
+    line, environment = command(*flags_of(corpus, model, output))
+    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    generator = random.Random(0)
+    for kill in range(5):
+        before = sidecar_times(output)
+        process = subprocess.Popen(line, cwd=ROOT, env=environment, **nowhere)
+        while len(sidecar_times(output)) <= len(before) and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0, 0.03))
+        if kill % 2:
+            process.kill()  # and its workers have to notice
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        after = sidecar_times(output)
+        assert {path: after[path] for path in before} == before, "a complete shard was made again"
+        for sidecar in after:
+            for path in (sidecar, sidecar.with_suffix(".bin"), sidecar.with_suffix(".idx")):
+                assert path.read_bytes() == expected[str(path.relative_to(output))]
+    result = run(*flags_of(corpus, model, output)).stdout.decode()
+    complete = map(int, re.findall(r"(\d+) of them complete already", result))
+    assert len(expected) / 3 > sum(complete) >= len(after) >= 5
+    assert files(output) == expected
+
+
+def sidecar_times(output):
+    return {path: path.stat().st_mtime_ns for path in output.glob("*/*.json")}
+
+
+def test_a_restart_redoes_only_what_is_missing_or_damaged(corpus, model, reference, tmp_path):
+    output = tmp_path / "out"
+    sources = (f"x={corpus}/a*", f"y={corpus}/[bc].*")
+    tokenize(model, output, *sources, unit_size="32k")
+    missing, damaged, *rest = sorted((output / "x").glob("*.json"))
+    missing.unlink()
+    with open(damaged.with_suffix(".bin"), "ab") as file:
+        file.write(b"\0\0")
+    times = {path: path.stat().st_mtime_ns for path in rest}
+    stdout, _ = tokenize(model, output, *sources, unit_size="32k")
+    assert f"x: {len(rest) + 2} shards of 1 files, {len(rest)} of them complete already" in stdout
+    assert {path: path.stat().st_mtime_ns for path in rest} == times
+    assert files(output) == files(reference)
+
+
+def test_what_a_killed_run_left_is_swept_and_what_is_not_ours_stays(model, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out/a").mkdir(parents=True)
+    unit = "x-0123456789abcdef"
+    left = [f"a/{unit}.bin", f"a/{unit}.idx", f"a/{unit}.rejects.jsonl", f"a/{unit}.bin.tmp-77", "a/stdin.tmp-77"]
+    left += ["manifest.json.tmp-77", "tokenizer.model.tmp-77", "a/groups.jsonl.tmp-77"]
+    for name in [*left, "a/notes.txt", "notes.bin"]:
+        (tmp_path / "out" / name).write_text("left over")
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt", workers=1)
+    (sidecar,) = sidecar_times(tmp_path / "out")
+    left.append(f"a/{sidecar.stem}.bin.tmp-77")  # of a shard that is complete all the same
+    (tmp_path / "out" / left[-1]).write_text("left over")
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt", workers=1)
+    kept = files(tmp_path / "out")
+    assert not set(left) & set(kept)
+    assert {"a/notes.txt", "notes.bin"} <= set(kept)
+
+
+def test_an_input_that_changed_replaces_its_shard(model, tmp_path):
+    text = tmp_path / "in.txt"
+    text.write_text("old")
+    tokenize(model, tmp_path / "out", f"a={text}", workers=1)
+    text.write_text("new")  # the same size
+    os.utime(text, (time.time() + 5, time.time() + 5))
+    tokenize(model, tmp_path / "out", f"a={text}", workers=1)
+    assert decoded(tmp_path / "out", "a", model) == ["new"]
+    text.write_text("longer than before")
+    tokenize(model, tmp_path / "out", f"a={text}", workers=1)
+    assert decoded(tmp_path / "out", "a", model) == ["longer than before"]
+    assert len(list((tmp_path / "out" / "a").iterdir())) == 3
+
+
+def test_a_run_that_fails_keeps_the_shards_that_it_was_to_replace(model, tmp_path):
+    text = tmp_path / "in.jsonl.gz"
+    text.write_bytes(gzip.compress(json_lines(["old"])))
+    tokenize(model, tmp_path / "out", f"a={text}", workers=1)
+    text.write_bytes(gzip.compress(json_lines(["new"]))[:-9])
+    tokenize(model, tmp_path / "out", f"a={text}", code=1, workers=1)
+    assert decoded(tmp_path / "out", "a", model) == ["old"]
+
+
+def test_a_worker_that_is_killed_fails_its_unit_only(model, tmp_path):
+    (tmp_path / "large.jsonl").write_bytes(json_lines(["many words " * 10_000] * 200))
+    (tmp_path / "small.jsonl").write_bytes(json_lines(["few words"]))
+    patterns = [f"{tmp_path}/large.jsonl", f"{tmp_path}/small.jsonl"]
+    units, _ = plan_units("--source a=", "a", patterns, text_key="text", unit_size=2**30, identity=None)
+    units = [Unit("a", piece.name, (piece,)) for unit in units for piece in unit.pieces]
+    (tmp_path / "out" / "a").mkdir(parents=True)
+    outcome = {}
+    for unit, event, value in run_units(units, 1, str(model), Options(), str(tmp_path / "out")):
+        if event == "progress" and not outcome:
+            (worker,) = multiprocessing.active_children()
+            worker.kill()
+        elif event != "progress":
+            outcome[unit.name] = (event, value)
+    assert outcome["large.jsonl"] == ("failed", "the worker died (exit code -9)")
+    assert outcome["small.jsonl"][0] == "done"
+
+
+def test_workers_die_with_the_command(corpus, model, tmp_path):
+    """Within its one long document a worker reports nothing, so no broken pipe tells it."""
+    (tmp_path / "long.txt").write_text("\n".join(os.urandom(20).hex() for _ in range(750_000)))
+    source = f"a={tmp_path}/long.txt"
+    line, environment = command("--tokenizer", model, "--source", source, "--output", tmp_path / "out", "--workers", 1)
+    process = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    while not (worker := writer_of(tmp_path / "out")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    for _ in range(200):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    os.kill(worker, signal.SIGKILL)
+    raise AssertionError("the worker outlives the command by two seconds")
+
+
+def writer_of(output):
+    """The process id in the name of a temporary file."""
+    return next((int(path.name.rsplit("-", 1)[1]) for path in output.glob("a/*.tmp-*")), None)
+
+
+# --- No room ---
+
+
+def largest_files(limit):
+    """The largest file size of a process stands in for the disk: both end in the same kind of error."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def test_a_full_disk_stops_the_run_with_one_line_of_sizes_and_loses_nothing(corpus, model, reference, tmp_path):
+    output, expected = tmp_path / "out", files(reference)
+    largest = max(len(data) for name, data in expected.items() if name.endswith(".bin"))
+    result = run(*flags_of(corpus, model, output), code=1, preexec_fn=largest_files(largest - 1))
+    (message,) = [line for line in result.stderr.decode().splitlines() if "failed" in line]
+    assert f"{output}/y/b-" in message
+    complete = sidecar_times(output)
+    told = re.search(r"File too large, [\d.,]+ MB of [\d.,]+ MB are free; (\d+) of 11 shards are complete", message)
+    assert 11 > int(told[1]) == len(complete) > 0
+    assert not [path for path in output.rglob("*") if ".tmp-" in path.name]
+    run(*flags_of(corpus, model, output), preexec_fn=largest_files(largest))
+    assert {path: path.stat().st_mtime_ns for path in complete} == complete
+    assert files(output) == expected
+
+
+def test_when_a_shard_found_no_room_no_other_is_begun(corpus, model, reference, tmp_path):
+    limit = min(path.stat().st_size for path in (reference / "x").glob("*.bin")) - 1
+    result = run(*flags_of(corpus, model, tmp_path / "out"), code=1, preexec_fn=largest_files(limit))
+    assert result.stderr.count(b"failed") == 1
+    assert b"0 of 11 shards are complete" in result.stderr  # though c.txt would have had room
+
+
+def test_a_disk_that_is_full_from_the_start_is_told_by_the_name_of_the_directory(corpus, model, tmp_path):
+    result = run(*flags_of(corpus, model, tmp_path / "out"), code=1, preexec_fn=largest_files(100))
+    assert re.search(rb"failed: \S*/out: File too large, [\d.,]+ MB of [\d.,]+ MB are free", result.stderr)

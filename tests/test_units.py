@@ -1,0 +1,160 @@
+"""How files become units of work: patterns, copies, groups of small files, and what changes when files are added."""
+
+import json
+import os
+
+import pytest
+
+from data_prep import units as module
+from data_prep.inputs import matching_files, named_source
+from data_prep.output import record_groups, recorded_groups
+from data_prep.units import divide, plan_units
+from moh_lm.config import ConfigError
+from tests.tokenizing import json_lines
+
+
+def write(directory, texts):
+    for name, text in texts.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+
+
+def units(pattern, unit_size=10**6, identity=None, **options):
+    source = named_source("--source a=", [str(pattern)])
+    source.arrange()
+    return divide("a", source, text_key="text", unit_size=unit_size, identity=identity, **options)
+
+
+def names(units):
+    return [[piece.name for piece in unit.pieces] for unit in units]
+
+
+# --- Files ---
+
+
+def test_a_file_that_several_patterns_match_counts_once_under_a_name_that_their_order_does_not_change(tmp_path):
+    write(tmp_path, {"x/a.txt": "a", "x/b.txt": "b"})
+    patterns = [f"{tmp_path}/x/*.txt", f"{tmp_path}/**/*.txt", f"{tmp_path}/x/a.txt"]
+    expected = [(f"{tmp_path}/x/a.txt", "a.txt"), (f"{tmp_path}/x/b.txt", "b.txt")]
+    assert matching_files("", patterns) == matching_files("", patterns[::-1]) == expected
+
+
+def test_names_do_not_change_when_a_directory_tree_moves(tmp_path):
+    write(tmp_path, {"here/x/a.txt": "a", "here/x/y/b.txt": "b"})
+    before = [unit.name for unit in units(f"{tmp_path}/here/**/*.txt")]
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert [unit.name for unit in units(f"{tmp_path}/there/**/*.txt")] == before
+
+
+def test_hidden_files_such_as_those_of_macos_match_no_star(tmp_path):
+    write(tmp_path, {"a.jsonl": '{"text": "a"}', "._a.jsonl": "resource fork"})
+    assert names(units(f"{tmp_path}/*.jsonl")) == [["a.jsonl"]]
+
+
+@pytest.mark.parametrize("size", [50, 1_000_000])
+def test_files_with_the_same_content_count_once_and_the_others_are_named(size, tmp_path):
+    content = json_lines([os.urandom(size // 4).hex(), "x"])
+    for name in ("b.jsonl", "a.jsonl", "c.txt"):
+        (tmp_path / name).write_bytes(content)
+    middle = size // 2
+    (tmp_path / "d.jsonl").write_bytes(content[:middle] + b"z" + content[middle + 1 :])  # the same size and ends
+    os.symlink(tmp_path / "b.jsonl", tmp_path / "e.jsonl")
+    write(tmp_path, {"empty-1.txt": "", "empty-2.txt": ""})
+    source = named_source("", [f"{tmp_path}/*"])
+    source.arrange()
+    assert [piece.name for piece in source.pieces] == ["a.jsonl", "d.jsonl", "empty-1.txt", "empty-2.txt"]
+    assert [piece.name for piece in source.copies] == ["b.jsonl", "c.txt", "e.jsonl"]
+
+
+def test_files_that_cannot_be_told_apart_by_what_names_a_unit_are_refused(tmp_path):
+    content = b"x" * 200_000
+    for directory, middle in (("one", b"1"), ("two", b"2")):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "a.txt").write_bytes(content + middle + content)
+    patterns = [f"{tmp_path}/{directory}/*.txt" for directory in ("one", "two")]
+    with pytest.raises(ConfigError, match="same name, size, first and last"):
+        plan_units("--source a=", "a", patterns, text_key="text", unit_size=10**6, identity=None)
+
+
+def test_the_name_of_a_unit_changes_with_all_that_changes_its_shard(tmp_path):
+    write(tmp_path, {"a.txt": "content", "b.txt": "contend"})
+    (unit,) = units(f"{tmp_path}/a.txt")
+    assert units(f"{tmp_path}/a.txt", identity={"shuffle": False})[0].name != unit.name
+    write(tmp_path, {"a.txt": "contend"})
+    assert units(f"{tmp_path}/a.txt")[0].name != unit.name
+    write(tmp_path, {"a.txt": "content"})
+    assert units(f"{tmp_path}/a.txt")[0].name == unit.name
+
+
+# --- Groups of small files ---
+
+
+def test_every_file_is_a_unit_by_itself_until_there_are_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MANY", 10)
+    write(tmp_path, {f"{number:02d}.txt": f"file {number:02d}" for number in range(10)})
+    assert len(units(f"{tmp_path}/*.txt")) == 10
+    write(tmp_path, {"10.txt": "file 10"})
+    assert names(units(f"{tmp_path}/*.txt")) == [[f"{number:02d}.txt" for number in range(11)]]
+
+
+def test_groups_hold_all_small_files_once_within_the_unit_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MANY", 10)
+    write(tmp_path, {f"{number:03d}.txt": f"{number}" + "x" * (number % 7) for number in range(100)})
+    write(tmp_path, {"large.txt": "y" * 100, "000.txt": ""})
+    planned = units(f"{tmp_path}/*.txt", unit_size=200)
+    assert sorted(sum(names(planned), [])) == sorted(path.name for path in tmp_path.iterdir())
+    assert all(unit.num_bytes <= 200 for unit in planned)
+    assert ["large.txt"] in names(planned)
+    assert 4 <= len(planned) < 6  # 482 bytes of small files, and the large one
+
+
+@pytest.fixture
+def grouped(tmp_path, monkeypatch):
+    """Units of 30 small files in groups, as an earlier run has recorded them."""
+    monkeypatch.setattr(module, "MANY", 10)
+    write(tmp_path / "in", {f"{number:02d}.txt": f"file {number:02d}" for number in range(10, 40)})
+    planned = units(f"{tmp_path}/in/*.txt", unit_size=160)
+    assert len(planned) == 2
+    record_groups(tmp_path, planned)
+    return planned
+
+
+def test_files_that_come_later_leave_the_groups_as_they_are(grouped, tmp_path):
+    write(tmp_path / "in", {f"{number:02d}.txt": f"file {number:02d}" for number in [*range(10), *range(40, 60)]})
+    groups = recorded_groups(tmp_path)
+    planned = units(f"{tmp_path}/in/*.txt", unit_size=160, groups=groups)
+    assert set(grouped) < set(planned)
+    assert sorted(sum(names(planned), [])) == [f"{number:02d}.txt" for number in range(60)]
+    record_groups(tmp_path, planned)
+    assert units(f"{tmp_path}/in/*.txt", unit_size=160, groups=recorded_groups(tmp_path)) == planned
+    assert recorded_groups(tmp_path)[: len(groups)] == groups
+
+
+def test_a_group_that_lost_a_file_is_formed_anew_and_no_other(grouped, tmp_path):
+    (tmp_path / "in/10.txt").unlink()
+    planned = units(f"{tmp_path}/in/*.txt", unit_size=160, groups=recorded_groups(tmp_path))
+    assert grouped[1] in planned and grouped[0] not in planned
+    assert sorted(sum(names(planned), [])) == [f"{number:02d}.txt" for number in range(11, 40)]
+
+
+def test_groups_of_files_that_a_run_does_not_name_stay_recorded(grouped, tmp_path):
+    groups = recorded_groups(tmp_path)
+    write(tmp_path / "other", {f"o{number:02d}.txt": f"file {number:02d}" for number in range(20)})
+    record_groups(tmp_path, units(f"{tmp_path}/other/*.txt", groups=groups))
+    assert recorded_groups(tmp_path)[:2] == groups
+    assert len(recorded_groups(tmp_path)) == 3
+
+
+def test_a_small_file_with_a_shard_of_its_own_joins_no_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MANY", 10)
+    write(tmp_path, {f"{number:02d}.txt": f"file {number:02d}" for number in range(10)})
+    alone = units(f"{tmp_path}/*.txt")
+    write(tmp_path, {f"{number:02d}.txt": f"file {number:02d}" for number in range(10, 30)})
+    planned = units(f"{tmp_path}/*.txt", finished=set(alone).__contains__)
+    assert set(alone) < set(planned)
+    assert len(planned) == 11
+
+
+def test_the_record_of_groups_is_a_list_of_names_per_line(grouped, tmp_path):
+    lines = (tmp_path / "groups.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == names(grouped)

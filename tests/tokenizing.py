@@ -1,0 +1,99 @@
+"""What the tests of data preparation share: texts, a small tokenizer, the command, and what is in a data directory."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import sentencepiece
+
+from data_prep.tokenize import main
+from moh_lm.data.reader import open_shard
+from moh_lm.data.shards import read_manifest
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.\n",
+    "  Indented,\n\ttabbed,\r\nand with trailing blanks   \n\n",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich 1234567890",
+    "文字也可以，\N{GRINNING FACE} and \0 nul",
+    "a literal </s> and <unk> and <s> and <0x0A>",
+    "def f(x):\n    return x + 1  # comment\n" * 20,
+    "ﬁ ligature, Ａ fullwidth, é combining é",
+]
+
+
+def json_lines(texts, **more):
+    lines = (json.dumps({"id": number, "text": text, **more}) + "\n" for number, text in enumerate(texts))
+    return "".join(lines).encode()
+
+
+def train_model(directory, text=None, vocab_size=400):
+    """The path of a SentencePiece model with byte fallback, which can spell any text, trained on ``text`` or TEXTS."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter((text or "".join(TEXTS * 3)).replace("\0", "").split("\n")),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    path = directory / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def command(*arguments, interpreter=(), script="data_prep/tokenize.py"):
+    """(command line, environment) of the script in a process of its own."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return [sys.executable, *interpreter, str(script), *map(str, arguments)], environment
+
+
+def run(*arguments, code=0, cwd=ROOT, interpreter=(), script="data_prep/tokenize.py", **options):
+    """The finished process of the command, which must end with exit ``code`` and without a traceback."""
+    line, environment = command(*arguments, interpreter=interpreter, script=script)
+    result = subprocess.run(line, cwd=cwd, env=environment, capture_output=True, timeout=120, **options)
+    assert result.returncode == code, (result.stdout + result.stderr).decode()
+    assert b"Traceback" not in result.stderr
+    return result
+
+
+def tokenize(model, output, *sources, code=0, **options):
+    """(stdout, stderr) of the command, run in this process; its workers are processes as always."""
+    flags = ["--tokenizer", model, "--output", output]
+    flags += [flag for source in sources for flag in ("--source", source)]
+    for name, value in options.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        flags += [f"--{name.replace('_', '-')}", *values]
+    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+        assert main(list(map(str, flags))) == code, stdout.getvalue() + stderr.getvalue()
+    return stdout.getvalue(), stderr.getvalue()
+
+
+def shards(output, source):
+    units = read_manifest(output)["sources"][source]["units"]
+    return [open_shard(output / source / unit, verify=True) for unit in units]
+
+
+def decoded(output, source, model):
+    """The texts of a source, each of which must end with the only end-of-sequence id of its document."""
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    texts = []
+    for shard in shards(output, source):
+        for length, pointer in zip(*shard.index()[:2], strict=True):
+            ids = shard.read(int(pointer) // shard.dtype.itemsize, int(length)).tolist()
+            assert ids.index(processor.eos_id()) == len(ids) - 1
+            assert processor.bos_id() not in ids
+            texts.append(processor.decode(ids[:-1]))
+    return texts
+
+
+def files(directory):
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
