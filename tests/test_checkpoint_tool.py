@@ -277,8 +277,8 @@ def test_show_tells_what_the_files_say(tool, source):
     for (kind, name), array in gather(step).items():
         assert found["parameters"][name]["shape"] == list(array.shape)
         assert found["parameters"][name][kind] == pytest.approx(np.linalg.norm(array.astype(np.float64)), rel=1e-12)
-    text, weights = tool("show", step)[1], state["data"]["weights"]
-    assert f"even {100 * weights['even'] / sum(weights.values()):.2f}%" in text
+    text, weights = tool("show", step)[1], state["data"]["segments"][0]["weights"]
+    assert f"from sample 0: even {100 * weights['even'] / sum(weights.values()):.2f}%" in text
     assert found["state_sha256"] in text and "head_selection            mixture" in text
 
 
@@ -295,6 +295,14 @@ def test_skipped_steps_are_counted_and_named(tool, copied):
     path.write_text(json.dumps({**state, "optimizer_steps": 2, "guard": {**state["guard"], "skipped": [2]}}))
     agree(step_of(copied, 3))
     assert "optimizer steps   2; 1 skipped, lately 2" in tool("show", copied)[1]
+
+
+def test_a_state_of_another_version_is_refused(tool, copied):
+    path = step_of(copied, 3) / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "data": {"weights": {}}}))
+    agree(step_of(copied, 3))
+    code, text, problem = tool("show", copied)
+    assert code == 2 and text == "" and "step-3: not a checkpoint of this version (KeyError: 'segments')" in problem
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed p
 from checkpoint_read import KINDS, Step, changes, find_damage, find_gaps, layout, locate, norms, size_of, state_hash
 from checkpoint_write import WRITABLE, consolidate, copy
 
-from moh_lm.checkpoint import STEP_NAME, list_steps
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
 from moh_lm.manifest import read_manifest
+from moh_lm.steps import STEP_NAME, list_steps
 from moh_lm.summary import describe_configuration
 
 POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "data")  # of state.json: what goes on
@@ -185,7 +185,7 @@ def run_show(arguments):
         "tokens": state["consumed_samples"] * run.seq_length,
         "optimizer_steps": state["optimizer_steps"],
         "skipped_steps": state["step"] - state["optimizer_steps"],
-        "recently_skipped": state["guard"]["skipped"],
+        "recently_skipped": step.skipped,
         "data": state["data"],
         "config": step.config.to_dict(),
         "files": {name: entry["bytes"] for name, entry in sorted(step.entries.items())},
@@ -209,14 +209,13 @@ def describe_step(step, content):
     skipped = f"; {content['skipped_steps']} skipped"
     if content["recently_skipped"]:
         skipped += f", lately {', '.join(map(str, content['recently_skipped']))}"
-    weights = content["data"]["weights"]
-    shares = ", ".join(f"{name} {weight / sum(weights.values()):.2%}" for name, weight in weights.items())
     yield f"checkpoint        {step.path}"
     yield f"written           {content['written']} UTC by {words(content['layout'])}, {step.config.run.precision}"
     yield f"step              {content['step']:,} of {step.config.run.train_iters:,}"
     yield f"consumed          {content['consumed_samples']:,} samples, {content['tokens']:,} tokens"
     yield f"optimizer steps   {content['optimizer_steps']:,}{skipped}"
-    yield f"data              {shares}; seed {content['data']['seed']}"
+    for segment in step.segments:
+        yield f"data              from sample {segment['first_sample']:,}: {shares(segment)}; seed {segment['seed']}"
     yield f"files             {len(content['files'])}, {sum(content['files'].values()):,} bytes"
     yield from (f"  {name:<32}{size:>18,}" for name, size in content["files"].items())
     yield f"parameters        {content['num_parameters']}, {content['elements']:,} elements"
@@ -225,6 +224,11 @@ def describe_step(step, content):
         yield f"  {name:<56}{shape:>18}" + "".join(f"  {kind} {facts[kind]:<10.4g}" for kind in KINDS)
     if "state_sha256" in content:
         yield f"state hash        {content['state_sha256']}"
+
+
+def shares(segment):
+    total = sum(segment["weights"].values())
+    return ", ".join(f"{name} {weight / total:.2%}" for name, weight in segment["weights"].items())
 
 
 # --- diff ---

@@ -15,13 +15,13 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from moh_lm.checkpoint import STEP_NAME, list_steps
 from moh_lm.config import Config, ConfigError
 from moh_lm.fragments import FragmentReader, shard_shape
 from moh_lm.manifest import BLOCK_BYTES, read_block, read_manifest, verify
 from moh_lm.model.transformer import CausalLM
 from moh_lm.optimizer import MOMENTS
 from moh_lm.resume import read_state
+from moh_lm.steps import STEP_NAME, list_steps
 
 KINDS = ("master", *MOMENTS)
 CHUNK = 1 << 22  # elements read at once: 16 MiB
@@ -29,7 +29,8 @@ ANY_STEP = re.compile(r"(damaged-)?step-\d+.*")  # also a step that was set asid
 
 
 class Step:
-    """A step directory. shapes: {name: shape} of every parameter of the model, in its order.
+    """A step directory. shapes: {name: shape} of every parameter of the model, in its order. segments: of the data, see
+    moh_lm.data.segments. skipped: the steps among the last ones that were.
 
     hashed: compare every byte with the manifest first. Raises ConfigError naming what is damaged.
     """
@@ -43,6 +44,7 @@ class Step:
             self.entries = read_manifest(path)
             self.config = Config.load(path / "config.json")
             self.state = read_state(path)
+            self.segments, self.skipped = self.state["data"]["segments"], self.state["guard"]["skipped"]
             with torch.device("meta"):
                 model = CausalLM(self.config.model)
             self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -50,8 +52,9 @@ class Step:
         except ConfigError as error:
             named = [text if str(path) in text else f"{path / 'config.json'}: {text}" for text in error.problems]
             raise ConfigError(named) from error
-        except (ValueError, TypeError, AttributeError, RuntimeError, OSError) as error:
-            raise ConfigError([f"{path}: not a checkpoint of this program ({error})"]) from error
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError([f"{path}: not a checkpoint of this version ({reason})"]) from error
 
     def read(self, kind, name):
         """Flat fp32 pieces, end to end the whole parameter or moment. Raises ConfigError if a part is in no file."""

@@ -8,12 +8,13 @@ import shutil
 import torch
 from checkpoint_read import Step, find_damage, locate, progress
 
-from moh_lm.checkpoint import STEP_NAME, free_bytes, list_steps, point_latest
+from moh_lm.checkpoint import free_bytes
 from moh_lm.config import ConfigError
 from moh_lm.fragments import DTYPES
 from moh_lm.manifest import HashedFile, difference, flush, read_block, read_manifest
 from moh_lm.optimizer import MOMENTS
 from moh_lm.processes import lock_run_directory
+from moh_lm.steps import STEP_NAME, list_steps, point_latest
 
 WRITABLE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADER_BYTES = 1 << 20  # room for what is written besides the tensors, generously
