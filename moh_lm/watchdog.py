@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
-GRACE = 4  # seconds in which the ranks may end one after the other, and in which all of them print their stacks
+GRACE = 3  # seconds in which the ranks may end one after the other, and in which all of them print their stacks
 MARGIN = 60  # seconds by which the time-outs of the groups are longer: the watchdog comes first, and says more
 
 
@@ -65,9 +65,10 @@ class Watchdog:
             dead = self.dead()
             missed = (missed or now) if dead else None
             if missed and now - missed > GRACE:
-                self.abort(f"{dead} died")
+                self.abort(f"{dead} died", wait=0)
             if now - self.last > self.timeout:
-                self.abort(f"no progress for {now - self.last:.0f} s (--hang-timeout {self.timeout}){self.stopped()}")
+                idle = f"no progress for {now - self.last:.0f} s (--hang-timeout {self.timeout})"
+                self.abort(idle + self.stopped(), wait=GRACE)
         faulthandler.cancel_dump_traceback_later()
 
     def arm(self):
@@ -97,8 +98,8 @@ class Watchdog:
                 os.kill(pid, signal.SIGCONT)
         return "".join(f"; rank {rank} (process {pid}) had been stopped" for rank, pid in stopped.items())
 
-    def abort(self, reason):
-        """Print ``reason`` and the stacks of all threads, wait for the other ranks to do the same, and exit."""
+    def abort(self, reason, wait):
+        """Print ``reason`` and the stacks of all threads, ``wait`` seconds for other ranks to do the same, and exit."""
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
@@ -106,7 +107,7 @@ class Watchdog:
         title = f"[rank {self.rank} on {socket.gethostname()}, process {os.getpid()}]"
         lines = [f"{title} {reason}; the run ends", *(f"{title} {line}" for line in stacks.splitlines())]
         os.write(2, ("\n".join(lines) + "\n").encode())
-        time.sleep(GRACE)
+        time.sleep(wait)
         os._exit(UNAVAILABLE)
 
 
