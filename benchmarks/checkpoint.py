@@ -16,10 +16,15 @@ the slowest rank.
 """
 
 import os
+import sys
+
+if __name__ == "__main__":
+    # Python put this file's directory first, where benchmarks/tokenize.py hides the standard module `tokenize`.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import threading
 import time

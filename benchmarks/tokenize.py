@@ -42,10 +42,10 @@ from data_prep.units import plan_units
 from data_prep.writing import tokenize_unit
 model, pattern, output = sys.argv[1:]
 tokenizer = Tokenizer(model)
-tokenizer.cache = None
-units, _ = plan_units("", "text", [pattern], text_key="text", unit_size=2**27, identity=None)
-for unit in units:
-    tokenize_unit(unit, tokenizer, Options(), output, None, lambda *progress: None)
+tokenizer.cache, options = None, Options()
+identity = {"tokenizer": tokenizer.description["sha256"], **vars(options)}
+for unit in plan_units("", "text", [pattern], text_key="text", unit_size=2**27, identity=identity)[0]:
+    tokenize_unit(unit, tokenizer, options, output, None, lambda *progress: None)
 """
 DATATROVE = """
 import sys
@@ -107,7 +107,7 @@ def texts_of_this_python():
     roots = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     paths = {path for root in roots for path in Path(root).rglob("*") if path.suffix in (".py", ".md", ".rst", ".txt")}
     seen = set()
-    for path in sorted(filter(Path.is_file, paths), key=lambda path: hashlib.sha256(path.name.encode() + bytes(path)).digest()):
+    for path in sorted(filter(Path.is_file, paths), key=lambda path: hashlib.sha256(bytes(path)).digest()):
         content = path.read_bytes()
         try:
             text = content.decode()

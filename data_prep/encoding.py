@@ -10,11 +10,12 @@ document in a thousand is then encoded by SentencePiece as well, and must come o
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import sentencepiece
 
-from data_prep.segment_cache import segment_cache
+from data_prep.segment_cache import SegmentCache, segment_cache
 from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, sha256_of
@@ -39,14 +40,13 @@ class Tokenizer:
         if not os.path.isfile(path):
             raise ConfigError([f"--tokenizer {path}: no such file; give a SentencePiece model"])
         if is_tiktoken(path):
-            self.model, self.cache = TiktokenModel(path), None
+            self.model = TiktokenModel(path)
             engine = self.model.engine
         else:
             try:
                 self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
             except (RuntimeError, OSError) as error:
                 raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error})"]) from error
-            self.cache = segment_cache(self.model)
             engine = f"sentencepiece {sentencepiece.__version__}"
         self.vocab_size = self.model.vocab_size()
         self.eos_id = self.model.eos_id()
@@ -61,6 +61,11 @@ class Tokenizer:
             "engine": engine,
         }
         self.num_encoded = 0
+
+    @cached_property
+    def cache(self) -> SegmentCache | None:
+        """Made when the first text is encoded; None if the model allows none."""
+        return segment_cache(self.model) if isinstance(self.model, sentencepiece.SentencePieceProcessor) else None
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of each document and the end-of-sequence id, int32 [tokens], in the order of ``texts``.

@@ -46,22 +46,26 @@ class Source:
 
     def arrange(self):
         """Sort the pieces, and move those that repeat the content of an earlier one to ``copies``."""
-        kept = {}
-        for piece in sorted(self.pieces, key=lambda piece: (piece.name, piece.path)):
-            alike = kept.setdefault((piece.size, piece.sample), [])
-            if piece.size and any(same_content(piece, other) for other in alike):
+        pieces, alike = sorted(self.pieces, key=lambda piece: (piece.name, piece.path)), {}
+        self.pieces = []
+        for piece in pieces:
+            others = alike.setdefault((piece.size, piece.sample), [])
+            if piece.size and any(same_content(piece, other) for other in others):
                 self.copies.append(piece)
             else:
-                alike.append(piece)
-        self.pieces = sorted(sum(kept.values(), []), key=lambda piece: (piece.name, piece.path))
+                others.append(piece)
+                self.pieces.append(piece)
 
 
 def same_content(piece: Piece, other: Piece) -> bool:
-    """Whether two files of equal size, beginning and end are equal."""
-    if piece.size <= 2 * SAMPLE or os.path.samefile(piece.path, other.path):
+    """Whether two files of equal size, beginning and end are equal; not if one cannot be read, which will be told."""
+    if piece.size <= 2 * SAMPLE:
         return True
-    with reading(piece.path):
-        return sha256_of(piece.path) == sha256_of(other.path)
+    try:
+        same_file = os.path.samefile(piece.path, other.path)
+        return same_file or sha256_of(piece.path) == sha256_of(other.path)
+    except OSError:
+        return False
 
 
 # --- Named files ---

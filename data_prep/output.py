@@ -52,9 +52,10 @@ def only_run(output: Path):
 def replaced_shards(
     output: Path, sources: dict[str, Source], units: list[Unit], tokenizer: Tokenizer
 ) -> list[Path]:
-    """Sidecars of shards that an earlier run made of inputs of ``sources``, in other units. Raises ConfigError.
+    """Sidecars of shards that an earlier run made of inputs of ``sources``, in other units.
 
-    All shards of a data directory are made with one tokenizer: another one is refused here, before any work is done.
+    Raises ConfigError, before any work is done, if such a shard holds other files too, which would be lost with it, and
+    if a shard was made with another tokenizer than ``tokenizer``.
     """
     planned = {(unit.source, unit.name) for unit in units}
     inputs = {(name, piece.origin) for name, source in sources.items() for piece in source.pieces + source.copies}
@@ -73,8 +74,16 @@ def replaced_shards(
                 f"--output {output}: source {source} was made with another tokenizer, SHA-256 {used}; --tokenizer has "
                 f"{given}; choose another directory, or the same tokenizer"
             ])
-        if any((source, made_of["path"]) in inputs for made_of in sidecar["inputs"]):
-            replaced.append(path)
+        named = {made_of["path"]: (source, made_of["path"]) in inputs for made_of in sidecar["inputs"]}
+        if not any(named.values()):
+            continue
+        others = [file for file in named if not named[file] and os.path.exists(file)]
+        if others:
+            raise ConfigError([
+                f"--source {source}: {path} was made of files of this command and of {len(others)} others, such as "
+                f"{others[0]}; name them too"
+            ])
+        replaced.append(path)
     return replaced
 
 

@@ -47,12 +47,12 @@ def joined_bytes(proto: sentencepiece_model_pb2.ModelProto) -> np.ndarray | None
         or any(" " in piece for piece in pieces)  # a symbol that tells the space from its mark
     ):
         return None
-    joined, known = np.zeros((256, 256), dtype=bool), np.zeros(256, dtype=bool)
-    for piece in pieces:
-        text = np.frombuffer(piece.encode().replace(MARK, b" "), np.uint8)
-        joined[text[:-1], text[1:]] = True
-        known[text[0]] |= len(text) == 1
+    text = np.frombuffer(bytes([END]).join([piece.encode() for piece in pieces]).replace(MARK, b" "), np.uint8)
+    joined = np.zeros((256, 256), dtype=bool)
+    joined[text[:-1], text[1:]] = True
     if not trainer.byte_fallback:
+        known = np.isin(np.arange(256), [ord(piece) for piece in pieces if len(piece) == 1 and piece < "\x80"])
+        known[ord(" ")] = MARK.decode() in pieces
         joined |= ~known[:, None] & ~known  # neighbours that are both unknown are one token
     joined[:, 0x80:0xC0] = True  # within a character
     joined[END, :] = joined[:, END] = False

@@ -1,31 +1,27 @@
 """Training of a SentencePiece model in the manner of LLaMA's: BPE, byte fallback, single digits, no normalisation.
 
     python data_prep/tokenize.py train --input GLOB [GLOB ...] --vocab-size 65536 --output M.model
+    python data_prep/tokenize.py train --source NAME=GLOB ... --data-mix NAME=WEIGHT ... --output M.model
 
-The text is a sample of the documents: every unit of the inputs (see data_prep/units.py) gives its first documents, in
-proportion to its size, so that the sample spreads over all files and over the length of large ones. The same inputs and
-options give the same model, byte for byte.
+The text is a sample of the documents (data_prep/training_sample.py). The same inputs and options give the same model,
+byte for byte.
 """
 
-import argparse
 import io
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import sentencepiece
 
-from data_prep.documents import InputError, documents
+from data_prep.containers import InputError
 from data_prep.output import writable_directory
-from data_prep.units import Unit, plan_units
+from data_prep.training_sample import LONGEST_SENTENCE, add_sample_flags, read_sample, size
 from moh_lm.config import ConfigError
-from moh_lm.data.shards import publish
-from moh_lm.flags import Parser, quantity
+from moh_lm.data.files import publish
+from moh_lm.flags import Parser
 
-TRAINING_UNIT = 16 << 20  # bytes of input from whose beginning the sample takes its share
-LONGEST_SENTENCE = 4096  # bytes; SentencePiece would skip longer ones
 BYTES_AND_CONTROLS = 256 + 3  # pieces that every model has
 
 
@@ -36,18 +32,11 @@ def main(arguments: list[str]) -> int:
     if output.is_dir():
         raise ConfigError([f"--output {output}: is a directory; give a file name such as {output / 'tokenizer.model'}"])
     writable_directory(output.parent)
-    units, unreadable = plan_units(
-        "--input ", "", flags.input, text_key=flags.text_key, unit_size=TRAINING_UNIT, identity=None
-    )
     try:
-        if unreadable:
-            raise InputError(unreadable[0])
-        sentences = list(sample_sentences(units, flags.text_key, flags.sample_bytes))
+        sentences = read_sample(flags)
     except InputError as error:
         print(f"tokenize.py: {error}", file=sys.stderr)
         return 1
-    if not sentences:
-        raise ConfigError([f"--input {' '.join(flags.input)}: holds no text; is --text-key {flags.text_key} right?"])
     print(f"training {flags.vocab_size:,} pieces on {sum(map(len, sentences)):,} bytes of text", flush=True)
     publish(output, train(sentences, flags.vocab_size))
     print(f"wrote {output}")
@@ -60,52 +49,10 @@ def read_flags(arguments):
         description="Train a SentencePiece BPE model with byte fallback, as LLaMA's, on a sample of the documents.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--input", metavar="GLOB", required=True, nargs="+", help="files, of any kind that can be tokenized")
-    add("--output", metavar="MODEL", required=True, help="the model file to write")
-    add("--vocab-size", metavar="N", type=size, default="65536", help="pieces (default: 65536)")
-    add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
-    add("--sample-bytes", metavar="BYTES", type=size, default="256M", help="text to train on, at most (default: 256M)")
+    add_sample_flags(parser)
+    parser.add_argument("--vocab-size", metavar="N", type=size, default="65536", help="pieces (default: 65536)")
+    parser.add_argument("--output", metavar="MODEL", required=True, help="the model file to write")
     return parser.parse_args(arguments)
-
-
-def size(text):
-    try:
-        value = quantity(1024)(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
-    return value
-
-
-def sample_sentences(units: list[Unit], text_key: str, sample_bytes: int) -> Iterator[bytes]:
-    """Lines of the first documents of each unit, about ``sample_bytes`` in all. Raises InputError."""
-    total = sum(unit.num_bytes for unit in units)
-    for unit in units:
-        left = sample_bytes * unit.num_bytes / max(1, total)
-        texts = (document.text for piece in unit.pieces for document in documents(piece, text_key) if document.text)
-        for sentence in (sentence for text in texts for sentence in sentences(text)):
-            left -= len(sentence) + 1  # and its newline
-            if left < 0:
-                break
-            yield sentence
-
-
-def sentences(text: str) -> Iterator[bytes]:
-    """The lines of a text that SentencePiece can train on, long ones cut at spaces."""
-    for line in text.split("\n"):
-        line = line.replace("\0", "").encode()
-        while len(line) > LONGEST_SENTENCE:
-            cut = line.rfind(b" ", 1, LONGEST_SENTENCE)
-            if cut < 0:
-                cut = LONGEST_SENTENCE
-                while line[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
-                    cut -= 1
-            yield line[:cut]
-            line = line[cut:]
-        if line:
-            yield line
 
 
 def train(sentences: list[bytes], vocab_size: int) -> bytes:

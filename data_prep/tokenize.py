@@ -92,15 +92,19 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
         failures[name] += source.unreadable
     replaced = replaced_shards(output, sources, units, tokenizer)
     publish(output / "tokenizer.model", Path(flags.tokenizer).read_bytes())
+    for name in sources:
+        (output / name).mkdir(exist_ok=True)
+        record_groups(output / name, [unit for unit in units if unit.source == name])
     finished = {unit: sidecar for unit in units if (sidecar := finished_sidecar(output, unit))}
     for name, source in sources.items():
         print(plan_line(name, source, [unit in finished for unit in units if unit.source == name]), flush=True)
 
     make_shards(units, finished, failures, flags, options)
     absent = judge(units, finished, failures, flags)
+    nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
     incomplete = {unit.source for unit in units if unit not in finished} | {name for name in sources if failures[name]}
     replaced = [path for path in replaced if path.parent.name not in incomplete]
-    for path in [*replaced, *(path for name in absent for path in (output / name).glob("*.json"))]:
+    for path in replaced + nothing:
         path.unlink()  # the sidecar; what is without one, the sweep removes
     sweep(output, sources, failed=[unit for unit in units if unit not in finished])
     try:
@@ -111,7 +115,7 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
     if replaced:
         print(f"replaced {len(replaced)} shards that an earlier run made of the same inputs")
     for name in absent:
-        print(f"{name}: left out, since no document of these files belongs to it")
+        print(f"{name}: no document of these files belongs to it")
     print_summary([name for name in sources if name not in absent], finished)
 
 
@@ -226,18 +230,15 @@ def source_patterns(sources: list[str]) -> dict[str, list[str]]:
 
 
 def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
-    """The units of all sources; their groups of small files are recorded. Raises ConfigError."""
+    """The units of all sources. Raises ConfigError."""
     units = []
     identity = {"tokenizer": tokenizer.description["sha256"], **vars(options)}
     for name, source in sources.items():
         source.arrange()
-        (output / name).mkdir(exist_ok=True)
-        planned = divide(
+        units += divide(
             name, source, text_key=options.text_key, unit_size=unit_size, identity=identity,
             groups=recorded_groups(output / name), finished=lambda unit: finished_sidecar(output, unit) is not None,
         )
-        record_groups(output / name, planned)
-        units += planned
     return units
 
 

@@ -254,8 +254,8 @@ def not_finite(step, fragments):
     tensors = [tensor for fragment in fragments for tensor in fragment.tensors.values()]
     if not tensors:
         return []
-    largest = torch.stack([torch.linalg.vector_norm(tensor.detach(), torch.inf) for tensor in tensors])
-    bad = [name for name, finite in zip(names, largest.isfinite().tolist(), strict=True) if not finite]
+    bounds = torch.stack([torch.stack(tensor.detach().aminmax()) for tensor in tensors])  # NaN comes through
+    bad = [name for name, finite in zip(names, bounds.isfinite().all(1).tolist(), strict=True) if not finite]
     if not bad:
         return []
     return [f"step {step} is not saved: {bad[0]} is not finite on rank {dist.get_rank()} ({len(bad)} such tensors)"]

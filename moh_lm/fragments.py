@@ -115,14 +115,14 @@ class FragmentReader:
 def read_rows(pieces, key, row, count, width):
     """Rows [row, row + count) of a shard of ``width`` columns, fp32 [count, width], from the pieces it was cut into."""
     first, last = row * width, (row + count) * width
-    values, filled = torch.empty(last - first), 0
-    for file, start, length in pieces:
+    values, position = torch.empty(last - first), first
+    for file, start, length in sorted(pieces, key=lambda piece: piece.start):
         begin, end = max(first, start), min(last, start + length)
-        if begin < end:
+        if begin == position < end:
             values[begin - first : end - first] = file.get_slice(key)[begin - start : end - start]
-            filled += end - begin
-    if filled != last - first:
-        raise ValueError(f"{key}: {filled} of {last - first} elements of a shard are in the files")
+            position = end
+    if position != last:
+        raise ValueError(f"{key}: element {position} of a shard is in none of the files, or in two")
     return values.view(count, width)
 
 

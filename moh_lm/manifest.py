@@ -67,12 +67,13 @@ class HashedFile:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
-def describe(path):
-    """The manifest's entry for a file as it is now."""
+def describe(path, progress=lambda: None):
+    """The manifest's entry for a file as it is now. ``progress`` is called after each block."""
     hashes = []
     with open(path, "rb", buffering=0) as file:
         while block := read_block(file):
             hashes.append(hashlib.sha256(block).hexdigest())
+            progress()
         return {"bytes": file.tell(), "sha256": hashes}
 
 
@@ -116,7 +117,7 @@ def read_manifest(directory):
 def verify(directory, rank=0, world_size=1, progress=lambda: None):
     """Sentences for whatever in ``directory`` is not as its manifest says; each of ``world_size`` ranks reads a share.
 
-    ``progress`` is called after each file.
+    ``progress`` is called after each block.
     """
     directory = Path(directory)
     try:
@@ -129,16 +130,15 @@ def verify(directory, rank=0, world_size=1, progress=lambda: None):
         found += [f"{directory / name}: does not belong here" for name in sorted(present - {"manifest.json", *entries})]
     for name in sorted(entries)[rank::world_size]:
         try:
-            found += difference(directory / name, entries[name])
+            found += difference(directory / name, entries[name], progress)
         except OSError as error:
             found.append(f"{directory / name}: cannot be read ({error.strerror})")
-        progress()
     return found
 
 
-def difference(path, expected):
+def difference(path, expected, progress=lambda: None):
     """A sentence, or none, for where the file at ``path`` differs from its entry in the manifest."""
-    found = describe(path)
+    found = describe(path, progress)
     if found == expected:
         return []
     if found["bytes"] != expected["bytes"]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
+from torch.distributed.rendezvous import rendezvous
 
 from moh_lm.config import ConfigError
 
@@ -79,8 +80,13 @@ def start_process_group(timeout):
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
-    backend = "nccl" if gpu else "gloo"
-    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout), verbose=False)
+    backend, limit = "nccl" if gpu else "gloo", timedelta(seconds=timeout)
+    if not dist.is_initialized():
+        store, rank, world_size = next(rendezvous("env://", timeout=limit))
+        # torchrun keeps its store over a restart: ranks must not find the addresses of those before them.
+        own = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=limit)
+    deepspeed.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
     return device
 
 

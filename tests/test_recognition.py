@@ -214,10 +214,19 @@ def test_a_set_that_no_file_holds_makes_no_source_unless_it_was_asked_for(model,
     stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "in")
     assert list(read_manifest(tmp_path / "out")["sources"]) == ["slimpajama-c4"]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"manifest.json", "slimpajama-c4", "tokenizer.model"}
-    assert stdout.count("left out, since no document of these files belongs to it") == 6
+    assert stdout.count("no document of these files belongs to it") == 6
     only = ["slimpajama-c4", "slimpajama-books"]
     _, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", only=only, code=1)
     assert "failed: slimpajama-books: holds no document" in stderr
+
+
+def test_files_without_a_set_cost_no_document_of_files_that_had_it(model, tmp_path):
+    write(tmp_path / "chunk1/x.jsonl", {"text": "a book", "meta": {"redpajama_set_name": "RedPajamaBook"}})
+    write(tmp_path / "chunk2/x.jsonl", {"text": "a page", "meta": {"redpajama_set_name": "RedPajamaC4"}})
+    for chunk in ("chunk1", "chunk2"):
+        tokenize(model, tmp_path / "out", recognize=tmp_path / chunk)
+    assert decoded(tmp_path / "out", "slimpajama-books", model) == ["a book"]
+    assert decoded(tmp_path / "out", "slimpajama-c4", model) == ["a page"]
 
 
 # --- What is refused, and what is left out ---

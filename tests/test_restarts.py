@@ -1,5 +1,6 @@
 """Kills, restarts and full disks: whatever happened before, the data directory ends with the same bytes."""
 
+import glob
 import gzip
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import resource
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,7 +44,7 @@ def corpus(tmp_path_factory):
 def reference(corpus, model, tmp_path_factory):
     """The data directory that one worker makes in one run."""
     output = tmp_path_factory.mktemp("reference") / "out"
-    tokenize(model, output, f"x={corpus}/a*", f"y={corpus}/[bc].*", workers=1, unit_size="32k")
+    tokenize(model, output, f"x={corpus}/a*", f"y={corpus}/[bc].*", unit_size="32k")
     return output
 
 
@@ -82,6 +84,22 @@ def test_files_that_come_later_leave_the_shards_of_others_untouched(many, model,
     numbers = [1, 4, 5, 5.5, 6, 7, 9]
     expected = [f"text {number}" for number in numbers] + [f"line {number}" for number in numbers]
     assert sorted(decoded(tmp_path / "out", "a", model)) == sorted(expected)
+
+
+def test_part_of_the_files_that_share_a_shard_is_refused_and_nothing_is_lost(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(units_module, "MANY", 1)
+    (tmp_path / "in").mkdir()
+    for number in range(12):
+        (tmp_path / f"in/{number:02d}.txt").write_text(f"text {number:02d}")
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    before = files(tmp_path / "out")
+    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/0*", code=2)
+    assert f"of 2 others, such as {tmp_path}/in/10.txt; name them too" in stderr
+    assert files(tmp_path / "out") == before
+    (tmp_path / "in/10.txt").unlink()
+    (tmp_path / "in/11.txt").unlink()
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/0*")
+    assert sorted(decoded(tmp_path / "out", "a", model)) == [f"text {number:02d}" for number in range(10)]
 
 
 def test_the_shuffle_changes_the_order_and_nothing_else(corpus, model, reference, tmp_path):
@@ -128,7 +146,8 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bytes_of_one_run(cor
 
 
 def sidecar_times(output):
-    return {path: path.stat().st_mtime_ns for path in output.glob("*/*.json")}
+    """Of a directory that may be changing: glob.glob, unlike Path.glob, forgives that."""
+    return {Path(path): os.stat(path).st_mtime_ns for path in glob.glob(f"{output}/*/*.json")}
 
 
 def test_a_restart_redoes_only_what_is_missing_or_damaged(corpus, model, reference, tmp_path):
@@ -154,11 +173,11 @@ def test_what_a_killed_run_left_is_swept_and_what_is_not_ours_stays(model, tmp_p
     left += ["manifest.json.tmp-77", "tokenizer.model.tmp-77", "a/groups.jsonl.tmp-77"]
     for name in [*left, "a/notes.txt", "notes.bin"]:
         (tmp_path / "out" / name).write_text("left over")
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt", workers=1)
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt")
     (sidecar,) = sidecar_times(tmp_path / "out")
     left.append(f"a/{sidecar.stem}.bin.tmp-77")  # of a shard that is complete all the same
     (tmp_path / "out" / left[-1]).write_text("left over")
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt", workers=1)
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.txt")
     kept = files(tmp_path / "out")
     assert not set(left) & set(kept)
     assert {"a/notes.txt", "notes.bin"} <= set(kept)
@@ -167,13 +186,13 @@ def test_what_a_killed_run_left_is_swept_and_what_is_not_ours_stays(model, tmp_p
 def test_an_input_that_changed_replaces_its_shard(model, tmp_path):
     text = tmp_path / "in.txt"
     text.write_text("old")
-    tokenize(model, tmp_path / "out", f"a={text}", workers=1)
+    tokenize(model, tmp_path / "out", f"a={text}")
     text.write_text("new")  # the same size
     os.utime(text, (time.time() + 5, time.time() + 5))
-    tokenize(model, tmp_path / "out", f"a={text}", workers=1)
+    tokenize(model, tmp_path / "out", f"a={text}")
     assert decoded(tmp_path / "out", "a", model) == ["new"]
     text.write_text("longer than before")
-    tokenize(model, tmp_path / "out", f"a={text}", workers=1)
+    tokenize(model, tmp_path / "out", f"a={text}")
     assert decoded(tmp_path / "out", "a", model) == ["longer than before"]
     assert len(list((tmp_path / "out" / "a").iterdir())) == 3
 
@@ -181,9 +200,9 @@ def test_an_input_that_changed_replaces_its_shard(model, tmp_path):
 def test_a_run_that_fails_keeps_the_shards_that_it_was_to_replace(model, tmp_path):
     text = tmp_path / "in.jsonl.gz"
     text.write_bytes(gzip.compress(json_lines(["old"])))
-    tokenize(model, tmp_path / "out", f"a={text}", workers=1)
+    tokenize(model, tmp_path / "out", f"a={text}")
     text.write_bytes(gzip.compress(json_lines(["new"]))[:-9])
-    tokenize(model, tmp_path / "out", f"a={text}", code=1, workers=1)
+    tokenize(model, tmp_path / "out", f"a={text}", code=1)
     assert decoded(tmp_path / "out", "a", model) == ["old"]
 
 

@@ -1,4 +1,4 @@
-"""The command as users run it: from files to a data directory, its counts, its refusals, kills and restarts."""
+"""The command as users run it: from files to a data directory, its counts and its refusals."""
 
 import fcntl
 import gzip
@@ -188,7 +188,7 @@ def test_standard_input_that_is_empty_or_cut_off_fails_and_other_sources_go_on(m
 def test_counts_by_reason_add_up_in_sidecar_and_summary_and_the_first_bad_records_can_be_looked_at(model, tmp_path):
     lines = [b'{"text": "first"}', b"", b'{"text": "cut', b'{"text": "\xff\xfe"}', b'{"text": ""}', b'{"txt": 1}'] * 15
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl", workers=1)
+    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl")
     (shard,) = shards(tmp_path / "out", "a")
     expected = {"bad UTF-8": 15, "blank line": 15, "broken JSON": 15, "empty text": 15, "missing text": 15}
     assert shard.sidecar["dropped"] == expected
@@ -207,7 +207,7 @@ def test_counts_by_reason_add_up_in_sidecar_and_summary_and_the_first_bad_record
 
 def test_a_sound_input_leaves_no_file_of_rejects(model, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b"\n\n" + json_lines(["a", ""]))
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl", workers=1)
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl")
     assert not list((tmp_path / "out").rglob("*rejects*"))
 
 
@@ -216,7 +216,7 @@ def test_rejects_that_were_mended_in_place_disappear(model, tmp_path):
     for line, count in ((b'{"text": 1}\n', 1), (b'{"text":""}\n', 0)):  # the same size, and far from both ends
         path.write_bytes(good + line + good)
         os.utime(path, (time.time() + 5 * (1 - count), time.time() + 5 * (1 - count)))
-        tokenize(model, tmp_path / "out", f"a={path}", workers=1)
+        tokenize(model, tmp_path / "out", f"a={path}")
         assert len(list((tmp_path / "out").rglob("*rejects*"))) == count
 
 
@@ -241,9 +241,9 @@ def test_damaged_containers_fail_alone_by_name_and_are_not_published(model, tmp_
 
 def test_copies_of_a_file_are_left_out_aloud_and_a_shard_made_of_one_is_replaced(model, tmp_path):
     (tmp_path / "b.jsonl").write_bytes(json_lines(["once"]))
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl", workers=1)
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl")
     (tmp_path / "a.jsonl").write_bytes(json_lines(["once"]))
-    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl", f"a={tmp_path}/b*", workers=1)
+    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl", f"a={tmp_path}/b*")
     assert f"left out, as copies of other files: {tmp_path}/b.jsonl" in stdout
     assert "replaced 1 shards" in stdout
     assert decoded(tmp_path / "out", "a", model) == ["once"]
@@ -305,5 +305,5 @@ def test_by_default_a_hundredth_of_the_records_or_a_certain_number_may_be_bad(mo
 
 def test_blank_lines_and_empty_texts_are_not_bad(model, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines(["a", ""]) + b"\n\n")
-    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl", max_bad_fraction=0, workers=1)
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl", max_bad_fraction=0)
     assert shards(tmp_path / "out", "a")[0].sidecar["dropped"] == {"blank line": 2, "empty text": 1}

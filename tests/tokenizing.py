@@ -66,8 +66,8 @@ def run(*arguments, code=0, cwd=ROOT, interpreter=(), script="data_prep/tokenize
 
 
 def tokenize(model, output, *sources, code=0, **options):
-    """(stdout, stderr) of the command, run in this process; its workers are processes as always."""
-    flags = ["--tokenizer", model, "--output", output]
+    """(stdout, stderr) of the command, run in this process; its worker, or ``workers``, are processes as always."""
+    flags = ["--tokenizer", model, "--output", output, "--workers", options.pop("workers", 1)]
     flags += [flag for source in sources for flag in ("--source", source)]
     for name, value in options.items():
         values = value if isinstance(value, list) else [] if value is True else [value]

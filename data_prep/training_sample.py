@@ -1,0 +1,147 @@
+"""The text that a vocabulary is trained on: a sample of all files, and of the sources by their weights in the mix.
+
+Every unit of a source (data_prep/units.py) gives its first documents, in proportion to its size, so that the sample
+spreads over all files and over the length of large ones. Where a source has less text than its share of the sample,
+the sample is as large as the text that was found, and the shares hold all the same: lines of the source are repeated,
+those of others left out, evenly. The same inputs and options give the same sample.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+from data_prep.containers import InputError
+from data_prep.documents import documents
+from data_prep.units import Unit, plan_units
+from moh_lm.checks import data_problems
+from moh_lm.config import ConfigError, DataConfig
+from moh_lm.flags import name_and_weight, quantity
+
+SAMPLED_UNIT = 16 << 20  # bytes of input from whose beginning the sample takes its share
+LONGEST_SENTENCE = 4096  # bytes; SentencePiece would skip longer ones
+
+
+def add_sample_flags(parser: argparse.ArgumentParser):
+    add = parser.add_argument
+    add(
+        "--input", metavar="GLOB", nargs="+", default=[],
+        help="files, of any kind that can be tokenized, in proportion to their size",
+    )
+    add(
+        "--source", metavar="NAME=GLOB", action="append", default=[],
+        help="in place of --input: a source and its files; may be repeated",
+    )
+    add(
+        "--data-mix", metavar="NAME=WEIGHT", nargs="+", default=[], type=mix_entry,
+        help="the shares of the sources in the sample (default: in proportion to their size)",
+    )
+    add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
+    add("--sample-bytes", metavar="BYTES", type=size, default="256M", help="text to train on, at most (default: 256M)")
+
+
+def mix_entry(text):
+    try:
+        return name_and_weight(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+
+
+def size(text):
+    try:
+        value = quantity(1024)(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return value
+
+
+def read_sample(flags: argparse.Namespace) -> list[bytes]:
+    """The lines of the sample that the flags describe. Raises ConfigError, and InputError for an unreadable file."""
+    sources = sampled_sources(flags)
+    total = sum(weight for weight, _ in sources.values())
+    drawn, problems = {}, []
+    with tqdm(total=flags.sample_bytes, desc="sampling", unit="B", unit_scale=True, leave=False) as bar:
+        for name, (weight, globs) in sources.items():
+            option = "--input " if flags.input else f"--source {name or 'NAME'}="
+            units, unreadable = plan_units(
+                option, name, globs, text_key=flags.text_key, unit_size=SAMPLED_UNIT, identity=None
+            )
+            if unreadable:
+                raise InputError(unreadable[0])
+            drawn[name] = []
+            for sentence in sample_sentences(units, flags.text_key, flags.sample_bytes * weight / total):
+                drawn[name].append(sentence)
+                bar.update(len(sentence) + 1)
+            if not drawn[name]:
+                problems.append(f"{option}{' '.join(globs)}: holds no text; is --text-key {flags.text_key} right?")
+    if problems:
+        raise ConfigError(problems)
+    return by_weight(drawn, {name: weight / total for name, (weight, _) in sources.items()})
+
+
+def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:
+    """Name -> weight and patterns of each source; one without a name if there is no mix. Raises ConfigError."""
+    if bool(flags.input) == bool(flags.source) or (flags.input and flags.data_mix):
+        raise ConfigError(["give either --input GLOB ... or --source NAME=GLOB ...; --data-mix goes with the latter"])
+    if flags.input:
+        return {"": (1.0, flags.input)}
+    patterns = {}
+    for source in flags.source:
+        name, separator, pattern = source.partition("=")
+        if not name or not pattern:
+            raise ConfigError([f"--source {source}: write NAME=GLOB, such as --source 'wiki=text/wiki/*.jsonl.gz'"])
+        patterns.setdefault(name, []).append(pattern)
+    if not flags.data_mix:
+        return {"": (1.0, sum(patterns.values(), []))}
+    problems = data_problems(DataConfig(data_dir=".", data_mix=tuple(flags.data_mix)))
+    weights = dict(flags.data_mix)
+    if weights.keys() != patterns.keys():
+        given, mixed = (", ".join(sorted(names)) for names in (patterns, weights))
+        problems.append(f"--data-mix {mixed}: the sources are {given}; give each of them a weight, and no other")
+    if problems:
+        raise ConfigError(problems)
+    return {name: (float(weights[name]), globs) for name, globs in patterns.items()}
+
+
+def sample_sentences(units: list[Unit], text_key: str, sample_bytes: float) -> Iterator[bytes]:
+    """Lines of the first documents of each unit, about ``sample_bytes`` in all. Raises InputError."""
+    total = sum(unit.num_bytes for unit in units)
+    for unit in units:
+        left = sample_bytes * unit.num_bytes / max(1, total)
+        texts = (document.text for piece in unit.pieces for document in documents(piece, text_key) if document.text)
+        for sentence in (sentence for text in texts for sentence in sentences(text)):
+            left -= len(sentence) + 1  # and its newline
+            if left < 0:
+                break
+            yield sentence
+
+
+def sentences(text: str) -> Iterator[bytes]:
+    """The lines of a text that SentencePiece can train on, long ones cut at spaces."""
+    for line in text.split("\n"):
+        line = line.replace("\0", "").encode()
+        while len(line) > LONGEST_SENTENCE:
+            cut = line.rfind(b" ", 1, LONGEST_SENTENCE)
+            if cut < 0:
+                cut = LONGEST_SENTENCE
+                while line[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
+                    cut -= 1
+            yield line[:cut]
+            line = line[cut:]
+        if line:
+            yield line
+
+
+def by_weight(drawn: dict[str, list[bytes]], shares: dict[str, float]) -> list[bytes]:
+    """As many bytes as were drawn, each source its share of them: its lines repeated, or some left out, evenly."""
+    sizes = {name: sum(len(line) + 1 for line in lines) for name, lines in drawn.items()}
+    sample = []
+    for name, lines in drawn.items():
+        copies = sum(sizes.values()) * shares[name] / sizes[name]
+        if name:
+            print(f"{name}: {sizes[name]:,} bytes of text, {shares[name]:.2%} of the sample: each {copies:.2f} times")
+        for number, line in enumerate(lines):
+            sample += [line] * (int((number + 1) * copies) - int(number * copies))
+    return sample
