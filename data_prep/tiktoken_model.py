@@ -64,11 +64,11 @@ class TiktokenModel:
             import tiktoken  # optional: few need it
         except ImportError as error:
             raise ConfigError([f"--tokenizer {path}: needs the package tiktoken; pip install tiktoken"]) from error
-        ranks, special = read_ranks(path)
+        self.ranks, special = read_ranks(path)
         self.eos = special + END_OF_TEXT
-        self.size = max(special + NUM_SPECIAL, *(rank + 1 for rank in ranks.values()))
+        self.size = max(special + NUM_SPECIAL, max(self.ranks.values()) + 1)
         self.engine = f"tiktoken {tiktoken.__version__}"
-        self.encoding = tiktoken.Encoding("llama3", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
+        self.encoding = tiktoken.Encoding("llama3", pat_str=WORDS, mergeable_ranks=self.ranks, special_tokens={})
 
     def vocab_size(self) -> int:
         return self.size

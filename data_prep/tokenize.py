@@ -23,7 +23,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from data_prep import sentencepiece_training
+from data_prep import sentencepiece_extension, sentencepiece_training
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
 from data_prep.inputs import Source, named_source, recognized_sources, standard_input
@@ -52,6 +52,8 @@ def main(arguments: list[str]) -> int:
     try:
         if arguments[:1] == ["train"]:
             return sentencepiece_training.main(arguments[1:])
+        if arguments[:1] == ["extend"]:
+            return sentencepiece_extension.main(arguments[1:])
         return tokenize_command(arguments)
     except ConfigError as error:
         for problem in error.problems:

@@ -106,16 +106,16 @@ def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:
 
 
 def sample_sentences(units: list[Unit], text_key: str, sample_bytes: float) -> Iterator[bytes]:
-    """Lines of the first documents of each unit, about ``sample_bytes`` in all. Raises InputError."""
-    total = sum(unit.num_bytes for unit in units)
+    """Lines of the first documents of each unit, ``sample_bytes`` in all and up to a line more. Raises InputError."""
+    total, left = sum(unit.num_bytes for unit in units), 0.0
     for unit in units:
-        left = sample_bytes * unit.num_bytes / max(1, total)
+        left += sample_bytes * unit.num_bytes / max(1, total)  # to what the units before took too little or too much
         texts = (document.text for piece in unit.pieces for document in documents(piece, text_key) if document.text)
         for sentence in (sentence for text in texts for sentence in sentences(text)):
-            left -= len(sentence) + 1  # and its newline
-            if left < 0:
+            if left <= 0:
                 break
             yield sentence
+            left -= len(sentence) + 1  # and its newline
 
 
 def sentences(text: str) -> Iterator[bytes]:
@@ -141,7 +141,7 @@ def by_weight(drawn: dict[str, list[bytes]], shares: dict[str, float]) -> list[b
     for name, lines in drawn.items():
         copies = sum(sizes.values()) * shares[name] / sizes[name]
         if name:
-            print(f"{name}: {sizes[name]:,} bytes of text, {shares[name]:.2%} of the sample: each {copies:.2f} times")
+            print(f"{name}: {shares[name]:.2%} of the sample, {copies:.2f} times {sizes[name]:,} bytes of text")
         for number, line in enumerate(lines):
-            sample += [line] * (int((number + 1) * copies) - int(number * copies))
+            sample += [line] * (int((number + 1) * copies + 0.5) - int(number * copies + 0.5))
     return sample

@@ -3,8 +3,9 @@
 import pytest
 import sentencepiece
 
-from data_prep.sentencepiece_training import sample_sentences
+from data_prep.encoding import Tokenizer
 from data_prep.tokenize import main
+from data_prep.training_sample import sample_sentences
 from data_prep.units import plan_units
 from tests.tokenizing import TEXTS, json_lines
 
@@ -35,12 +36,16 @@ def test_training_is_deterministic_and_makes_a_model_like_llamas(model, tmp_path
         assert processor.decode(processor.encode(text)) == text
 
 
+def test_a_trained_model_is_one_that_the_segment_cache_can_encode_with(model):
+    assert Tokenizer(str(model)).cache is not None
+
+
 def test_a_text_too_small_for_the_vocabulary_is_refused_with_the_largest_size_that_works(tmp_path, capsys):
     (tmp_path / "text.txt").write_text(" ".join(TEXTS))
     train(tmp_path / "text.txt", 5000, tmp_path / "m.model", code=2)
     message = capsys.readouterr().err
     largest = message.split("at most ")[1].split(",")[0]
-    assert message.count("\n") == 1
+    assert message.count("tokenize.py: ") == 1
     assert not (tmp_path / "m.model").exists()
     train(tmp_path / "text.txt", largest, tmp_path / "m.model")
 
@@ -56,6 +61,9 @@ def test_a_small_vocabulary_is_not_spent_on_rare_characters(tmp_path):
     assert processor.decode(processor.encode(text)) == text
 
 
+# --- The sample ---
+
+
 def test_the_training_sample_spreads_over_all_files_and_all_of_a_large_one(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.jsonl").write_bytes(json_lines([f"{name}{number:05d}" for number in range(1000)]))
@@ -67,3 +75,63 @@ def test_the_training_sample_spreads_over_all_files_and_all_of_a_large_one(tmp_p
         assert len(numbers) > 100
         assert min(numbers) < 50
         assert max(numbers) > 800
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """A function: flags -> the lines that the command trains on, of sources a, b, c with 9, 99 and 999 lines."""
+    for name, number in {"a": 9, "b": 99, "c": 999}.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(json_lines([f"{name}{line:06}" for line in range(number)]))
+    lines = []
+    monkeypatch.setattr("data_prep.sentencepiece_training.train", lambda sample, size: lines.extend(sample) or b"")
+
+    def draw(*flags, code=0):
+        lines.clear()
+        flags = [flag.replace("DIR", str(tmp_path)) for flag in flags]
+        assert main(["train", *flags, "--output", str(tmp_path / "m.model")]) == code
+        return [line.decode() for line in lines]
+
+    return draw
+
+
+SOURCES = ["--source", "a=DIR/a.*", "--source", "b=DIR/b.*", "--source", "c=DIR/c.*"]
+
+
+@pytest.mark.parametrize("mix", [(1, 1, 1), (61.28, 12.48, 26.24), (0.5, 99, 0.5)])
+@pytest.mark.parametrize("sample_bytes", ["800", "1M"])  # less than there is, and more
+def test_sources_have_their_shares_of_the_mix_in_the_sample_whatever_their_size(drawn, mix, sample_bytes):
+    mix = dict(zip("abc", mix, strict=True))
+    weights = [f"{name}={weight}" for name, weight in mix.items()]
+    sample = drawn(*SOURCES, "--data-mix", *weights, "--sample-bytes", sample_bytes)
+    assert 20 < len(sample) <= (103 if sample_bytes == "800" else 1107)
+    for name, weight in mix.items():
+        lines = [line for line in sample if line[0] == name]
+        assert abs(len(lines) - len(sample) * weight / sum(mix.values())) <= 2  # half a line for each source, rounded
+        copies = [lines.count(line) for line in set(lines)]
+        assert max(copies) - min(copies) <= 1
+
+
+def test_without_a_mix_sources_are_one_text(drawn):
+    assert drawn(*SOURCES) == drawn("--input", "DIR/*.jsonl")
+    assert len(drawn(*SOURCES)) == 9 + 99 + 999
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "give either --input"),
+        ([*SOURCES, "--input", "DIR/a.*"], "give either --input"),
+        (["--input", "DIR/a.*", "--data-mix", "a=1"], "give either --input"),
+        (["--source", "DIR/a.jsonl"], "write NAME=GLOB"),
+        ([*SOURCES, "--data-mix", "a=1", "b=2"], "the sources are a, b, c"),
+        ([*SOURCES, "--data-mix", "a=1", "b=2", "c=3", "d=4"], "the sources are a, b, c"),
+        ([*SOURCES, "--data-mix", "a=1", "b=2", "c=0"], "weight above 0"),
+        ([*SOURCES, "--data-mix", "a=1", "b=2", "c"], "write NAME=WEIGHT"),
+        (["--source", "a=DIR/z.*", "--data-mix", "a=1"], "--source a=", ),
+        (["--input", "DIR/a.*", "--text-key", "content"], "holds no text; is --text-key content right?"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_sources_are_one_clear_line(drawn, flags, words, capsys):
+    drawn(*flags, code=2)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tokenize.py: ")]
+    assert words in line

@@ -1,0 +1,92 @@
+"""BPE training that goes on where a vocabulary ends: which tokens to join further, the most frequent pair first.
+
+A vocabulary that grows in this way encodes as before, and then joins some neighbours: its new tokens come after all old
+ones in the order of joining, so a text is first made of old tokens, as ever, and no old token is ever split.
+
+SentencePiece's own trainer does the work, on a text in a private alphabet: each old token is a character of Unicode's
+private planes, and each word a line with the number of its occurrences. What the trainer joins are then old tokens.
+"""
+
+import io
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import sentencepiece
+
+from moh_lm.config import ConfigError
+
+LETTERS = np.concatenate([np.arange(0xF0000, 0xFFFFE), np.arange(0x100000, 0x10FFFE), np.arange(0xE000, 0xF900)])
+BETWEEN = "\n"  # words
+MOST_TOKENS = len(LETTERS)  # of a vocabulary that can be extended
+MOST_JOINED = 16  # old tokens in a new one
+
+
+def spelled(ids: np.ndarray, ends_word: np.ndarray) -> str:
+    """``ids`` int [tokens] in the private alphabet; BETWEEN after those where bool ``ends_word`` [tokens] is true."""
+    letters = np.insert(LETTERS[ids], np.flatnonzero(ends_word) + 1, ord(BETWEEN))
+    return letters.astype("<u4").tobytes().decode("utf-32-le")
+
+
+def typical(found: Counter[str], old: Counter[str]) -> Counter[str]:
+    """What of ``found`` in the new text makes up a larger part of it than of the ``old`` text."""
+    ratio = found.total() / old.total() if old else 0
+    return Counter({item: count for item, count in found.items() if count > ratio * old[item]})
+
+
+def cut_where_old(words: Counter[str], old_words: Counter[str]) -> Counter[str]:
+    """``words`` cut into parts between tokens that are together in a larger part of the old text than of the new."""
+    kept = typical(neighbours(words), neighbours(old_words))
+    parts = Counter()
+    for word, count in words.items():
+        cut = "".join(left if left + right in kept else left + BETWEEN for left, right in pairwise(word))
+        for part in (cut + word[-1:]).split(BETWEEN):
+            parts[part] += count
+    return parts
+
+
+def neighbours(words: Counter[str]) -> Counter[str]:
+    pairs = Counter()
+    for word, count in words.items():
+        for left, right in pairwise(word):
+            pairs[left + right] += count
+    return pairs
+
+
+def joined_tokens(words: Counter[str], number: int) -> list[list[int]]:
+    """Up to ``number`` new tokens, each as the old ids that it is joined from, in the order of joining.
+
+    ``words``: words in the private alphabet, and how often they occur.
+    """
+    joinable = {word: count for word, count in sorted(words.items()) if len(word) > 1}
+    if not joinable:
+        return []
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(f"{word}\t{count}" for word, count in joinable.items()),
+        input_format="tsv",
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=1 + len(set().union(*joinable)) + number,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        max_sentencepiece_length=MOST_JOINED,
+        max_sentence_length=1 << 20,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_by_unicode_script=False,
+        split_by_number=False,
+        split_by_whitespace=False,
+        bos_id=-1,
+        eos_id=-1,
+        minloglevel=2,
+    )
+    trained = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    pieces = (trained.id_to_piece(index) for index in range(1, trained.vocab_size()))
+    ids = {chr(letter): index for index, letter in enumerate(LETTERS.tolist())}
+    return [[ids[letter] for letter in piece] for piece in pieces if len(piece) > 1]
+
+
+def too_little_text(asked: int, possible: int) -> ConfigError:
+    return ConfigError([f"--vocab-size {asked}: the text is too small for it; give at most {possible}, or more text"])

@@ -1,0 +1,246 @@
+"""A vocabulary made larger for another kind of text, such as Chinese for LLaMA. Old ids stay, and no token is split.
+
+    python data_prep/tokenize.py extend --tokenizer OLD --vocab-size N --input GLOB [--old-input GLOB] --output NEW
+    python data_prep/tokenize.py extend --tokenizer OLD --add-pieces FILE [--old-input GLOB] --output NEW
+
+OLD is a SentencePiece BPE model, or LLaMA-3's tiktoken file (data_prep/tiktoken_extension.py). The new tokens are what
+further BPE training joins in the new text (data_prep/bpe_continuation.py), after the frequent ones of its characters
+that are no tokens yet; characters and neighbours that are as frequent in text of the old kind are left alone. Or they
+are listed in FILE, a line each, and the beginnings are added that they are joined from. The command prints the tokens
+before and after, in lines of both kinds of text that it has not used, and how many of these lines change.
+"""
+
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+from data_prep.bpe_continuation import (
+    BETWEEN,
+    MOST_TOKENS,
+    cut_where_old,
+    joined_tokens,
+    spelled,
+    too_little_text,
+    typical,
+)
+from data_prep.containers import InputError
+from data_prep.encoding import Tokenizer
+from data_prep.output import writable_directory
+from data_prep.tiktoken_extension import extended_ranks
+from data_prep.tiktoken_model import is_tiktoken
+from data_prep.training_sample import SAMPLED_UNIT, add_sample_flags, read_sample, sample_sentences, size
+from data_prep.units import plan_units
+from moh_lm.config import ConfigError
+from moh_lm.data.files import publish
+from moh_lm.flags import Parser
+
+HELD_OUT = 50  # one line in so many is not trained on
+OLD_BYTES = 16 << 20  # of the old kind of text
+COVERAGE = 0.9995  # of the occurrences of new characters
+MARK = "\u2581"  # SentencePiece's visible space
+BATCH = 10_000  # lines
+OUTSIDE, SPACE, LETTER, EASTERN, DIGIT, OTHER = range(6)  # kinds of characters; tokens that join nothing are OUTSIDE
+
+
+def main(arguments: list[str]) -> int:
+    """The command, from the arguments after ``extend``; the exit code. Raises ConfigError."""
+    flags = read_flags(arguments)
+    output = Path(flags.output)
+    if output.is_dir():
+        raise ConfigError([f"--output {output}: is a directory; give a file name such as {output / 'tokenizer.model'}"])
+    old = Tokenizer(flags.tokenizer)
+    if flags.vocab_size and flags.vocab_size <= old.vocab_size:
+        raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} has {old.vocab_size} already"])
+    if old.vocab_size > MOST_TOKENS:
+        raise ConfigError([f"--tokenizer {flags.tokenizer}: {old.vocab_size} tokens; give one of up to {MOST_TOKENS}"])
+    writable_directory(output.parent)
+    try:
+        lines = read_sample(flags) if flags.vocab_size or flags.input or flags.source else []
+        old_lines = old_text(flags) if flags.old_input else []
+    except InputError as error:
+        print(f"tokenize.py: {error}", file=sys.stderr)
+        return 1
+    measured = {"new": lines[::HELD_OUT], "old": old_lines[::2]}
+    del lines[::HELD_OUT], old_lines[::2]
+    if flags.add_pieces:
+        model = model_with(flags.tokenizer, listed_pieces(flags.add_pieces))
+    else:
+        print(f"extending {old.vocab_size:,} to {flags.vocab_size:,} on {sum(map(len, lines)):,} bytes", flush=True)
+        extend = extended_ranks if is_tiktoken(flags.tokenizer) else extended_model
+        new_texts, old_texts = ([line.decode() for line in part] for part in (lines, old_lines))
+        model = extend(flags.tokenizer, new_texts, old_texts, flags.vocab_size)
+    publish(output, model)
+    new = Tokenizer(str(output))
+    print(f"wrote {output}: ids 0 to {old.vocab_size - 1:,} as before, {new.vocab_size - old.vocab_size:,} new ones")
+    print(f"{'text':8}{'bytes':>14}{'tokens before':>16}{'tokens after':>16}{'lines that change':>20}")
+    for name, kept in measured.items():
+        if kept:
+            print_change(name, kept, old, new)
+    return 0
+
+
+def read_flags(arguments):
+    parser = Parser(
+        prog="python data_prep/tokenize.py extend",
+        description="Add tokens for another kind of text to a vocabulary, whose ids stay as they are.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece BPE model, or LLaMA-3's tokenizer.model")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--vocab-size", metavar="N", type=size, help="tokens after the extension, old and new")
+    which.add_argument("--add-pieces", metavar="FILE", help="new pieces of a SentencePiece model, a line each")
+    add("--output", metavar="MODEL", required=True, help="the file to write")
+    add(
+        "--old-input", metavar="GLOB", nargs="+", default=[],
+        help="files with text of the old kind, which is to change little",
+    )
+    add_sample_flags(parser)
+    return parser.parse_args(arguments)
+
+
+def old_text(flags) -> list[bytes]:
+    units, unreadable = plan_units(
+        "--old-input ", "", flags.old_input, text_key=flags.text_key, unit_size=SAMPLED_UNIT, identity=None
+    )
+    if unreadable:
+        raise InputError(unreadable[0])
+    return list(sample_sentences(units, flags.text_key, OLD_BYTES))
+
+
+def print_change(name: str, lines: list[bytes], old: Tokenizer, new: Tokenizer):
+    before, after = (list(tokenizer.encode_all(line.decode() for line in lines)) for tokenizer in (old, new))
+    differ = sum(not np.array_equal(*pair) for pair in zip(before, after, strict=True))
+    tokens = [sum(map(len, encoded)) - len(lines) for encoded in (before, after)]
+    print(f"{name:8}{sum(map(len, lines)):14,}{tokens[0]:16,}{tokens[1]:16,}{differ / len(lines):20.2%}")
+
+
+# --- SentencePiece models ---
+
+
+def bpe_model(path: str):
+    proto = sentencepiece_model_pb2.ModelProto.FromString(Path(path).read_bytes())
+    if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
+        kind = proto.trainer_spec.ModelType.Name(proto.trainer_spec.model_type).lower()
+        raise ConfigError([f"--tokenizer {path}: a {kind} model; only BPE models can be extended"])
+    return proto
+
+
+def add_pieces(proto, pieces: Iterable[str]):
+    """Append ``pieces`` that are new; their scores let them be joined after all others, in this order."""
+    known = {piece.piece for piece in proto.pieces}
+    score = min(piece.score for piece in proto.pieces)
+    for text in pieces:
+        if text not in known:
+            known.add(text)
+            score += 1
+            proto.pieces.add(piece=text, score=score)
+    proto.trainer_spec.vocab_size = len(proto.pieces)
+
+
+def extended_model(path: str, texts: list[str], old_texts: list[str], vocab_size: int) -> bytes:
+    """The serialized model with ``vocab_size`` pieces. Raises ConfigError if ``texts`` do not give so many."""
+    proto = bpe_model(path)
+    characters = typical(new_characters(proto, texts), new_characters(proto, old_texts))
+    add_pieces(proto, frequent(characters, (vocab_size - len(proto.pieces)) // 2))
+    room = vocab_size - len(proto.pieces)
+    words = cut_where_old(words_of(proto, texts), words_of(proto, old_texts))
+    joined = joined_tokens(words, room + room // 20 + 10)
+    pieces = [piece.piece for piece in proto.pieces]
+    add_pieces(proto, ["".join(pieces[index] for index in ids) for ids in joined])
+    if len(proto.pieces) < vocab_size:
+        raise too_little_text(vocab_size, len(proto.pieces))
+    del proto.pieces[vocab_size:]
+    proto.trainer_spec.vocab_size = vocab_size
+    return proto.SerializeToString()
+
+
+def new_characters(proto, texts: list[str]) -> Counter[str]:
+    """The characters of ``texts`` that are no pieces yet, and can be seen."""
+    model = SentencePieceProcessor(model_proto=proto.SerializeToString())
+    characters = Counter()
+    for start in range(0, len(texts), BATCH):
+        characters.update("".join(model.normalize(texts[start : start + BATCH])))
+    known = {piece.piece for piece in proto.pieces}
+    return Counter({c: count for c, count in characters.items() if c not in known and kind_of(c) != OUTSIDE})
+
+
+def frequent(characters: Counter[str], at_most: int) -> list[str]:
+    """The most frequent of ``characters``, up to COVERAGE of their occurrences."""
+    chosen, covered = [], 0
+    for character, count in sorted(characters.items(), key=lambda item: (-item[1], item[0]))[:at_most]:
+        if covered >= COVERAGE * characters.total():
+            break
+        chosen.append(character)
+        covered += count
+    return chosen
+
+
+def listed_pieces(path: str) -> list[str]:
+    """The pieces of a file: lines, of which a tab ends what counts, as in SentencePiece's .vocab files."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--add-pieces {path}: {error}"]) from error
+    return [piece for line in lines if (piece := line.split("\t")[0].rstrip("\r").replace(" ", MARK))]
+
+
+def model_with(path: str, pieces: list[str]) -> bytes:
+    """The serialized model with ``pieces``, their characters, and the beginnings that they are joined from."""
+    if is_tiktoken(path):
+        raise ConfigError([f"--tokenizer {path}: not a SentencePiece model, as --add-pieces needs; give --vocab-size"])
+    proto = bpe_model(path)
+    add_pieces(proto, dict.fromkeys("".join(pieces)))
+    bare = sentencepiece_model_pb2.ModelProto.FromString(proto.SerializeToString())
+    bare.normalizer_spec.add_dummy_prefix = False
+    tokens = SentencePieceProcessor(model_proto=bare.SerializeToString()).encode(pieces, out_type=str)
+    add_pieces(proto, (beginning for parts in tokens for beginning in accumulate(parts)))
+    return proto.SerializeToString()
+
+
+def words_of(proto, texts: list[str]) -> Counter[str]:
+    """The words of ``texts``, in the private alphabet: tokens that may be joined, as in LLaMA's vocabulary.
+
+    A word has letters of one kind, or other characters, after a space at most. Digits join nothing if they did not.
+    """
+    model = SentencePieceProcessor(model_proto=proto.SerializeToString())
+    first, last = token_kinds(proto)
+    words = Counter()
+    for start in range(0, len(texts), BATCH):
+        lines = model.encode(texts[start : start + BATCH], out_type="numpy")
+        ids = np.concatenate(lines)
+        before, after = last[ids[:-1]], first[ids[1:]]
+        ends_word = np.append((after <= SPACE) | (before == OUTSIDE) | (after != before) & (before != SPACE), True)
+        ends_word[np.cumsum([len(line) for line in lines]) - 1] = True
+        words.update(spelled(ids, ends_word).split(BETWEEN))
+    return words
+
+
+def token_kinds(proto) -> tuple[np.ndarray, np.ndarray]:
+    """The kind of the first, and of the last, character of each piece; int [pieces] each."""
+    outside = {OUTSIDE, DIGIT} if proto.trainer_spec.split_digits else {OUTSIDE}
+    kinds = np.full((2, len(proto.pieces)), OUTSIDE)
+    for index, piece in enumerate(proto.pieces):
+        spaces = len(piece.piece) > 1 and not piece.piece.strip(MARK)
+        if piece.type == piece.NORMAL and not spaces:
+            ends = kind_of(piece.piece[0]), kind_of(piece.piece[-1])
+            if outside.isdisjoint(ends):
+                kinds[:, index] = ends
+    return kinds[0], kinds[1]
+
+
+def kind_of(character: str) -> int:
+    if character == MARK:
+        return SPACE
+    category = unicodedata.category(character)[0]
+    if category in "CZ":
+        return OUTSIDE
+    if category in "LM":
+        return EASTERN if character >= "\u2e80" else LETTER
+    return DIGIT if category == "N" else OTHER
