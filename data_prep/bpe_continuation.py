@@ -9,6 +9,7 @@ private planes, and each word a line with the number of its occurrences. What th
 
 import io
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -83,9 +84,22 @@ def joined_tokens(words: Counter[str], number: int) -> list[list[int]]:
         minloglevel=2,
     )
     trained = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    pieces = (trained.id_to_piece(index) for index in range(1, trained.vocab_size()))
+    pieces = [trained.id_to_piece(index) for index in range(1, trained.vocab_size())]
+    order = {piece: index for index, piece in enumerate(pieces) if len(piece) > 1}
+    # In a small text the trainer goes on to pairs that occur no more: what no word is joined from is left out.
+    found = {piece for word in joinable for piece in trained.encode(word, out_type=str)}
+    useful = {step for piece in found for step in steps(piece, order)}
     ids = {chr(letter): index for index, letter in enumerate(LETTERS.tolist())}
-    return [[ids[letter] for letter in piece] for piece in pieces if len(piece) > 1]
+    return [[ids[letter] for letter in piece] for piece in order if piece in useful]
+
+
+def steps(word: str, order: dict[str, int]) -> Iterator[str]:
+    """What BPE joins in ``word``, one after another."""
+    parts = list(word)
+    while pairs := [(order[a + b], place) for place, (a, b) in enumerate(pairwise(parts)) if a + b in order]:
+        _, place = min(pairs)
+        parts[place : place + 2] = ["".join(parts[place : place + 2])]
+        yield parts[place]
 
 
 def too_little_text(asked: int, possible: int) -> ConfigError:

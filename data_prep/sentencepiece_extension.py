@@ -139,7 +139,7 @@ def add_pieces(proto, pieces: Iterable[str]):
     for text in pieces:
         if text not in known:
             known.add(text)
-            score += 1
+            score -= 1
             proto.pieces.add(piece=text, score=score)
     proto.trainer_spec.vocab_size = len(proto.pieces)
 

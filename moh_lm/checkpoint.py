@@ -128,6 +128,8 @@ class Saver:
         final = written.directory.with_suffix("")
         if dist.get_rank() == 0:
             entries = {name: entry for part in parts for name, entry in part.items()}
+            absent = {f"rank-{rank}.safetensors" for rank in range(dist.get_world_size())} - entries.keys()
+            problems += [f"{written.directory / name}: was not written" for name in sorted(absent) if not problems]
             problems = problems or self.commit(written.directory, final, entries)
             if problems:
                 shutil.rmtree(written.directory, ignore_errors=True)
@@ -226,6 +228,8 @@ class Writing(threading.Thread):
                 self.entries[text_name] = file.entry
         except OSError as error:
             self.problems.append(describe_failure(error, self.directory, need))
+        except Exception as error:  # whatever it is, the step must not count
+            self.problems.append(f"{self.directory / name}: {type(error).__name__}: {error}")
 
 
 def describe_failure(error, directory, need):

@@ -14,13 +14,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from moh_lm.guard import DIVERGENCE, Guard
+from moh_lm.guard import DIVERGENCE, Divergence, Guard
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM
 from moh_lm.optimizer import Fragment, ShardedAdamW, make_adamw
 from moh_lm.parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding, even_partition
+from moh_lm.processes import of_all_ranks
 from moh_lm.replicas import replica_differences
 
 
@@ -90,7 +91,7 @@ class Engine:
     def train_step(self, micro_batches, learning_rate, check_replicas=False):
         """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``.
 
-        check_replicas: compare the weights that several ranks hold.
+        check_replicas: compare the weights that several ranks hold. Raises Divergence where they cannot be mended.
         """
         self.optimizer.set_learning_rate(learning_rate)
         self.reset(check_replicas)
@@ -98,6 +99,9 @@ class Engine:
         skipped = self.guard.skips(self.verdict)
         if skipped:
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
+        lasting = of_all_ranks(self.compare_replicas()) if self.verdict == DIVERGENCE else []
+        if lasting:
+            raise Divergence(f"{'; '.join(lasting)}; also in the fp32 masters")
         routers = self.router_sums(keep_shares=skipped)
         return StepResult(self.sums, routers, self.mean, self.grad_norm, self.verdict, skipped)
 
@@ -114,12 +118,16 @@ class Engine:
         self.mean = total / tokens
         verdict = self.guard.judge(self.mean, self.grad_norm)
         if self.check_replicas:
-            self.differences = replica_differences(self.named_parameters(), self.config.parallel, self.groups)
+            self.differences = self.compare_replicas()
             verdict = max(verdict, DIVERGENCE) if self.differences else verdict
         shared = torch.tensor(verdict, dtype=torch.int32, device=self.device)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         self.verdict = int(shared)
         return torch.full_like(norm, torch.inf) if self.guard.skips(self.verdict) else norm
+
+    def compare_replicas(self):
+        tied = self.model.tied_parameters()
+        return replica_differences(self.named_parameters(), tied, self.config.parallel, self.groups)
 
     def watch_gradient(self, module, inputs, output):
         """Note the sequences whose gradient is not finite where it arrives at the embedding, and so anywhere above."""

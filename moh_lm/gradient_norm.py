@@ -39,12 +39,14 @@ def norm_of_whole_gradients(optimizer):
 
 def norm_of_sharded_gradients(optimizer):
     """Norm of gradients of which every data-parallel rank holds a part."""
-    counted = []
+    counted, copies = [], []
     for index, parameters in enumerate(optimizer.params_in_partition):
         parts = [part for part in optimizer.averaged_gradients[index] if not getattr(part, "_zero_padding", False)]
         pairs = zip(parts, parameters, strict=False)  # a rank without parameters has a part of zeros
-        counted += [part for part, parameter in pairs if counts(optimizer, parameter)]
-    return norm_of(counted, optimizer.device, [optimizer.dp_process_group, optimizer.model_parallel_group])
+        for part, parameter in pairs:
+            (counted if counts(optimizer, parameter) else copies).append(part)
+    groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
+    return norm_of(counted, optimizer.device, groups, copies)
 
 
 def counts(optimizer, parameter):
@@ -54,11 +56,16 @@ def counts(optimizer, parameter):
     return parameter.tensor_model_parallel or optimizer.model_parallel_rank == 0
 
 
-def norm_of(tensors, device, groups):
-    """L2 norm, fp32 [], of ``tensors`` together with those of the other ranks of ``groups``."""
+def norm_of(tensors, device, groups, copies=()):
+    """L2 norm, fp32 [], of ``tensors`` together with those of the other ranks of ``groups``.
+
+    copies: gradients of weights that another rank counts; the norm is NaN if one of them is not finite.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         total += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
+    for tensor in copies:
+        total += 0 * torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
     for group in groups:
         if group is not None:
             dist.all_reduce(total, group=group)

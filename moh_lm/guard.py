@@ -13,8 +13,16 @@ FINE, SPIKE, DIVERGENCE, GRADIENT, LOSS = range(5)  # where ranks see different 
 REASONS = ("", "spike", "weights differ between ranks", "gradient not finite", "loss not finite")
 
 
-class TooManySkips(Exception):
+class BadNumbers(Exception):
+    """The run cannot go on with the numbers that it has."""
+
+
+class TooManySkips(BadNumbers):
     """More steps were skipped than --max-skipped-steps allows."""
+
+
+class Divergence(BadNumbers):
+    """Copies of a weight differ for good."""
 
 
 class Guard:

@@ -103,7 +103,7 @@ def read_manifest(directory):
     try:
         content = read_json(path)
         entries = content["files"]
-        sound = content["sha256"] == hash_of(entries) and content["block_bytes"] == BLOCK_BYTES
+        sound = entries and content["sha256"] == hash_of(entries) and content["block_bytes"] == BLOCK_BYTES
         sound = sound and all(PLAIN_NAME.fullmatch(name) for name in entries)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error

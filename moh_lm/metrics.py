@@ -164,18 +164,24 @@ def keep_rows(path, last_step):
     if last_step == 0:
         path.unlink()
         return
-    rows = path.read_text(encoding="utf-8").splitlines()
+    rows = path.read_text(encoding="utf-8", errors="replace").splitlines()
     kept = [row for row in rows if complete(row) and json.loads(row)["step"] <= last_step]
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
     temporary.replace(path)
 
 
+def last_step(path):
+    """The largest step of the rows of ``path``; 0 without any."""
+    rows = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return max((json.loads(row)["step"] for row in rows if complete(row)), default=0)
+
+
 def complete(row):
     """Whether a line was written to its end."""
     try:
-        return "step" in json.loads(row)
-    except ValueError:
+        return isinstance(json.loads(row)["step"], int)
+    except (ValueError, TypeError, KeyError):
         return False
 
 

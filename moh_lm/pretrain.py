@@ -25,7 +25,7 @@ from moh_lm.data.files import ShardError
 from moh_lm.data.loader import Loader
 from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
-from moh_lm.guard import TooManySkips
+from moh_lm.guard import BadNumbers
 from moh_lm.incidents import report
 from moh_lm.journal import Journal
 from moh_lm.manifest import write_json
@@ -44,9 +44,11 @@ from moh_lm.processes import (
 )
 from moh_lm.resume import resume
 from moh_lm.summary import describe_configuration, describe_run
-from moh_lm.watchdog import UNAVAILABLE, Watchdog
+from moh_lm.watchdog import MARGIN, UNAVAILABLE, Watchdog
 
 COMPLETE, WRONG, BROKEN, NOT_WRITTEN, STOPPED = 0, 2, 70, 74, 75  # 70, 74, 75: EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL
+
+START = 300  # seconds that the imports and the making of an engine may take besides --hang-timeout
 
 
 def main():
@@ -63,11 +65,11 @@ def main():
             print("\n".join([*lines, *describe_run(config, dataset, world_size)]), flush=True)
         if not dry_run:
             lock = lock_run_directory(config.run.checkpoint_dir) if rank == 0 else None  # noqa: F841 - held to the end
-            device = start_process_group(config.reliability.hang_timeout)
+            device = start_process_group(config.reliability.hang_timeout + MARGIN)
             code = COMPLETE if train(config, dataset, device) else STOPPED
     except ConfigError as error:
         code, problems = WRONG, error.problems
-    except (NonFiniteState, TooManySkips) as error:
+    except (NonFiniteState, BadNumbers) as error:
         code, problems = BROKEN, str(error).splitlines()
     except CheckpointError as error:
         code, problems = NOT_WRITTEN, error.problems
@@ -103,7 +105,7 @@ def train(config, dataset, device):
     watchdog = Watchdog(config.reliability.hang_timeout)
     try:
         return run_steps(config, dataset, device, stop, watchdog)
-    except (ConfigError, CheckpointError, TooManySkips):
+    except (ConfigError, CheckpointError, BadNumbers):
         raise
     except ShardError as error:  # found by the rank that reads there; the others see it leave
         print(f"moh_lm.pretrain: rank {dist.get_rank()}: {error}; restore the file", file=sys.stderr, flush=True)
@@ -119,8 +121,10 @@ def run_steps(config, dataset, device, stop, watchdog):
     """From the last checkpoint, or the first step, to the last, or to the step after which ``stop`` is due."""
     run, reliability = config.run, config.reliability
     check_nodes(config, dataset)
+    watchdog.progress(seconds=START)
     groups = ParallelGroups.create(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
     engine = make_engine(config, groups, device, len(dataset.source_names))
+    watchdog.progress()
     watchdog.limit_groups()
     interval = Interval(len(dataset.source_names), config.model.routed_layers(), device)
     journal = Journal(run.checkpoint_dir, writes=dist.get_rank() == 0)
@@ -156,14 +160,16 @@ def run_steps(config, dataset, device, stop, watchdog):
         rate = learning_rate(step, config.optimizer, run.train_iters)
         batches = loader.train_step(step * run.global_batch_size)
         step += 1
-        result = engine.train_step(batches, rate, check_replicas=due(step, reliability.replica_check_interval))
-        if result.verdict:
-            report(engine, loader, batches, journal, step, result)
         try:
+            result = engine.train_step(batches, rate, check_replicas=due(step, reliability.replica_check_interval))
+            if result.verdict:
+                report(engine, loader, batches, journal, step, result)
             engine.guard.record(step, result.loss, result.grad_norm, result.skipped)
-        except TooManySkips as error:
+        except BadNumbers as error:
             saver.finish()
-            raise TooManySkips(f"{error}; {saver.newest()}") from error
+            text = f"step {step}: {error}; {saver.newest()}"
+            journal.add("failed", step, text)
+            raise BadNumbers(text) from error
         interval.add(result, time.perf_counter() - started, run.tokens_per_iteration)
         watchdog.progress()
         last = step == run.train_iters

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moh_lm.config import Config, ConfigError, walk
 from moh_lm.fragments import load_fragments
 from moh_lm.manifest import describe, read_json, read_manifest, verify
+from moh_lm.metrics import last_step
 from moh_lm.processes import from_rank_0, of_all_ranks, say
 from moh_lm.steps import list_steps, point_latest, remove_leftovers
 
@@ -25,8 +26,9 @@ def resume(config, dataset, engine, interval, journal, progress):
     directory = Path(config.run.checkpoint_dir)
     if dist.get_rank() == 0:
         remove_leftovers(directory / "checkpoints")
-        for leftover in (*directory.glob(".seen-*"), *directory.glob("*.tmp"), *directory.glob("checkpoints/*.tmp")):
-            leftover.unlink(missing_ok=True)
+        for pattern in (".seen-*", "*.json*.tmp", "checkpoints/latest.tmp"):
+            for leftover in directory.glob(pattern):
+                leftover.unlink(missing_ok=True)
     step = sound_step(directory / "checkpoints", journal, progress)
     if step is None:
         return 0, dataset
@@ -101,6 +103,7 @@ def sound_step(directory, journal, progress):
     for name in names:
         step = Path(directory) / name
         problems = of_all_ranks(verify(step, dist.get_rank(), dist.get_world_size(), progress))
+        problems = problems or of_all_ranks(foreign(step))
         if not problems:
             settle(step, damaged, journal)
             return step
@@ -114,6 +117,16 @@ def sound_step(directory, journal, progress):
     if lost:
         raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started afresh"])
     return None
+
+
+def foreign(step):
+    """A sentence, or none, if the directory holds another step than its name says."""
+    number = step.name.removeprefix("step-")
+    try:
+        inside = str(read_json(step / "state.json")["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # said by ``read_state``
+    return [] if inside == number else [f"{step}: holds step {inside}"]
 
 
 def settle(sound, damaged, journal):
@@ -143,4 +156,17 @@ def trace_of_checkpoints(directory, journal):
     if saved:
         return f"{directory}: step {saved['step']} was saved (events.jsonl) and is not there"
     remains = sorted(Path(directory).iterdir()) if Path(directory).is_dir() else []
-    return f"{remains[0]}: is all that is left of the run's checkpoints" if remains else None
+    if remains:
+        return f"{remains[0]}: is all that is left of the run's checkpoints"
+    run = Path(directory).parent
+    logged, interval = last_step(run / "metrics.jsonl"), saved_every(run / "config.json")
+    if interval and logged > 2 * interval:  # the second save waited for the first
+        return f"{directory}: empty, though metrics.jsonl knows step {logged} and saves were due every {interval}"
+    return None
+
+
+def saved_every(path):
+    try:
+        return Config.load(path).reliability.save_interval
+    except ConfigError:
+        return 0

@@ -42,7 +42,7 @@ def discard(step):
 def remove_leftovers(directory):
     """Remove what a save or a removal that a crash cut short has left. Rank 0 only."""
     for leftover in Path(directory).glob("step-*.tmp"):
-        shutil.rmtree(leftover)
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def point_latest(step):
@@ -50,5 +50,7 @@ def point_latest(step):
     pointer = step.with_name("latest.tmp")
     with HashedFile(pointer) as file:
         file.write(f"{step.name}\n".encode())
+    if step.with_name("latest").is_dir():
+        shutil.rmtree(step.with_name("latest"))
     pointer.replace(step.with_name("latest"))
     flush(step.parent)

@@ -43,9 +43,9 @@ class Watchdog:
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
 
-    def progress(self):
-        """To be called by whatever may take long, whenever a part of it is done."""
-        self.last = time.monotonic()
+    def progress(self, seconds=0):
+        """To be called by whatever may take long, whenever a part of it is done; ``seconds`` are allowed on top."""
+        self.last = time.monotonic() + seconds
 
     def limit_groups(self):
         """Give every process group the time-out; those that are made later have their own."""

@@ -380,6 +380,47 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     assert [step.name for step in list_steps(tmp_path)] == ["step-1"]
 
 
+def save_with_a_broken_writer(directory):
+    fragment = Fragment("w", make_parameter((4, 4)), (4, 4), 0, False, {"master": torch.zeros(16)})
+    saver = Saver(directory, keep_last=1)
+    saver.save(1, [fragment], Config(), {}, None)
+    if dist.get_rank() == 1:
+        checkpoint.write_safetensors = broken
+    with pytest.raises(CheckpointError, match="step-2.tmp/rank-1.safetensors: MemoryError"):
+        saver.save(2, [fragment], Config(), {}, None)
+
+
+def broken(*_):
+    raise MemoryError
+
+
+def test_a_writer_that_fails_in_any_way_leaves_the_step_before(tmp_path):
+    run_ranks(save_with_a_broken_writer, 2, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
+
+
+def test_a_copy_of_a_step_under_another_number_is_set_aside(copy, data_dir):
+    steps = copy / "checkpoints"
+    shutil.copytree(steps / "step-3", steps / "step-8")
+    run_ranks(run, 1, arguments(data_dir, copy))
+    assert (steps / "damaged-step-8").is_dir()
+    events = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [6]
+
+
+def test_odd_things_in_a_run_directory_do_not_stop_it(copy, data_dir, whole):
+    steps = copy / "checkpoints"
+    (steps / "latest").unlink()
+    (steps / "latest").mkdir()
+    (steps / "step-9.tmp").touch()
+    (copy / "mine.tmp").mkdir()
+    with open(copy / "metrics.jsonl", "ab") as file:
+        file.write(b'5\n["step"]\n{"step": "x"}\n\xff\n')
+    run_ranks(run, 2, arguments(data_dir, copy))
+    assert rows(copy) == rows(whole)
+    assert (steps / "latest").read_text() == "step-7\n" and (copy / "mine.tmp").is_dir()
+
+
 def save_below_a_file(directory):
     fragment = Fragment("w", make_parameter((4, 4)), (4, 4), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
     with pytest.raises(CheckpointError, match="step-1.tmp: not a directory: the checkpoint takes"):

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from data_prep import segment_cache
 from data_prep.encoding import BATCH, CHECKED, Tokenizer
@@ -131,14 +132,16 @@ def test_ids_are_int32_and_end_with_the_only_end_of_sequence_id_also_if_the_text
         assert tokenizer.model.decode(ids[:-1].tolist()) == text
 
 
-def test_new_segments_for_ever_do_not_grow_the_cache(llama):
+def test_new_segments_for_ever_do_not_grow_the_cache(llama, monkeypatch):
+    monkeypatch.setattr(segment_cache, "WINDOW", 1 << 12)
+    monkeypatch.setattr(segment_cache, "STORED_SEGMENTS", 1 << 10)
+    monkeypatch.setattr(segment_cache, "STORED_TOKENS", 1 << 18)
     tokenizer = Tokenizer(str(llama))
     draw = random.Random(0)
-    for _ in range(4):
-        words = " ".join(f"{draw.getrandbits(64):x}" for _ in range(50_000))
-        tokenizer.encode(words)
-    assert len(tokenizer.cache.spans) <= segment_cache.STORED_SEGMENTS + segment_cache.WINDOW
-    assert len(tokenizer.cache.tokens) == segment_cache.STORED_TOKENS
+    for _ in range(20):
+        tokenizer.encode(" ".join("".join(draw.choices("abcdefgh", k=12)) for _ in range(1_000)))
+        assert len(tokenizer.cache.spans) <= (1 << 10) + (1 << 12) / 2
+        assert len(tokenizer.cache.tokens) == 1 << 18
 
 
 def test_a_cache_that_goes_wrong_is_found_by_the_running_check(llama):
@@ -147,6 +150,17 @@ def test_a_cache_that_goes_wrong_is_found_by_the_running_check(llama):
     tokenizer.cache.tokens[2:] += 1
     with pytest.raises(ShardError, match="encode a document differently.*quick"):
         list(tokenizer.encode_all(["The quick brown fox"] * CHECKED))
+
+
+@pytest.mark.parametrize(
+    "rule", ["unigram", "NFKC", "extra spaces removed", "spaces as suffixes", "a symbol with a plain space"]
+)
+def test_a_model_with_a_rule_that_looks_further_than_a_segment_is_known_by_the_rule(rule):
+    proto = sentencepiece_model_pb2.ModelProto.FromString(train(**WHOLE[rule]))
+    assert segment_cache.joined_bytes(proto) is None
+    unused = sentencepiece_model_pb2.ModelProto.FromString(train())
+    unused.pieces[-1].type = unused.pieces[-1].UNUSED
+    assert segment_cache.joined_bytes(unused) is None
 
 
 def test_a_model_that_the_cache_gets_wrong_is_encoded_plainly(llama, monkeypatch):

@@ -21,7 +21,7 @@ from moh_lm.checkpoint import find_step
 from moh_lm.config import ReliabilityConfig
 from moh_lm.engine import Engine
 from moh_lm.fragments import FragmentReader, full_parameters
-from moh_lm.guard import FINE, GRADIENT, LOSS, SPIKE, Guard, TooManySkips
+from moh_lm.guard import FINE, GRADIENT, LOSS, SPIKE, BadNumbers, Guard
 from moh_lm.steps import list_steps
 from moh_lm.watchdog import UNAVAILABLE
 from tests.distributed import run_ranks
@@ -65,7 +65,7 @@ def run_with(flags, step, harm, rank=1, count=1):
     Engine.train_step = harmed
     try:
         return run(flags)
-    except TooManySkips as error:
+    except BadNumbers as error:
         return str(error)
 
 
@@ -82,6 +82,12 @@ def inf_in_a_gradient(engine):
     parameter = dict(engine.model.named_parameters())["model.layers.1.mlp.down_proj.weight"]
     handle = parameter.register_hook(lambda grad: torch.full_like(grad, math.inf))
     inf_in_a_gradient.undo = handle.remove
+
+
+def nan_in_the_gradient_of_a_norm(engine):
+    parameter = dict(engine.model.named_parameters())["model.layers.1.input_layernorm.weight"]
+    handle = parameter.register_hook(lambda grad: grad * math.nan)
+    nan_in_the_gradient_of_a_norm.undo = handle.remove
 
 
 def nan_in_a_hidden_gradient(engine):
@@ -115,6 +121,7 @@ LAYOUTS = {
         ("zero3", inf_in_a_gradient, False),
         ("tp", nan_in_the_loss, True),
         ("tp", inf_in_a_gradient, False),
+        ("tp", nan_in_the_gradient_of_a_norm, False),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -225,18 +232,26 @@ def test_a_flipped_bit_in_one_copy_of_a_weight_is_found_and_mended(data_dir, tmp
     assert equal(state(tmp_path, 4), state(tmp_path, 3))
 
 
-def flip_a_bit_of_a_norm(engine):
-    fragment = next(f for f in engine.fragments() if f.name == "model.layers.0.input_layernorm.weight")
+def flip_a_bit_of_a_master(engine):
+    """Of a norm, or of a tied embedding in the last pipeline stage."""
+    owned = {fragment.name: fragment for fragment in engine.fragments()}
+    fragment = owned.get("model.layers.0.input_layernorm.weight") or owned["model.embed_tokens.weight"]
     fragment.tensors["master"].view(torch.int32)[3] ^= 1 << 20
 
 
-def test_a_norm_that_drifts_on_one_tensor_parallel_rank_is_found(data_dir, tmp_path):
-    more = ("--replica-check-interval", "2", "--tensor-parallel-size", "2", "--max-skipped-steps", "0")
-    (first, _) = run_ranks(run_with, 2, arguments(data_dir, tmp_path, *EVERY_STEP, *more), 3, flip_a_bit_of_a_norm)
-    assert "1 of the last 128 steps were skipped" in first
-    (event,) = events(tmp_path, "skipped")
-    assert event["step"] == 4  # the first even step after the flip
-    assert event["details"] == ["ranks 0 and 1 differ in model.layers.0.input_layernorm.weight"]
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--tensor-parallel-size", "2"),
+        ("--tensor-parallel-size", "2", "--zero-stage", "3"),
+        ("--pipeline-parallel-size", "2", "--tie-embeddings", "true"),
+    ],
+)
+def test_a_master_that_drifts_from_its_copy_ends_the_run(data_dir, tmp_path, more):
+    more = (*EVERY_STEP, *more)
+    one, other = run_ranks(run_with, 2, arguments(data_dir, tmp_path, *more), 3, flip_a_bit_of_a_master)
+    assert one == other and "step 4: ranks 0 and 1 differ in model." in one and "also in the fp32 masters" in one
+    assert one.endswith(f"the last checkpoint is {tmp_path}/checkpoints/step-3")
 
 
 # --- Signals and time limits ---

@@ -17,7 +17,7 @@ from moh_lm.config import ConfigError
 from tests.test_encoding import nasty_texts, small_ranks, write_ranks
 from tests.tokenizing import TEXTS, train_model
 
-WORDS = ["机器", "学习", "语言", "模型", "注意力", "头", "混合", "训练", "数据", "文字", "龍馬", "。", "，", "※", " 1"]
+WORDS = ["。", "机器", "学习", "语言", "模型", "注意力", "，", "头", "混合", "训练", "数据", "文字", "龍馬", "※"]
 LATIN = "zyxxyt"  # of single letters in the old vocabulary
 
 
@@ -91,14 +91,17 @@ def test_no_old_token_is_split_whatever_the_text(old, new):
 def test_new_tokens_stay_within_words(old, new, tmp_path):
     for piece in pieces(new)[400:]:
         assert "▁" not in piece[1:]
-        assert len(piece) == 1 or not set(piece) & set("。，※0123456789")
+        assert not set(piece) & set("。，※") or set(piece) <= set("▁。，※")
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(old.read_bytes())
-    proto.normalizer_spec.add_dummy_prefix = False  # then no space begins a line
+    proto.normalizer_spec.add_dummy_prefix = False  # so that no space begins a line
+    proto.trainer_spec.split_digits = True
     (tmp_path / "old.model").write_bytes(proto.SerializeToString())
-    (tmp_path / "lines.txt").write_text(f"{LATIN}\n" * 200)
-    model = extend(tmp_path / "old.model", tmp_path / "m.model", "--vocab-size", 405, "--input", tmp_path / "lines.txt")
-    assert pieces(model)[404] == LATIN and all(piece in LATIN for piece in pieces(model)[400:])
+    (tmp_path / "lines.txt").write_text(f"{LATIN}\n112233\n{LATIN}\n" * 200)
+    flags = ("--input", tmp_path / "lines.txt", "--vocab-size")
+    assert pieces(extend(tmp_path / "old.model", tmp_path / "m.model", *flags, 405))[404] == LATIN
+    with pytest.raises(ConfigError, match="give at most 405"):  # there is nothing else to join
+        extend(tmp_path / "old.model", tmp_path / "m.model", *flags, 406)
 
 
 def test_text_of_the_old_kind_stays_as_it_was_and_new_text_takes_fewer_tokens(old, new):

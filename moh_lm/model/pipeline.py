@@ -127,6 +127,11 @@ class PipelineCausalLM(PipelineModule):
                     seen.add(id(parameter))
                     yield prefix + name, parameter
 
+    def tied_parameters(self):
+        """(name, parameter, group of the stages that hold it) of the tied embedding, if this stage has it."""
+        for tied in self.tied_comms.values():
+            yield "model.embed_tokens.weight", tied["module"].embed_tokens.weight, tied["group"]
+
     def routers(self):
         """The routers of this stage that balance their load, in the order of layers."""
         return balancing_routers(layer for layer in self.forward_funcs if isinstance(layer, DecoderLayer))

@@ -124,6 +124,10 @@ class CausalLM(nn.Module):
         """The routers that balance their load, in the order of layers."""
         return balancing_routers(self.model.layers)
 
+    def tied_parameters(self):
+        """Weights with a copy in another pipeline stage: none."""
+        return ()
+
 
 def output_logits(x, weight, group):
     """[s/tp, b, d] -> logits [s, b, vocab/tp]."""
