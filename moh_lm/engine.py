@@ -14,7 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from moh_lm.guard import DIVERGENCE, Divergence, Guard
+from moh_lm.guard import DIVERGENCE, GRADIENT, Divergence, Guard
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM
 from moh_lm.optimizer import Fragment, ShardedAdamW, make_adamw
@@ -110,13 +110,18 @@ class Engine:
         self.check_replicas = check_replicas
         self.loss_flags, self.gradient_flags, self.differences = [], [], []
 
-    def examine(self, norm):
-        """The gradient norm of the step, or infinity if the step is to be skipped; all ranks decide together."""
+    def examine(self, norm, copies):
+        """The gradient norm of the step, or infinity if the step is to be skipped; all ranks decide together.
+
+        copies: gradients that are not in the norm; see moh_lm.gradient_norm.
+        """
         losses = self.reduce(self.sums, self.groups.data, self.groups.pipeline)
         self.grad_norm = float(norm)
         total, tokens = losses.sum(0).tolist()
         self.mean = total / tokens
         verdict = self.guard.judge(self.mean, self.grad_norm)
+        if copies and not torch.stack([part.detach().float().norm() for part in copies]).isfinite().all():
+            verdict = max(verdict, GRADIENT)
         if self.check_replicas:
             self.differences = self.compare_replicas()
             verdict = max(verdict, DIVERGENCE) if self.differences else verdict

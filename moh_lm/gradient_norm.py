@@ -1,7 +1,8 @@
 """The global gradient norm: summed in float64, and looked at before any weight changes.
 
 DeepSpeed skips a step whose norm is not finite. It asks for the norm in one place, after the last backward pass; here
-the answer passes through ``examine(norm)``, which returns it, or infinity if the step is to be skipped.
+the answer passes through ``examine(norm, copies)``, which returns it, or infinity if the step is to be skipped. Copies
+are the gradients of weights that another rank counts: they are in no norm, and enter this rank's weights all the same.
 
 DeepSpeed adds the squares of each pipeline stage in fp32, so that the last bit of the norm, and by clipping every
 weight, would depend on the number of stages. Squares added in float64 and rounded once do not.
@@ -17,13 +18,20 @@ def examine_norms(optimizer, zero_stage, examine):
     """Make DeepSpeed's ``optimizer`` take its gradient norm from here, and by way of ``examine``."""
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         norm = norm_of_whole_gradients(optimizer)
-        bf16_optimizer.get_global_norm_of_tensors = lambda input_tensors, **_: examine(norm(input_tensors))
+        bf16_optimizer.get_global_norm_of_tensors = lambda input_tensors, **_: examine(
+            norm(input_tensors), without(optimizer.get_grads_for_norm(for_clipping=True), input_tensors)
+        )
     elif zero_stage == 3:
         groups = optimizer._get_norm_groups
-        optimizer._get_norm_groups = lambda: [examine(combine_grad_norm_groups(groups()))]
+        optimizer._get_norm_groups = lambda: [
+            examine(combine_grad_norm_groups(groups()), divide(optimizer, optimizer.fp16_groups)[1])
+        ]
+    elif optimizer.cpu_offload:
+        norm = optimizer.scaled_global_norm
+        optimizer.scaled_global_norm = lambda: examine(norm(), [])
+        optimizer.check_overflow = lambda partition_gradients: None
     else:
-        norm = optimizer.scaled_global_norm if optimizer.cpu_offload else lambda: norm_of_sharded_gradients(optimizer)
-        optimizer.scaled_global_norm = lambda: examine(norm())
+        optimizer.scaled_global_norm = lambda: examine(*norm_of_sharded_gradients(optimizer))
         optimizer.check_overflow = lambda partition_gradients: None  # the norm tells as much, without another pass
 
 
@@ -38,15 +46,27 @@ def norm_of_whole_gradients(optimizer):
 
 
 def norm_of_sharded_gradients(optimizer):
-    """Norm of gradients of which every data-parallel rank holds a part."""
+    """Norm of gradients of which every data-parallel rank holds a part, and the copies among them."""
+    counted, copies = divide(optimizer, optimizer.params_in_partition)
+    groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
+    return norm_of(counted, optimizer.device, groups), copies
+
+
+def divide(optimizer, parameter_groups):
+    """This rank's gradients in two lists: those that it counts, and those of copies that another rank counts."""
     counted, copies = [], []
-    for index, parameters in enumerate(optimizer.params_in_partition):
+    for index, parameters in enumerate(parameter_groups):
         parts = [part for part in optimizer.averaged_gradients[index] if not getattr(part, "_zero_padding", False)]
         pairs = zip(parts, parameters, strict=False)  # a rank without parameters has a part of zeros
         for part, parameter in pairs:
             (counted if counts(optimizer, parameter) else copies).append(part)
-    groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
-    return norm_of(counted, optimizer.device, groups, copies)
+    return counted, copies
+
+
+def without(tensors, others):
+    """The ``tensors`` that are not among ``others``."""
+    known = {id(other) for other in others}
+    return [tensor for tensor in tensors if id(tensor) not in known]
 
 
 def counts(optimizer, parameter):
@@ -56,16 +76,11 @@ def counts(optimizer, parameter):
     return parameter.tensor_model_parallel or optimizer.model_parallel_rank == 0
 
 
-def norm_of(tensors, device, groups, copies=()):
-    """L2 norm, fp32 [], of ``tensors`` together with those of the other ranks of ``groups``.
-
-    copies: gradients of weights that another rank counts; the norm is NaN if one of them is not finite.
-    """
+def norm_of(tensors, device, groups):
+    """L2 norm, fp32 [], of ``tensors`` together with those of the other ranks of ``groups``."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         total += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
-    for tensor in copies:
-        total += 0 * torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
     for group in groups:
         if group is not None:
             dist.all_reduce(total, group=group)

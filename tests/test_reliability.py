@@ -106,6 +106,7 @@ LAYOUTS = {
     "zero2": ("--zero-stage", "2"),
     "zero3": ("--zero-stage", "3"),
     "tp": ("--tensor-parallel-size", "2"),
+    "tp zero3": ("--tensor-parallel-size", "2", "--zero-stage", "3"),
 }
 
 
@@ -122,6 +123,7 @@ LAYOUTS = {
         ("tp", nan_in_the_loss, True),
         ("tp", inf_in_a_gradient, False),
         ("tp", nan_in_the_gradient_of_a_norm, False),
+        ("tp zero3", nan_in_the_gradient_of_a_norm, False),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -167,6 +169,22 @@ def test_all_stages_of_a_pipeline_skip_a_step_together(data_dir, tmp_path, preci
     assert not equal(state(tmp_path, 5), state(tmp_path, 4))
     (event,) = events(tmp_path, "skipped")
     assert event["step"] == 4 and set(event["ranks"]) == {0, 1} and event["samples"] == list(range(24, 32))
+
+
+def stage_nan_in_the_gradient_of_a_norm(engine):
+    parameter = dict(engine.named_parameters())["model.layers.0.input_layernorm.weight"]
+    handle = parameter.register_hook(lambda grad: grad * math.nan)
+    stage_nan_in_the_gradient_of_a_norm.undo = handle.remove
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_copy_in_a_pipeline_that_is_in_no_norm_is_looked_at_too(data_dir, tmp_path, precision):
+    more = ("--pipeline-parallel-size", "2", "--tensor-parallel-size", "2", "--precision", precision)
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP, *more)
+    assert run_ranks(run_with, 4, flags, 4, stage_nan_in_the_gradient_of_a_norm) == [True] * 4
+    assert equal(state(tmp_path, 4), state(tmp_path, 3))
+    (event,) = events(tmp_path, "skipped")
+    assert event["step"] == 4
 
 
 def test_too_many_skipped_steps_end_the_run_and_the_last_checkpoint_is_named(data_dir, tmp_path):
