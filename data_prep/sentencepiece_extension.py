@@ -135,11 +135,11 @@ def bpe_model(path: str):
 def add_pieces(proto, pieces: Iterable[str]):
     """Append ``pieces`` that are new; their scores let them be joined after all others, in this order."""
     known = {piece.piece for piece in proto.pieces}
-    score = min(piece.score for piece in proto.pieces)
+    score = np.float32(min(piece.score for piece in proto.pieces))  # LLaMA's lowest, of spaces, are -1e9
     for text in pieces:
         if text not in known:
             known.add(text)
-            score -= 1
+            score -= max(1, np.spacing(-score))
             proto.pieces.add(piece=text, score=score)
     proto.trainer_spec.vocab_size = len(proto.pieces)
 

@@ -77,6 +77,16 @@ def test_old_ids_stay_and_the_new_ones_fill_the_vocabulary(old, new):
     assert {"机器", "学习", "龍"} <= set(after)
 
 
+def test_new_tokens_keep_their_order_after_pieces_with_the_very_low_scores_of_llama(old, texts, tmp_path):
+    proto = sentencepiece_model_pb2.ModelProto.FromString(old.read_bytes())
+    proto.pieces.add(piece="▁▁", score=-1e9)
+    (tmp_path / "old.model").write_bytes(proto.SerializeToString())
+    model = extend(tmp_path / "old.model", tmp_path / "m.model", "--vocab-size", 450, "--input", texts / "new.txt")
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model.read_bytes())
+    scores = [piece.score for piece in proto.pieces[400:]]
+    assert scores == sorted(set(scores), reverse=True) and scores[0] == -1e9
+
+
 def test_the_same_text_gives_the_same_bytes(old, new, texts, tmp_path):
     again = extend(old, tmp_path / "m.model", "--vocab-size", 450, "--input", texts / "new.txt")
     assert again.read_bytes() == new.read_bytes()
