@@ -1,5 +1,6 @@
 """Kills, restarts and full disks: whatever happened before, the data directory ends with the same bytes."""
 
+import contextlib
 import glob
 import gzip
 import multiprocessing
@@ -132,7 +133,8 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bytes_of_one_run(cor
         if kill % 2:
             process.kill()  # and its workers have to notice
         else:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # a fast machine may have made the last shard by now
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         after = sidecar_times(output)
         assert {path: after[path] for path in before} == before, "a complete shard was made again"
