@@ -20,7 +20,8 @@ setup(
     ],
     extras_require={
         "hf": ["transformers>=4.46"],
-        "test": ["pytest", "ruff", "transformers>=4.46"],
+        "llama3": ["tiktoken"],  # reads LLaMA-3's tokenizer.model
+        "test": ["pytest", "ruff", "tiktoken", "transformers>=4.46"],
         "plot": ["matplotlib"],
         "gpu": ["triton"],  # where torch does not bring it
     },

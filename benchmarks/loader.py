@@ -11,10 +11,16 @@ and without the checksums of blocks; and how long a training loop that computes 
 micro-batches, with and without reading ahead.
 """
 
+import os
+import sys
+
+if __name__ == "__main__":
+    # Python put this file's directory first, where tokenize.py hides the standard module.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
