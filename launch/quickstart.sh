@@ -53,41 +53,13 @@ TRAINING=(
     --checkpoint-dir "$out/run"
 )
 
-step() {
-    steps_done=$((${steps_done:-0} + 1))
-    printf '\n[%d/7] %s\n' "$steps_done" "$*"
-}
-
-# Show a command as it could be typed in the root of the repository, then run it.
-run() {
-    printf '+'
-    printf ' %q' "$@"
-    printf '\n'
-    "$@"
-}
-
-# up_to_date RESULT INPUT...: the result exists and no input is newer.
-up_to_date() {
-    local result=$1 input
-    [[ -e $result ]] || return
-    for input in "${@:2}"; do
-        [[ ! $input -nt $result ]] || return
-    done
-    echo "already there: $result"
-}
+source launch/quickstart_functions.sh
+steps_total=7
 
 step "Environment"
 source launch/environment.sh hf
-# Threads: the cores that this process may use, also in a container with a quota; a small model gains nothing beyond 8.
-threads=$(nproc)
-if [[ -r /sys/fs/cgroup/cpu.max ]] && read -r quota period </sys/fs/cgroup/cpu.max && [[ $quota != max ]]; then
-    cores=$(((quota + period - 1) / period))
-    threads=$((cores < threads ? cores : threads))
-fi
-export OMP_NUM_THREADS=$((threads < 8 ? threads : 8))
-export OMP_WAIT_POLICY=PASSIVE # threads that spin while they wait stall one another when the machine has other work
+set_threads
 export HF_HUB_OFFLINE=1
-echo "$(python --version), $(command -v python), $OMP_NUM_THREADS threads"
 
 step "Corpus: three sources of text from the Python installation"
 corpus=("$out/corpus/topics.jsonl" "$out/corpus/docstrings.jsonl.zst" "$out/corpus/library.json.gz") # written last
@@ -102,9 +74,7 @@ run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$o
     --source topics="${corpus[0]}" --source docstrings="${corpus[1]}" --source library="${corpus[2]}"
 
 step "Pretraining"
-port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module moh_lm.pretrain \
-    "${MODEL[@]}" "${HEADS[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "${@:2}"
+pretrain "${MODEL[@]}" "${HEADS[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "${@:2}"
 
 step "Export to Hugging Face form"
 up_to_date "$out/hf/config.json" "$out/run/checkpoints/latest" ||

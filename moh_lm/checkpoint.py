@@ -289,7 +289,7 @@ def free_bytes(directory):
 def check_space(directory, fragments):
     """Raise ConfigError unless there is room for two more checkpoints, or for one beside one that exists."""
     need = total_bytes(needed_bytes(fragments))
-    copies = 1 if list_steps(directory) else 2
+    copies = 1 if any(step.name != "step-0" for step in list_steps(directory)) else 2  # step 0 stays
     free = free_bytes(directory)
     if from_rank_0(free < copies * need):
         raise ConfigError([

@@ -4,10 +4,14 @@ A check returns sentences. Each gives the flag, its value, what is allowed and t
 once.
 """
 
+import importlib.util
 import math
 from decimal import Decimal, InvalidOperation
 
+import torch
+
 from moh_lm.config import flag
+from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 
 
 def config_problems(config, world_size):
@@ -17,6 +21,7 @@ def config_problems(config, world_size):
         *data_problems(config.data),
         *optimizer_problems(config.optimizer),
         *run_problems(config.run),
+        *backend_problems(config),
         *reliability_problems(config.reliability),
         *layout_problems(config, world_size),
     ]
@@ -53,8 +58,34 @@ def model_problems(model):
     for key in ("rope_theta", "rms_norm_eps"):
         if not 0 < getattr(model, key) < math.inf:
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
-    found += below(model.heads, 0, "load_balance_coefficient")
+    found += rope_problems(model) + below(model.heads, 0, "load_balance_coefficient")
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
+
+
+def rope_problems(model):
+    """The scaling of rotary embeddings: each type needs its own flags, and has no use for the others."""
+    keys = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length")
+    needed = {"default": (), "linear": keys[:1], "llama3": keys}[model.rope_type]
+    found = [
+        f"{flag(key)} is missing: --rope-type {model.rope_type} needs it"
+        for key in needed
+        if getattr(model, key) is None
+    ]
+    found += [
+        f"{flag(key)} {getattr(model, key):g}: has no meaning with --rope-type {model.rope_type}; leave it out"
+        for key in keys
+        if key not in needed and getattr(model, key) is not None
+    ]
+    if found:
+        return found
+    found = below(model, 1, *(key for key in needed if key in ("rope_factor", "rope_original_length")))
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    if model.rope_type == "llama3" and not 0 < low < high < math.inf:
+        found.append(
+            f"--rope-low-freq-factor {low:g} and --rope-high-freq-factor {high:g}: must be above 0, the first below "
+            "the second; LLaMA 3.1 has 1 and 4"
+        )
+    return found
 
 
 def budget_problems(model):
@@ -131,6 +162,27 @@ def run_problems(run):
             found.append("--train-tokens is missing: give a budget such as 100B, or --train-iters")
     elif run.train_iters < 1:
         found.append(f"--train-iters {run.train_iters}: must be at least 1")
+    return found
+
+
+def backend_problems(config):
+    """Attention backends asked for by name that could not compute this model here."""
+    backend, head_dim = config.run.attention_backend, config.model.head_dim
+    if backend in ("auto", "dense"):
+        return []
+    given = f"--attention-backend {backend}"
+    found = []
+    if backend == "cpu_sparse" and torch.cuda.is_available():
+        found.append(f"{given}: is for machines without a GPU; choose auto")
+    if backend != "cpu_sparse" and not torch.cuda.is_available():
+        found.append(f"{given}: needs a CUDA GPU, and this machine shows none; choose auto")
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        found.append(f"{given}: the package triton is not installed; pip install triton, or choose auto")
+    if backend == "triton" and head_dim not in TRITON_HEAD_DIMS:
+        allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
+        found.append(f"{given}: has no kernels for --head-dim {head_dim}, only for {allowed}; choose auto")
+    if config.data.reset_at_documents:
+        found.append(f"{given}: does not know --reset-at-documents; choose auto, which is dense with it")
     return found
 
 

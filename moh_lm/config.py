@@ -70,6 +70,15 @@ class ModelConfig:
     head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)", parse=int)
     vocab_size: int = option(65_536, "rows of the embedding; at least the tokenizer's pieces")
     rope_theta: float = option(10_000.0, "base of the rotary frequencies")
+    rope_type: str = option(
+        "default",
+        "rotary frequencies as they are, divided by --rope-factor, or as in LLaMA 3.1",
+        choices=("default", "linear", "llama3"),
+    )
+    rope_factor: float | None = option(None, "how much slower rotary embeddings turn (linear, llama3)", parse=float)
+    rope_low_freq_factor: float | None = option(None, "of llama3: waves longer than L / this are slower", parse=float)
+    rope_high_freq_factor: float | None = option(None, "of llama3: waves shorter than L / this stay", parse=float)
+    rope_original_length: int | None = option(None, "L of llama3: sequence length before the scaling", parse=int)
     rms_norm_eps: float = option(1e-5, "epsilon under the root of RMSNorm")
     tie_embeddings: bool = option(False, "use the embedding matrix as output head")
     heads: HeadsConfig = field(default_factory=HeadsConfig)
@@ -95,6 +104,14 @@ class ModelConfig:
             return 0
         routed = heads.num_active_routed_heads[layer] if heads.head_selection == "static" else 0
         return heads.num_shared_heads[layer] + routed
+
+
+    def active_heads(self, layer):
+        """Heads of ``layer`` that a token uses."""
+        heads = self.heads
+        if heads.head_selection == "all":
+            return self.num_attention_heads
+        return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
 
 
     def routed_layers(self):
@@ -179,8 +196,14 @@ class RunConfig:
     checkpoint_dir: str = option("", "run directory: config.json, metrics.jsonl, tensorboard/, checkpoints/")
     eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
     eval_samples: int = option(128, "held-out sequences evaluated per source")
+    eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")
     log_interval: int = option(10, "iterations per line of the log")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")
+    attention_backend: str = option(
+        "auto",
+        "attention of the selected heads only (triton, flex, cpu_sparse), of all (dense), or what was measured faster",
+        choices=("auto", "dense", "triton", "flex", "cpu_sparse"),
+    )
 
     def __post_init__(self):
         if self.train_iters is None and self.train_tokens is not None and self.tokens_per_iteration > 0:
@@ -205,6 +228,7 @@ class ReliabilityConfig:
     save_interval: int = option(1000, "iterations between checkpoints; 0: only at the end")
     keep_last: int = option(0, "newest verified checkpoints that are kept; 0: all")
     keep_every: int = option(0, "checkpoints of iterations divisible by this are kept for ever; 0: none")
+    require_checkpoint: bool = option(False, "refuse to begin with weights drawn at random: there must be a checkpoint")
     async_save: bool = option(True, "write checkpoints in the background, from a copy in the memory of the CPU")
     exit_after: int | None = option(None, "save and stop after this time, such as 3h50m", duration=True)
     hang_timeout: int = option(1800, "end the run if a rank makes no progress for so long, such as 30m", duration=True)

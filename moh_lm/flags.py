@@ -12,13 +12,17 @@ from decimal import Decimal, InvalidOperation
 from itertools import pairwise
 
 from moh_lm.config import Config, ConfigError, flag, walk
+from moh_lm.steps import newest_model
 
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 SUFFIXES = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
 
 
 def parse_config(arguments):
-    """(Config, dry_run) from command-line arguments. Raises ConfigError; exits by itself only for ``--help``."""
+    """(Config, dry_run) from command-line arguments. Raises ConfigError; exits by itself only for ``--help``.
+
+    What is not given of the model is that of the newest checkpoint in --checkpoint-dir, if there is one.
+    """
     namespace, unknown = make_parser().parse_known_args(arguments)
     options = {flag(entry.name): entry for _, entry in walk(Config())}
     problems = [unknown_argument(text, before, options) for before, text in pairwise(["", *unknown])]
@@ -33,7 +37,13 @@ def parse_config(arguments):
                 problems.append(f"{name} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
     if problems:
         raise ConfigError(problems)
-    return Config.from_dict(values), namespace.dry_run
+    return Config.from_dict({**model_of_run(values.get("checkpoint_dir")), **values}), namespace.dry_run
+
+
+def model_of_run(directory):
+    """{field: value} of the model in the newest checkpoint of a run directory; {} without any."""
+    model = newest_model(directory)[1] if directory else None
+    return {} if model is None else {entry.name: getattr(section, entry.name) for section, entry in walk(model)}
 
 
 class Parser(argparse.ArgumentParser):

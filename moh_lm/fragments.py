@@ -7,6 +7,8 @@ master weight and both Adam moments, under ``KIND/NAME``. The metadata key ``fra
     partition      which slices of it the writer's tensor-parallel shard was (``Partition``), or null
     start, length  of the range in that shard, flattened
 
+The metadata key ``zero``, a JSON list, names kinds that are zero and left out: an imported model has no moments yet.
+
 A reader may be cut in any other way: it asks for a range of its own shard and gets it from whichever files hold it.
 """
 
@@ -43,19 +45,25 @@ def write_safetensors(path, tensors, metadata, progress=lambda: None):
 
     Format: u64 length of the header, JSON header, the tensors end to end. ``progress`` is called after each tensor.
     """
-    header, offset = {"__metadata__": metadata}, 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    described = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
     with HashedFile(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(safetensors_header(described, metadata))
         for tensor in tensors.values():
             file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
             progress()
     return file.entry
+
+
+def safetensors_header(described, metadata):
+    """The bytes before the tensors. described: {name: (dtype, shape)} in the order of the tensors."""
+    header, offset = {"__metadata__": metadata}, 0
+    for name, (dtype, shape) in described.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
 
 
 class Piece(NamedTuple):
@@ -72,10 +80,12 @@ class FragmentReader:
     def __init__(self, step):
         self.shapes = {}  # name -> shape of the whole parameter
         self.shards = {}  # name -> {Partition or None: [Piece]}
+        self.zero = set()  # kinds that the files leave out
         names = [name for name in read_manifest(Path(step)) if name.startswith("rank-")]
         for path in (Path(step) / name for name in sorted(names)):
             try:
                 file = safe_open(path, "pt")
+                self.zero |= set(json.loads(file.metadata().get("zero", "[]")))
                 for name, address in json.loads(file.metadata()["fragments"]).items():
                     self.shapes[name] = tuple(address["whole_shape"])
                     pieces = self.shards.setdefault(name, {}).setdefault(read_partition(address["partition"]), [])
@@ -94,6 +104,9 @@ class FragmentReader:
         whole = self.shapes[name]
         rows, columns = matrix(shard_shape(whole, partition))
         stop = rows * columns if length is None else start + length
+        is_whole = length is None and partition is None
+        if kind in self.zero:
+            return torch.zeros(whole if is_whole else stop - start)
         first, last = start // columns, -(-stop // columns)  # rows that hold the range
         block = torch.zeros(last - first, columns)
         filled = 0
@@ -109,7 +122,7 @@ class FragmentReader:
         if filled != expected:
             raise ValueError(f"{kind} of {name}: {filled} of {expected} elements are in the files")
         values = block.flatten()[start - first * columns : stop - first * columns]
-        return values.view(whole) if length is None and partition is None else values
+        return values.view(whole) if is_whole else values
 
 
 def read_rows(pieces, key, row, count, width):

@@ -1,6 +1,6 @@
 """events.jsonl: what happened to a run besides its steps; and files of rows that survive a full disk.
 
-One object per event: "time" (UTC), "event", "step", and facts. Events: saved, resumed, damaged, skipped, spike,
+One object per event: "time" (UTC), "event", "step", and facts. Events: import, saved, resumed, damaged, skipped, spike,
 stopped, complete, failed, data changed. Lines are only ever added, so the file also remembers that there once were
 checkpoints.
 

@@ -42,8 +42,9 @@ from moh_lm.processes import (
     say,
     start_process_group,
 )
-from moh_lm.resume import resume
+from moh_lm.resume import contradictions, resume
 from moh_lm.summary import describe_configuration, describe_run
+from moh_lm.tasks import Tasks
 from moh_lm.watchdog import MARGIN, UNAVAILABLE, Watchdog
 
 COMPLETE, WRONG, BROKEN, NOT_WRITTEN, STOPPED = 0, 2, 70, 74, 75  # 70, 74, 75: EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL
@@ -56,7 +57,8 @@ def main():
     code, problems = COMPLETE, []
     try:
         config, dry_run = parse_config(sys.argv[1:])
-        dataset = open_dataset(config, config_problems(config, world_size), dry_run)
+        problems = config_problems(config, world_size) + contradictions(config, dry_run)
+        dataset = open_dataset(config, problems, dry_run)
         if not dry_run:
             make_run_directory(config.run.checkpoint_dir)
             refuse_foreign_launcher()
@@ -96,6 +98,8 @@ def open_dataset(config, problems, dry_run):
             problems = problems + error.problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    if dataset:
+        Tasks.open(config, dataset.tokenizer_path)  # so that what is wrong with them is said now
     return dataset
 
 
@@ -128,7 +132,7 @@ def run_steps(config, dataset, device, stop, watchdog):
     watchdog.limit_groups()
     interval = Interval(len(dataset.source_names), config.model.routed_layers(), device)
     journal = Journal(run.checkpoint_dir, writes=dist.get_rank() == 0)
-    step, dataset = resume(config, dataset, engine, interval, journal, watchdog.progress)
+    step, dataset, imported = resume(config, dataset, engine, interval, journal, watchdog.progress)
     if step >= run.train_iters:
         say(f"the run is complete: {step} of {run.train_iters} steps are in {run.checkpoint_dir}")
         return True
@@ -140,6 +144,7 @@ def run_steps(config, dataset, device, stop, watchdog):
         data_parallel_size=dist.get_world_size(groups.data),
         reset_at_documents=config.data.reset_at_documents,
     )
+    tasks = Tasks.open(config, dataset.tokenizer_path)
     checkpoints = Path(run.checkpoint_dir) / "checkpoints"
     check_space(checkpoints, engine.fragments())
     saver = Saver(
@@ -153,7 +158,7 @@ def run_steps(config, dataset, device, stop, watchdog):
     )
     log = open_log(config, step)
     if step == 0:
-        evaluate(engine, loader, config, log, step, watchdog)
+        evaluate(engine, loader, tasks, config, log, step, watchdog)
     stopping = False
     while step < run.train_iters and not stopping:
         started = time.perf_counter()
@@ -178,10 +183,10 @@ def run_steps(config, dataset, device, stop, watchdog):
                 log.training(training_row(config, dataset, interval, step, rate, result), interval.head_loads())
             interval.clear()
         if due(step, run.eval_interval) or last:
-            evaluate(engine, loader, config, log, step, watchdog)
+            evaluate(engine, loader, tasks, config, log, step, watchdog)
         stopping, writing = of_any_rank([stop.due(), saver.writing()], device)
         if due(step, reliability.save_interval) or last or stopping:
-            state = run_state(config, dataset, engine, interval, step)
+            state = run_state(config, dataset, engine, interval, step, imported)
             saver.save(step, engine.fragments(), config, state, dataset.tokenizer_path)
         elif not writing:
             saver.finish()
@@ -235,8 +240,8 @@ def training_row(config, dataset, interval, step, rate, result):
     }
 
 
-def evaluate(engine, loader, config, log, step, watchdog):
-    """Mean loss per token of every source's held-out windows."""
+def evaluate(engine, loader, tasks, config, log, step, watchdog):
+    """Mean loss per token of every source's held-out windows, and the scores of the tasks."""
     losses = {}
     for name in loader.dataset.source_names:
         total, tokens = engine.evaluate(loader.validation(name, config.run.eval_samples))
@@ -245,9 +250,16 @@ def evaluate(engine, loader, config, log, step, watchdog):
             losses[name] = total / tokens
     if log and losses:
         log.evaluation(step, losses)
+    scores = {}
+    for name in tasks.questions:
+        batches, choices = tasks.micro_batches(name, config.run.micro_batch_size, loader.rank, loader.size)
+        scores[name] = tasks.metrics(name, engine.evaluate_rows(batches, choices)[:, 0].tolist())
+        watchdog.progress()
+    if log and scores:
+        log.tasks(step, scores)
 
 
-def run_state(config, dataset, engine, interval, step):
+def run_state(config, dataset, engine, interval, step, imported):
     """state.json: whatever a run needs to go on besides its weights, their moments and its configuration."""
     return {
         "consumed_samples": step * config.run.global_batch_size,
@@ -256,6 +268,7 @@ def run_state(config, dataset, engine, interval, step):
         "guard": engine.guard.state(),
         "interval": interval.state(),
         "data": dataset.state(),
+        **({"imported": imported} if imported else {}),  # what tools/import_hf.py said of the model it began with
     }
 
 

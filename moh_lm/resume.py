@@ -5,6 +5,7 @@ another name, loudly, and the one before it is used. A run directory whose check
 starts afresh by itself.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,14 +15,15 @@ from moh_lm.fragments import load_fragments
 from moh_lm.manifest import describe, read_json, read_manifest, verify
 from moh_lm.metrics import last_step
 from moh_lm.processes import from_rank_0, of_all_ranks, say
-from moh_lm.steps import list_steps, point_latest, remove_leftovers
+from moh_lm.steps import list_steps, newest_model, point_latest, remove_leftovers
 
 
 def resume(config, dataset, engine, interval, journal, progress):
     """Fill the engine from the run's last sound checkpoint.
 
-    Returns the number of iterations done, 0 without a checkpoint, and the dataset as it goes on from there. progress:
-    called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
+    Returns the number of iterations done, 0 without a checkpoint; the dataset as it goes on from there; and where the
+    model that the run began with was imported from, or None. progress: called as it goes. Raises ConfigError if the run
+    cannot go on with this configuration or these data.
     """
     directory = Path(config.run.checkpoint_dir)
     if dist.get_rank() == 0:
@@ -31,8 +33,9 @@ def resume(config, dataset, engine, interval, journal, progress):
                 leftover.unlink(missing_ok=True)
     step = sound_step(directory / "checkpoints", journal, progress)
     if step is None:
-        return 0, dataset
+        return 0, dataset, None
     state = read_state(step)
+    begins, imported = state["step"] == 0, state.get("imported")
     problems = of_all_ranks(changes(step, state, config, dataset))
     if problems:
         raise ConfigError(
@@ -40,7 +43,7 @@ def resume(config, dataset, engine, interval, journal, progress):
         )
     before, now = Config.load(step / "config.json").to_dict(), config.to_dict()
     for key in now:
-        if before[key] != now[key]:
+        if before[key] != now[key] and not begins:
             say(f"resuming with another {key}: {now[key]} instead of {before[key]}")
     problems = []
     try:
@@ -51,6 +54,9 @@ def resume(config, dataset, engine, interval, journal, progress):
     if problems:
         raise ConfigError(problems)
     engine.adopt(state["optimizer_steps"], state["router_shares"])
+    if begins:
+        journal.add("resumed", 0, f"beginning with {step}, imported from {imported['source']}")
+        return 0, dataset, imported
     engine.guard.restore(state["guard"])
     changed = dataset.changes(state["data"])
     if changed:
@@ -58,7 +64,7 @@ def resume(config, dataset, engine, interval, journal, progress):
     else:
         interval.restore(state["interval"])
     journal.add("resumed", state["step"], f"resumed {step}")
-    return state["step"], dataset.continue_from(state["data"], state["consumed_samples"])
+    return state["step"], dataset.continue_from(state["data"], state["consumed_samples"]), imported
 
 
 def read_state(step):
@@ -78,18 +84,35 @@ def read_state(step):
 def changes(step, state, config, dataset):
     """Sentences for what makes ``config`` and ``dataset`` another run than the one that wrote ``step``."""
     before, now = Config.load(step / "config.json").to_dict(), config.to_dict()
-    fixed = {entry.name for _, entry in walk(config.model)}
-    found = [f"{key} was {before[key]} and is {now[key]}" for key in sorted(fixed) if before[key] != now[key]]
-    if not config.data.allow_data_change:
+    found = model_changes(before, now, config.model)
+    if not config.data.allow_data_change and state["step"]:
         found += [f"{change} (--allow-data-change goes on all the same)" for change in dataset.changes(state["data"])]
     if state["consumed_samples"] != state["step"] * config.run.global_batch_size:
         found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {state['step']} steps")
     written = read_manifest(step).get("tokenizer.model")
     present = describe(dataset.tokenizer_path) if dataset.tokenizer_path else None
-    if written != present:
+    if written != present and (written or state["step"]):  # an import need not have one
         was, now_is = (entry["sha256"][0][:12] if entry else "absent" for entry in (written, present))
         found.append(f"the tokenizer was {was} and is {now_is} (SHA-256): {dataset.tokenizer_path}")
     return found
+
+
+def model_changes(before, now, model):
+    """Sentences for the fields of ``model`` in which the configurations ``before`` and ``now`` differ."""
+    fixed = sorted(entry.name for _, entry in walk(model))
+    return [f"{key} was {before[key]} and is {now[key]}" for key in fixed if before[key] != now[key]]
+
+
+def contradictions(config, dry_run=False):
+    """Sentences for flags that contradict the newest checkpoint of the run, or its absence."""
+    directory = config.run.checkpoint_dir
+    step, model = newest_model(directory) if directory else (None, None)
+    if step is None:
+        refused = directory and config.reliability.require_checkpoint and not dry_run
+        advice = "make the first one with tools/import_hf.py"
+        return [f"--require-checkpoint: --checkpoint-dir {directory} has none; {advice}"] if refused else []
+    found = model_changes(replace(config, model=model).to_dict(), config.to_dict(), model)
+    return [f"cannot go on from {step}: {text}; leave the flag out, or choose a new --checkpoint-dir" for text in found]
 
 
 def sound_step(directory, journal, progress):
@@ -153,6 +176,9 @@ def free_name(path):
 def trace_of_checkpoints(directory, journal):
     """What shows that there once were checkpoints, where there are none; or None."""
     saved = journal.last("saved")
+    begun = journal.last("import")
+    if begun and not saved:
+        return f"{directory}: the model that was to be imported from {begun['source']} (events.jsonl) is not there"
     if saved:
         return f"{directory}: step {saved['step']} was saved (events.jsonl) and is not there"
     remains = sorted(Path(directory).iterdir()) if Path(directory).is_dir() else []

@@ -1,5 +1,8 @@
 """The directory of a run's checkpoints: which steps are in it, which may go, and the pointer to the newest.
 
+A run saves its first step after an iteration. Step 0 was put there by tools/import_hf.py: the model that the run begins
+with, which it reads and never removes.
+
 A step directory is complete or has another name: it gets the name ``step-N`` by a rename when it is complete, and
 loses it by a rename before it is removed.
 """
@@ -8,7 +11,8 @@ import re
 import shutil
 from pathlib import Path
 
-from moh_lm.manifest import HashedFile, flush
+from moh_lm.config import Config, ConfigError
+from moh_lm.manifest import HashedFile, describe, flush, read_manifest
 
 STEP_NAME = re.compile(r"step-(0|[1-9]\d*)")
 
@@ -23,12 +27,26 @@ def list_steps(directory):
     return [numbers[number] for number in sorted(numbers, reverse=True)]
 
 
+def newest_model(run):
+    """(step directory, ModelConfig) of the newest step of the run directory ``run``; (None, None) without a sound one.
+
+    Only config.json is compared with the manifest.
+    """
+    for step in list_steps(Path(run) / "checkpoints"):
+        try:
+            if describe(step / "config.json") == read_manifest(step).get("config.json"):
+                return step, Config.load(step / "config.json").model
+        except (ConfigError, ValueError, OSError):
+            continue  # a resume says so
+    return None, None
+
+
 def outdated(steps, verified, keep_last, keep_every):
     """The numbers among ``steps`` that may go: those before the ``keep_last``-th newest of the ``verified`` ones."""
     counted = sorted(set(steps) & set(verified), reverse=True)[:keep_last]
     if not keep_last or len(counted) < keep_last:
         return []
-    return [step for step in steps if step < counted[-1] and not (keep_every and step % keep_every == 0)]
+    return [step for step in steps if 0 < step < counted[-1] and not (keep_every and step % keep_every == 0)]
 
 
 def discard(step):

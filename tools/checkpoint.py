@@ -187,6 +187,7 @@ def run_show(arguments):
         "skipped_steps": state["step"] - state["optimizer_steps"],
         "recently_skipped": step.skipped,
         "data": state["data"],
+        "imported": state.get("imported"),
         "config": step.config.to_dict(),
         "files": {name: entry["bytes"] for name, entry in sorted(step.entries.items())},
         "num_parameters": len(step.shapes),
@@ -210,8 +211,13 @@ def describe_step(step, content):
     if content["recently_skipped"]:
         skipped += f", lately {', '.join(map(str, content['recently_skipped']))}"
     yield f"checkpoint        {step.path}"
-    yield f"written           {content['written']} UTC by {words(content['layout'])}, {step.config.run.precision}"
-    yield f"step              {content['step']:,} of {step.config.run.train_iters:,}"
+    begins = content["imported"] and content["step"] == 0
+    writer = "tools/import_hf.py" if begins else f"{words(content['layout'])}, {step.config.run.precision}"
+    yield f"written           {content['written']} UTC by {writer}"
+    budget = step.config.run.train_iters
+    yield f"step              {content['step']:,}" + (f" of {budget:,}" if budget is not None else "")
+    if content["imported"]:
+        yield f"imported from     {content['imported']['source']}" + ("; no moments yet" if begins else "")
     yield f"consumed          {content['consumed_samples']:,} samples, {content['tokens']:,} tokens"
     yield f"optimizer steps   {content['optimizer_steps']:,}{skipped}"
     for segment in step.segments:

@@ -1,0 +1,46 @@
+# shellcheck shell=bash
+# What the quickstarts have in common; bash sources it.
+
+# step TEXT: a heading, numbered; steps_total is the number of them.
+step() {
+    steps_done=$((${steps_done:-0} + 1))
+    printf '\n[%d/%d] %s\n' "$steps_done" "$steps_total" "$*"
+}
+
+# Show a command as it could be typed in the root of the repository, then run it.
+run() {
+    printf '+'
+    printf ' %q' "$@"
+    printf '\n'
+    "$@"
+}
+
+# up_to_date RESULT INPUT...: the result exists and no input is newer.
+up_to_date() {
+    local result=$1 input
+    [[ -e $result ]] || return
+    for input in "${@:2}"; do
+        [[ ! $input -nt $result ]] || return
+    done
+    echo "already there: $result"
+}
+
+# Threads: the cores that this process may use, also in a container with a quota; a small model gains nothing beyond 8.
+set_threads() {
+    local threads cores quota period
+    threads=$(nproc)
+    if [[ -r /sys/fs/cgroup/cpu.max ]] && read -r quota period </sys/fs/cgroup/cpu.max && [[ $quota != max ]]; then
+        cores=$(((quota + period - 1) / period))
+        threads=$((cores < threads ? cores : threads))
+    fi
+    export OMP_NUM_THREADS=$((threads < 8 ? threads : 8))
+    export OMP_WAIT_POLICY=PASSIVE # threads that spin while they wait stall one another when the machine has other work
+    echo "$(python --version), $(command -v python), $OMP_NUM_THREADS threads"
+}
+
+# pretrain FLAG...: moh_lm.pretrain through the deepspeed launcher, one process, on a free port.
+pretrain() {
+    local port
+    port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+    run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module moh_lm.pretrain "$@"
+}

@@ -1,0 +1,66 @@
+"""Rotary position embeddings, half-split form: features i and i + e/2 of a head turn by an angle of position x f_i.
+
+    default   f_i = theta^(-2i/e)
+    linear    f_i / factor: positions are packed closer (Chen et al. 2023)
+    llama3    of LLaMA 3.1, by the wavelength w = 2 pi / f_i against the original length L:
+              f_i                     if w < L / high_freq_factor
+              f_i / factor            if w > L / low_freq_factor
+              in between              (1 - r) f_i / factor + r f_i,  r = (L/w - low) / (high - low)
+
+Shapes: s sequence, b batch, e head dimension.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+
+class Rotary(NamedTuple):
+    """What the frequencies follow from; the fields of ``ModelConfig`` without their prefix ``rope_``."""
+
+    head_dim: int
+    theta: float
+    type: str = "default"
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_length: int | None = None
+
+
+def rotary_of(config):
+    """The ``Rotary`` of a ``ModelConfig``."""
+    return Rotary(config.head_dim, *(getattr(config, f"rope_{name}") for name in Rotary._fields[1:]))
+
+
+def inverse_frequencies(rotary, dtype, device=None):
+    """f_i in radians per position, [e/2] in ``dtype``."""
+    exponent = torch.arange(0, rotary.head_dim, 2, dtype=dtype, device=device) / rotary.head_dim
+    plain = 1.0 / rotary.theta**exponent
+    if rotary.type == "default":
+        return plain
+    slow = plain / rotary.factor
+    if rotary.type == "linear":
+        return slow
+    length, low, high = rotary.original_length, rotary.low_freq_factor, rotary.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    ramp = (length / wavelength - low) / (high - low)
+    between = (1 - ramp) * plain / rotary.factor + ramp * plain
+    return torch.where(wavelength > length / low, slow, torch.where(wavelength < length / high, plain, between))
+
+
+@functools.lru_cache(maxsize=8)
+def rotary_table(seq_length, rotary, dtype, device):
+    """cos and sin of the angles, each [s, 1, 1, e]; angles in fp32 or wider; the halves of e repeat."""
+    wide = torch.promote_types(dtype, torch.float32)
+    position = torch.arange(seq_length, dtype=wide, device=device)
+    angle = torch.outer(position, inverse_frequencies(rotary, wide, device)).repeat(1, 2)[:, None, None]
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x, table):
+    """Turn the features of every head. x: [s, b, heads, e]; table: ``rotary_table``."""
+    cos, sin = table
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

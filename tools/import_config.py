@@ -1,0 +1,155 @@
+"""config.json of a Llama, in every spelling of transformers 4 and 5, as a ``ModelConfig``.
+
+Read are ``LlamaForCausalLM`` (model_type llama) and the exports of this project (moh_llama). The rotary embedding
+stands in ``rope_parameters`` (transformers 5), or in ``rope_theta`` and ``rope_scaling`` with ``rope_type`` or ``type``
+(transformers 4): a file may have both, and they must agree. No constant of it is assumed that the file does not give,
+since a wrong one trains on silently. Whatever would make another function of the weights is refused by name: biases,
+other activations, sliding windows, other scalings of the rotary embedding, quantized weights, remote code.
+"""
+
+import json
+from dataclasses import fields
+
+from moh_lm.checks import model_problems
+from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "moh_llama": "MoHLlamaForCausalLM"}
+SIZES = {  # key of config.json -> field of ModelConfig
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
+LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}  # or absent
+FOREIGN = (  # of relatives of Llama, or of variants of its code
+    "sliding_window", "quantization_config", "num_experts", "num_local_experts", "clip_qkv", "qk_layernorm",
+    "use_qk_norm", "logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier",
+    "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
+ROPE = {  # key of a rope dictionary -> field of ModelConfig
+    "rope_theta": "rope_theta",
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_length",
+}
+ROPE_TYPES = {
+    "default": ("rope_theta",),
+    "linear": ("rope_theta", "factor"),
+    "llama3": tuple(ROPE),
+}
+
+
+def read_config(directory):
+    """The content of ``directory``/config.json. Raises ConfigError."""
+    path = directory / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{path}: cannot be read ({error}); give a model in Hugging Face form"]) from error
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path}: no configuration; give a model in Hugging Face form"])
+    return values
+
+
+def model_config(values, heads=None):
+    """The ModelConfig that config.json's ``values`` describe. heads: a HeadsConfig instead of that of the file.
+
+    A Llama has none of its own: all heads, if ``heads`` is None. Raises ConfigError with all that cannot be read.
+    """
+    problems = foreign(values)
+    problems += [f"{key} is missing" for key in SIZES if not isinstance(values.get(key), int)]
+    rope = {}
+    try:
+        rope = rope_fields(values)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError([f"config.json: {problem}" for problem in problems])
+    model = ModelConfig(
+        **{field: values[key] for key, field in SIZES.items()},
+        num_key_value_heads=values.get("num_key_value_heads"),
+        head_dim=values.get("head_dim"),
+        rms_norm_eps=values.get("rms_norm_eps", 1e-6),  # LlamaConfig's own default
+        tie_embeddings=values.get("tie_word_embeddings", False),
+        heads=heads or own_heads(values),
+        **rope,
+    )
+    problems = model_problems(model)
+    if problems:
+        raise ConfigError(problems)
+    return model
+
+
+def own_heads(values):
+    """The HeadsConfig of the file: that of an export, or all heads."""
+    if values["model_type"] == "llama":
+        return HeadsConfig(head_selection="all")
+    given = {entry.name: values[entry.name] for entry in fields(HeadsConfig) if entry.name in values}
+    if values["head_selection"] == "all":  # every head counts as shared there
+        given = {"head_selection": "all"}
+    return HeadsConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+
+
+def foreign(values):
+    """Sentences for what makes the model another one than a Llama."""
+    kind = values.get("model_type")
+    if kind not in ARCHITECTURES:
+        return [f"model_type {kind!r}: only {' and '.join(ARCHITECTURES)} can be read"]
+    found = []
+    architectures = values.get("architectures") or [ARCHITECTURES[kind]]
+    if architectures != [ARCHITECTURES[kind]]:
+        found.append(f"architectures {architectures}: must be [{ARCHITECTURES[kind]!r}]")
+    if kind == "llama" and values.get("auto_map"):
+        found.append("auto_map: the model has code of its own, which may compute something else")
+    found += [
+        f"{key} {values[key]!r}: can only be {usual!r}"
+        for key, usual in LLAMA.items()
+        if values.get(key) not in (None, usual)
+    ]
+    found += [f"{key} {values[key]!r}: has no counterpart here" for key in FOREIGN if values.get(key)]
+    types = set(values.get("layer_types") or ["full_attention"]) - {"full_attention"}
+    found += [f"layer_types {kind!r}: only full_attention can be read" for kind in sorted(types)]
+    return found
+
+
+def rope_fields(values):
+    """The fields ``rope_*`` of ModelConfig from config.json's ``values``. Raises ConfigError.
+
+    transformers 5 writes ``rope_parameters`` only, transformers 4 ``rope_theta`` and ``rope_scaling``.
+    """
+    new, old = (normal_rope(values.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
+    if values.get("rope_theta") is not None:
+        old = {"rope_theta": values["rope_theta"], **old}
+    rope = {**old, **new}
+    if not rope:
+        raise ConfigError([
+            "neither rope_parameters nor rope_theta: where they are absent transformers takes a base of 10000; "
+            'write "rope_theta": 10000.0 into the file if that is right'
+        ])
+    if rope != {**new, **old}:
+        raise ConfigError([f"rope_parameters {new} and rope_theta, rope_scaling {old} contradict each other"])
+    kind = rope.pop("rope_type", "default")
+    if kind not in ROPE_TYPES:
+        raise ConfigError([f"rope_type {kind!r}: only {', '.join(ROPE_TYPES)} can be read"])
+    missing = [key for key in ROPE_TYPES[kind] if not isinstance(rope.get(key), int | float)]
+    extra = sorted(rope.keys() - set(ROPE))
+    if missing or extra:
+        raise ConfigError([
+            *(f"rope_type {kind!r} without {key}: transformers assumes one; write it into the file" for key in missing),
+            *(f"{key} {rope[key]!r} of rope_type {kind!r}: has no counterpart here" for key in extra),
+        ])
+    numbers = {ROPE[key]: rope[key] for key in ROPE_TYPES[kind]}
+    whole = "rope_original_length"
+    return {"rope_type": kind, **{key: int(n) if key == whole else float(n) for key, n in numbers.items()}}
+
+
+def normal_rope(rope):
+    """A rope dictionary without what says nothing: None, a rotary embedding of all features; ``type`` as rope_type."""
+    kept = {key: value for key, value in rope.items() if value is not None}
+    if kept.get("partial_rotary_factor") == 1:
+        del kept["partial_rotary_factor"]
+    if "type" in kept:
+        kept = {"rope_type": kept.pop("type"), **kept}
+    return kept

@@ -1,0 +1,218 @@
+"""A Llama in Hugging Face form -> step 0 of a run, as it is or as the start of a Mixture-of-Head model.
+
+    python tools/import_hf.py --model HF_DIR --output RUN
+    python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
+        --num-shared-heads 16 --num-active-routed-heads 8
+    python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
+    python -m moh_lm.pretrain --checkpoint-dir RUN --data-dir DATA ...
+
+Shared heads are the first ones of the model, as in the paper, or with --select-shared importance those that matter most
+on sample text (tools/head_importance.py); they move to the front, which leaves the function of the model as it is.
+
+RUN gets checkpoints/step-0 (tools/import_step.py): weights in fp32 and no moments. A run started there takes the model
+from it, and begins at sample 0 with fresh moments and the learning rate of its first iteration. Any layout loads it.
+docs/continue.md goes through the whole way.
+
+Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be mended, or a file could
+not be written, and nothing is there under the final name.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
+
+import math
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+from head_importance import ranked, sample_shards, sample_text
+from import_config import model_config, own_heads, read_config
+from import_step import output_problems, write_step
+from import_vocabulary import NewRows, read_tokenizer, spelled
+from import_weights import Source, plan
+from tqdm import tqdm
+
+from moh_lm.config import Config, ConfigError, HeadsConfig, RunConfig, flag
+from moh_lm.flags import Parser, is_list, placeholder, quantity, read_value
+from moh_lm.manifest import describe
+from moh_lm.summary import describe_model
+
+
+def main():
+    try:
+        run(parse_arguments(sys.argv[1:]))
+    except ConfigError as error:
+        print("\n".join(f"import_hf: {problem}" for problem in error.problems), file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        print(f"import_hf: {error.filename}: {reason}; nothing is left", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("import_hf: stopped; nothing is left", file=sys.stderr)
+        sys.exit(130)
+
+
+def parse_arguments(texts):
+    parser = Parser(prog="import_hf.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, or an export of tools/export_hf.py")
+    add("--output", required=True, type=Path, metavar="RUN", help="run directory to make")
+    heads = parser.add_argument_group("heads (default: those of an export, all heads of a Llama)")
+    for entry in fields(HeadsConfig):
+        nargs = "+" if is_list(entry) else "?" if entry.type is bool else None
+        shown = {"metavar": placeholder(entry), "help": entry.metadata["help"]}
+        heads.add_argument(flag(entry.name), nargs=nargs, const="true" if nargs == "?" else None, **shown)
+    add("--select-shared", choices=("first", "importance"), default="first", help="heads that are shared or static")
+    add("--sample-data", type=Path, metavar="DIR", help="of --select-shared importance: shards in the model's tokens")
+    add("--sample-text", type=Path, metavar="FILE", help="or text, for the model's tokenizer.model")
+    add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="read of it (default: 16K)")
+    add("--extend-vocab", type=int, metavar="N", help="rows of the vocabulary, old and new")
+    add("--tokenizer", type=Path, metavar="MODEL", help="of the data to come (default: the model's, if there is one)")
+    add("--old-tokenizer", type=Path, metavar="MODEL", help="of the model, to spell new tokens (default: the same)")
+    add("--seed", type=int, default=1234, help="of router weights and new rows (default: %(default)s)")
+    add("--dry-run", action="store_true", help="print what would be read and written, and exit")
+    return parser.parse_args(texts)
+
+
+def run(arguments):
+    """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
+    values = read_config(arguments.model)
+    problems = output_problems(arguments.output)
+    old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
+    try:
+        config = model_config(values, wanted_heads(arguments, values))
+        if vocab_size < old_vocab_size:
+            problems.append(f"--extend-vocab {vocab_size}: the model has {old_vocab_size} rows already")
+        problems += sample_problems(arguments, config)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    config = replace(config, vocab_size=vocab_size)
+    source = Source(arguments.model)
+    old, new, tokenizer = find_tokenizers(arguments, vocab_size)
+    pieces = spelled(old, new, old_vocab_size, vocab_size) if old and new and vocab_size > old_vocab_size else {}
+    router_seed = arguments.seed if own_heads(values).head_selection == "all" else None
+    plan(config, source, old_vocab_size, {}, None, router_seed)  # refuses what cannot be read
+    length = values.get("max_position_embeddings", 2048)  # LlamaConfig's own default
+    orders, measured = {}, None
+    if arguments.select_shared == "importance":
+        tokens = find_sample(arguments, old_vocab_size, min(length, 2048), old)
+        with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
+            orders, measured = ranked(config, source, tokens, bar.update)
+    parts = plan(config, source, old_vocab_size, orders, NewRows(source, pieces, arguments.seed), router_seed)
+    facts = {
+        "source": str(arguments.model),
+        "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
+        "dtypes": ", ".join(source.dtypes),
+        "vocabulary": describe_vocabulary(old_vocab_size, vocab_size, len(pieces)),
+        "seed": arguments.seed,
+        "shared_heads": arguments.select_shared,
+        **({"head_importance": measured} if measured else {}),
+    }
+    say_plan(config, source, parts, facts, new)
+    if arguments.dry_run:
+        return
+    started = time.perf_counter()
+    whole = Config(model=config, run=RunConfig(seq_length=length, seed=arguments.seed))
+    total = sum(4 * math.prod(part.shape) for part in parts)
+    with tqdm(desc="importing", total=total, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        step = write_step(arguments.output, whole, parts, facts, tokenizer, bar.update)
+    print(f"imported {arguments.model} as {step}: {total:,} bytes of weights in {time.perf_counter() - started:.0f} s")
+    print("to train it (the model's flags are taken from there; any that contradicts it is refused):")
+    flags = f"--checkpoint-dir {arguments.output} --data-dir DATA --seq-length {length}"
+    print(f"    python -m moh_lm.pretrain {flags} ...")
+
+
+def wanted_heads(arguments, values):
+    """The HeadsConfig of the flags that were given, the others as they are in the source. Raises ConfigError."""
+    given, problems = {}, []
+    for entry in fields(HeadsConfig):
+        texts = getattr(arguments, entry.name)
+        if texts is not None:
+            try:
+                given[entry.name] = read_value(entry, texts)
+            except ValueError as error:
+                problems.append(f"{flag(entry.name)} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    if values.get("model_type") not in ("llama", "moh_llama"):
+        return HeadsConfig(head_selection="all")  # refused by ``model_config``, with all else that is wrong
+    own = own_heads(values)
+    if own.head_selection == "all":
+        return replace(own, **given)
+    for key, value in given.items():
+        there = getattr(own, key)
+        if isinstance(value, tuple) and len(value) == 1:
+            value *= len(there)
+        if value != there and not key.startswith("load_balance"):
+            raise ConfigError([f"{flag(key)} {value}: the source is trained with {there}; leave the flag out"])
+    return replace(own, **{key: value for key, value in given.items() if key.startswith("load_balance")})
+
+
+def sample_problems(arguments, config):
+    """Sentences for a choice of shared heads that cannot be made."""
+    given = [name for name in ("sample_data", "sample_text") if getattr(arguments, name)]
+    if arguments.select_shared == "first":
+        return [f"{flag(name)}: is only read by --select-shared importance" for name in given]
+    if config.heads.head_selection == "all":
+        return ["--select-shared importance: all heads are on; give --head-selection mixture, or leave it out"]
+    if len(given) != 1:
+        return ["--select-shared importance: give the text to measure on, by one of --sample-data and --sample-text"]
+    return []
+
+
+def find_sample(arguments, vocab_size, length, tokenizer):
+    """Tokens int64 [b, s] on which the heads are measured. Raises ConfigError."""
+    if arguments.sample_data:
+        return sample_shards(arguments.sample_data, vocab_size, length, arguments.sample_tokens, arguments.seed)
+    if tokenizer is None:
+        raise ConfigError(["--sample-text: the model has no tokenizer.model; give it by --old-tokenizer"])
+    return sample_text(arguments.sample_text, tokenizer, length, arguments.sample_tokens)
+
+
+def find_tokenizers(arguments, vocab_size):
+    """(path of the model's tokenizer, path of that of the data to come, content of the latter); None where unknown."""
+    places = [arguments.model / "tokenizer.model", arguments.model / "original" / "tokenizer.model"]
+    old = arguments.old_tokenizer or next((path for path in places if path.is_file()), None)
+    new = arguments.tokenizer or (None if arguments.extend_vocab else old)
+    named = "--tokenizer" if arguments.tokenizer else "tokenizer of the model,"
+    content = read_tokenizer(new, vocab_size, named) if new else None
+    return old, new, content
+
+
+def describe_vocabulary(old, new, num_spelled):
+    if new == old:
+        return f"{old} rows"
+    return (
+        f"{old} rows and {new - old} new ones, near the mean of all old rows; in the embedding {num_spelled} of them "
+        "near the mean of the old tokens that spell them"
+    )
+
+
+def say_plan(config, source, parts, facts, tokenizer):
+    """Print the model, where its parameters come from, and sizes."""
+    print("\n".join(describe_model(config)))
+    print(f"source     {facts['source']}: {len(source.shapes)} tensors, {facts['dtypes']}")
+    print(f"vocabulary {facts['vocabulary']}")
+    if "head_importance" in facts:
+        measured = facts["head_importance"]
+        shares = {name.replace("_", " "): f"{share:.1%}" for name, share in measured["share_of_shared_heads"].items()}
+        shown = ", ".join(f"{name} {share}" for name, share in shares.items())
+        print(f"shared     by importance on {measured['tokens']:,} tokens; their part of it: {shown}")
+    print(f"tokenizer  {tokenizer or 'none: the one of the data that training begins with'}")
+    for part in parts:
+        if not part.name.startswith("model.layers.") or part.name.startswith("model.layers.0."):
+            shape = " x ".join(map(str, part.shape))
+            print(f"  {part.name:<50}{shape:>16}  {part.origin}")
+    print(f"  layers 1 to {config.num_layers - 1} like layer 0" if config.num_layers > 1 else "")
+    print(f"size       {4 * sum(math.prod(part.shape) for part in parts):,} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()
