@@ -8,12 +8,13 @@ Shapes: s sequence, b batch, tp tensor-parallel ranks, h query heads, kv key/val
 dimension.
 """
 
-import functools
-
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from moh_lm.kernels.attention import moh_attention
+from moh_lm.kernels.attention import choose_backend, moh_attention
+from moh_lm.kernels.cpu_sparse import AttendRows, ProjectRows, SelectedRows, SumRows, weigh
+from moh_lm.model.rotary import rotary_of, rotary_table, rotate
 from moh_lm.model.router import HeadRouter, attach_loss
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import ColumnParallelLinear, Partition, RowParallelLinear
@@ -24,13 +25,15 @@ class Attention(nn.Module):
     """Causal self-attention with rotary embeddings and a gate per head.
 
     ``balance_scale``: gradient given to the layer's balance loss for each micro-batch; it holds beta of Eq. 8, the
-    mean over layers and the mean over micro-batches.
+    mean over layers and the mean over micro-batches. ``backend``: of ``moh_attention``.
     """
 
-    def __init__(self, config, layer_index, init_std, output_std, balance_scale, group):
+    def __init__(self, config, layer_index, init_std, output_std, balance_scale, group, backend="auto"):
         super().__init__()
+        self.backend = backend
+        self.active_share = config.active_heads(layer_index) / config.num_attention_heads
         self.head_dim = config.head_dim
-        self.rope_theta = config.rope_theta
+        self.rotary = rotary_of(config)
         self.selection = config.heads.head_selection
         self.balance_scale = balance_scale
         self.group = group
@@ -46,26 +49,64 @@ class Attention(nn.Module):
 
     def forward(self, x, mask=None, kept_selection=None):
         """x: [s/tp, b, d], normalised -> [s/tp, b, d]. mask: see ``moh_attention``. kept_selection: ``HeadRouter``."""
-        gates = balance_loss = counts = None
+        gates = balance_loss = counts = selected = None
+        kept_selection = [] if kept_selection is None else kept_selection
+        length = x.shape[0] * group_size(self.group)
+        backend = choose_backend(self.backend, x.device, x.dtype, length, self.active_share, mask is not None)
         learned = self.router is not None and self.router.routing != "query_norm"
         if learned:
             gates, balance_loss, counts = self.router(x, kept_selection)  # [s/tp, b, h]
             gates = self.heads.take(gather_sequence(gates, self.group))  # [s, b, h/tp]
+            if kept_selection and backend != "dense":  # dense: the gates of the other heads are 0
+                selected = self.local_selection(gather_sequence(kept_selection[0], self.group))  # [s, b, h/tp]
         x = gather_sequence(x, self.group)  # [s, b, d]
-        query, key, value = (self.split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if self.selection == "static":
-            gates = self.static_gates(query)
-        elif self.router is not None and not learned:
-            wide = query.to(torch.promote_types(query.dtype, torch.float32))
-            norms = self.heads.in_canonical_order(gather_heads(wide.norm(dim=-1), self.group))  # [s, b, h]
-            gates, balance_loss, counts = self.router(x, kept_selection, norms)
-            gates = self.heads.take(gates)  # [s, b, h/tp]
-        table = rotary_table(query.shape[0], self.head_dim, self.rope_theta, query.dtype, query.device)
-        context = moh_attention(rotate(query, table), rotate(key, table), value, gates, mask)  # [s, b, h/tp, e]
-        output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
+        key, value = (self.split_heads(project(x)) for project in (self.k_proj, self.v_proj))
+        table = rotary_table(length, self.rotary, x.dtype, x.device)
+        key = rotate(key, table)
+        if learned and selected is not None and backend == "cpu_sparse":
+            output = self.selected_rows(x, key, value, table, gates, selected)
+        else:
+            query = self.split_heads(self.q_proj(x))
+            if self.selection == "static":
+                gates = selected = self.static_gates(query)
+            elif self.router is not None and not learned:
+                wide = query.to(torch.promote_types(query.dtype, torch.float32))
+                norms = self.heads.in_canonical_order(gather_heads(wide.norm(dim=-1), self.group))  # [s, b, h]
+                gates, balance_loss, counts = self.router(x, kept_selection, norms)
+                gates = self.heads.take(gates)  # [s, b, h/tp]
+                selected = self.local_selection(kept_selection[0]) if kept_selection else None
+            context = moh_attention(
+                rotate(query, table), key, value, gates, selected, self.heads.num_leading, mask, backend
+            )  # [s, b, h/tp, e]
+            output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
         if balance_loss is None:
             return output
         return attach_loss(output, balance_loss, self.balance_scale, counts, self.router.statistics)
+
+    def local_selection(self, routed):
+        """Routed heads that the router selected [s, b, E] -> heads of this rank that are on [s, b, h/tp]."""
+        return self.heads.take(F.pad(routed, (self.router.num_shared, 0), value=1))
+
+    def selected_rows(self, x, key, value, table, gates, selected):
+        """The output [s/tp, b, d] with queries, attention and outputs of the selected rows of the routed heads only."""
+        groups = self.heads.num_leading * key.shape[2] // gates.shape[2]  # key/value heads of shared heads alone
+        first = groups * gates.shape[2] // key.shape[2]
+        split = first * self.head_dim
+        rows = SelectedRows(selected[..., first:])
+        shared, queries = self.q_proj(
+            x, lambda x, weight: (F.linear(x, weight[:split]), ProjectRows.apply(x, weight[split:], rows))
+        )
+        queries = rotate(queries, [part.flatten(1).index_select(0, rows.position) for part in table])
+        heads = AttendRows.apply(queries, key[:, :, groups:], value[:, :, groups:], rows)
+        heads = weigh(heads, rows.gather(gates[..., first:]))
+        if first == 0:
+            return self.o_proj(heads, lambda heads, weight: SumRows.apply(heads, weight, rows))
+        shared = rotate(self.split_heads(shared), table)
+        context = moh_attention(shared, key[:, :, :groups], value[:, :, :groups], gates[..., :first])
+        return self.o_proj(
+            context.flatten(2),
+            lambda x, weight: F.linear(x, weight[:, :split]) + SumRows.apply(heads, weight[:, split:], rows),
+        )
 
     def static_gates(self, query):
         """1 for the heads that are always on, 0 for the others: [s, b, h/tp]."""
@@ -79,14 +120,15 @@ class Attention(nn.Module):
 class LocalHeads:
     """The heads of a layer that this rank holds: its share of the ``leading`` ones at the front, then of the others.
 
-    indices: their canonical numbers, in local order. canonical_order: puts the heads of all ranks, gathered rank after
-    rank, into canonical order.
+    indices: their canonical numbers, in local order; the first ``num_leading`` are leading ones. canonical_order: puts
+    the heads of all ranks, gathered rank after rank, into canonical order.
     """
 
     def __init__(self, num_heads, leading, group):
         self.num_heads, self.leading, self.group = num_heads, leading, group
         self.ranges = self.ranges_of(group_rank(group))
         self.indices = [head for start, stop in self.ranges for head in range(start, stop)]
+        self.num_leading = leading // group_size(group)
         every = [self.ranges_of(rank) for rank in range(group_size(group))]
         gathered = [head for ranges in every for start, stop in ranges for head in range(start, stop)]
         self.canonical_order = sorted(range(len(gathered)), key=gathered.__getitem__)
@@ -115,20 +157,3 @@ class LocalHeads:
         width = head_dim / queries_per_key  # of a query head in this projection
         ranges = tuple((int(start * width), int(stop * width)) for start, stop in self.ranges)
         return Partition(dim, int(self.num_heads * width), ranges)
-
-
-@functools.lru_cache(maxsize=8)
-def rotary_table(seq_length, head_dim, theta, dtype, device):
-    """cos and sin of t theta^(-2i/e), each [s, 1, 1, e], angles in fp32 or wider; the halves of e repeat."""
-    wide = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, head_dim, 2, dtype=wide, device=device) / head_dim
-    position = torch.arange(seq_length, dtype=wide, device=device)
-    angle = torch.outer(position, 1.0 / theta**exponent).repeat(1, 2)[:, None, None]
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x, table):
-    """Rotary embedding, half-split form: feature i turns with feature i + e/2. x: [s, b, heads, e]."""
-    cos, sin = table
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -71,26 +71,32 @@ def make_parameter(shape, init_std=None, partition=None):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y = X A^T with A = [A_1; ...; A_tp] split by outputs: x [s, b, input] -> [s, b, output/tp]."""
+    """Y = X A^T with A = [A_1; ...; A_tp] split by outputs: x [s, b, input] -> [s, b, output/tp].
+
+    ``product`` of (x, weight) may be another than the whole one: the weight is there inside ``forward`` only (ZeRO-3).
+    """
 
     def __init__(self, input_size, output_size, init_std, partition):
         super().__init__()
         self.weight = make_parameter((output_size, input_size), init_std, partition)
 
-    def forward(self, x):
-        return F.linear(x, self.weight)
+    def forward(self, x, product=F.linear):
+        return product(x, self.weight)
 
 
 class RowParallelLinear(nn.Module):
-    """Y = sum_i X_i A_i^T with A = [A_1, ..., A_tp] split by inputs: x [s, b, input/tp] -> [s/tp, b, output]."""
+    """Y = sum_i X_i A_i^T with A = [A_1, ..., A_tp] split by inputs: x [s, b, input/tp] -> [s/tp, b, output].
+
+    ``product``: as of ``ColumnParallelLinear``.
+    """
 
     def __init__(self, input_size, output_size, init_std, partition, group):
         super().__init__()
         self.weight = make_parameter((output_size, input_size), init_std, partition)
         self.group = group
 
-    def forward(self, x):
-        return scatter_sum(F.linear(x, self.weight), self.group)
+    def forward(self, x, product=F.linear):
+        return scatter_sum(product(x, self.weight), self.group)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -1,0 +1,218 @@
+"""Head-sparse attention side by side with dense attention: ratios of time, taken in turns in one process.
+
+    python benchmarks/attention.py [--shapes llm-s llm-b llama3-8b] [--lengths 512 1024 2048 4096] [--active 50 75]
+                                   [--levels core layer] [--threads 1] [--rounds 7] [--micro-batch 1] [--dtype float32]
+
+The *core* is the attention of all heads from their queries, keys and values, routing given; the *layer* is the whole
+attention layer with projections, rotary embeddings and router. ``--active``: percent of the heads that a token uses,
+with the paper's budgets. Every contestant runs once per round; the first round does not count. Shown are the median
+times of the base, and of every contestant the median over the rounds of its time over that of the base in the same
+round: forward alone, and forward with backward. On a CPU they are taken by the clock on the wall and, on the right,
+by CPU time of the process, which a busy machine disturbs less. The base of the core is scaled dot-product attention
+without gates, that of the layer the MoH layer with the backend ``dense``; ``no router`` is ordinary attention. These
+are the figures that moh_lm/kernels/break_even.py keeps.
+
+On a GPU the bases are FLASH and CUDNN separately, and benchmarks/attention_gpu.py is run first: errors, tiles, names of
+the kernels, synchronisation and CUDA graphs.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Python put this file's directory first, where tokenize.py hides the standard module of that name.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import contextlib
+import platform
+import time
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.kernels.attention import moh_attention
+from moh_lm.model.attention import Attention
+
+SHAPES = {  # hidden size, query heads, key/value heads, head dimension
+    "llm-s": (768, 12, 12, 64),
+    "llm-b": (1536, 16, 16, 96),
+    "llama3-8b": (4096, 32, 8, 128),
+}
+BASES = {"FLASH": SDPBackend.FLASH_ATTENTION, "CUDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def main():
+    options = read_options()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    torch.set_num_threads(options.threads)
+    print(describe(device, dtype))
+    if device.type == "cuda":
+        from benchmarks.attention_gpu import check_and_tune
+
+        check_and_tune(SHAPES, options.lengths, device, dtype)
+    for level in options.levels:
+        contestants = core if level == "core" else layer
+        for shape in options.shapes:
+            for active in options.active:
+                for length in options.lengths:
+                    functions = contestants(SHAPES[shape], active, length, options.micro_batch, device, dtype)
+                    report(f"{level} {shape} {active}% T={length}", functions, options.rounds, device)
+
+
+def read_options():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llm-s", "llm-b"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096])
+    parser.add_argument("--active", nargs="+", type=int, choices=(50, 75), default=[50, 75])
+    parser.add_argument("--levels", nargs="+", choices=("core", "layer"), default=["core", "layer"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    return parser.parse_args()
+
+
+def describe(device, dtype):
+    """The machine, the versions and the command."""
+    if device.type == "cuda":
+        machine = f"{torch.cuda.get_device_name(device)}, cuDNN {torch.backends.cudnn.version()}"
+    else:
+        load = f"{torch.get_num_threads()} threads, load of the machine {os.getloadavg()[0]:.1f}"
+        machine = f"{processor()}, {os.cpu_count()} cores, {load}"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}"
+    return f"{machine}; {versions}\n$ python {' '.join(sys.argv)}"
+
+
+def processor():
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
+    return platform.processor() or "CPU"
+
+
+def budgets(heads, active):
+    """(shared heads, routed heads per token): half and a quarter of the heads, or a quarter and a quarter."""
+    return (heads // 2 if active == 75 else heads // 4), heads // 4
+
+
+def core(shape, active, length, batch, device, dtype):
+    """{name: (function of the inputs, inputs)}; the first, or on a GPU the first two, are bases."""
+    _, heads, kv_heads, head_dim = shape
+    num_shared, num_active = budgets(heads, active)
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(length, batch, n, head_dim, device=device, dtype=dtype).requires_grad_()
+        for n in (heads, kv_heads, kv_heads)
+    ]
+    gates = torch.rand(length, batch, heads, device=device).requires_grad_()
+    scores = torch.rand(length, batch, heads - num_shared, device=device)
+    routed = torch.zeros_like(scores).scatter(-1, scores.topk(num_active, -1).indices, 1)
+    selected = F.pad(routed, (num_shared, 0), value=1)
+
+    def plain(query, key, value, gates):
+        return moh_attention(query, key, value)
+
+    def with_backend(backend):
+        return lambda *tensors: moh_attention(*tensors, selected, num_shared, backend=backend)
+
+    names = {"dense, gates": "dense", "cpu_sparse": "cpu_sparse"}
+    functions = {"dense": plain}
+    if device.type == "cuda":
+        names = {"dense, gates": "dense", "flex": "flex", "triton": "triton"}
+        functions = {name: restricted(plain, backend) for name, backend in BASES.items()}
+    functions |= {name: with_backend(backend) for name, backend in names.items()}
+    return {name: (function, [*inputs, gates]) for name, function in functions.items()}
+
+
+def layer(shape, active, length, batch, device, dtype):
+    """The same for attention layers of equal weights; gradients of the input and of every parameter."""
+    hidden, heads, kv_heads, head_dim = shape
+    num_shared, num_active = budgets(heads, active)
+
+    def make(selection, backend):
+        config = HeadsConfig(selection, (num_shared,), (num_active,))
+        model = ModelConfig(1, hidden, 4 * hidden, heads, kv_heads, head_dim, heads=config)
+        torch.manual_seed(0)
+        module = Attention(model, 0, 0.02, 0.02, 0.01, None, backend)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        module.to(device, dtype)
+        return lambda x, *_: module(x), list(module.parameters())
+
+    torch.manual_seed(1)
+    x = torch.randn(length, batch, hidden, device=device, dtype=dtype).requires_grad_()
+    mixtures = ("triton", "flex") if device.type == "cuda" else ("cpu_sparse",)
+    modules = {"dense": make("mixture", "dense"), "no router": make("all", "dense")}
+    modules |= {name: make("mixture", name) for name in mixtures}
+    found = {name: (function, [x, *parameters]) for name, (function, parameters) in modules.items()}
+    if device.type == "cuda":
+        dense = found.pop("dense")
+        found = {name: (restricted(dense[0], backend), dense[1]) for name, backend in BASES.items()} | found
+    return found
+
+
+def restricted(function, backend):
+    """``function`` with one kernel of scaled dot-product attention."""
+
+    def call(*arguments):
+        with sdpa_kernel(backend):
+            return function(*arguments)
+
+    return call
+
+
+def report(title, functions, rounds, device):
+    """Take the contestants in turns, and print a line for each."""
+    bases = list(BASES) if device.type == "cuda" else ["dense"]
+    times = {name: {"forward": [], "both": []} for name in functions}
+    for number in range(rounds + 1):
+        for name, (function, inputs) in functions.items():
+            for part in ("forward", "both"):
+                spent = seconds(run, device, function, inputs, part == "both")
+                if number:
+                    times[name][part].append(spent)
+    for base in bases:
+        shown = [f"{part} {1e3 * median(time[0] for time in found):.2f} ms" for part, found in times[base].items()]
+        print(f"{title}: {base} {', '.join(shown)}")
+        for name in functions:
+            if name not in bases:
+                ratios = [
+                    "  ".join(ratio(times[name][part], times[base][part], clock) for part in ("forward", "both"))
+                    for clock in range(len(times[name]["both"][0]))
+                ]
+                print(f"    {name:14s} forward, both: {'   by CPU time: '.join(ratios)}", flush=True)
+
+
+def ratio(mine, base, clock):
+    return f"{median(m[clock] / b[clock] for m, b in zip(mine, base, strict=True)):.2f}"
+
+
+def run(function, inputs, backward):
+    with torch.set_grad_enabled(backward):
+        output = function(*inputs)
+        if backward:
+            leaves = [tensor for tensor in inputs if tensor.requires_grad]
+            torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
+
+
+def seconds(function, device, *arguments, repeats=10):
+    """(seconds on the wall, CPU seconds of the process), or on a GPU (seconds on the device,)."""
+    if device.type == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            function(*arguments)
+        stop.record()
+        stop.synchronize()
+        return (start.elapsed_time(stop) / 1e3 / repeats,)
+    wall, cpu = time.perf_counter(), time.process_time()
+    function(*arguments)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What only a GPU can tell of the Triton backend, before it is timed: part of benchmarks/attention.py.
+
+Errors against float64 beside those of scaled dot-product attention in the same precision; the fastest tiles; the
+kernels that really run; that nothing waits for the device; that a CUDA graph computes other routings when replayed.
+"""
+
+import contextlib
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from triton.runtime.errors import OutOfResources
+
+from moh_lm.kernels import triton_attention
+from moh_lm.kernels.attention import moh_attention
+from moh_lm.kernels.compaction import compact
+from moh_lm.kernels.triton_attention import Tiles
+
+# block of slots, block of keys, warps, stages
+QUERY_TILES = [
+    (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
+    (64, 64, 8, 2),
+]  # fmt: skip
+KEY_TILES = [
+    (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (32, 128, 8, 2), (32, 128, 8, 3), (64, 128, 8, 2),
+    (128, 64, 8, 2),
+]  # fmt: skip
+CANDIDATES = {"forward": QUERY_TILES, "query": QUERY_TILES, "key": KEY_TILES}
+
+NAMES = ("output", "dq", "dk", "dv", "dgates")
+
+
+def check_and_tune(shapes, lengths, device, dtype):
+    for shape in shapes.values():
+        tune(shape, max(lengths), device, dtype)
+    for shape in shapes.values():
+        errors(shape, device, dtype)
+    shape = next(iter(shapes.values()))
+    kernel_names(shape, device, dtype)
+    never_waits(shape, device, dtype)
+    replays(shape, device, dtype)
+
+
+def make(shape, length, device, dtype, seed=0):
+    """(query, key, value, gates), upstream gradient and selection at 50%, a quarter of the heads shared."""
+    _, heads, kv_heads, head_dim = shape
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator, device=device)
+
+    tensors = [normal(length, 1, n, head_dim).to(dtype) for n in (heads, kv_heads, kv_heads)]
+    tensors.append(normal(length, 1, heads).abs())
+    upstream = normal(length, 1, heads, head_dim).to(dtype)
+    return [tensor.requires_grad_() for tensor in tensors], upstream, route(shape, length, normal)
+
+
+def route(shape, length, normal):
+    heads = shape[1]
+    scores = normal(length, 1, heads - heads // 4)
+    routed = torch.zeros_like(scores).scatter(-1, scores.topk(heads // 4, -1).indices, 1)
+    return F.pad(routed, (heads // 4, 0), value=1)
+
+
+def with_gradients(function, tensors, upstream):
+    output = function(*tensors)
+    return [output, *torch.autograd.grad(output, tensors, upstream)]
+
+
+def triton(selected, num_shared):
+    return lambda *tensors: moh_attention(*tensors, selected, num_shared, backend="triton")
+
+
+def errors(shape, device, dtype, length=1000):
+    """Largest error of every result over that of the dense backend, both against float64."""
+    tensors, upstream, selected = make(shape, length, device, dtype)
+    num_shared = shape[1] // 4
+
+    def dense(*tensors):
+        return moh_attention(*tensors, selected, num_shared, backend="dense")
+
+    with sdpa_kernel(SDPBackend.MATH):
+        wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+        exact = with_gradients(dense, wide, upstream.double())
+    ours, theirs = (with_gradients(f, tensors, upstream) for f in (triton(selected, num_shared), dense))
+    again = with_gradients(triton(selected, num_shared), tensors, upstream)
+    ratios = [
+        ((a.double() - e).abs().max() / (b.double() - e).abs().max()).item()
+        for a, b, e in zip(ours, theirs, exact, strict=True)
+    ]
+    shown = ", ".join(f"{name} {value:.2f}" for name, value in zip(NAMES, ratios, strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    verdict = "as it should be" if max(ratios) <= 2 and same else "WRONG"
+    print(f"errors e={shape[3]} T={length}, triton / dense {dtype}: {shown}; repeats bit for bit: {same}: {verdict}")
+
+
+def tune(shape, length, device, dtype):
+    """Time every choice of tiles for each kernel, print them in order, and use the fastest from here on."""
+    tensors, upstream, selected = make(shape, length, device, dtype)
+    capability, head_dim = torch.cuda.get_device_capability(device), shape[3]
+    table = triton_attention.HOPPER if capability[0] in (9, 10) else triton_attention.AMPERE
+    num_shared = shape[1] // 4
+    groups = num_shared * shape[2] // shape[1]
+    first = groups * shape[1] // shape[2]
+    routed = [tensors[0][:, :, first:], *(t[:, :, groups:] for t in tensors[1:3]), tensors[3][..., first:]]
+    inputs = [tensor.detach() for tensor in (*routed, *compact(selected[..., first:]))]
+    gradient = upstream[:, :, first:]
+    kept = triton_attention.head_sparse_attention(*inputs)[1:]
+    calls = {
+        "forward": lambda: triton_attention.head_sparse_attention(*inputs),
+        "query": lambda: triton_attention.head_sparse_attention_backward(gradient, *inputs, *kept),
+        "key": lambda: triton_attention.head_sparse_attention_backward(gradient, *inputs, *kept),
+    }
+    for kernel, call in calls.items():
+        found = []
+        for choice in itertools.starmap(Tiles, CANDIDATES[kernel]):
+            table[kernel] = dict(sorted((table[kernel] | {head_dim: choice}).items()))
+            with contextlib.suppress(OutOfResources):  # this GPU has not the shared memory
+                found.append((milliseconds(call), choice))
+        found.sort()
+        table[kernel][head_dim] = found[0][1]
+        shown = "; ".join(f"{time:.3f} ms {tuple(choice)}" for time, choice in found[:4])
+        print(f"tiles {kernel} e={head_dim} T={length}, with the rest of its pass: {shown}", flush=True)
+
+
+def milliseconds(call, repeats=5):
+    call()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / repeats
+
+
+def kernel_names(shape, device, dtype, length=2048):
+    tensors, upstream, selected = make(shape, length, device, dtype)
+
+    def plain(*tensors):
+        return moh_attention(*tensors[:3]) * tensors[3].unsqueeze(-1).to(dtype)
+
+    cases = {"FLASH": SDPBackend.FLASH_ATTENTION, "CUDNN": SDPBackend.CUDNN_ATTENTION}
+    for name, backend in {**cases, "triton": None}.items():
+        function = plain if backend else triton(selected, shape[1] // 4)
+        with sdpa_kernel(backend or list(cases.values())), profile(activities=[ProfilerActivity.CUDA]) as record:
+            with_gradients(function, tensors, upstream)
+            torch.cuda.synchronize()
+        events = sorted(record.key_averages(), key=lambda event: -event.device_time_total)
+        print(f"kernels of {name}: " + "; ".join(f"{e.key[:60]} {e.device_time_total:.0f} us" for e in events[:4]))
+
+
+def never_waits(shape, device, dtype, length=1024):
+    tensors, upstream, selected = make(shape, length, device, dtype)
+    function = triton(selected, shape[1] // 4)
+    with_gradients(function, tensors, upstream)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with_gradients(function, tensors, upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    print("forward and backward never wait for the device")
+
+
+def replays(shape, device, dtype, length=1024):
+    """A CUDA graph of forward and backward, replayed with other inputs and another routing, equals the eager result."""
+    tensors, upstream, selected = make(shape, length, device, dtype)
+    function = triton(selected, shape[1] // 4)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        with_gradients(function, tensors, upstream)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = with_gradients(function, tensors, upstream)
+    others, _, other_selected = make(shape, length, device, dtype, seed=1)
+    with torch.no_grad():
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.copy_(other)
+        selected.copy_(other_selected)
+    graph.replay()
+    expected = with_gradients(triton(other_selected, shape[1] // 4), others, upstream)
+    same = all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    print(f"a CUDA graph replayed with another routing gives the eager bits: {same}")

@@ -1,0 +1,172 @@
+"""Head-sparse attention on a CPU: matrix products over the selected rows, written out with torch's own operations.
+
+The selected queries of a head attend in chunks of consecutive rows, so that the scores of a chunk, up to the key of its
+last row, stay in the cache: two products and a softmax forward, five products backward, with the probabilities computed
+again. Where the whole layer is at hand, ``ProjectRows`` and ``SumRows`` are its query and output projections of the
+selected rows only, which on a CPU saves as much as the attention itself at short lengths.
+
+The rows' number depends on the routing: torch.compile breaks its graph here.
+
+Shapes: s sequence, b batch, e head dimension, d hidden size; rows: all selected (token, head) pairs, ordered by head,
+sequence and position.
+"""
+
+from itertools import pairwise
+
+import torch
+
+CHUNK = 64  # rows; of 32, 64 and 128 the fastest from T = 512 to 4096
+
+
+class SelectedRows:
+    """Where the rows of a selection [s, b, heads] (bool or 0 and 1) are.
+
+    token: int64 [rows], t b + j of position t in sequence j. position: int64 [rows], t. heads: (start, stop) of the
+    rows of each head. sequences: the same of each sequence in each head, with their numbers: (head, j, start, stop).
+    """
+
+    def __init__(self, selected):
+        self.shape = selected.shape
+        chosen = selected.permute(2, 1, 0) != 0  # [heads, b, s]
+        self.head, sequence, self.position = chosen.nonzero().unbind(1)
+        self.token = self.position * self.shape[1] + sequence
+        ends = [0, *chosen.sum(-1).flatten().cumsum(0).tolist()]
+        self.sequences = [(*divmod(i, self.shape[1]), start, stop) for i, (start, stop) in enumerate(pairwise(ends))]
+        self.heads = list(pairwise(ends[:: self.shape[1]]))
+
+    def chunks(self):
+        """(head, sequence, start, stop, whole, end) of up to CHUNK rows, which all see the keys [0, whole) and of which
+        the last sees [0, end)."""
+        position = self.position.tolist()
+        for head, sequence, first, last in self.sequences:
+            for start in range(first, last, CHUNK):
+                stop = min(start + CHUNK, last)
+                yield head, sequence, start, stop, position[start] + 1, position[stop - 1] + 1
+
+    def gather(self, tensor):
+        """[s, b, heads, ...] -> [rows, ...]"""
+        return tensor.flatten(0, 2).index_select(0, self.token * self.shape[2] + self.head)
+
+    def scatter(self, rows):
+        """[rows, ...] -> [s, b, heads, ...], zeros elsewhere."""
+        whole = rows.new_zeros(self.shape.numel(), *rows.shape[1:])
+        return whole.index_copy(0, self.token * self.shape[2] + self.head, rows).unflatten(0, self.shape)
+
+
+def sparse_heads(query, key, value, gates, selected):
+    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``."""
+    rows = SelectedRows(selected)
+    heads = AttendRows.apply(rows.gather(query), key, value, rows)
+    return rows.scatter(weigh(heads, rows.gather(gates)))
+
+
+class AttendRows(torch.autograd.Function):
+    """Causal attention of query rows [rows, e] to keys and values [s, b, key_value_heads, e] -> [rows, e].
+
+    Computed in fp32 or wider.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, rows):
+        wide = torch.promote_types(query.dtype, torch.float32)
+        q = query.to(wide) * query.shape[1] ** -0.5
+        k, v = (tensor.to(wide).permute(1, 2, 0, 3).contiguous() for tensor in (key, value))  # [b, kv, s, e]
+        out = torch.empty_like(q)
+        group = rows.shape[2] // k.shape[1]
+        buffer = q.new_empty(CHUNK * rows.shape[0])
+        for head, sequence, start, stop, whole, end in rows.chunks():
+            k_head, v_head = k[sequence, head // group, :end], v[sequence, head // group, :end]
+            p = probabilities(q[start:stop], k_head, rows.position[start:stop], whole, buffer)
+            torch.mm(p, v_head, out=out[start:stop])
+        ctx.save_for_backward(q, k, v, out)
+        ctx.rows, ctx.dtype = rows, query.dtype
+        return out.to(query.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        q, k, v, out = ctx.saved_tensors
+        rows = ctx.rows
+        gradient = gradient.to(q.dtype).contiguous()
+        delta = (gradient * out).sum(1, keepdim=True)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        group = rows.shape[2] // k.shape[1]
+        buffers = q.new_empty(2, CHUNK * rows.shape[0])
+        for head, sequence, start, stop, whole, end in rows.chunks():
+            at = sequence, head // group, slice(end)
+            p = probabilities(q[start:stop], k[at], rows.position[start:stop], whole, buffers[0])
+            dv[at].addmm_(p.t(), gradient[start:stop])
+            ds = torch.mm(gradient[start:stop], v[at].t(), out=buffers[1, : p.numel()].view_as(p))
+            ds.sub_(delta[start:stop]).mul_(p)
+            torch.mm(ds, k[at], out=dq[start:stop])
+            dk[at].addmm_(ds.t(), q[start:stop])
+        dq *= q.shape[1] ** -0.5
+        dk, dv = (tensor.permute(2, 0, 1, 3).to(ctx.dtype) for tensor in (dk, dv))
+        return dq.to(ctx.dtype), dk, dv, None
+
+
+def probabilities(q, k, position, whole, buffer):
+    """softmax(q k^T) of a chunk in ``buffer``, masked from key ``whole`` on: [rows, end]."""
+    p = torch.mm(q, k.t(), out=buffer[: len(q) * len(k)].view(len(q), len(k)))
+    if whole < len(k):
+        p[:, whole:].masked_fill_(torch.arange(whole, len(k)) > position.unsqueeze(1), -torch.inf)
+    return torch.softmax(p, 1, out=p)
+
+
+def weigh(heads, gates):
+    """g H, multiplied in the dtype of the gates. heads: [rows, e]. gates: [rows]."""
+    return (heads * gates.unsqueeze(1)).to(heads.dtype)
+
+
+class ProjectRows(torch.autograd.Function):
+    """x [s, b, d] W^T for the selected rows of each head: W [heads e, d] -> [rows, e]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, rows):
+        ctx.save_for_backward(x, weight)
+        ctx.rows = rows
+        x, weight = x.flatten(0, 1), weight.unflatten(0, (len(rows.heads), -1))
+        out = x.new_empty(len(rows.token), weight.shape[1])
+        for head, (start, stop) in enumerate(rows.heads):
+            torch.mm(x.index_select(0, rows.token[start:stop]), weight[head].t(), out=out[start:stop])
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        rows = ctx.rows
+        dx, dw = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)), torch.empty_like(weight)
+        flat, flat_dx = x.flatten(0, 1), dx.flatten(0, 1)
+        size = len(weight) // len(rows.heads)
+        for head, (start, stop) in enumerate(rows.heads):
+            token, columns = rows.token[start:stop], slice(head * size, (head + 1) * size)
+            flat_dx.index_add_(0, token, (gradient[start:stop] @ weight[columns]).to(dx.dtype))
+            dw[columns] = gradient[start:stop].t() @ flat.index_select(0, token)
+        return dx.to(x.dtype), dw, None
+
+
+class SumRows(torch.autograd.Function):
+    """The sum over heads of their rows [rows, e] times W^T, W [d, heads e] -> [s, b, d]."""
+
+    @staticmethod
+    def forward(ctx, heads, weight, rows):
+        ctx.save_for_backward(heads, weight)
+        ctx.rows = rows
+        wide = torch.promote_types(heads.dtype, torch.float32)
+        out = heads.new_zeros(rows.shape[0] * rows.shape[1], len(weight), dtype=wide)
+        for (start, stop), part in zip(rows.heads, weight.split(heads.shape[1], 1), strict=True):
+            out.index_add_(0, rows.token[start:stop], (heads[start:stop] @ part.t()).to(wide))
+        return out.to(heads.dtype).unflatten(0, rows.shape[:2])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        heads, weight = ctx.saved_tensors
+        rows = ctx.rows
+        gradient = gradient.flatten(0, 1)
+        dheads, dw = torch.empty_like(heads), torch.empty_like(weight)
+        size = heads.shape[1]
+        for head, (start, stop) in enumerate(rows.heads):
+            columns = slice(head * size, (head + 1) * size)
+            picked = gradient.index_select(0, rows.token[start:stop])
+            torch.mm(picked, weight[:, columns], out=dheads[start:stop])
+            dw[:, columns] = picked.t() @ heads[start:stop]
+        return dheads, dw, None

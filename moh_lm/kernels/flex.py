@@ -1,0 +1,79 @@
+"""The FlexAttention backend: torch's own block-sparse kernel on the compacted queries, to check the Triton kernels by.
+
+Its ``BlockMask`` follows from ``key_blocks`` in closed form: the key blocks of a block of slots, and the blocks of
+slots of a key block, are contiguous ranges, so neither an s x s mask nor a sort is needed.
+
+Shapes: s sequence, b batch, e head dimension, n blocks of the sequence.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from moh_lm.kernels.compaction import compact, key_blocks
+
+BLOCK = 128
+
+
+def flex_heads(query, key, value, gates, selected):
+    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``. Raises RuntimeError on a CPU if a
+    gradient is wanted: torch has the forward pass only."""
+    if query.device.type == "cpu":
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
+            raise RuntimeError("attention backend flex: has no backward pass on the CPU; choose dense or cpu_sparse")
+        query, key, value = query.detach(), key.detach(), value.detach()  # torch refuses them even under no_grad
+    length = query.shape[0]
+    padding = -length % BLOCK  # rows that no head selects: all blocks are whole
+    query, key, value = (F.pad(tensor, (0, 0, 0, 0, 0, 0, 0, padding)) for tensor in (query, key, value))
+    compaction = compact(F.pad(selected, (0, 0, 0, 0, 0, padding)))
+    slot = torch.arange(query.shape[0], device=query.device)
+    used = slot < compaction.before[..., -1:]  # [b, heads, s]
+    token = compaction.positions.long().unsqueeze(-1).expand(-1, -1, -1, query.shape[-1])  # [b, heads, s, e]
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, e]
+    grouped = q.shape[1] != k.shape[1]
+    rows = compiled()(q.gather(2, token), k, v, block_mask=block_mask(compaction), enable_gqa=grouped)
+    out = torch.zeros_like(q).scatter(2, token, torch.where(used.unsqueeze(-1), rows, 0))
+    return (out.permute(2, 0, 1, 3)[:length] * gates.unsqueeze(-1)).to(query.dtype)
+
+
+@functools.cache
+def compiled():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def block_mask(compaction):
+    """``BlockMask`` in which slots attend to the keys up to their position; the sequence is a multiple of BLOCK."""
+    full, end = key_blocks(compaction, BLOCK, BLOCK)  # [b, heads, n], ascending over the blocks with selected slots
+    positions, before = compaction
+    length = positions.shape[-1]
+    block = torch.arange(full.shape[-1], dtype=torch.int32, device=full.device)
+    slot = torch.arange(length, device=full.device)
+    count = before[..., -1:]
+    # Slots beyond the selected ones of a block see what its last selected slot sees: they add no block to its list.
+    last = torch.minimum((slot // BLOCK + 1) * BLOCK, count).clamp_min(1) - 1
+    seen = torch.where(slot < count, positions, positions.gather(-1, last.long()))
+
+    used = (end > 0).unsqueeze(-1)
+    whole_from = ((full.unsqueeze(-1) <= block) & used).sum(-2, dtype=torch.int32)  # [b, heads, n] over key blocks
+    part_from = ((end.unsqueeze(-1) <= block) & used).sum(-2, dtype=torch.int32)
+    number_used = used.sum(-2, dtype=torch.int32)
+
+    def from_block(first):
+        """Indices first, first + 1, ...: [b, heads, n, n]"""
+        return (first.unsqueeze(-1) + block).clamp_max(len(block) - 1)
+
+    return BlockMask(
+        seq_lengths=(length, length),
+        kv_num_blocks=end - full,
+        kv_indices=from_block(full),
+        full_kv_num_blocks=full,
+        full_kv_indices=from_block(torch.zeros_like(full)),
+        q_num_blocks=whole_from - part_from,
+        q_indices=from_block(part_from),
+        full_q_num_blocks=number_used - whole_from,
+        full_q_indices=from_block(whole_from),
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=lambda b, h, q, k: seen[b, h, q] >= k,
+    )

@@ -1,0 +1,173 @@
+"""The Triton backend as two operators of torch: ``moh_lm::head_sparse_attention`` and its backward pass.
+
+Both have fake versions, so ``torch.compile(fullgraph=True)`` sees through them; no shape depends on the routing, so
+routing anew never compiles anew, and a CUDA graph can be replayed. ``moh_lm.kernels.triton_kernels`` explains the
+kernels.
+
+Shapes: s sequence, b batch, e head dimension, heads query heads, a multiple of the key/value heads.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
+from moh_lm.kernels.compaction import compact
+from moh_lm.kernels.triton_kernels import backward_key_kernel, backward_query_kernel, forward_kernel
+
+
+class Tiles(NamedTuple):
+    """block_m: slots per block. block_n: keys per block. The other two are Triton's."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Chosen so that nothing spills (tests/test_triton_compiled.py) and that few tiles are computed in vain; no GPU has been
+# timed. {head dimension up to: tiles}: for Hopper's tensor cores, for those of others, for fp32 (which spills at 128).
+HOPPER = {
+    "forward": {128: Tiles(64, 64, 4, 3)},
+    "query": {128: Tiles(64, 64, 4, 2)},
+    "key": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2)},
+}
+AMPERE = {
+    "forward": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)},
+    "query": {128: Tiles(64, 64, 8, 2)},
+    "key": {64: Tiles(32, 64, 4, 2), 128: Tiles(32, 64, 8, 2)},
+}
+FP32 = {kernel: {128: Tiles(32, 32, 4, 1)} for kernel in ("forward", "query", "key")}
+
+
+def tiles(kernel, dtype, head_dim, capability):
+    """``Tiles`` of "forward", "query" (dQ) or "key" (dK/dV). capability: of the GPU, (9, 0); None: interpreted."""
+    if capability is None:
+        table = HOPPER
+    else:
+        table = FP32 if dtype.itemsize >= 4 else HOPPER if capability[0] in (9, 10) else AMPERE
+    return next(choice for limit, choice in table[kernel].items() if head_dim <= limit)
+
+
+def triton_heads(query, key, value, gates, selected):
+    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``."""
+    return head_sparse_attention(query, key, value, gates, *compact(selected))[0]
+
+
+@torch.library.custom_op("moh_lm::head_sparse_attention", mutates_args=())
+def head_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gates: torch.Tensor,
+    positions: torch.Tensor,
+    before: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """g_i H_i where a token selects head i, else 0 [s, b, heads, e]; H in slots [b, heads, s, e]; log2 of the softmax
+    sums in slots [b, heads, s].
+
+    query: [s, b, heads, e]. key, value: [s, b, key_value_heads, e]. gates: fp32 [s, b, heads]. positions, before:
+    ``Compaction`` of the selection. Only the first result has a gradient.
+    """
+    query, key, value, gates = kernel_layout(query, key, value, gates)
+    out, kept, lse = empty_results(query)
+    launch(forward_kernel, "forward", query, key, value, gates, positions, before, (out, kept, lse))
+    return out, kept, lse
+
+
+@head_sparse_attention.register_fake
+def _(query, key, value, gates, positions, before):
+    return empty_results(query)
+
+
+def empty_results(query):
+    length, batch, heads, head_dim = query.shape
+    kept = query.new_empty(batch, heads, length, head_dim)
+    return query.new_empty(query.shape), kept, query.new_empty(kept.shape[:3], dtype=wide(query.dtype))
+
+
+@torch.library.custom_op("moh_lm::head_sparse_attention_backward", mutates_args=())
+def head_sparse_attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    gates: torch.Tensor,
+    positions: torch.Tensor,
+    before: torch.Tensor,
+    kept: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key, value and gates, from that of the first result of ``head_sparse_attention``."""
+    query, key, value, gates = kernel_layout(query, key, value, gates)
+    gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+    dq, dk, dv, dgates = empty_gradients(query, key, value, gates)
+    delta = torch.empty_like(lse)
+    inputs = (query, key, value, gates, positions, before)
+    launch(backward_query_kernel, "query", *inputs, (kept, lse, gradient, dq, dgates, delta), gradient)
+    launch(backward_key_kernel, "key", *inputs, (lse, gradient, delta, dk, dv), gradient)
+    return dq, dk, dv, dgates
+
+
+@head_sparse_attention_backward.register_fake
+def _(gradient, query, key, value, gates, positions, before, kept, lse):
+    return empty_gradients(query, key, value, gates)
+
+
+def empty_gradients(*inputs):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs)
+
+
+def keep_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output[1:])
+
+
+def differentiate(ctx, gradient, *_):
+    return (*head_sparse_attention_backward(gradient, *ctx.saved_tensors), None, None)
+
+
+head_sparse_attention.register_autograd(differentiate, setup_context=keep_for_backward)
+
+
+def kernel_layout(query, key, value, gates):
+    """The inputs with contiguous rows, key and value with equal strides: views where they already are so."""
+    if key.stride() != value.stride():
+        key, value = key.contiguous(), value.contiguous()
+    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value, gates))
+
+
+def launch(kernel, name, query, key, value, gates, positions, before, others, gradient=None):
+    """Run a kernel of moh_lm.kernels.triton_kernels; ``others``: its arguments between ``before`` and the strides."""
+    length, batch, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    if head_dim not in TRITON_HEAD_DIMS:
+        raise ValueError(f"attention backend triton: head dimension {head_dim}, not of {TRITON_HEAD_DIMS}; use dense")
+    if isinstance(kernel, triton.JITFunction) and not query.is_cuda:
+        raise RuntimeError(f"attention backend triton: the tensors are on {query.device}, not on a GPU; choose auto")
+    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
+    tile = tiles(name, query.dtype, head_dim, capability)
+    by_keys = name == "key"
+    blocks = triton.cdiv(length, tile.block_n if by_keys else tile.block_m)
+    strides = [*query.stride()[:3], *key.stride()[:3], *gates.stride()[:2]]
+    if gradient is not None:
+        strides += gradient.stride()[:3]
+    kernel[(blocks, batch * (kv_heads if by_keys else heads))](
+        query, key, value, gates, positions, before, *others, *strides, heads, length, batch,
+        GROUP=heads // kv_heads, BM=tile.block_m, BN=tile.block_n,
+        **constants(head_dim), WIDE=tl.float64 if query.dtype == torch.float64 else tl.float32,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def constants(head_dim):
+    """The constants of a kernel that follow from the head dimension, in two parts: 96 = 64 + 32."""
+    power = 1 << head_dim.bit_length() - 1  # the largest power of two in it
+    scale = head_dim**-0.5
+    return dict(D1=power, D2=head_dim - power, SCALE=scale, SCALE2=scale * math.log2(math.e))
+
+
+def wide(dtype):
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,91 @@
+"""Routings, inputs and a reference for the tests of head-sparse attention."""
+
+import torch
+
+
+def reference(query, key, value, gates, selected, num_shared=0):
+    """g_i H_i, head by head: softmax(q K^T / sqrt(e)) V over the keys up to the query. Shapes as in moh_attention."""
+    length, batch, heads, head_dim = query.shape
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    out = []
+    for head in range(heads):
+        kv = head * key.shape[2] // heads
+        scores = torch.einsum("qbe,kbe->bqk", query[:, :, head], key[:, :, kv]) * head_dim**-0.5
+        weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True)).masked_fill(later, 0)
+        context = torch.einsum("bqk,kbe->qbe", weights / weights.sum(-1, keepdim=True), value[:, :, kv])
+        used = torch.ones(length, batch) if head < num_shared else selected[..., head]
+        out.append(context * (gates[..., head] * used).unsqueeze(-1))
+    return torch.stack(out, dim=2)
+
+
+def random_routing(length, batch, heads, k, generator):
+    return top_k(torch.rand(length, batch, heads, generator=generator), k)
+
+
+def bursty_routing(length, batch, heads, k, generator):
+    """The same heads for runs of some thirty tokens."""
+    scores = torch.rand(length // 30 + 1, batch, heads, generator=generator)
+    return top_k(scores.repeat_interleave(30, 0)[:length], k)
+
+
+def skewed_routing(length, batch, heads, k, generator):
+    """All tokens choose the last heads, but for one token in ten."""
+    scores = torch.rand(length, batch, heads, generator=generator) + torch.linspace(0, 2, heads)
+    return top_k(torch.where(torch.rand(length, batch, 1, generator=generator) < 0.1, -scores, scores), k)
+
+
+def odd_routing(length, batch, heads, k, generator):
+    """No token on the first head, all tokens on the second, one token on the third, the last token on the fourth."""
+    selected = torch.rand(length, batch, heads, generator=generator) < 0.5
+    selected[..., 0] = False
+    selected[..., 1] = True
+    selected[..., 2:4] = False
+    selected[length // 2, 0, 2] = True
+    selected[-1, :, 3] = True
+    return selected
+
+
+def everything(length, batch, heads, k, generator):
+    return torch.ones(length, batch, heads, dtype=torch.bool)
+
+
+def nothing(length, batch, heads, k, generator):
+    return torch.zeros(length, batch, heads, dtype=torch.bool)
+
+
+ROUTINGS = {
+    function.__name__: function
+    for function in (random_routing, bursty_routing, skewed_routing, odd_routing, everything, nothing)
+}
+
+
+def top_k(scores, k):
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(k, -1).indices, True)
+
+
+def make_inputs(length, batch, heads, kv_heads, head_dim, routing="random_routing", dtype=torch.float64, seed=0):
+    """(query, key, value, gates, upstream gradient, selection); gates of either sign, those of one token 0."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(length, batch, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    query, key, value, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    gates = torch.randn(length, batch, heads, generator=generator, dtype=torch.float64)
+    gates[length // 3, 0] = 0
+    selected = ROUTINGS[routing](length, batch, heads, max(1, heads // 3), generator)
+    return *(tensor.to(dtype) for tensor in (query, key, value, gates, upstream)), selected
+
+
+def with_gradients(function, query, key, value, gates, upstream):
+    """[output, dq, dk, dv, dgates] of ``function(query, key, value, gates)``."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value, gates)]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+
+NAMES = ("output", "dq", "dk", "dv", "dgates")
+
+
+def assert_all_close(got, expected, tolerance):
+    """Largest difference at most ``tolerance`` of the largest expected value (or of 1), of each result."""
+    for name, mine, theirs in zip(NAMES, got, expected, strict=True):
+        error = (mine.double() - theirs.double()).abs().max().item()
+        assert error <= tolerance * max(1, theirs.abs().max().item()), f"{name}: {error:.1e}"

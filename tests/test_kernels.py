@@ -1,0 +1,171 @@
+"""The attention backends that run anywhere, against head-by-head float64 arithmetic: outputs and every gradient."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from moh_lm.kernels import attention, break_even, flex
+from moh_lm.kernels.attention import choose_backend, moh_attention
+from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
+from tests.attention_cases import (
+    ROUTINGS,
+    assert_all_close,
+    everything,
+    make_inputs,
+    reference,
+    with_gradients,
+)
+
+SHAPES = {  # length, batch, heads, key/value heads, head dimension, shared heads
+    "heads of their own keys": (150, 2, 6, 6, 16, 2),
+    "groups": (97, 1, 8, 4, 8, 4),
+    "shared heads end inside a group": (65, 2, 8, 2, 8, 5),
+    "no shared head": (70, 1, 6, 3, 12, 0),
+    "one token": (1, 2, 6, 6, 8, 2),
+}
+BACKENDS = ("dense", "cpu_sparse")
+
+
+@pytest.fixture
+def uncompiled_flex(monkeypatch):
+    """FlexAttention as torch runs it without a compiler."""
+    monkeypatch.setattr(flex, "compiled", lambda: flex_attention)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_backend_computes_the_reference_with_every_gradient(shape, routing, uncompiled_flex):
+    *sizes, num_shared = shape
+    *tensors, upstream, selected = make_inputs(*sizes, routing)
+    expected = with_gradients(lambda *t: reference(*t, selected, num_shared), *tensors, upstream)
+    for backend in BACKENDS:
+        arguments = (selected, num_shared, None, backend)
+        got = with_gradients(lambda *t, a=arguments: moh_attention(*t, *a), *tensors, upstream)
+        assert_all_close(got, expected, 1e-12)
+    with torch.no_grad():
+        out = moh_attention(*tensors, selected, num_shared, backend="flex")
+    torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_pass_gradcheck(backend):
+    *tensors, _, selected = make_inputs(6, 2, 3, 3, 4)
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    assert torch.autograd.gradcheck(lambda *t: moh_attention(*t, selected, 1, backend=backend), leaves)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 0.02), (torch.float16, 3e-3)])
+def test_sparse_results_in_lower_precision_stay_near_the_reference(dtype, tolerance):
+    *tensors, upstream, selected = make_inputs(130, 2, 6, 3, 16, dtype=dtype)
+    tensors[3] = tensors[3].float()  # gates are fp32 whatever the precision
+    wide = [tensor.double() for tensor in (*tensors, upstream)]
+    expected = with_gradients(lambda *t: reference(*t, selected, 2), *wide)
+    got = with_gradients(lambda *t: moh_attention(*t, selected, 2, backend="cpu_sparse"), *tensors, upstream)
+    assert [tensor.dtype for tensor in got] == [dtype] * 4 + [torch.float32]
+    assert_all_close(got, expected, tolerance)
+
+
+def test_selected_is_what_counts_and_not_a_gate_of_zero():
+    *tensors, upstream, selected = make_inputs(40, 1, 4, 4, 8)
+    for backend in BACKENDS:
+        *_, dgates = with_gradients(lambda *t, b=backend: moh_attention(*t, selected, backend=b), *tensors, upstream)
+        assert (dgates[~selected] == 0).all()
+        assert (dgates[selected] != 0).all()  # row 13 has gates of 0
+        assert (tensors[3][13] == 0).all()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "flex"])
+def test_no_result_depends_on_later_tokens_and_unselected_rows_are_zero(backend, uncompiled_flex):
+    *tensors, _, selected = make_inputs(200, 1, 4, 2, 8)
+    changed = [torch.cat((t[:120], 3 * t[120:] + 50)) for t in tensors]
+    other = torch.cat((selected[:120], ~selected[120:]))
+    with torch.no_grad():
+        out = moh_attention(*tensors, selected, 2, backend=backend)
+        assert torch.equal(moh_attention(*changed, other, 2, backend=backend)[:120], out[:120])
+    assert (out[:, :, 2:][~selected[..., 2:]] == 0).all()
+    assert (out[:, :, :2].norm(dim=-1) > 0).sum() == 2 * 199  # a gate of 0 in one row
+
+
+def test_slots_are_a_permutation_of_the_sequence_with_the_selected_tokens_in_front():
+    for routing in ROUTINGS:
+        *_, selected = make_inputs(75, 2, 4, 4, 8, routing)
+        positions, before = compact(selected)
+        for b in range(2):
+            for h in range(4):
+                chosen = [t for t in range(75) if selected[t, b, h]]
+                assert positions[b, h].tolist() == chosen + [t for t in range(75) if t not in chosen]
+                assert before[b, h].tolist() == [sum(c < t for c in chosen) for t in range(76)]
+
+
+@pytest.mark.parametrize("length", [128, 384, 512])
+def test_flex_lists_of_blocks_are_those_that_torch_finds_by_looking_at_every_pair(length):
+    selected = torch.cat([make_inputs(length, 1, 4, 4, 8, r)[-1] for r in ("random_routing", "odd_routing")], dim=1)
+    compaction = compact(selected)
+    ours = flex.block_mask(compaction)
+    count = compaction.before[..., -1:]
+    seen = (torch.arange(length) // flex.BLOCK < (count + flex.BLOCK - 1) // flex.BLOCK)  # blocks with selected slots
+    theirs = create_block_mask(
+        lambda b, h, q, k: seen[b, h, q] & ours.mask_mod(b, h, q, k), 2, 4, length, length, "cpu", flex.BLOCK
+    )
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        number, indices = getattr(ours, f"{kind}_num_blocks"), getattr(ours, f"{kind}_indices")
+        assert torch.equal(number, getattr(theirs, f"{kind}_num_blocks")), kind
+        live = torch.arange(indices.shape[-1]) < number.unsqueeze(-1)
+        assert torch.equal(indices[live], getattr(theirs, f"{kind}_indices")[live]), kind
+
+
+def area(selected, block_m, block_n):
+    """Scores computed by forward and dQ, and by dK/dV, over those of a dense causal kernel with tiles of 128 x 128."""
+    compaction = compact(selected)
+    length, batch, heads = selected.shape
+    dense = batch * heads * 128 * 128 * sum(range(1, length // 128 + 1))
+    query = key_blocks(compaction, block_m, block_n)[1].sum().item() * block_m * block_n
+    return query / dense, slot_blocks(compaction, block_m, block_n).sum().item() * block_m * block_n / dense
+
+
+@pytest.mark.parametrize("length", [2048, 4096])
+@pytest.mark.parametrize("shared, active", [(4, 4), (8, 4)])
+@pytest.mark.parametrize("routing", ["random_routing", "bursty_routing"])
+def test_executed_tiles_are_within_a_tenth_of_the_activation_rate(length, shared, active, routing):
+    heads = 16
+    selected = ROUTINGS[routing](length, 2, heads - shared, active, torch.Generator().manual_seed(0))
+    rate = (shared + active) / heads
+    for routed in area(selected, 64, 64):
+        assert rate < (shared + (heads - shared) * routed) / heads <= 1.10 * rate
+    assert area(everything(length, 1, 1, 1, None), 128, 128) == (1, 1)
+
+
+def test_a_mask_is_computed_densely_by_every_backend():
+    *tensors, _, selected = make_inputs(20, 1, 4, 4, 8)
+    half = torch.arange(20) >= 10
+    mask = (half == half[:, None]).tril()[None, None]
+    parts = zip(*(tensor.split(10) for tensor in (*tensors, selected)), strict=True)
+    expected = torch.cat([reference(*part) for part in parts])
+    got = moh_attention(*tensors, selected, mask=mask, backend="cpu_sparse")
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_a_backend_that_cannot_run_says_so(monkeypatch):
+    *tensors, _, selected = make_inputs(20, 1, 4, 4, 8)
+    monkeypatch.setattr(attention, "triton_attention", None)
+    with pytest.raises(RuntimeError, match="triton is not installed"):
+        moh_attention(*tensors, selected, backend="triton")
+    with pytest.raises(RuntimeError, match="flex: has no backward pass on the CPU"):
+        moh_attention(*(t.requires_grad_() for t in tensors), selected, backend="flex")
+    with pytest.raises(RuntimeError, match="cpu_sparse: the tensors are on meta"):
+        choose_backend("cpu_sparse", torch.device("meta"), torch.float32, 64, 0.5, False)
+    with pytest.raises(ValueError, match="choose one of auto, dense, triton"):
+        moh_attention(*tensors, selected, backend="fast")
+
+
+def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_measured(monkeypatch):
+    rows = [(1024, 0.5, 0.98), (2048, 0.5, 0.8), (2048, 0.75, 0.95), (4096, 0.5, 0.7), (4096, 0.75, 1.1)]
+    monkeypatch.setattr(break_even, "CPU", tuple(break_even.Measured(*row) for row in rows))
+    expected = {
+        (512, 0.5): "dense", (1024, 0.5): "dense", (2047, 0.3): "dense", (2048, 0.3): "cpu_sparse",
+        (3000, 0.7): "cpu_sparse", (3000, 0.8): "dense", (4096, 0.75): "dense", (9999, 0.5): "cpu_sparse",
+    }  # fmt: skip
+    for (length, share), backend in expected.items():
+        assert break_even.fastest("cpu", torch.float32, length, share) == backend
+    assert break_even.fastest("cpu", torch.bfloat16, 4096, 0.5) == "dense"
+    assert break_even.fastest("cuda", torch.float32, 4096, 0.5) == "dense"  # no GPU has been measured

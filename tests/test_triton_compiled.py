@@ -1,0 +1,60 @@
+"""The Triton kernels compiled for GPUs that are not there: tensor cores used, no register spilled."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from moh_lm.kernels import triton_attention, triton_kernels  # noqa: E402
+
+KERNELS = {"forward": "forward_kernel", "query": "backward_query_kernel", "key": "backward_key_kernel"}
+POINTERS = {
+    **dict.fromkeys(("positions", "before"), "*i32"),
+    **dict.fromkeys(("gates", "dgates", "lse", "delta"), "*fp32"),
+    **dict.fromkeys(("q", "k", "v", "out", "kept", "dout", "dq", "dk", "dv"), "*bf16"),
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+CASES = [(90, 64), (90, 96), (90, 128), (80, 96)]
+
+
+def compile_kernel(name, head_dim, arch, group=1):
+    """The kernel of bf16 tensors with contiguous rows, with the tiles that the backend takes on that GPU."""
+    kernel = getattr(triton_kernels, KERNELS[name])
+    tile = triton_attention.tiles(name, torch.bfloat16, head_dim, (arch // 10, arch % 10))
+    constants = dict(
+        GROUP=group, BM=tile.block_m, BN=tile.block_n, WIDE=triton.language.float32,
+        **triton_attention.constants(head_dim),
+    )  # fmt: skip
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
+    aligned = [i for i, n in enumerate(names) if n in POINTERS or n == "seq" or n[:7] == "stride_" and n[7] != "g"]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton brings no cuobjdump")
+@pytest.mark.parametrize("arch, head_dim", CASES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_to_tensor_core_instructions_and_spills_nothing(name, arch, head_dim, tmp_path):
+    compiled = compile_kernel(name, head_dim, arch)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    report = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
+    shared = compiled.metadata.shared // 1024
+    print(f"{name} sm_{arch} e={head_dim}: {registers} registers, {stack} bytes spilled, {shared} KiB shared")
+    assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in compiled.asm["ptx"]
+    assert stack == 0

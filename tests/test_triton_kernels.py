@@ -1,0 +1,185 @@
+"""The Triton kernels in Triton's interpreter, on the CPU, against head-by-head float64 arithmetic.
+
+The interpreter is chosen when Triton is imported, so the tests run in a process of their own.
+"""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+from tests.attention_cases import ROUTINGS, assert_all_close, make_inputs, reference, with_gradients
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SHAPES = {  # length, batch, heads, key/value heads, head dimension, shared heads
+    "16": (70, 2, 4, 4, 16, 0),
+    "64, groups": (131, 1, 4, 2, 64, 2),
+    "96": (65, 1, 4, 2, 96, 1),
+    "128": (66, 1, 2, 1, 128, 0),
+    "one token": (1, 2, 4, 2, 16, 1),
+    "a whole block": (64, 1, 3, 3, 32, 0),
+    "shorter than a block": (9, 2, 3, 1, 16, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    """Runs a function of this file with its arguments where Triton interprets."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        pool = multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,))
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+    with pool:
+        yield lambda function, *arguments: pool.apply(function, arguments)
+
+
+def multiply_bf16():
+    """Triton's interpreter keeps bf16 as integers and multiplies those: let it multiply their values."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    plain = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *others):
+        a, b = (self.cast_impl(x, float32) if x.dtype.scalar == bfloat16 else x for x in (a, b))
+        return plain(self, a, b, *others)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def attention(*arguments, **options):
+    from moh_lm.kernels.attention import moh_attention
+
+    return moh_attention(*arguments, **options, backend="triton")
+
+
+def check(sizes, routing, dtype, tolerance):
+    *sizes, num_shared = sizes
+    *tensors, upstream, selected = make_inputs(*sizes, routing, dtype)
+    if dtype.itemsize == 2:
+        tensors[3] = tensors[3].float()  # gates are fp32 whatever the precision
+    if dtype == torch.bfloat16:
+        multiply_bf16()
+    wide = [tensor.double() for tensor in (*tensors, upstream)]
+    expected = with_gradients(lambda *t: reference(*t, selected, num_shared), *wide)
+    got = with_gradients(lambda *t: attention(*t, selected, num_shared), *tensors, upstream)
+    assert_all_close(got, expected, tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_kernels_compute_the_reference_with_every_gradient(interpreter, shape):
+    interpreter(check, shape, "odd_routing" if shape[2] > 3 else "random_routing", torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_kernels_compute_every_routing(interpreter, routing):
+    interpreter(check, (130, 1, 4, 2, 16, 0), routing, torch.float32, 2e-6)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 3e-3), (torch.bfloat16, 0.02)])
+def test_kernels_stay_near_the_reference_in_lower_precision(interpreter, dtype, tolerance):
+    interpreter(check, (70, 1, 4, 2, 32, 1), "random_routing", dtype, tolerance)
+
+
+def check_rows():
+    *tensors, upstream, selected = make_inputs(120, 1, 3, 1, 16)
+    changed = [torch.cat((t[:90], 3 * t[90:] + 50)) for t in tensors]
+    results = [with_gradients(lambda *t: attention(*t, selected), *tensors, upstream) for _ in range(2)]
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+    out, dq, _, _, dgates = results[0]
+    assert torch.equal(attention(*changed, torch.cat((selected[:90], ~selected[90:])))[:90], out[:90])
+    for rows in (out, dq, dgates):
+        assert (rows[~selected] == 0).all()
+    assert (tensors[3][40] == 0).all() and (dgates[40][selected[40]] != 0).all()
+
+
+def test_results_repeat_bit_for_bit_ignore_later_tokens_and_are_zero_where_not_selected(interpreter):
+    interpreter(check_rows)
+
+
+def check_tiles():
+    """Products of the interpreter are counted: two per tile forward, three for dQ, four for dK/dV."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from moh_lm.kernels import triton_attention
+    from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
+
+    count = 0
+    plain = InterpreterBuilder.create_dot
+
+    def create_dot(*arguments):
+        nonlocal count
+        count += 1
+        return plain(*arguments)
+
+    InterpreterBuilder.create_dot = create_dot
+    try:
+        *tensors, upstream, selected = make_inputs(300, 1, 2, 2, 16, "bursty_routing", torch.float16)
+        tensors[3] = tensors[3].float()
+        attention(*tensors, selected)
+        forward, count = count, 0
+        with_gradients(lambda *t: attention(*t, selected), *tensors, upstream)
+        backward = count - forward
+    finally:
+        InterpreterBuilder.create_dot = plain
+    tile = {name: triton_attention.tiles(name, torch.float16, 16, None)[:2] for name in ("forward", "query", "key")}
+    # Counted by blocks of 1 slot or key: blocks of the kernel's size, as the kernel takes them.
+    compaction = compact(selected)
+    assert forward == 2 * key_blocks(compaction, *tile["forward"])[1].sum()
+    least = 3 * key_blocks(compaction, *tile["query"])[1].sum() + 4 * slot_blocks(compaction, *tile["key"]).sum()
+    # dK/dV takes its masked and its unmasked slots in whole blocks each, so at most one more per key block and head.
+    assert least <= backward <= least + 4 * 2 * -(-300 // tile["key"][1])
+
+
+def test_the_kernels_compute_the_tiles_that_the_ranges_of_the_compaction_say(interpreter):
+    interpreter(check_tiles)
+
+
+def check_operator():
+    """torch's own checks of the two operators: schema, fake results, autograd, compilation."""
+    from moh_lm.kernels import triton_attention
+    from moh_lm.kernels.compaction import compact
+
+    *tensors, upstream, selected = make_inputs(20, 1, 2, 1, 16)
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    arguments = (*leaves, *compact(selected))
+    torch.library.opcheck(triton_attention.head_sparse_attention, arguments)
+    kept, lse = triton_attention.head_sparse_attention(*arguments)[1:]
+    arguments = [t.detach() for t in (upstream, *arguments, kept, lse)]
+    torch.library.opcheck(triton_attention.head_sparse_attention_backward, tuple(arguments))
+
+
+def test_the_operators_pass_the_checks_of_torch(interpreter):
+    interpreter(check_operator)
+
+
+def check_compilation():
+    """One graph for every routing of a shape, and for every layer that computes it."""
+    from torch._dynamo.utils import counters
+
+    results = []
+    step = torch.compile(lambda *t: attention(*t[:-1], t[-1], 1) * 2, fullgraph=True, backend="aot_eager")
+    for layer, routing in enumerate(("random_routing", "odd_routing", "everything", "nothing")):
+        *tensors, upstream, selected = make_inputs(40, 1, 4, 2, 16, routing, seed=layer)
+        got = with_gradients(lambda *t, s=selected: step(*t, s), *tensors, upstream)
+        assert_all_close(got, with_gradients(lambda *t, s=selected: 2 * reference(*t, s, 1), *tensors, upstream), 1e-12)
+        results.append(counters["stats"]["unique_graphs"])
+    assert results == [1] * 4
+
+
+def test_routing_anew_compiles_nothing_anew(interpreter):
+    interpreter(check_compilation)
+
+
+def test_without_a_gpu_the_backend_says_so():
+    from moh_lm.kernels.attention import moh_attention
+
+    *tensors, _, selected = make_inputs(20, 1, 4, 4, 16)
+    with pytest.raises(RuntimeError, match="triton: the tensors are on cpu, not on a GPU; choose auto"):
+        moh_attention(*tensors, selected, backend="triton")
+    *tensors, _, selected = make_inputs(20, 1, 4, 4, 24)
+    with pytest.raises(ValueError, match="triton: head dimension 24, not of"):
+        moh_attention(*tensors, selected, backend="triton")
