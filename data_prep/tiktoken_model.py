@@ -68,6 +68,7 @@ class TiktokenModel:
         self.eos = special + END_OF_TEXT
         self.size = max(special + NUM_SPECIAL, max(self.ranks.values()) + 1)
         self.engine = f"tiktoken {tiktoken.__version__}"
+        self.tokens = set(self.ranks.values())
         self.encoding = tiktoken.Encoding("llama3", pat_str=WORDS, mergeable_ranks=self.ranks, special_tokens={})
 
     def vocab_size(self) -> int:
@@ -84,3 +85,7 @@ class TiktokenModel:
             cuts = [0, *(match.end() for match in LONG_RUN.finditer(text)), len(text)]
             parts = [text[start:end] for start, end in pairwise(cuts)]
             return np.concatenate([self.encoding.encode_to_numpy(part) for part in parts if part])
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ``ids``, special tokens left out; a character that is not whole becomes U+FFFD."""
+        return self.encoding.decode_bytes([index for index in ids if index in self.tokens]).decode(errors="replace")

@@ -18,9 +18,9 @@ from moh_lm.guard import DIVERGENCE, GRADIENT, Divergence, Guard
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM
 from moh_lm.optimizer import Fragment, ShardedAdamW, make_adamw
-from moh_lm.parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
+from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parallel.groups import group_rank, group_size
-from moh_lm.parallel.layers import VocabParallelEmbedding, even_partition
+from moh_lm.parallel.layers import VocabParallelEmbedding
 from moh_lm.processes import of_all_ranks
 from moh_lm.replicas import replica_differences
 
@@ -56,7 +56,6 @@ class Engine:
         self.device = device
         self.num_sources = num_sources
         self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size())
-        self.vocab_partition = even_partition(0, config.model.vocab_size, groups.tensor)
         self.guard = Guard(config.reliability)
         self.shares = [
             torch.full((layer.num_routed,), layer.num_active / layer.num_routed, dtype=torch.float64, device=device)
@@ -81,8 +80,11 @@ class Engine:
         )
 
     def build_model(self):
-        model = CausalLM(self.config.model, self.groups.tensor, self.micro_batches, self.config.run.recompute)
-        model.initialize(self.config.run.seed)
+        run = self.config.run
+        model = CausalLM(
+            self.config.model, self.groups.tensor, self.micro_batches, run.recompute, run.attention_backend
+        )
+        model.initialize(run.seed)
         return model.to(self.device)
 
     def mpu(self):
@@ -150,12 +152,17 @@ class Engine:
             self.engine.backward(self.loss(batch))
             self.engine.step()
 
-    @torch.no_grad()
     def evaluate(self, micro_batches):
         """(loss summed over tokens, number of tokens) over the micro-batches of all data-parallel ranks."""
+        return tuple(self.evaluate_rows(micro_batches, self.num_sources).sum(0).tolist())
+
+    @torch.no_grad()
+    def evaluate_rows(self, micro_batches, num_rows):
+        """The same, [num_rows, 2], for each number below ``num_rows`` that a sequence may have as its source."""
         self.reset(check_replicas=False)
+        self.sums = self.zero_sums(num_rows)
         self.evaluation_forward(micro_batches)
-        return tuple(self.reduce(self.sums, self.groups.data, self.groups.pipeline).sum(0).tolist())
+        return self.reduce(self.sums, self.groups.data, self.groups.pipeline)
 
     def evaluation_forward(self, micro_batches):
         self.engine.eval()
@@ -164,20 +171,18 @@ class Engine:
 
     def loss(self, batch):
         self.model.documents.feed([batch.positions])
-        logits = self.engine(batch.tokens.to(self.device))  # [s, b, vocab/tp]
-        return self.mean_loss(logits, (batch.labels.to(self.device), batch.sources.to(self.device)))
+        labels = batch.labels.to(self.device)
+        mean, losses = self.engine(batch.tokens.to(self.device), labels)
+        self.add_losses(losses, labels, batch.sources.to(self.device))
+        return mean
 
-    def mean_loss(self, logits, labels_and_sources):
-        """Mean loss of a micro-batch; adds the losses of its sequences to the sums of their sources."""
-        labels, sources = labels_and_sources
-        labels = labels.t()  # [s, b]
-        losses = vocab_parallel_cross_entropy(logits, labels, self.vocab_partition, self.groups.tensor)
-        counted = (labels != IGNORED).double().sum(0)
-        per_sample = torch.stack((losses.detach().double().sum(0), counted), dim=1)  # [b, 2]
+    def add_losses(self, losses, labels, sources):
+        """Add the losses [s, b] of a micro-batch's sequences to the sums of their ``sources`` [b]."""
+        counted = (labels != IGNORED).double().sum(1)
+        per_sample = torch.stack((losses.double().sum(0), counted), dim=1)  # [b, 2]
         self.loss_flags.append(~per_sample[:, 0].isfinite())
-        of_source = sources == torch.arange(self.num_sources, device=sources.device).unsqueeze(1)  # [num_sources, b]
+        of_source = sources == torch.arange(len(self.sums), device=sources.device).unsqueeze(1)  # [num_sources, b]
         self.sums += of_source.double() @ per_sample  # index_add_ would not be deterministic on a GPU
-        return losses.mean()
 
     def router_sums(self, keep_shares):
         """``StepResult.routers``; also gives each router the step's shares, which ``global_batch`` balances against.
@@ -248,20 +253,25 @@ class PipelineEngine(Engine):
             self.groups.tensor,
             self.micro_batches,
             run.recompute,
+            run.attention_backend,
             run.seed,
-            self.mean_loss,
+            self.last_stage_loss,
         )
 
     def mpu(self):
         return None  # PipelineModule brings its own
 
+    def last_stage_loss(self, mean, labels_and_sources):
+        self.add_losses(self.model.losses, *labels_and_sources)
+        return mean
+
     def step(self, micro_batches):
-        self.model.documents.feed([batch.positions for batch in micro_batches])
+        self.model.feed(micro_batches)
         self.engine.train_batch(stage_inputs(micro_batches))
 
     def evaluation_forward(self, micro_batches):
         if micro_batches:
-            self.model.documents.feed([batch.positions for batch in micro_batches])
+            self.model.feed(micro_batches)
             self.engine.eval_batch(stage_inputs(micro_batches), num_micro_batches=len(micro_batches))
 
     def named_parameters(self):

@@ -14,6 +14,7 @@ import torch
 
 from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM
+from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 
 BACKWARD = 2  # a backward pass multiplies every matrix twice
 
@@ -61,7 +62,7 @@ def router_flops(model, layer):
 
 
 def memory_estimate(config, world_size):
-    """Bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "logits"}.
+    """Bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "loss"}.
 
     Not counted: the allocator's fragmentation, communication buffers, the CUDA context (about 1 GiB together).
     """
@@ -89,8 +90,7 @@ def stage_memory(config, world_size):
                 "gradients": 4 * parameters / (dp if parallel.zero_stage > 1 else 1),
                 "optimizer": 0 if parallel.offload_optimizer else 3 * 4 * parameters / dp,
                 "activations": kept,
-                # Logits and their gradient in the model's precision, softmax and its gradient in fp32.
-                "logits": is_last * tokens * model.vocab_size / tp * 2 * (width + 4),
+                "loss": is_last * loss_bytes(model, width, tokens, tp),
             }
         )
     return found
@@ -114,6 +114,18 @@ def stage_shares(model, num_stages):
     """The largest of any stage: (share of the compute, share of the parameters, number of decoder layers)."""
     costs, sizes, blocks = zip(*stages(model, num_stages), strict=True)
     return max(costs) / sum(costs), max(sizes) / sum(sizes), max(blocks)
+
+
+def loss_bytes(model, width, tokens, tp):
+    """Bytes of the output head and the loss on one rank, at their peak: see moh_lm.parallel.cross_entropy.
+
+    The logits of a chunk in fp32, and in the model's precision unless that is fp32; the gradients of the hidden states
+    and of the weight, the latter summed in fp32 from products in the model's precision.
+    """
+    rows = model.vocab_size / tp
+    chunk = min(CHUNK_BYTES, 4 * tokens * rows)
+    gradients = model.hidden_size * (tokens * width + rows * (4 + width))
+    return chunk * (1.5 if width < 4 else 1) + gradients
 
 
 def activation_bytes(model, width, tp):

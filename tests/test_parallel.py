@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
-from moh_lm.parallel.cross_entropy import IGNORED, vocab_parallel_cross_entropy
+from moh_lm.parallel import cross_entropy
+from moh_lm.parallel.cross_entropy import IGNORED, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
 from tests.distributed import run_ranks
 
@@ -35,19 +36,19 @@ def train_once(name):
     model = CausalLM(config, group)
     model.initialize(seed=5)
     model.double()
+    cross_entropy.CHUNK_BYTES = 7 * 37 * 8  # several chunks, the last one smaller
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 10  # so that no gradient is hidden by small weights
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
-    logits = model(tokens[:, :-1])
-    losses = vocab_parallel_cross_entropy(logits, tokens[:, 1:].t(), model.vocab_partition, group)
-    losses.mean().backward()
+    mean, losses = model(tokens[:, :-1], tokens[:, 1:])
+    mean.backward()
     balance = [router.statistics.take() for router in model.routers()]
     for sums in balance if group is not None else ():
         dist.all_reduce(sums, group=group)
     shards = {key: (parameter.grad, parameter.tensor_partition) for key, parameter in model.named_parameters()}
-    return losses.detach(), balance, shards
+    return losses, balance, shards
 
 
 def whole(shards):
@@ -101,17 +102,33 @@ def held_heads():
     return [model.model.layers[0].self_attn.heads.indices for model in models]
 
 
-def test_cross_entropy_equals_torch_with_ignored_labels():
-    logits = torch.randn(5, 4, 11, dtype=torch.double, requires_grad=True)
+@pytest.mark.parametrize("tokens_in_a_chunk", [1, 7, 20, 1000])
+def test_loss_and_gradients_in_chunks_equal_torch_with_ignored_labels(monkeypatch, tokens_in_a_chunk):
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", tokens_in_a_chunk * 11 * 8)
+    x = torch.randn(5, 4, 6, dtype=torch.double, requires_grad=True)
+    weight = torch.randn(11, 6, dtype=torch.double, requires_grad=True)
     labels = torch.randint(0, 11, (5, 4))
     labels[0, 1] = labels[3, 2] = IGNORED
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
-    upstream = torch.randn(5, 4, dtype=torch.double)
-    (gradient,) = torch.autograd.grad((expected.view(5, 4) * upstream).sum(), logits)
-    losses = vocab_parallel_cross_entropy(logits, labels, even_partition(0, 11, None), None)
-    (got,) = torch.autograd.grad((losses * upstream).sum(), logits)
+    expected = F.cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+    gradients = torch.autograd.grad(expected.mean() * 3, (x, weight))
+    mean, losses = linear_cross_entropy(x, weight, labels, even_partition(0, 11, None), None)
     torch.testing.assert_close(losses, expected.view(5, 4))
-    torch.testing.assert_close(got, gradient)
+    torch.testing.assert_close(mean, expected.mean())
+    torch.testing.assert_close(torch.autograd.grad(mean * 3, (x, weight)), gradients)
+    with torch.no_grad():
+        assert torch.equal(linear_cross_entropy(x, weight, labels, even_partition(0, 11, None), None)[1], losses)
+
+
+def test_gradients_of_the_head_in_bfloat16_are_as_near_as_one_rounding():
+    x, weight = torch.randn(64, 48).bfloat16(), torch.randn(96, 48).mul(0.1).bfloat16()
+    labels = torch.randint(0, 96, (64,))
+    exact = [tensor.double().requires_grad_() for tensor in (x, weight)]
+    expected = torch.autograd.grad(F.cross_entropy(exact[0] @ exact[1].t(), labels), exact)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    mean, _ = linear_cross_entropy(x, weight, labels, even_partition(0, 96, None), None)
+    for got, wanted in zip(torch.autograd.grad(mean, (x, weight)), expected, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got - wanted).norm() <= 2**-8 * wanted.norm()
 
 
 def test_initial_weights_have_the_stated_deviations():

@@ -73,9 +73,8 @@ def run_with(flags, step, harm, rank=1, count=1):
 
 
 def nan_in_the_loss(engine):
-    mean_loss = engine.mean_loss
-    engine.mean_loss = lambda logits, labels: mean_loss(logits * math.nan, labels)
-    nan_in_the_loss.undo = lambda: delattr(engine, "mean_loss")
+    handle = engine.model.model.register_forward_hook(lambda module, inputs, out: out * math.nan)
+    nan_in_the_loss.undo = handle.remove
 
 
 def inf_in_a_gradient(engine):
@@ -151,13 +150,8 @@ def test_a_step_with_a_bad_number_on_one_rank_changes_no_state_and_is_recorded(
 
 def stage_nan_in_the_loss(engine):
     """The last stage computes the loss; the harness harms rank 1, which is it."""
-    loss_fn = engine.engine.loss_model if hasattr(engine.engine, "loss_model") else engine.model.loss_fn
-    engine.model.loss_fn = engine.engine.loss_model = lambda logits, labels: loss_fn(logits * math.nan, labels)
-
-    def undo():
-        engine.model.loss_fn = engine.engine.loss_model = loss_fn
-
-    stage_nan_in_the_loss.undo = undo
+    handle = engine.model.forward_funcs[-1].register_forward_hook(lambda module, inputs, out: out * math.nan)
+    stage_nan_in_the_loss.undo = handle.remove
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

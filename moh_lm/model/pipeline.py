@@ -6,6 +6,7 @@ layer stands in the list with the prefix that turns its parameter names into tho
 """
 
 import contextlib
+from collections import deque
 
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -19,9 +20,10 @@ from moh_lm.model.transformer import (
     balance_scale,
     balancing_routers,
     initialize,
-    output_logits,
 )
+from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import ColumnParallelLinear, RMSNorm, VocabParallelEmbedding, even_partition
+from moh_lm.parallel.mappings import gather_sequence
 
 
 class Embedding(nn.Module):
@@ -35,8 +37,8 @@ class Embedding(nn.Module):
     def forward(self, tokens):
         return self.embed_tokens(tokens)
 
-    def logits(self, x):
-        return output_logits(x, self.embed_tokens.weight, self.group)
+    def gather(self, x):
+        return gather_sequence(x, self.group)
 
 
 class Norm(nn.Module):
@@ -49,7 +51,7 @@ class Norm(nn.Module):
 
 
 class Head(nn.Module):
-    """Last layer of the list: [s/tp, b, d] -> logits [s, b, vocab/tp]."""
+    """Last layer of the list: [s/tp, b, d] -> [s, b, d]. ``PipelineCausalLM`` multiplies by its weight."""
 
     def __init__(self, config, group):
         super().__init__()
@@ -58,23 +60,23 @@ class Head(nn.Module):
         self.group = group
 
     def forward(self, x):
-        return output_logits(x, self.lm_head.weight, self.group)
+        return gather_sequence(x, self.group)
 
 
-def layer_list(config, group, micro_batches, recompute, documents=None):
+def layer_list(config, group, micro_batches, recompute, documents=None, attention_backend="auto"):
     """[(prefix of the parameter names, LayerSpec, cost in multiplications per token)] of the whole model."""
     d, e, vocab = config.hidden_size, config.head_dim, config.vocab_size
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     block = 2 * d * e * (heads + key_value_heads) + 3 * d * config.intermediate_size
     scale = balance_scale(config, micro_batches)
+    common = (scale, recompute, group, documents, attention_backend)
     blocks = [
-        (f"model.layers.{i}.", LayerSpec(DecoderLayer, config, i, scale, recompute, group, documents), block)
-        for i in range(config.num_layers)
+        (f"model.layers.{i}.", LayerSpec(DecoderLayer, config, i, *common), block) for i in range(config.num_layers)
     ]
     if config.tie_embeddings:
         tie = dict(tied_weight_attr="embed_tokens.weight")
         embedding = TiedLayerSpec("embed", Embedding, config, group, **tie)
-        head = ("model.", TiedLayerSpec("embed", Embedding, config, group, forward_fn=Embedding.logits, **tie))
+        head = ("model.", TiedLayerSpec("embed", Embedding, config, group, forward_fn=Embedding.gather, **tie))
     else:
         embedding = LayerSpec(Embedding, config, group)
         head = ("", LayerSpec(Head, config, group))
@@ -90,12 +92,17 @@ def stage_bounds(layers, num_stages):
 
 
 class PipelineCausalLM(PipelineModule):
-    """This rank's stage of the model, its parameters drawn. ``loss_fn(logits, labels)`` runs on the last stage."""
+    """This rank's stage of the model, its parameters drawn.
 
-    def __init__(self, config, groups_shape, group, micro_batches, recompute, seed, loss_fn):
+    The last stage computes the loss inside ``forward``, where DeepSpeed sees all that takes part in it: in bf16 it
+    clears gradients when the backward pass arrives at the output, and so those of a weight that is used after it.
+    ``loss_fn(mean, labels)`` gets the mean; ``losses`` [s, b] are those of the last micro-batch.
+    """
+
+    def __init__(self, config, groups_shape, group, micro_batches, recompute, attention_backend, seed, loss_fn):
         pipeline, data, tensor = groups_shape
         documents = Documents()
-        self.layers = layer_list(config, group, micro_batches, recompute, documents)
+        self.layers = layer_list(config, group, micro_batches, recompute, documents, attention_backend)
         with contextlib.redirect_stdout(None):  # DeepSpeed prints the list on every start
             super().__init__(
                 [spec for _, spec, _ in self.layers],
@@ -103,11 +110,28 @@ class PipelineCausalLM(PipelineModule):
                 loss_fn=loss_fn,
             )
         self.documents = documents
+        self.tied = config.tie_embeddings
+        self.group = group
+        self.vocab_partition = even_partition(0, config.vocab_size, group)
+        self.labels = deque()
+        self.losses = None
         initialize(self.canonical_parameters(), seed)
+
+    def feed(self, micro_batches):
+        """Take what the coming forward passes need besides their input. micro_batches: [MicroBatch], in their order."""
+        self.documents.feed([batch.positions for batch in micro_batches])
+        if self.stage_id == self.num_stages - 1:
+            self.labels.extend(batch.labels for batch in micro_batches)
 
     def forward(self, x):
         self.documents.advance(x.device)
-        return super().forward(x)
+        x = super().forward(x)
+        if self.stage_id < self.num_stages - 1:
+            return x
+        weight = self.tied_modules["embed"].embed_tokens.weight if self.tied else self.forward_funcs[-1].lm_head.weight
+        labels = self.labels.popleft().to(x.device).t()  # [s, b]
+        mean, self.losses = linear_cross_entropy(x, weight, labels, self.vocab_partition, self.group)
+        return mean
 
     def _partition_layers(self, method):
         """Give the stages equal costs, not DeepSpeed's equal numbers of parameters: an embedding costs nothing."""

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_lm.model.attention import Attention
 from moh_lm.model.documents import Documents
+from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import (
     ColumnParallelLinear,
     RMSNorm,
@@ -51,12 +52,14 @@ class DecoderLayer(nn.Module):
     selection of heads: it is kept in a list, so that rounding can never select others the second time.
     """
 
-    def __init__(self, config, layer_index, balance_scale, recompute, group, documents):
+    def __init__(self, config, layer_index, balance_scale, recompute, group, documents, attention_backend="auto"):
         super().__init__()
         output_std = INIT_STD / math.sqrt(2 * config.num_layers)
         d, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(d, eps, group)
-        self.self_attn = Attention(config, layer_index, INIT_STD, output_std, balance_scale, group)
+        self.self_attn = Attention(
+            config, layer_index, INIT_STD, output_std, balance_scale, group, attention_backend
+        )
         self.post_attention_layernorm = RMSNorm(d, eps, group)
         self.mlp = MLP(config, output_std, group)
         self.recompute = recompute
@@ -76,12 +79,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks and final norm: tokens [b, s] -> [s/tp, b, d]."""
 
-    def __init__(self, config, balance_scale, recompute, group):
+    def __init__(self, config, balance_scale, recompute, group, attention_backend):
         super().__init__()
         self.documents = Documents()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, INIT_STD, group)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, balance_scale, recompute, group, self.documents)
+            DecoderLayer(config, index, balance_scale, recompute, group, self.documents, attention_backend)
             for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
@@ -98,23 +101,29 @@ class CausalLM(nn.Module):
     """The whole model on one pipeline stage.
 
     group: tensor-parallel group. micro_batches: micro-batches of a step, over which the balance loss of Eq. 8 is
-    averaged. Parameters are left empty; ``initialize`` draws them.
+    averaged. attention_backend: of ``moh_attention``. Parameters are left empty; ``initialize`` draws them.
     """
 
-    def __init__(self, config, group=None, micro_batches=1, recompute=False):
+    def __init__(self, config, group=None, micro_batches=1, recompute=False, attention_backend="auto"):
         super().__init__()
         self.group = group
         self.vocab_partition = even_partition(0, config.vocab_size, group)
-        self.model = Decoder(config, balance_scale(config, micro_batches), recompute, group)
+        self.model = Decoder(config, balance_scale(config, micro_batches), recompute, group, attention_backend)
         if not config.tie_embeddings:
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, self.vocab_partition)
         self.tied = config.tie_embeddings
         self.documents = self.model.documents
 
-    def forward(self, tokens):
-        """tokens: int64 [b, s] -> logits [s, b, vocab/tp] in the dtype of the weights, padding columns included."""
-        head = self.model.embed_tokens if self.tied else self.lm_head
-        return output_logits(self.model(tokens), head.weight, self.group)
+    def forward(self, tokens, labels=None):
+        """tokens: int64 [b, s] -> logits [s, b, vocab/tp] in the dtype of the weights, padding columns included.
+
+        With labels, int64 [b, s]: mean loss and losses [s, b], as of ``linear_cross_entropy``, and no logits.
+        """
+        x = gather_sequence(self.model(tokens), self.group)  # [s, b, d]
+        weight = (self.model.embed_tokens if self.tied else self.lm_head).weight
+        if labels is None:
+            return F.linear(x, weight)
+        return linear_cross_entropy(x, weight, labels.t(), self.vocab_partition, self.group)
 
     def initialize(self, seed):
         """Draw every parameter from a generator of (seed, name): the same whole matrix in every layout."""
@@ -127,11 +136,6 @@ class CausalLM(nn.Module):
     def tied_parameters(self):
         """Weights with a copy in another pipeline stage: none."""
         return ()
-
-
-def output_logits(x, weight, group):
-    """[s/tp, b, d] -> logits [s, b, vocab/tp]."""
-    return F.linear(gather_sequence(x, group), weight)
 
 
 def balancing_routers(layers):

@@ -1,58 +1,95 @@
-"""Cross-entropy of logits whose vocabulary is split over the tensor-parallel ranks.
+"""Output head and cross-entropy in one, for a vocabulary that is split over the tensor-parallel ranks.
 
-    loss = log(sum_j exp(z_j - m)) - (z_label - m),    m = max_j z_j
-    d loss / d z_j = softmax(z)_j - [j = label]
+    z = W x,    loss = log(sum_j exp(z_j - m)) - (z_label - m),    m = max_j z_j
+    d loss / d z_j = softmax(z)_j - [j = label],    d loss / dx = W^T dz,    d loss / dW = sum over tokens of dz x^T
+
+The logits of all tokens are by far the largest tensor of a step (65,536 for each token, in fp32). They are never all
+there: a chunk of tokens after another gives its losses and, at once, its part of both gradients, and its logits are
+forgotten. So the backward pass has nothing left to compute, and each product is computed once, as without chunks.
 
 Each rank sees its own slice of z; the maximum, the sum and the logit of the label are combined by all-reduce, so no
-rank ever holds all logits of a token. The arithmetic is fp32 or wider.
+rank ever holds all logits of a token. Softmax and sums over tokens are fp32 or wider.
 """
 
 import torch
 import torch.distributed as dist
 
 IGNORED = -100  # label of a position that has no loss
+CHUNK_BYTES = 2**30  # of the fp32 logits of a chunk: 4,096 tokens of 65,536
 
 
-def vocab_parallel_cross_entropy(logits, labels, partition, group):
-    """Loss of every position.
+def linear_cross_entropy(x, weight, labels, partition, group):
+    """Mean loss over all positions, with gradients, and the loss of each position, without.
 
-    logits: [..., vocab/tp], this rank's rows of ``partition`` (padding included). labels: int64 [...], whole
-    vocabulary; IGNORED gives 0. Returns fp32 (or wider) [...], equal on every rank.
+    x: [..., d]. weight: [vocab/tp, d], this rank's rows of ``partition`` (padding included). labels: int64 [...], of
+    the whole vocabulary; IGNORED gives 0, and counts in the mean. Returns fp32 (or wider) tensors [] and [...], equal
+    on every rank. The gradient of x is this rank's part of a sum over the ranks.
     """
-    return VocabParallelCrossEntropy.apply(logits, labels, partition, group)
+    rows, targets = x.flatten(0, -2), labels.flatten()
+    mean, losses = LinearCrossEntropy.apply(rows, weight, targets, partition, group, torch.is_grad_enabled())
+    return mean, losses.view(labels.shape)
 
 
-class VocabParallelCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, partition, group):
-        ((start, stop),) = partition.ranges
-        z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        if partition.padding:
-            z[..., stop - start :] = -torch.inf
-        maximum = z.amax(-1, keepdim=True)
-        all_reduce(maximum, dist.ReduceOp.MAX, group)
-        z -= maximum
-        ignored = labels == IGNORED
-        elsewhere = (labels < start) | (labels >= stop)
-        local_label = (labels - start).masked_fill(elsewhere, 0).unsqueeze(-1)
-        label_logit = z.gather(-1, local_label).squeeze(-1).masked_fill(elsewhere, 0)
-        all_reduce(label_logit, dist.ReduceOp.SUM, group)
-        z.exp_()
-        total = z.sum(-1, keepdim=True)
-        all_reduce(total, dist.ReduceOp.SUM, group)
-        z /= total  # softmax
-        ctx.save_for_backward(z, local_label, elsewhere, ignored)
-        ctx.dtype = logits.dtype
-        return (total.squeeze(-1).log() - label_logit).masked_fill(ignored, 0)
+    def forward(ctx, x, weight, labels, partition, group, with_gradients):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        losses = torch.empty(len(x), dtype=wide, device=x.device)
+        x_gradient, weight_gradient = torch.empty_like(x) if with_gradients else None, None
+        chunk = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
+        for start in range(0, len(x), chunk):
+            rows = slice(start, start + chunk)
+            z = (x[rows] @ weight.t()).to(wide)  # [tokens, vocab/tp]
+            losses[rows] = softmax_and_losses(z, labels[rows], partition, group)
+            if with_gradients:
+                subtract_labels(z, labels[rows], partition)
+                gradient = z.div_(len(x)).to(x.dtype)
+                torch.mm(gradient, weight, out=x_gradient[rows])
+                product = gradient.t() @ x[rows]
+                weight_gradient = product if weight_gradient is None else weight_gradient.to(wide).add_(product)
+        ctx.gradients = x_gradient, weight_gradient
+        ctx.mark_non_differentiable(losses)
+        return losses.mean(), losses
 
     @staticmethod
-    def backward(ctx, gradient):
-        softmax, local_label, elsewhere, ignored = ctx.saved_tensors
-        gradient = gradient.masked_fill(ignored, 0).unsqueeze(-1)
-        gradient_logits = softmax * gradient
-        at_label = (-gradient).masked_fill(elsewhere.unsqueeze(-1), 0)
-        gradient_logits.scatter_add_(-1, local_label, at_label)
-        return gradient_logits.to(ctx.dtype), None, None, None
+    def backward(ctx, gradient, _):
+        x_gradient, weight_gradient = ctx.gradients
+        ctx.gradients = None  # they are large, and changed in place
+        x_gradient *= gradient
+        weight_gradient *= gradient
+        return x_gradient, weight_gradient.to(x_gradient.dtype), None, None, None, None
+
+
+def softmax_and_losses(z, labels, partition, group):
+    """The losses [tokens]; the logits ``z`` [tokens, vocab/tp] become the softmax, in place."""
+    ((start, stop),) = partition.ranges
+    if partition.padding:
+        z[:, stop - start :] = -torch.inf
+    maximum = z.amax(-1, keepdim=True)
+    all_reduce(maximum, dist.ReduceOp.MAX, group)
+    z -= maximum
+    column, here = local_labels(labels, partition)
+    label_logit = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)
+    total = z.exp_().sum(-1)
+    sums = torch.stack((total, label_logit))
+    all_reduce(sums, dist.ReduceOp.SUM, group)
+    total, label_logit = sums
+    z /= total.unsqueeze(-1)
+    return (total.log() - label_logit).masked_fill(labels == IGNORED, 0)
+
+
+def subtract_labels(softmax, labels, partition):
+    """The gradient of the losses by the logits, in place: softmax - [j = label]; 0 for ignored labels."""
+    column, here = local_labels(labels, partition)
+    softmax.scatter_add_(-1, column.unsqueeze(-1), -here.to(softmax.dtype).unsqueeze(-1))
+    softmax.masked_fill_((labels == IGNORED).unsqueeze(-1), 0)
+
+
+def local_labels(labels, partition):
+    """(column of each label in this rank's slice, whether it is there at all; a column of another is 0)."""
+    ((start, stop),) = partition.ranges
+    here = (labels >= start) & (labels < stop)
+    return (labels - start).masked_fill(~here, 0), here
 
 
 def all_reduce(tensor, operation, group):

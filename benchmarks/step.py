@@ -1,0 +1,167 @@
+"""A whole training step side by side: forward, backward and AdamW, ours and Hugging Face's Llama of the same shape.
+
+    python benchmarks/step.py [--shape llm-s] [--seq-length 1024 2048] [--contestants dense moh-75 moh-50 hf]
+                              [--micro-batch-size 1] [--rounds 3] [--threads N] [--device cuda] [--peak-tflops 989]
+
+All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
+AdamW (fused on a GPU), no engine and no recomputation. dense, moh-75 and moh-50 are ours with all heads, and with the
+head budgets of the paper; hf is LlamaForCausalLM (sdpa) of the installed transformers, hf-compiled the same under
+torch.compile. A step's time is the median over the rounds, after one that does not count; a ratio is the median of the
+ratios within a round. On a CPU it is the time of all threads (CPU-seconds), which other programs disturb less.
+
+MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, once for all heads and once for those that
+are active. The backends that ``auto`` chose are printed.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Python put this file's directory first, where tokenize.py hides the standard module.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import platform
+import resource
+from statistics import median
+
+import torch
+
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.estimate import flops_per_token
+from moh_lm.kernels.break_even import fastest
+from moh_lm.model.transformer import CausalLM
+
+SHAPES = {
+    "llm-s": dict(num_layers=12, hidden_size=768, intermediate_size=2048, num_attention_heads=12, head_dim=64),
+    "llm-b": dict(num_layers=24, hidden_size=1536, intermediate_size=4096, num_attention_heads=16, head_dim=96),
+    "tiny": dict(num_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32),
+}
+VOCAB = {"tiny": 1024}
+SHARED_AND_ROUTED = {"moh-75": (1 / 2, 1 / 4), "moh-50": (1 / 4, 1 / 4)}  # of all heads
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--shape", default="llm-s", choices=SHAPES)
+    add("--seq-length", type=int, nargs="+", default=[1024])
+    add("--micro-batch-size", type=int, default=1)
+    add("--contestants", nargs="+", default=["dense", "moh-75", "moh-50", "hf"], metavar="NAME")
+    add("--backend", default="auto", help="attention backend of ours (default: auto)")
+    add("--rounds", type=int, default=3, help="that count (default: 3)")
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--peak-tflops", type=float, help="of the device in this precision, for the MFU")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {arguments.threads} threads"
+    print(f"{name}; torch {torch.__version__}, Python {platform.python_version()}; {' '.join(sys.argv)}")
+    for length in arguments.seq_length:
+        compare(arguments, length, device)
+
+
+def compare(arguments, length, device):
+    contestants = {name: make(name, arguments, length, device) for name in arguments.contestants}
+    generator = torch.Generator().manual_seed(0)
+    vocab = VOCAB.get(arguments.shape, 65536)
+    seconds, losses, memory = {name: [] for name in contestants}, {}, {}
+    for round in range(arguments.rounds + 1):
+        tokens = torch.randint(vocab, (arguments.micro_batch_size, length + 1), generator=generator).to(device)
+        for name, (step, _) in contestants.items():
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            taken, losses[name] = timed(lambda step=step, tokens=tokens: step(tokens), device)
+            memory[name] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+            seconds[name].append(taken)
+            print(f"round {round}, {name}: {taken:.3f} s, loss {losses[name]:.3f}", file=sys.stderr, flush=True)
+    first, *_ = contestants
+    unit = "GPU-seconds" if device.type == "cuda" else "CPU-seconds"
+    print(f"\n{arguments.shape}, {arguments.micro_batch_size} x {length} tokens; {unit} of a step; ratio to {first}")
+    for name, (_, config) in contestants.items():
+        taken = median(seconds[name][1:])
+        ratios = sorted(a / b for a, b in zip(seconds[name][1:], seconds[first][1:], strict=True))
+        line = f"{name:12}{taken:9.3f}{length * arguments.micro_batch_size / taken:12,.0f} tokens/s"
+        line += f"{median(ratios):8.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+        if arguments.peak_tflops:
+            flops = {key: value * length * arguments.micro_batch_size for key, value in config.items()}
+            line += "".join(f"  MFU {key} {flops[key] / taken / arguments.peak_tflops / 1e12:.1%}" for key in flops)
+        print(line + (f"  {memory[name]:.1f} GiB" if memory[name] else ""))
+
+
+def make(name, arguments, length, device):
+    """(step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
+    sizes = {**SHAPES[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
+    heads = HeadsConfig(head_selection="all")
+    if name in SHARED_AND_ROUTED:
+        shared, routed = (int(share * sizes["num_attention_heads"]) for share in SHARED_AND_ROUTED[name])
+        heads = HeadsConfig(num_shared_heads=(shared,), num_active_routed_heads=(routed,))
+    config = ModelConfig(**sizes, heads=heads)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name.startswith("hf"):
+        model, loss_of = hugging_face(sizes, length, name == "hf-compiled"), hugging_face_loss
+    else:
+        model, loss_of = CausalLM(config, attention_backend=arguments.backend), our_loss
+        model.initialize(seed=0)
+        share = config.active_heads(0) / config.num_attention_heads
+        chosen = fastest(device.type, dtype, length, share) if arguments.backend == "auto" else arguments.backend
+        print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
+    model = model.to(device=device, dtype=dtype).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)
+
+    def step(tokens):
+        loss = loss_of(model, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, flops_per_token(config, length)
+
+
+def our_loss(model, tokens):
+    return model(tokens[:, :-1], tokens[:, 1:])[0]
+
+
+def hugging_face(sizes, length, compiled):
+    import transformers  # only this contestant needs it
+
+    config = transformers.LlamaConfig(
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_hidden_layers=sizes["num_layers"],
+        num_attention_heads=sizes["num_attention_heads"],
+        num_key_value_heads=sizes["num_attention_heads"],
+        head_dim=sizes["head_dim"],
+        max_position_embeddings=length,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    print(f"hf: transformers {transformers.__version__}", file=sys.stderr)
+    return torch.compile(model) if compiled else model
+
+
+def hugging_face_loss(model, tokens):
+    return model(input_ids=tokens[:, :-1], labels=tokens[:, :-1], shift_labels=tokens[:, 1:]).loss
+
+
+def timed(step, device):
+    """(seconds, loss): of the GPU by its events, else of all threads of this process."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        loss = step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000, loss.item()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    loss = step().item()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, loss
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Generation with a key/value cache: after the prompt, a token costs the heads that it selects and no others.
+
+Keys and values of all heads are computed and kept, since a later token may select any of them; so the cache is that of
+a dense model. What a step saves is reading it: a token reads the keys and values of its shared heads and of its K
+routed ones. On the CPU these are loops over the selected heads, which touch no other memory. On a GPU every head is
+computed and multiplied by its gate, until a kernel has been measured to be better.
+
+Shapes: b rows (prompts), s new tokens, h query heads, k key/value heads, T room for tokens, e head dimension, d hidden
+size. One rank; the model is a ``CausalLM`` without tensor parallelism.
+"""
+
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+
+from moh_lm.kernels.attention import moh_attention
+from moh_lm.model.rotary import rotary_table, rotate
+
+
+class Cache:
+    """Keys and values of every layer and row, and how many tokens of each row they hold.
+
+    max_length: T, room for a prompt and what follows it.
+    """
+
+    def __init__(self, model, rows, max_length):
+        weight = model.model.embed_tokens.weight
+        self.max_length = max_length
+        self.lengths = [0] * rows
+        self.keys, self.values = [], []
+        for layer in model.model.layers:
+            heads, size = layer.self_attn.k_proj.weight.shape[0], layer.self_attn.head_dim
+            shape = (rows, heads // size, max_length, size)
+            self.keys.append(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+            self.values.append(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+
+
+@torch.no_grad()
+def read_prompt(model, cache, row, tokens):
+    """Fill ``row`` of the cache with a prompt, int64 [s]; logits of what follows it, [vocab]."""
+    positions = torch.arange(len(tokens), device=tokens.device)
+
+    def attend(attention, layer, x):
+        query, key, value, gates, _ = project(attention, x, positions, cache.max_length)
+        cache.keys[layer][row, :, : len(tokens)] = key[:, 0].transpose(0, 1)
+        cache.values[layer][row, :, : len(tokens)] = value[:, 0].transpose(0, 1)
+        return moh_attention(query, key, value, gates)
+
+    logits = last_logits(model, tokens[None], attend)
+    cache.lengths[row] = len(tokens)
+    return logits[0]
+
+
+@torch.no_grad()
+def read_token(model, cache, tokens):
+    """Go on by one token in every row, int64 [b]; logits of what follows, [b, vocab]."""
+    positions = torch.tensor(cache.lengths, device=tokens.device)
+    rows = torch.arange(len(tokens), device=tokens.device)
+
+    def attend(attention, layer, x):
+        query, key, value, gates, active = project(attention, x, positions[None], cache.max_length)
+        keys, values = cache.keys[layer], cache.values[layer]
+        keys[rows, :, positions], values[rows, :, positions] = key[0], value[0]
+        if x.device.type == "cpu":
+            heads = active[0].tolist()
+            read = [
+                attend_selected(query[0, row], keys[row, :, : length + 1], values[row, :, : length + 1], heads[row])
+                for row, length in enumerate(cache.lengths)
+            ]
+            context = torch.stack(read)[None]  # [1, b, h, e]
+        else:
+            context = attend_all(query, keys, values, positions)
+        return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
+
+    logits = last_logits(model, tokens[:, None], attend)
+    cache.lengths = [length + 1 for length in cache.lengths]
+    return logits
+
+
+def last_logits(model, tokens, attend):
+    """Logits of the last of the tokens [b, s], [b, vocab]. ``attend(attention, layer, x)`` gives the context."""
+    x = model.model.embed_tokens(tokens)  # [s, b, d]
+    for index, layer in enumerate(model.model.layers):
+        context = attend(layer.self_attn, index, layer.input_layernorm(x))  # [s, b, h, e]
+        x = x + layer.self_attn.o_proj(context.flatten(2))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    weight = (model.model.embed_tokens if model.tied else model.lm_head).weight
+    return F.linear(model.model.norm(x[-1:]), weight)[0]
+
+
+def project(attention, x, positions, max_length):
+    """What ``x`` [s, b, d] asks, is asked, and brings, with rotary ``positions`` [s] or [1, b].
+
+    Returns query [s, b, h, e], key and value [s, b, k, e], gates [s, b, h] or None for 1, active heads [s, b, n].
+    """
+    query, key, value = (
+        attention.split_heads(linear(x)) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    gates, active = gates_of(attention, x, query)
+    cos, sin = rotary_table(max_length, attention.rotary, query.dtype, query.device)  # [T, 1, 1, e]
+    table = [part[positions].reshape(*positions.shape, *(1,) * (3 - positions.dim()), -1) for part in (cos, sin)]
+    return rotate(query, table), rotate(key, table), value, gates, active
+
+
+def gates_of(attention, x, query):
+    """Gates [s, b, h], None for 1, and the heads that are on, [s, b, n]: those of ``Attention.forward``."""
+    shape, leading, num_heads = x.shape[:2], attention.heads.leading, attention.heads.num_heads
+    router = attention.router
+    if router is None:
+        on = leading if attention.selection == "static" else num_heads
+        gates = attention.static_gates(query) if attention.selection == "static" else None
+        return gates, torch.arange(on, device=x.device).expand(*shape, on)
+    norms = None
+    if router.routing == "query_norm":
+        norms = query.to(torch.promote_types(query.dtype, torch.float32)).norm(dim=-1)  # [s, b, h]
+    kept = []
+    gates, _, _ = router(x, kept, norms)
+    active = torch.arange(router.num_shared, device=x.device).expand(*shape, router.num_shared)
+    if kept:
+        routed = kept[0].topk(router.num_active).indices.sort().values + router.num_shared
+        active = torch.cat((active, routed), dim=-1)
+    return gates, active
+
+
+def attend_selected(query, keys, values, heads):
+    """Attention of one token by ``heads`` alone: query [h, e], keys and values [k, t, e] -> [h, e], else zeros."""
+    context = torch.zeros_like(query)
+    shared_by = len(query) // len(keys)  # query heads of a key/value head
+    for key_head, group in groupby(heads, key=lambda head: head // shared_by):
+        group = list(group)
+        scores = query[group] @ keys[key_head].t() / query.shape[-1] ** 0.5  # [heads of the group, t]
+        context[group] = scores.softmax(-1, dtype=wide(query)).to(query.dtype) @ values[key_head]
+    return context
+
+
+def attend_all(query, keys, values, positions):
+    """Attention of a token per row by all heads: query [1, b, h, e], keys and values [b, k, T, e] -> [1, b, h, e]."""
+    visible = torch.arange(keys.shape[2], device=keys.device) <= positions[:, None]  # [b, T]
+    context = F.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3), keys, values, attn_mask=visible[:, None, None], enable_gqa=True
+    )  # [b, h, 1, e]
+    return context.permute(2, 0, 1, 3)
+
+
+def wide(tensor):
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def sample(logits, temperature, top_p, generator):
+    """A token of every row of ``logits`` [b, vocab]: the most likely one at temperature 0; int64 [b].
+
+    top_p: draw among the most likely tokens whose probabilities add up to it (Holtzman et al. 2020).
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities, order = (logits.to(wide(logits)) / temperature).softmax(-1).sort(descending=True, stable=True)
+    before = probabilities.cumsum(-1) - probabilities  # of the more likely tokens; 0 for the first one
+    kept = probabilities.masked_fill(before >= top_p, 0)
+    return order.gather(-1, torch.multinomial(kept, 1, generator=generator)).squeeze(-1)
+
+
+def generate(model, prompts, max_new_tokens, eos_id, temperature=0.0, top_p=1.0, seed=0):
+    """Continue ``prompts``, lists of token ids; yields, for each new token, a list with that of each row.
+
+    A row that has ended with ``eos_id`` gives None from then on. The generation ends when all rows have, or after
+    ``max_new_tokens``.
+    """
+    device = model.model.embed_tokens.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    cache = Cache(model, len(prompts), max(map(len, prompts)) + max_new_tokens)
+    logits = [read_prompt(model, cache, row, torch.tensor(prompt, device=device)) for row, prompt in enumerate(prompts)]
+    tokens, ended = sample(torch.stack(logits), temperature, top_p, generator), set()
+    for count in range(max_new_tokens):
+        ids = tokens.tolist()
+        ended |= {row for row, token in enumerate(ids) if token == eos_id}
+        yield [None if row in ended else token for row, token in enumerate(ids)]
+        if len(ended) == len(prompts) or count == max_new_tokens - 1:
+            return
+        tokens = sample(read_token(model, cache, tokens), temperature, top_p, generator)

@@ -1,0 +1,179 @@
+"""Generation with a cache: what the model computes without one, from the memory of the selected heads alone."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moh_lm import generation
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.generation import Cache, generate, read_prompt, read_token, sample
+from moh_lm.model.transformer import CausalLM
+from tests.distributed import run_ranks
+from tests.test_export import PAPER, write_checkpoint
+from tests.tokenizing import train_model
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=4, vocab_size=37)
+MODELS = {
+    "paper": (dict(num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
+    "released, budgets per layer": (
+        dict(num_shared_heads=(8, 0), num_active_routed_heads=(0, 5), routing="released"), dict(rope_theta=100.0),
+    ),
+    "query norm, grouped": (dict(routing="query_norm", num_shared_heads=(3,)), dict(num_key_value_heads=2)),
+    "all, tied": (dict(head_selection="all"), dict(tie_embeddings=True)),
+    "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
+}  # fmt: skip
+
+
+def make_model(name):
+    heads, sizes = MODELS[name]
+    model = CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)))
+    model.initialize(seed=5)
+    with torch.no_grad():
+        for parameter in model.double().parameters():
+            parameter *= 10  # so that nothing is hidden by small weights
+    return model
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return make_model(request.param)
+
+
+def whole(model, tokens):
+    """Logits [s, vocab] after every token of a text, without a cache."""
+    with torch.no_grad():
+        return model(torch.tensor([tokens]))[:, 0]
+
+
+TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2], [36, 0, 36, 0, 0, 0, 1, 1, 35]]
+PROMPTS = [4, 1, 6]  # tokens of each that are read at once
+
+
+def read(model, lengths, texts=TEXTS):
+    """Cache and logits after the first ``lengths`` tokens."""
+    cache = Cache(model, len(texts), max_length=12)
+    rows = enumerate(zip(texts, lengths, strict=True))
+    return cache, [read_prompt(model, cache, row, torch.tensor(text[:length])) for row, (text, length) in rows]
+
+
+def test_logits_with_a_cache_are_those_of_the_whole_text_in_rows_of_any_length(model):
+    expected = [whole(model, text) for text in TEXTS]
+    cache, first = read(model, PROMPTS)
+    for row, length in enumerate(PROMPTS):
+        torch.testing.assert_close(first[row], expected[row][length - 1], rtol=1e-9, atol=1e-11)
+    for step in range(3):
+        tokens = torch.tensor([text[length + step] for text, length in zip(TEXTS, PROMPTS, strict=True)])
+        logits = read_token(model, cache, tokens)
+        for row, length in enumerate(PROMPTS):
+            torch.testing.assert_close(logits[row], expected[row][length + step], rtol=1e-9, atol=1e-11)
+
+
+def test_the_form_for_a_gpu_gives_the_same(model, monkeypatch):
+    tokens = torch.tensor([1, 2, 3])
+    expected = read_token(model, read(model, PROMPTS)[0], tokens)
+    scattered = []
+
+    def attend_selected(query, keys, values, heads):
+        position = torch.tensor([keys.shape[1] - 1])
+        room = torch.full_like(keys[:, :3], math.nan)  # what lies behind the last token
+        keys, values = torch.cat((keys, room), 1)[None], torch.cat((values, room.nan_to_num(9.0)), 1)[None]
+        scattered.append(heads)
+        return generation.attend_all(query[None, None], keys.nan_to_num(9.0), values, position)[0, 0]
+
+    monkeypatch.setattr(generation, "attend_selected", attend_selected)
+    torch.testing.assert_close(read_token(model, read(model, PROMPTS)[0], tokens), expected, rtol=1e-9, atol=1e-11)
+    assert scattered
+
+
+@pytest.mark.parametrize("name", ["paper", "released, budgets per layer", "static"])
+def test_a_token_reads_the_keys_and_values_of_its_selected_heads_only(name, monkeypatch):
+    model = make_model(name)
+    expected = read_token(model, read(model, PROMPTS)[0], torch.tensor([1, 2, 3]))
+    calls = 0
+
+    def poisoned(query, keys, values, heads):
+        nonlocal calls
+        calls += 1
+        others = [head for head in range(8) if head not in heads]
+        keys, values = keys.clone(), values.clone()
+        keys[others] = values[others] = math.nan
+        return attend_selected(query, keys, values, heads)
+
+    attend_selected = generation.attend_selected
+    monkeypatch.setattr(generation, "attend_selected", poisoned)
+    assert torch.equal(read_token(model, read(model, PROMPTS)[0], torch.tensor([1, 2, 3])), expected)
+    assert calls == 2 * 3  # layers and rows
+
+
+def test_greedy_text_is_the_most_likely_token_again_and_again_up_to_the_end(model):
+    texts = [list(text) for text in TEXTS]
+    new = list(zip(*generate(model, texts, 4, eos_id=-1), strict=True))
+    for text, tokens in zip(texts, new, strict=True):
+        for token in tokens:
+            assert token == whole(model, text)[-1].argmax()
+            text.append(token)
+    (end, *_), *others = new
+    shortened = list(generate(model, TEXTS, 4, eos_id=end))
+    assert [row[0] for row in shortened] == [None] * len(shortened)
+    for row, tokens in enumerate(others, 1):
+        kept = tokens[: tokens.index(end)] if end in tokens else tokens
+        assert [step[row] for step in shortened if step[row] is not None] == list(kept)
+
+
+def test_draws_follow_the_probabilities_of_the_most_likely_tokens():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(20_000, 4)
+
+    def shares(temperature, top_p):
+        return torch.bincount(sample(logits, temperature, top_p, generator), minlength=4) / 20_000
+
+    torch.testing.assert_close(shares(1.0, 1.0), torch.tensor([0.1, 0.4, 0.2, 0.3]), rtol=0, atol=0.02)
+    torch.testing.assert_close(shares(1.0, 0.6), torch.tensor([0, 4 / 7, 0, 3 / 7]), rtol=0, atol=0.02)
+    squares = torch.tensor([0.01, 0.16, 0.04, 0.09])
+    torch.testing.assert_close(shares(0.5, 1.0), squares / squares.sum(), rtol=0, atol=0.02)
+    assert shares(1.0, 1e-6).tolist() == shares(0.0, 1.0).tolist() == [0, 1, 0, 0]
+
+
+# --- The command ---
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("generate")
+    tokenizer = train_model(directory)
+    config = ModelConfig(**{**vars(PAPER), "vocab_size": 400})
+    run_ranks(write_checkpoint, 1, directory / "run", config, tokenizer, False)
+    return directory / "run"
+
+
+def command(*flags, text=None):
+    line = [sys.executable, str(ROOT / "tools/generate.py"), *map(str, flags)]
+    result = subprocess.run(line, cwd=ROOT, input=text, capture_output=True, text=True, timeout=120)
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_the_command_continues_prompts_and_the_text_in_pieces_is_the_text_at_once(run):
+    flags = ("--model", run, "--max-new-tokens", 9, "--temperature", 1, "--seed", 3)
+    code, out, err = command(*flags, "--prompt", "the quick", "--json")
+    assert code == 0 and "tokens/s" in err
+    row = json.loads(out)
+    assert row["prompt"] == "the quick" and 0 < len(row["tokens"]) <= 9
+    code, streamed, _ = command(*flags, text="the quick")
+    assert (code, streamed) == (0, f"the quick{row['text']}\n")
+
+
+def test_what_cannot_be_generated_is_said(run, tmp_path):
+    for flags, words in [
+        (("--model", tmp_path / "no", "--prompt", "a"), "no such directory"),
+        (("--model", run, "--prompt", "a", "--max-new-tokens", 500), "500 new ones; the model was trained on 32"),
+        (("--model", run, "--prompt", ""), "has no token"),
+        (("--model", run, "--prompt", "a", "--top-p", 0), "--top-p above 0"),
+    ]:
+        code, out, err = command(*flags)
+        assert (code, out) == (2, "") and words in err and "Traceback" not in err, err
