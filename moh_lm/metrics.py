@@ -125,14 +125,25 @@ class RunLog:
         )
 
     def evaluation(self, step, losses):
-        """Log the validation loss of each source."""
+        """Log the validation loss of each source, and its exponential, the perplexity of a token."""
         mean = sum(losses.values()) / len(losses)
-        self.write({"step": step, "evaluation": losses, "evaluation_mean": mean})
+        perplexity = {name: perplexity_of(loss) for name, loss in losses.items()}
+        self.write({"step": step, "evaluation": losses, "evaluation_mean": mean, "perplexity": perplexity})
         for name, loss in losses.items():
             self.scalar(f"validation_loss/{name}", loss, step)
+            self.scalar(f"validation_perplexity/{name}", perplexity[name], step)
         self.scalar("validation/mean_of_sources", mean, step)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         print(f"validation loss after {step} steps: {shown}", flush=True)
+
+    def tasks(self, step, scores):
+        """Log the scores of tasks: {task: {metric: share}}."""
+        self.write({"step": step, "tasks": scores})
+        for name, metrics in scores.items():
+            for metric, value in metrics.items():
+                self.scalar(f"tasks/{name}/{metric}", value, step)
+        shown = "  ".join(f"{name} {list(metrics.values())[-1]:.1%}" for name, metrics in scores.items())
+        print(f"tasks after {step} steps: {shown}", flush=True)
 
     def scalar(self, tag, value, step):
         try:
@@ -148,6 +159,10 @@ class RunLog:
     def close(self):
         if self.board is not None:
             self.board.close()
+
+
+def perplexity_of(loss):
+    return math.exp(loss) if loss < 700 else math.inf  # which ``finite`` writes as null
 
 
 def finite(value):

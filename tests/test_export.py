@@ -1,5 +1,6 @@
 """tools/export_hf.py: from a checkpoint to a directory that transformers loads, or to nothing at all."""
 
+import base64
 import importlib
 import io
 import json
@@ -25,6 +26,10 @@ from tests.distributed import run_ranks
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 STEP, SEQUENCES = 7, 70
+SEGMENTS = [  # the mix was changed after 42 of the sequences
+    {"first_sample": 0, "weights": {"books": 1, "code": 1}},
+    {"first_sample": 42, "weights": {"books": 1, "code": 2, "web": 1}},
+]
 HEADS = HeadsConfig(num_shared_heads=(2, 0), num_active_routed_heads=(1, 3), routing="released")
 PAPER = ModelConfig(
     num_layers=2,
@@ -58,7 +63,7 @@ def make_weights(model_config):
     return model
 
 
-def write_checkpoint(run, model_config, tokenizer, tensor_parallel):
+def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=32):
     """A checkpoint of ``make_weights``, written by the ranks of this world as a training run would.
 
     With tensor parallelism each rank owns its slice of every parameter, else a range of the flattened parameter.
@@ -78,8 +83,14 @@ def write_checkpoint(run, model_config, tokenizer, tensor_parallel):
             owned = values.flatten()[start:stop]
         tensors = {"master": owned.flatten()}
         fragments.append(Fragment(name, parameter, tuple(parameter.shape), start, is_copy, tensors))
-    config = Config(model=model_config, run=RunConfig(seq_length=32, batch_tokens=320, train_iters=STEP))
-    state = {"consumed_samples": SEQUENCES, "data": {"segments": [{"weights": {"books": 3, "code": 1}}]}}
+    run_config = RunConfig(seq_length=seq_length, batch_tokens=10 * seq_length, train_iters=STEP)
+    config = Config(model=model_config, run=run_config)
+    state = {
+        "consumed_samples": SEQUENCES,
+        "optimizer_steps": STEP - 1,
+        "router_shares": [[0.4, 0.6], [0.6, 0.75, 0.75, 0.9]],
+        "data": {"segments": SEGMENTS},
+    }
     Saver(Path(run) / "checkpoints").save(STEP, fragments, config, state, tokenizer)
 
 
@@ -201,8 +212,34 @@ def test_the_configuration_has_llamas_keys_and_the_head_budgets(run, tmp_path, e
         "torch_dtype": "float32",
     }
     assert {key: config[key] for key in expected} == expected
+
+
+def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, export, without_transformers):
+    shutil.copytree(run, tmp_path / "run")
+    rows = [
+        {"step": 0, "evaluation": {"books": 9.0, "code": 9.0}, "evaluation_mean": 9.0},
+        {"step": 5, "loss": 4.1234, "source_loss": {"books": 4.0, "code": 4.25}},
+        {"step": 6, "evaluation": {"books": 3.5, "code": 3.25}, "evaluation_mean": 3.375},
+        {"step": 8, "loss": 1.0, "source_loss": {"books": 1.0}},
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 7, "lo']))
+    assert export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")[0] == 0
     card = (tmp_path / "hf" / "README.md").read_text()
-    assert "books 75.00%, code 25.00%" in card and f"step 7, {SEQUENCES * 32:,} tokens" in card
+    for line in (
+        "| source | share of the mix | tokens seen |",
+        f"| books | 25.00% | {(21 + 7) * 32:,} |",
+        f"| code | 50.00% | {(21 + 14) * 32:,} |",
+        f"| web | 25.00% | {7 * 32:,} |",
+        "| mean loss per token | training, up to step 5 | held out, after step 6 |",
+        "| books | 4.000 | 3.500 |",
+        "| all | 4.123 | 3.375 |",
+        "| 0 | 2 | 1 of 2 | 50.0% | 40.0% | 60.0% |",
+        "| 1 | 0 | 3 of 4 | 75.0% | 60.0% | 90.0% |",
+        "| steps | 7 of 7, 1 of them skipped |",
+        "| learning rate | 0.0003 to 3e-05, cosine; 2,000 steps of warm-up from 1e-07 |",
+    ):
+        assert line in card, card
 
 
 def test_every_layout_gives_the_same_bytes(run, tokenizer, tmp_path, export, without_transformers):
@@ -268,6 +305,41 @@ def test_transformers_computes_the_logits_and_the_greedy_text_of_the_trainers_mo
     for _ in range(12):
         ids = [*ids, model(torch.tensor([ids]))[-1, 0].argmax().item()]
     assert loaded["generated"] == ids
+
+
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_factor": 8.0,
+        "rope_low_freq_factor": 1.0,
+        "rope_high_freq_factor": 4.0,
+        "rope_original_length": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_scaled_rotary_embedding_is_written_for_every_version(kind, tmp_path, export, without_transformers):
+    run_ranks(write_checkpoint, 1, tmp_path / "run", replace(PAPER, **ROPES[kind]), None, False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of the trainer's model" in printed
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    scaling = {"rope_type": kind, **dict(zip(keys, list(ROPES[kind].values())[1:], strict=False))}
+    assert config["rope_theta"] == 500.0
+    assert config["rope_scaling"] == scaling
+    assert config["rope_parameters"] == {**scaling, "rope_theta": 500.0}
+
+
+def test_a_tokenizer_of_tiktoken_is_copied_and_said(tmp_path, export, without_transformers):
+    ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "tokenizer.model").write_text(ranks)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tmp_path / "tokenizer.model", False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "copied, not converted" in printed
+    assert (tmp_path / "hf" / "tokenizer.model").read_text() == ranks
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
 
 
 def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16(tmp_path, export):

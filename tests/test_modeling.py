@@ -11,13 +11,15 @@ pytest.importorskip("transformers")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.model.transformer import CausalLM
 from tools.configuration_moh import MoHLlamaConfig
 from tools.modeling_moh import (
     ALL_ATTENTION_FUNCTIONS,
     MoHLlamaForCausalLM,
     MoHLlamaRouter,
     eager_attention_forward,
-    query_norm_gates,
+    query_norm_routing,
 )
 
 SHAPE = {
@@ -215,9 +217,9 @@ def test_a_router_computes_in_fp32_from_bf16_inputs_and_under_autocast():
         for parameter in router.parameters():
             parameter.normal_(0, 0.5, generator=generator)
         x = torch.randn(1, 200, SHAPE["hidden_size"], generator=generator).bfloat16()
-        gates = router(x)
+        gates, _ = router(x)
         with torch.autocast("cpu", torch.bfloat16):
-            assert router(x).equal(gates)
+            assert router(x)[0].equal(gates)
     weights = {name: parameter.detach().double().numpy() for name, parameter in router.named_parameters()}
     expected = [reference_gates(config, 0, weights, token, None) for token in x[0].double().numpy()]
     assert gates.dtype == torch.float32
@@ -228,7 +230,7 @@ def test_query_norm_gates_are_one_with_the_gradient_of_the_selected_softmax_scor
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 1, 5, 4, generator=generator, requires_grad=True)
     upstream = torch.randn(5, generator=generator)
-    gates = query_norm_gates(query, 1, 2)
+    gates, selection = query_norm_routing(query, 1, 2)
     (gates * upstream).sum().backward()
     selected = gates.detach()[0, 0].double().numpy()
     assert selected.tolist().count(1.0) == 3 and selected.tolist().count(0.0) == 2
@@ -246,21 +248,124 @@ def test_query_norm_gates_are_one_with_the_gradient_of_the_selected_softmax_scor
 
 
 def test_a_token_whose_query_norms_are_all_equal_has_finite_gates():
-    gates = query_norm_gates(torch.zeros(1, 1, 4, 6), 1, 2)
+    gates, _ = query_norm_routing(torch.zeros(1, 1, 4, 6), 1, 2)
     assert gates.tolist() == [[[1.0, 1.0, 1.0, 0.0]]]
+
+
+# --- Router outputs ---
+
+
+def assert_router_outputs(outputs, model, tokens):
+    """Gates and selections against the equations: the hidden states tell the input of each layer."""
+    states = model(tokens, output_hidden_states=True).hidden_states
+    config = model.config
+    assert len(outputs.router_gates) == len(outputs.router_selections) == config.num_hidden_layers
+    for index, layer in enumerate(model.model.layers):
+        x = layer.input_layernorm(states[index])
+        query = layer.self_attn.q_proj(x).unflatten(-1, (config.num_attention_heads, -1)).double().numpy()
+        router = layer.self_attn.router
+        weights = {name: p.detach().double().numpy() for name, p in router.named_parameters()} if router else {}
+        gates, selected = outputs.router_gates[index], outputs.router_selections[index]
+        assert gates.shape == selected.shape == (*tokens.shape, config.num_attention_heads)
+        assert gates.dtype == torch.float32 and selected.dtype == torch.bool
+        for b, t in np.ndindex(*tokens.shape):
+            expected = reference_gates(config, index, weights, x[b, t].double().numpy(), query[b, t])
+            np.testing.assert_allclose(gates[b, t], expected, rtol=1e-5, atol=1e-30)
+            assert selected[b, t].tolist() == [gate > 0 for gate in expected]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": 2, "num_shared_heads": [0, 4], "num_active_routed_heads": [2, 0]},
+        {"routing": "released"},
+        {"routing": "query_norm", "num_shared_heads": [1, 4], "num_active_routed_heads": [2, 0]},
+        {"head_selection": "static"},
+        {"head_selection": "all"},
+    ],
+)
+@torch.no_grad()
+def test_router_outputs_are_the_gates_and_the_selected_heads_of_every_layer(changes):
+    model, tokens = make_model(**changes), random_tokens(2, 6)
+    plain = model(tokens)
+    assert plain.router_gates is None and plain.router_selections is None
+    for outputs in (model(tokens, output_router_gates=True), model.model(tokens, output_router_gates=True)):
+        assert_router_outputs(outputs, model, tokens)
+    model.config.output_router_gates = True
+    outputs = model(tokens)
+    assert outputs.logits.equal(plain.logits)
+    assert_router_outputs(outputs, model, tokens)
+
+
+@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_the_selected_heads_are_those_of_the_trainers_router_token_by_token(routing, dtype):
+    shape = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 19}
+    heads = HeadsConfig(num_shared_heads=(2, 0), num_active_routed_heads=(2, 3), routing=routing)
+    trainer = CausalLM(ModelConfig(hidden_size=16, intermediate_size=24, rope_theta=100.0, heads=heads, **shape))
+    trainer.initialize(seed=1)
+    changes = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_shared_heads": [2, 0], "routing": routing}
+    model = make_model(num_active_routed_heads=[2, 3], **changes)
+    for name, parameter in trainer.named_parameters():
+        parameter.mul_(1 if parameter.ndim == 1 else 8)
+        model.get_parameter(name).copy_(parameter)
+    trainer, model, tokens = trainer.to(dtype), model.to(dtype), random_tokens(1, 200)
+    taken = []
+    for layer in trainer.model.layers:
+        router, select = layer.self_attn.router, layer.self_attn.router.select
+        router.select = lambda *arguments, select=select: taken.append(select(*arguments)) or taken[-1]
+    trainer(tokens)
+    for selected, trained, shared in zip(
+        model(tokens, output_router_gates=True).router_selections, taken, (2, 0), strict=True
+    ):
+        assert selected[0, :, :shared].all()
+        assert selected[0, :, shared:].equal(trained[:, 0].bool())
+
+
+@pytest.mark.parametrize("changes", [{}, {"routing": "query_norm"}])
+def test_gradient_checkpointing_changes_neither_loss_nor_gradients(changes):
+    tokens, seen = random_tokens(2, 10), []
+    for checkpointing in (False, True):
+        model = make_model(**changes).train()
+        calls = []
+        model.model.layers[0].input_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        outputs = model(tokens, labels=tokens, output_router_gates=True)
+        (outputs.loss + sum(gates.square().sum() for gates in outputs.router_gates)).backward()
+        assert len(calls) == 1 + checkpointing
+        assert outputs.past_key_values is None or not checkpointing
+        seen.append((outputs.loss.item(), {name: p.grad for name, p in model.named_parameters()}))
+    assert seen[0][0] == seen[1][0]
+    for name, gradient in seen[0][1].items():
+        assert gradient.abs().max() > 0 or "w_" in name
+        assert seen[1][1][name].equal(gradient)
 
 
 # --- transformers ---
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_with_all_heads_the_model_is_llama_to_the_bit(attention, tied):
-    changes = {"head_selection": "all", "num_key_value_heads": 2, "tie_word_embeddings": tied}
-    model = make_model(attention=attention, **changes)
+@pytest.mark.parametrize(("tied", "rope"), [(False, None), (True, None), (False, LLAMA3), (True, LINEAR)])
+def test_with_all_heads_the_model_is_llama_to_the_bit(attention, tied, rope):
+    changes = {"head_selection": "all", "num_key_value_heads": 2, "tie_word_embeddings": tied, "head_dim": 12}
+    model = make_model(attention=attention, rope_parameters=rope, **changes)
     own = {"head_selection", "routing", "two_stage", "num_shared_heads", "num_active_routed_heads", "model_type"}
+    own |= {"output_router_gates", "rope_parameters"}
     shape = {k: v for k, v in model.config.to_dict().items() if k not in own | {"architectures", "auto_map"}}
-    llama = LlamaForCausalLM._from_config(LlamaConfig(**shape), attn_implementation=attention).eval()
+    llama = LlamaForCausalLM._from_config(LlamaConfig(**shape, rope_scaling=rope), attn_implementation=attention).eval()
     llama.load_state_dict(model.state_dict())
     tokens = random_tokens(2, 30)
     with torch.no_grad():
@@ -337,12 +442,26 @@ def test_labels_give_the_mean_cross_entropy_and_logits_to_keep_the_last_logits()
 def test_a_saved_model_is_loaded_with_an_empty_report_and_equal_logits(changes, tmp_path):
     model, tokens = make_model(**changes), random_tokens(2, 10)
     model.save_pretrained(tmp_path)
+    assert {"configuration_moh.py", "modeling_moh.py"} <= {path.name for path in tmp_path.iterdir()}
     loaded, report = MoHLlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     tied = loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
     assert tied == bool(changes.get("tie_word_embeddings"))
     with torch.no_grad():
         assert loaded(tokens).logits.equal(model(tokens).logits)
+
+
+@pytest.mark.parametrize("changes", [{"routing": "released"}, {"routing": "query_norm", "rope_parameters": LLAMA3}])
+@torch.no_grad()
+def test_the_exported_graph_computes_sequences_of_other_lengths(changes):
+    model, dynamic = make_model(**changes), {1: torch.export.Dim("length", min=2, max=60)}
+    plain = {"use_cache": False, "return_dict": False}
+    shapes = {"input_ids": dynamic, "use_cache": None, "return_dict": None}
+    program = torch.export.export(model, (random_tokens(2, 9),), kwargs=plain, dynamic_shapes=shapes, strict=False)
+    for length in (5, 40):
+        tokens = random_tokens(2, length)
+        logits = program.module()(tokens, **plain)[0]
+        torch.testing.assert_close(logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 
 def test_a_foreign_attention_implementation_gets_the_layer_and_the_arguments_of_the_call():
@@ -369,6 +488,19 @@ def test_a_foreign_attention_implementation_gets_the_layer_and_the_arguments_of_
 # --- The configuration ---
 
 
+def test_scalings_of_the_rotary_embedding_change_the_logits_and_are_read_in_both_spellings():
+    tokens = random_tokens(1, 30)
+    with torch.no_grad():
+        plain = make_model()(tokens).logits
+        for rope in (LLAMA3, LINEAR):
+            scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+            logits = make_model(rope_parameters=rope)(tokens).logits
+            assert (logits - plain).abs().max() > 0.1
+            assert make_model(rope_scaling=scaling)(tokens).logits.equal(logits)
+            scaling["type"] = scaling["rope_type"]  # as transformers 4 writes it
+            assert make_model(rope_scaling=scaling)(tokens).logits.equal(logits)
+
+
 def test_every_spelling_of_the_rotary_base_is_read_and_both_are_kept():
     spellings = (
         {"rope_theta": 500.0},
@@ -391,7 +523,9 @@ def test_every_spelling_of_the_rotary_base_is_read_and_both_are_kept():
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"routing": "other"}, "routing 'other'"),
         ({"head_selection": "other"}, "head_selection 'other'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3': needs low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0}}, "'linear': needs factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"attention_bias": True}, "no biases"),
     ],
 )

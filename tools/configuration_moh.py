@@ -11,12 +11,18 @@ The keys are those of ``LlamaConfig`` and five more:
 
 The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
 (transformers 5); both ``rope_theta`` and ``rope_parameters`` are kept, so that every version reads what any wrote.
+``output_router_gates`` makes the model return the gates and selections of every layer.
 """
 
 from transformers import PretrainedConfig
 
 HEAD_SELECTIONS = ("all", "mixture", "static")
 ROUTINGS = ("paper", "released", "query_norm")
+ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 class MoHLlamaConfig(PretrainedConfig):
@@ -66,6 +72,7 @@ class MoHLlamaConfig(PretrainedConfig):
         two_stage=True,
         num_shared_heads=None,
         num_active_routed_heads=None,
+        output_router_gates=False,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -86,6 +93,7 @@ class MoHLlamaConfig(PretrainedConfig):
         self.initializer_range = initializer_range
         self.rms_norm_eps = rms_norm_eps
         self.use_cache = use_cache
+        self.output_router_gates = output_router_gates
 
         # ``rope_scaling`` is not set as an attribute: in transformers 5 it is an alias of ``rope_parameters``.
         rope = {**(rope_scaling or {}), **(rope_parameters or {})}
@@ -115,8 +123,12 @@ class MoHLlamaConfig(PretrainedConfig):
     def _check(self):
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
             raise ValueError("moh_llama has SiLU and no biases: hidden_act, attention_bias and mlp_bias say otherwise")
-        if self.rope_parameters["rope_type"] != "default":
-            raise ValueError(f"rope_type {self.rope_parameters['rope_type']!r}: moh_llama has only 'default'")
+        rope_type = self.rope_parameters["rope_type"]
+        if rope_type not in ROPE_KEYS:
+            raise ValueError(f"rope_type {rope_type!r}: must be one of {', '.join(ROPE_KEYS)}")
+        missing = [key for key in ROPE_KEYS[rope_type] if self.rope_parameters.get(key) is None]
+        if missing:
+            raise ValueError(f"rope_type {rope_type!r}: needs {', '.join(missing)} too")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads {self.num_key_value_heads}: must divide num_attention_heads "

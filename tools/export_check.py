@@ -2,7 +2,9 @@
 
 Three models compute the logits of the same random tokens in fp32, one after the other: the trainer's model with the
 weights of the checkpoint, rounded to the dtype of the export; the trainer's model made from the export's config.json
-and safetensors; and transformers with the export's remote code. transformers works in a process of its own,
+and safetensors; and transformers with the export's remote code. The trainer's models hold the embedding, the output
+head and one decoder layer at a time; transformers holds the export as it is, and one layer of it in fp32. transformers
+works in a process of its own,
 
     python tools/export_check.py EXPORT SCRATCH
 
@@ -10,6 +12,7 @@ since a process keeps the remote code of the first of two directories with the s
 [b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with SentencePiece on ``TEXTS``.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from import_config import model_config
 from safetensors import safe_open
 from sentencepiece import SentencePieceProcessor
 
-from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.fragments import full_parameters
+from moh_lm.fragments import FragmentReader
 from moh_lm.manifest import read_json
 from moh_lm.model.transformer import CausalLM
 
@@ -51,12 +54,12 @@ def check_export(step, config, directory):
     Returns lines that say how they differ. Raises ExportError if they differ by more than ``TOLERANCE``.
     """
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.model.vocab_size, (2, min(config.run.seq_length, 128)), generator=generator)
+    tokens = torch.randint(config.model.vocab_size, (1, min(config.run.seq_length, 256)), generator=generator)
     values = read_json(directory / "config.json")
     dtype = getattr(torch, values["torch_dtype"])
-    rounded = ((name, tensor.to(dtype)) for name, tensor in full_parameters(step))
-    expected = trainer_logits(config.model, rounded, tokens)
-    logits = trainer_logits(model_config(values), exported_parameters(directory), tokens)
+    checkpoint, files = FragmentReader(step), exported_files(directory)
+    expected = trainer_logits(config.model, lambda name: checkpoint.read("master", name).to(dtype), tokens)
+    logits = trainer_logits(model_config(values), lambda name: files[name].get_tensor(name), tokens)
     lines = [compare("the trainer's model", expected, logits)]
     if transformers is None:
         remedy = "pip install transformers, and repeat with --overwrite"
@@ -79,53 +82,40 @@ def compare(what, expected, logits):
 
 
 @torch.no_grad()
-def trainer_logits(config, parameters, tokens):
-    """Logits of the trainer's model, fp32, numpy [b, s, vocab].
+def trainer_logits(config, read, tokens):
+    """Logits of the trainer's model, fp32, numpy [s, b, vocab].
 
-    config: ModelConfig. parameters: (name, tensor) pairs. tokens: int64 [b, s].
+    config: ModelConfig. read: the tensor of a parameter, by its name. tokens: int64 [b, s].
     """
     with torch.device("meta"):
         model = CausalLM(config)
-    model.to_empty(device="cpu")
-    wanted = dict(model.named_parameters())
-    for name, tensor in parameters:
-        wanted.pop(name).copy_(tensor)
-    if wanted:
-        raise ExportError(f"parameters {', '.join(wanted)} are missing")
-    # Sequences go one by one, as through transformers: equal shapes give equal rounding, and so equal routing.
-    return np.stack([model(row[None])[:, 0].numpy() for row in tokens])
+    layers = {f"model.layers.{index}.": layer for index, layer in enumerate(model.model.layers)}
+    for prefix, layer in layers.items():
+        layer.register_forward_pre_hook(functools.partial(fill, prefix=prefix, read=read))
+        layer.register_forward_hook(empty)
+    rest = {"model.embed_tokens.": model.model.embed_tokens, "model.norm.": model.model.norm}
+    if not config.tie_embeddings:
+        rest["lm_head."] = model.lm_head
+    for prefix, module in rest.items():
+        fill(module, prefix=prefix, read=read)
+    return model(tokens).numpy()
 
 
-def exported_parameters(directory):
-    """(name, tensor) of every parameter in the safetensors files of ``directory``."""
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dictionary
-                yield name, file.get_tensor(name)
+def fill(module, inputs=None, *, prefix, read):
+    """Give the parameters of a module on the meta device their values."""
+    module.to_empty(device="cpu")
+    for name, parameter in module.named_parameters():
+        parameter.copy_(read(prefix + name))
 
 
-def model_config(values):
-    """The ModelConfig that a config.json of an export describes."""
-    heads = HeadsConfig(
-        head_selection=values["head_selection"],
-        num_shared_heads=tuple(values["num_shared_heads"]),
-        num_active_routed_heads=tuple(values["num_active_routed_heads"]),
-        routing=values["routing"],
-        two_stage=values["two_stage"],
-    )
-    return ModelConfig(
-        num_layers=values["num_hidden_layers"],
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
-        num_attention_heads=values["num_attention_heads"],
-        num_key_value_heads=values["num_key_value_heads"],
-        head_dim=values["head_dim"],
-        vocab_size=values["vocab_size"],
-        rope_theta=values["rope_theta"],
-        rms_norm_eps=values["rms_norm_eps"],
-        tie_embeddings=values["tie_word_embeddings"],
-        heads=heads,
-    )
+def empty(module, inputs, output):
+    module.to("meta")
+
+
+def exported_files(directory):
+    """Parameter -> the open safetensors file in ``directory`` that holds it."""
+    files = (safe_open(path, "pt") for path in sorted(directory.glob("*.safetensors")))
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dictionary
 
 
 # --- transformers ---
@@ -158,7 +148,7 @@ def main():
 
 def check_tokenizer(export):
     """Exit with a message if the tokenizer gives other ids than SentencePiece."""
-    if not (export / "tokenizer.model").is_file():
+    if not (export / "tokenizer.json").is_file():
         return
     original = SentencePieceProcessor(model_file=str(export / "tokenizer.model"))
     converted = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
@@ -172,13 +162,24 @@ def check_tokenizer(export):
 def compute_logits(export, tokens):
     """Logits as of ``trainer_logits``; exits with a message unless the weights are exactly those of the model."""
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        export, trust_remote_code=True, output_loading_info=True
+        export, trust_remote_code=True, torch_dtype="auto", output_loading_info=True
     )
     problems = {key: value for key, value in report.items() if value}
     if problems:
         sys.exit(f"the loading report is not empty: {problems}")
-    model = model.float().eval()
-    return np.stack([model(row[None]).logits[0].numpy() for row in tokens])
+    model.eval()
+    for module in (model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head):
+        module.register_forward_pre_hook(widen)
+        module.register_forward_hook(functools.partial(narrow, dtype=model.dtype))
+    return model(tokens).logits.transpose(0, 1).numpy()
+
+
+def widen(module, inputs):
+    module.float()
+
+
+def narrow(module, inputs, output, *, dtype):
+    module.to(dtype)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from export_check import ExportError, check_export
+from model_card import model_card
 from safetensors import SafetensorError
 from tokenizer_json import read_model, special_ids, write_tokenizer
 
@@ -162,7 +163,7 @@ def write_export(step, config, dtype, max_shard_size, directory):
     for name in REMOTE_CODE:
         shutil.copyfile(TOOLS / name, directory / name)
     parameters = write_weights(step, config.model, dtype, max_shard_size, directory)
-    card = model_card(config, read_json(step / "state.json"), dtype, parameters)
+    card = model_card(step, config, read_json(step / "state.json"), dtype, parameters)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return parameters
 
@@ -170,12 +171,21 @@ def write_export(step, config, dtype, max_shard_size, directory):
 def export_tokenizer(model, directory, max_length):
     """Copy and convert a SentencePiece ``model``; returns the ids of its special tokens."""
     shutil.copyfile(model, directory / "tokenizer.model")
+    if is_tiktoken(model):
+        print("tokenizer.model is tiktoken's: it is copied, not converted; add the tokenizer.json that belongs to it")
+        return {}
     try:
         proto = read_model(model)
     except ValueError as error:
         raise ExportError(str(error)) from error
     write_tokenizer(proto, directory, max_length)
     return special_ids(proto)
+
+
+def is_tiktoken(path):
+    """Whether the file is a list of pieces in base64 with their ranks, as LLaMA-3's."""
+    with open(path, "rb") as file:
+        return re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\r?\n", file.readline(1000)) is not None
 
 
 def hugging_face_config(config, dtype, special):
@@ -204,8 +214,7 @@ def hugging_face_config(config, dtype, special):
         "mlp_bias": False,
         "max_position_embeddings": config.run.seq_length,
         "rms_norm_eps": model.rms_norm_eps,
-        "rope_theta": model.rope_theta,  # read by transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},  # read by transformers 5
+        **rope(model),
         "tie_word_embeddings": model.tie_embeddings,
         "head_selection": heads.head_selection,
         "routing": heads.routing,
@@ -218,6 +227,22 @@ def hugging_face_config(config, dtype, special):
         "eos_token_id": special.get("eos"),
         "pad_token_id": special.get("pad"),
         "torch_dtype": str(dtype).removeprefix("torch."),  # understood by every version
+    }
+
+
+def rope(model):
+    """The rotary settings in the keys of transformers 4, and in that of transformers 5."""
+    keys = {
+        "factor": model.rope_factor,
+        "low_freq_factor": model.rope_low_freq_factor,
+        "high_freq_factor": model.rope_high_freq_factor,
+        "original_max_position_embeddings": model.rope_original_length,
+    }
+    scaling = {"rope_type": model.rope_type, **{key: value for key, value in keys.items() if value is not None}}
+    return {
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None if model.rope_type == "default" else scaling,
+        "rope_parameters": {**scaling, "rope_theta": model.rope_theta},
     }
 
 
@@ -239,6 +264,7 @@ def write_weights(step, model_config, dtype, max_shard_size, directory):
     for names, file in zip(shards, files, strict=True):
         tensors = {name: tensor.to(dtype) for name, tensor in read_parameters(parameters, names)}
         write_safetensors(directory / file, tensors, {"format": "pt"})
+        del tensors  # before the next shard is read
     return sum(shape.numel() for shape in shapes.values())
 
 
@@ -264,61 +290,6 @@ def read_parameters(parameters, names):
         if found != name:
             raise ExportError(f"checkpoint: parameter {found} stands where {name} was expected")
         yield name, tensor
-
-
-def model_card(config, state, dtype, parameters):
-    """Content of README.md. state: that of the step directory."""
-    model, heads, run = config.model, config.model.heads, config.run
-    tokens = state.get("consumed_samples", 0) * run.seq_length
-    facts = {
-        "parameters": f"{parameters:,}, {str(dtype).removeprefix('torch.')}",
-        "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
-        f"{model.num_attention_heads} heads of {model.head_dim}, {model.num_key_value_heads} key/value heads, "
-        f"vocabulary {model.vocab_size:,}",
-        "head selection": heads.head_selection,
-    }
-    if heads.head_selection != "all":
-        facts["shared heads per layer"] = " ".join(map(str, heads.num_shared_heads))
-        facts["active routed heads per layer"] = " ".join(map(str, heads.num_active_routed_heads))
-    if heads.head_selection == "mixture":
-        facts["routing"] = heads.routing + ("" if heads.two_stage else ", without a1 and a2")
-        facts["load balance"] = f"{heads.load_balance_coefficient:g}, {heads.load_balance_scope}"
-    facts["training"] = f"step {state['step']:,}, {tokens:,} tokens in sequences of {run.seq_length:,}"
-    for segment in state["data"]["segments"][-1:]:  # the last mix, where it changed on the way
-        weights = segment["weights"]
-        facts["data mix"] = ", ".join(f"{name} {100 * w / sum(weights.values()):.2f}%" for name, w in weights.items())
-    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
-    return CARD.format(rows=rows)
-
-
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- mixture-of-head-attention
----
-
-# A language model with Mixture-of-Head attention
-
-Trained and exported by MoH-LM. Each token uses the shared attention heads and the routed heads that a router selects
-for it ([arXiv 2410.11842](https://arxiv.org/abs/2410.11842)); `modeling_moh.py` holds the equations.
-
-| | |
-|---|---|
-{rows}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(".", trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)
-tokens = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
-print(tokenizer.decode(tokens[0]))
-```
-
-In training every document ends with EOS and none begins with BOS, so the tokenizer adds neither. Routing is computed in
-fp32; in bfloat16 the rounding of its inputs can still change the selected heads of a few tokens.
-"""
 
 
 if __name__ == "__main__":

@@ -12,11 +12,18 @@ Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed
 of equal scores the one with the lower head index is selected. Every head is computed and the inactive ones are weighted
 by zero: this file says what the model is and saves no time. The load-balance loss of Eq. 7-8 belongs to training.
 
+``output_router_gates=True``, as an argument or in the configuration, adds to the outputs for every layer
+``router_gates``, the g_i in fp32 [b, s, h], and ``router_selections``, the heads that a token uses, bool [b, s, h]:
+a gate can underflow to 0 and its head be selected all the same.
+
 Shapes: b batch, s new tokens, k cached and new tokens, h heads, d hidden size. Names of arguments and attributes and
 the form of ``MoHLlamaAttention.forward`` follow the transformers interface, which vLLM's Transformers backend reads.
 """
 
+import functools
 import inspect
+import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +49,23 @@ except ImportError:  # transformers before 4.53
 
 
 def select_top_k(scores, num_active):
-    """1 for the ``num_active`` largest scores of a token, 0 for the others; of equal scores the lower index wins."""
-    chosen = scores.sort(dim=-1, descending=True, stable=True).indices[..., :num_active]  # [b, s, K]
-    return torch.zeros_like(scores).scatter(-1, chosen, 1.0)
+    """1 for the ``num_active`` largest scores of a token, 0 for the others; of equal scores the lower index wins.
+
+    Each score counts those that stand before it: unlike a stable sort this can be written as ONNX.
+    """
+    index = torch.arange(scores.shape[-1], device=scores.device)
+    own, other = scores.unsqueeze(-1), scores.unsqueeze(-2)  # [b, s, E, 1] and [b, s, 1, E]
+    before = (other > own) | ((other == own) & (index < index.unsqueeze(-1)))
+    return (before.sum(dim=-1) < num_active).to(scores.dtype)
+
+
+def with_shared(routed, num_shared):
+    """The selection of all heads, bool [b, s, h], from that of the routed ones, 0 or 1 [b, s, h - num_shared]."""
+    return torch.cat((routed.new_ones(*routed.shape[:-1], num_shared), routed), dim=-1).bool()
 
 
 class MoHLlamaRouter(nn.Module):
-    """Gates of one layer from learned weights: x [b, s, d] -> [b, s, h] in fp32.
+    """Routing of one layer from learned weights: x [b, s, d] -> gates, fp32, and selection, bool, both [b, s, h].
 
     ``paper`` is Eq. 5-6. ``released`` is the authors' published code: routed gates are renormalised over the selected
     heads and multiplied by K, shared gates are multiplied by their number, a1 and a2 by 2. The weights are parameters
@@ -72,13 +89,14 @@ class MoHLlamaRouter(nn.Module):
     def forward(self, x):
         with torch.autocast(device_type=x.device.type, enabled=False):
             x = x.float()
-            gates = []
+            gates, selected = [], x[..., :0]
             if self.num_shared:
                 shared = F.linear(x, self.w_shared.float()).softmax(dim=-1)  # Eq. 5, shared heads
                 gates.append(shared * self.num_shared if self.released else shared)
             if self.num_routed:
                 scores = F.linear(x, self.w_routed.float())
-                routed = scores.softmax(dim=-1) * select_top_k(scores, self.num_active)  # Eq. 5, routed heads
+                selected = select_top_k(scores, self.num_active)
+                routed = scores.softmax(dim=-1) * selected  # Eq. 5, routed heads
                 if self.released:
                     routed = routed / routed.sum(dim=-1, keepdim=True) * self.num_active
                 gates.append(routed)
@@ -86,11 +104,11 @@ class MoHLlamaRouter(nn.Module):
                 a = F.linear(x, self.w_type.float()).softmax(dim=-1)  # Eq. 6
                 a = a * 2 if self.released else a
                 gates = [gates[0] * a[..., :1], gates[1] * a[..., 1:]]
-            return torch.cat(gates, dim=-1)
+            return torch.cat(gates, dim=-1), with_shared(selected, self.num_shared)
 
 
-def query_norm_gates(query, num_shared, num_active):
-    """Gates without weights: query [b, s, h, head_dim], before rotary -> [b, s, h] in fp32.
+def query_norm_routing(query, num_shared, num_active):
+    """Routing without weights: query [b, s, h, head_dim], before rotary -> gates and selection as ``MoHLlamaRouter``.
 
     The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads
     (Eq. 9). Shared and selected heads have gate 1; the gradient of a selected gate goes to its softmax score (Eq. 10).
@@ -102,7 +120,7 @@ def query_norm_gates(query, num_shared, num_active):
     probabilities = scores.softmax(dim=-1)
     routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 10, straight-through
     shared = torch.ones_like(query[..., :num_shared, 0], dtype=torch.float32)
-    return torch.cat((shared, routed), dim=-1)
+    return torch.cat((shared, routed), dim=-1), with_shared(selected, num_shared)
 
 
 def rotate(x, cos, sin):
@@ -135,6 +153,12 @@ def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, *
     return output.transpose(1, 2).contiguous(), None
 
 
+def local_heads(gates, num_local):
+    """The gates of this rank's heads: [b, s, h] -> [b, s, num_local], fewer under tensor parallelism."""
+    ranks = gates.shape[-1] // num_local
+    return gates if ranks == 1 else gates.narrow(-1, torch.distributed.get_rank() % ranks * num_local, num_local)
+
+
 if not ALL_ATTENTION_FUNCTIONS:
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
 
@@ -162,25 +186,20 @@ class MoHLlamaAttention(nn.Module):
         self.router = None
         if config.head_selection == "mixture" and config.routing != "query_norm":
             self.router = MoHLlamaRouter(config, layer_idx)
+        self.gated = self.router is not None or self.num_shared < config.num_attention_heads  # else every gate is 1
 
-    def gates(self, hidden_states, query):
-        """Gates of this rank's heads, [b, s, h] or [h] in fp32, or None where every gate is 1."""
+    def route(self, hidden_states, query):
+        """Gates in fp32 and selection, both [b, s, h], of all heads; query [b, s, h, head_dim] before rotary."""
         num_heads = self.config.num_attention_heads
-        num_local = query.shape[-2]  # fewer than num_heads under tensor parallelism
-        if self.router is None and self.num_shared == num_heads:
-            return None
-        if self.config.head_selection == "static":
-            gates = (torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active).float()
-        elif self.router is not None:
-            gates = self.router(hidden_states)
-        elif num_local == num_heads:
-            gates = query_norm_gates(query, self.num_shared, self.num_active)
-        else:
-            raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
-        if num_local == num_heads:
-            return gates
-        rank = torch.distributed.get_rank() % (num_heads // num_local)
-        return gates.narrow(-1, rank * num_local, num_local)
+        if self.router is not None:
+            return self.router(hidden_states)
+        if self.config.head_selection == "mixture" and self.num_shared < num_heads:
+            if query.shape[-2] < num_heads:
+                raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
+            return query_norm_routing(query, self.num_shared, self.num_active)
+        always_on = torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active
+        selected = always_on.expand(*query.shape[:-2], num_heads)
+        return selected.float(), selected
 
     def forward(
         self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache_position=None,
@@ -190,7 +209,7 @@ class MoHLlamaAttention(nn.Module):
         query = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
         key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
         value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
-        gates = self.gates(hidden_states, query)
+        gates, selected = self.route(hidden_states, query)
 
         query = rotate(query.transpose(1, 2), *position_embeddings)  # [b, h, s, head_dim]
         key = rotate(key.transpose(1, 2), *position_embeddings)
@@ -206,9 +225,9 @@ class MoHLlamaAttention(nn.Module):
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
         )
         output = output.reshape(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
-        if gates is not None:
-            output = output * gates.unsqueeze(-1).to(output.dtype)
-        return self.o_proj(output.reshape(*shape, -1)), weights  # Eq. 4
+        if self.gated:
+            output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
+        return self.o_proj(output.reshape(*shape, -1)), weights, gates, selected  # Eq. 4
 
 
 class MoHLlamaRMSNorm(nn.Module):
@@ -246,10 +265,30 @@ class MoHLlamaDecoderLayer(nn.Module):
         self.input_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden_states, **kwargs):
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+    def forward(self, hidden_states, output_router_gates=False, **kwargs):
+        """hidden_states [b, s, d] -> [b, s, d]; if asked for, a tuple with its gates and selection, both [b, s, h]."""
+        attended, _, gates, selected = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return (hidden_states, gates, selected) if output_router_gates else hidden_states
+
+
+def rotary_frequencies(rope, head_dim, device):
+    """Angle per position of each pair of features, fp32 [head_dim / 2]. rope: ``config.rope_parameters``.
+
+    linear divides the frequencies by ``factor``; llama3 divides the low ones only: those whose wavelength fits into the
+    original context fewer than low_freq_factor times wholly, those that fit high_freq_factor times or more not at all.
+    """
+    exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    frequencies = 1.0 / rope["rope_theta"] ** exponent
+    if rope["rope_type"] == "linear":
+        return frequencies / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        fits = rope["original_max_position_embeddings"] / (2 * math.pi / frequencies)
+        kept = ((fits - low) / (high - low)).clamp(0, 1)
+        return (1 - kept) * frequencies / rope["factor"] + kept * frequencies
+    return frequencies
 
 
 class MoHLlamaRotaryEmbedding(nn.Module):
@@ -261,8 +300,7 @@ class MoHLlamaRotaryEmbedding(nn.Module):
 
     def forward(self, x, position_ids):
         with torch.autocast(device_type=x.device.type, enabled=False):
-            exponent = torch.arange(0, self.config.head_dim, 2, device=x.device).float() / self.config.head_dim
-            frequencies = 1.0 / self.config.rope_parameters["rope_theta"] ** exponent  # [head_dim / 2]
+            frequencies = rotary_frequencies(self.config.rope_parameters, self.config.head_dim, x.device)
             angles = position_ids[..., None].float() * frequencies  # [b, s, head_dim / 2]
             angles = torch.cat((angles, angles), dim=-1)
             return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -306,7 +344,9 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     _no_split_modules = ["MoHLlamaDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
+    supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _supports_flash_attn = _supports_flex_attn = create_causal_mask is not None  # which makes the masks that they take
     _supports_attention_backend = True
     _supports_cache_class = True  # read by transformers before 4.57, as the next one
     _supports_static_cache = True
@@ -322,6 +362,18 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.weight)
 
 
+@dataclass
+class MoHLlamaModelOutput(BaseModelOutputWithPast):
+    router_gates: tuple[torch.FloatTensor, ...] | None = None
+    router_selections: tuple[torch.BoolTensor, ...] | None = None
+
+
+@dataclass
+class MoHLlamaCausalLMOutput(CausalLMOutputWithPast):
+    router_gates: tuple[torch.FloatTensor, ...] | None = None
+    router_selections: tuple[torch.BoolTensor, ...] | None = None
+
+
 class MoHLlamaModel(MoHLlamaPreTrainedModel):
     """The decoder without its output head."""
 
@@ -331,6 +383,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         self.layers = nn.ModuleList(MoHLlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = MoHLlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
         self.post_init()
 
     def get_input_embeddings(self):
@@ -341,19 +394,22 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-        use_cache=None, output_attentions=None, output_hidden_states=None, return_dict=None, cache_position=None,
-        **kwargs,
+        use_cache=None, output_attentions=None, output_hidden_states=None, output_router_gates=None, return_dict=None,
+        cache_position=None, **kwargs,
     ):  # fmt: skip
-        """input_ids [b, s] or inputs_embeds [b, s, d] -> last hidden state [b, s, d], cache, hidden states if asked."""
+        """input_ids [b, s] or inputs_embeds [b, s, d] -> last hidden state [b, s, d], cache, and what is asked for."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if output_attentions:
             raise ValueError("output_attentions: moh_llama does not return attention weights")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        if output_router_gates is None:
+            output_router_gates = self.config.output_router_gates
         if use_cache is None:
             use_cache = self.config.use_cache
-        if use_cache and past_key_values is None:
+        recompute = self.gradient_checkpointing and self.training
+        if use_cache and past_key_values is None and not recompute:  # a layer computed again would cache its keys twice
             past_key_values = DynamicCache()
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -365,23 +421,30 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         mask = causal_mask(self.config, x, attention_mask, past_key_values, cache_position, position_ids)
         position_embeddings = self.rotary_emb(x, position_ids)
 
-        states = []
+        states, routing = [], []
         for layer in self.layers:
             states.append(x)
-            x = layer(
-                x,
+            layer = functools.partial(
+                layer,
                 position_embeddings=position_embeddings,
                 attention_mask=mask,
                 past_key_values=past_key_values,
                 position_ids=position_ids,
                 cache_position=cache_position,
+                output_router_gates=output_router_gates,
                 **kwargs,
             )
+            x = self._gradient_checkpointing_func(layer, x) if recompute else layer(x)
+            if output_router_gates:
+                x, *gates_and_selection = x
+                routing.append(gates_and_selection)
         x = self.norm(x)
-        outputs = BaseModelOutputWithPast(
+        outputs = MoHLlamaModelOutput(
             last_hidden_state=x,
             past_key_values=past_key_values,
             hidden_states=(*states, x) if output_hidden_states else None,
+            router_gates=tuple(gates for gates, _ in routing) if output_router_gates else None,
+            router_selections=tuple(selected for _, selected in routing) if output_router_gates else None,
         )
         return outputs.to_tuple() if return_dict is False else outputs
 
@@ -435,7 +498,17 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        outputs = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        outputs = MoHLlamaCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            router_gates=outputs.router_gates,
+            router_selections=outputs.router_selections,
         )
         return outputs.to_tuple() if return_dict is False else outputs
+
+
+# Then save_pretrained writes these files beside the weights in every version; transformers 4.46 does not by itself.
+MoHLlamaModel.register_for_auto_class("AutoModel")
+MoHLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")

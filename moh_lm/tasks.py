@@ -1,0 +1,105 @@
+"""Multiple-choice tasks scored while a model trains, as lm-evaluation-harness scores them on its export.
+
+``tools/evaluate_prepare.py`` writes the tasks once, with the harness's own prompts, as JSON lines:
+
+    {"tokenizer": SHA-256 of tokenizer.model}                                                     the first line
+    {"task": name, "gold": index, "choices": [[context ids, continuation ids, characters], ...]}  one line per question
+
+The score of a choice is the log-likelihood of its continuation after its context. ``acc`` is the share of questions
+whose choice with the highest score is the right one; ``acc_norm`` divides the scores by the characters of the choices,
+which are null where the task has no such metric.
+Where ``gold`` is a list of 0 and 1 for the choices (TruthfulQA MC2), ``acc`` is the mean probability of the true ones.
+
+The training nodes need neither the harness nor the data sets, and no second copy of the model: choices go through the
+forward pass of the evaluation, each as a sequence whose labels are its continuation.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from moh_lm.config import ConfigError
+from moh_lm.data.loader import MicroBatch
+from moh_lm.parallel.cross_entropy import IGNORED
+
+
+class Question(NamedTuple):
+    gold: int | list
+    choices: list  # of (context ids, continuation ids, characters or None)
+
+
+class Tasks:
+    """Questions by task, and a rank's share of their choices as micro-batches."""
+
+    def __init__(self, questions, seq_length):
+        self.questions = questions  # {task: [Question]}
+        self.seq_length = seq_length
+
+    @classmethod
+    def open(cls, config, tokenizer):
+        """The tasks of ``config.run.eval_tasks``; none without such a file. tokenizer: path of the data's, or None.
+
+        Raises ConfigError if it is not a file of tasks, or was made for another tokenizer, vocabulary or length.
+        """
+        path, found = config.run.eval_tasks, {}
+        if not path:
+            return cls(found, config.run.seq_length)
+        try:
+            header, *rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+            made_with = header["tokenizer"]
+            for row in rows:
+                found.setdefault(row["task"], []).append(Question(row["gold"], row["choices"]))
+            every = [question for questions in found.values() for question in questions]
+            texts = [choice[:2] for question in every for choice in question.choices]
+            longest = max(len(continuation) for _, continuation in texts)
+            largest = max(max(context + continuation) for context, continuation in texts)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            remedy = "make one with tools/evaluate_prepare.py"
+            raise ConfigError([f"--eval-tasks {path}: is no file of tasks ({error}); {remedy}"]) from error
+        problems = []
+        if tokenizer and made_with != hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest():
+            problems.append(f"was made with another tokenizer than {tokenizer}; make it again")
+        if largest >= config.model.vocab_size:
+            problems.append(f"has the id {largest}, beyond --vocab-size {config.model.vocab_size}; make it again")
+        if longest > config.run.seq_length:
+            problems.append(f"has a choice of {longest} tokens, more than --seq-length {config.run.seq_length}")
+        if problems:
+            raise ConfigError([f"--eval-tasks {path}: {problem}" for problem in problems])
+        return cls(found, config.run.seq_length)
+
+    def micro_batches(self, task, micro_batch_size, rank, size):
+        """The choices of ``task`` that data-parallel rank ``rank`` of ``size`` scores, and how many there are in all.
+
+        ``sources`` are their numbers. As many micro-batches on every rank: sequences without labels make up the rest.
+        """
+        choices = [choice for question in self.questions[task] for choice in question.choices]
+        rows = len(choices) + -len(choices) % (micro_batch_size * size)
+        windows = np.zeros((rows, self.seq_length + 1), dtype=np.int64)
+        labels = np.full((rows, self.seq_length), IGNORED)
+        for row, (context, continuation, _) in enumerate(choices):
+            ids = (context + continuation)[-(self.seq_length + 1) :]
+            windows[row, : len(ids)] = ids
+            labels[row, len(ids) - len(continuation) - 1 : len(ids) - 1] = continuation
+        numbers = np.minimum(np.arange(rows), len(choices) - 1)  # what has no label adds nothing to the last one
+        mine = np.arange(rows).reshape(-1, size, micro_batch_size)[:, rank]  # [n, b]
+        tensors = [torch.from_numpy(array) for array in (windows[:, :-1].copy(), labels, numbers)]
+        return [MicroBatch(*(tensor[here] for tensor in tensors)) for here in mine], len(choices)
+
+    def metrics(self, task, losses):
+        """{"acc": ..., "acc_norm": ...} from the losses of all choices, summed over their continuations."""
+        losses, rights = iter(losses), {"acc": [], "acc_norm": []}
+        for gold, choices in self.questions[task]:
+            scores = np.array([-next(losses) for _ in choices])
+            if isinstance(gold, list):
+                likelihoods = np.exp(scores)
+                rights["acc"].append(likelihoods[np.array(gold) == 1].sum() / likelihoods.sum())
+            else:
+                rights["acc"].append(scores.argmax() == gold)
+                characters = [characters for _, _, characters in choices]
+                if None not in characters:
+                    rights["acc_norm"].append((scores / characters).argmax() == gold)
+        return {name: float(np.mean(values)) for name, values in rights.items() if values}

@@ -1,0 +1,196 @@
+"""The paper's benchmark tables for one or more models, by lm-evaluation-harness.
+
+    python tools/evaluate.py --model DIR --suite {llm6,llama14} [--data DIR] [--tasks ...] [--limit N] [--output FILE]
+    python tools/evaluate.py --model DIR --suite llm6 --compare OTHER_DIR_OR_FILE.json ...
+
+DIR is an export of tools/export_hf.py, or any causal model that transformers loads. The code in an export is run (its
+config.json says ``moh_llama``); that of other models is not. Each model is loaded in a process of its own. FILE (JSON)
+holds the table, all metrics of the harness, and the versions.
+
+What is comparable with the paper. It names the harness, the tasks and the numbers of examples, and neither a version of
+the harness nor the metrics. This table takes ``acc_norm`` (by the characters of a choice) where the task has it, else
+``acc``, as is usual; exact match for GSM8K and NQ; the average weighs tasks equally, the subjects of MMLU, CEVAL and
+CMMLU as the harness does. Models evaluated with the same version compare with each other. Against the paper's numbers:
+SciQ, PIQA, WinoGrande, OpenbookQA, LogiQA, HellaSwag, BoolQ, LAMBADA and ARC-C have had the same prompts for long and
+compare within their standard errors if the metric is the same; TruthfulQA does not, since it may be MC1, MC2 or their
+mean (here MC2); MMLU, CEVAL, CMMLU, GSM8K and NQ do only roughly: prompts and answer extraction changed between
+versions. Standard errors are those of the questions only. Routing in bfloat16 changes single answers with the batch
+size; --dtype float32 does not.
+
+Exit codes: 0; 1 the harness or the model failed; 2 an argument or a file of --data has to be mended.
+"""
+
+import contextlib
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from moh_lm.config import ConfigError
+from moh_lm.flags import Parser
+
+try:
+    import lm_eval
+    import torch
+    import transformers
+    from evaluate_tasks import SUITES, entries_of, task_manager
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    MISSING = error.name
+else:
+    MISSING = None
+
+
+def main():
+    try:
+        if MISSING:
+            raise ConfigError([f"{MISSING} is not installed: pip install 'moh-lm[eval]' (lm_eval and accelerate)"])
+        arguments = parse_arguments(sys.argv[1:])
+        if arguments.compare:
+            models = [arguments.model, *arguments.compare]
+            print_table([result_of(model, arguments) for model in models], arguments)
+        else:
+            with contextlib.redirect_stdout(sys.stderr):  # the harness prints beside the table
+                result = evaluate(arguments)
+            print_table([result], arguments)
+            if arguments.output:
+                arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    except ConfigError as error:
+        print("\n".join(f"evaluate: {problem}" for problem in error.problems), file=sys.stderr)
+        sys.exit(2)
+    except ConnectionError as error:
+        print(f"evaluate: {error}; give the rows with --data", file=sys.stderr)
+        sys.exit(1)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def parse_arguments(texts):
+    parser = Parser(prog="evaluate.py", description="Benchmark tables of the paper.", allow_abbrev=False)
+    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="an export, or another model")
+    parser.add_argument("--suite", required=True, choices=SUITES, help="which of the paper's tables")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these of the suite, by the harness's names")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each task: for a trial")
+    parser.add_argument("--batch-size", default="8", help="sequences per forward pass, or auto (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="to compute in")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write table and all metrics, of one model")
+    parser.add_argument("--compare", nargs="+", type=Path, default=[], metavar="DIR_OR_FILE", help="other models, or "
+                        "files of --output, for the same table")  # fmt: skip
+    arguments = parser.parse_args(texts)
+    problems = [f"--model {arguments.model}: has no config.json" for _ in [0] if not is_model(arguments.model)]
+    problems += [
+        f"--compare {path}: is neither a model nor a file of --output"
+        for path in arguments.compare
+        if not is_model(path) and path.suffix != ".json"
+    ]
+    if arguments.compare and arguments.output:
+        problems.append("--output: is the file of one model; leave --compare out")
+    if problems:
+        raise ConfigError(problems)
+    return arguments
+
+
+def is_model(path):
+    return (path / "config.json").is_file()
+
+
+def evaluate(arguments):
+    """The table row of one model as a JSON-able dictionary."""
+    entries = entries_of(arguments.suite, arguments.tasks)
+    with tempfile.TemporaryDirectory() as scratch:
+        manager = task_manager(entries, arguments.data, Path(scratch))
+        model = HFLM(
+            pretrained=str(arguments.model),
+            trust_remote_code=is_export(arguments.model),
+            dtype=arguments.dtype,
+            device=arguments.device,
+            batch_size=arguments.batch_size,
+        )
+        harness = {}
+        for shots in sorted({entry.shots for entry in entries}):  # the harness takes one number for all of its tasks
+            output = lm_eval.simple_evaluate(
+                model=model,
+                tasks=[entry.task for entry in entries if entry.shots == shots],
+                num_fewshot=shots,
+                limit=arguments.limit,
+                log_samples=False,
+                bootstrap_iters=1000,  # of the perplexity of LAMBADA; errors of accuracies need none
+                task_manager=manager,
+            )
+            harness |= output["results"]
+    rows = [table_row(entry, harness[entry.task]) for entry in entries]
+    return {
+        "model": str(arguments.model),
+        "suite": arguments.suite,
+        "limit": arguments.limit,
+        "tasks": rows,
+        "average": sum(row["value"] for row in rows) / len(rows),
+        "average_stderr": math.sqrt(sum(row["stderr"] ** 2 for row in rows)) / len(rows),
+        "versions": {module.__name__: module.__version__ for module in (lm_eval, transformers, torch)},
+        "dtype": arguments.dtype,
+        "batch_size": arguments.batch_size,
+        "harness": harness,
+    }
+
+
+def is_export(model):
+    return json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type") == "moh_llama"
+
+
+def table_row(entry, metrics):
+    """One number of the table, in percent. metrics: what the harness gives for a task or group."""
+    name, _, extraction = entry.metric.partition(",")
+    stderr = metrics.get(f"{name}_stderr,{extraction}")
+    return {
+        "column": entry.column,
+        "task": entry.task,
+        "shots": entry.shots,
+        "metric": entry.metric,
+        "value": 100 * metrics[entry.metric],
+        "stderr": 100 * stderr if isinstance(stderr, float) else 0.0,  # "N/A" for a single question
+    }
+
+
+def result_of(path, arguments):
+    """The result in a file of --output, or of a model evaluated in a process of its own with the same arguments."""
+    if path.is_file():
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result.get("suite") != arguments.suite:
+            raise ConfigError([f"--compare {path}: is no result of --suite {arguments.suite}"])
+        return result
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "result.json"
+        given = {"suite": arguments.suite, "data": arguments.data, "limit": arguments.limit, "dtype": arguments.dtype}
+        given |= {"batch-size": arguments.batch_size, "device": arguments.device, "model": path, "output": output}
+        flags = [text for name, value in given.items() if value is not None for text in (f"--{name}", str(value))]
+        tasks = ["--tasks", *arguments.tasks] if arguments.tasks else []
+        finished = subprocess.run([sys.executable, __file__, *flags, *tasks], stdout=subprocess.DEVNULL, check=False)
+        if finished.returncode:
+            raise RuntimeError(f"{path} could not be evaluated (exit code {finished.returncode})")
+        return json.loads(output.read_text(encoding="utf-8"))
+
+
+def print_table(results, arguments):
+    """Every model's numbers in percent with standard errors; after the first the difference to the first."""
+    columns = [row["column"] + (f" ({row['shots']})" if row["shots"] else "") for row in results[0]["tasks"]]
+    lines = [["model", *columns, "Average"]]
+    for result in results:
+        values = [(row["value"], row["stderr"]) for row in result["tasks"]]
+        values.append((result["average"], result["average_stderr"]))
+        lines.append([Path(result["model"]).name, *(f"{value:.1f}" for value, _ in values)])
+        lines.append(["", *(f"±{stderr:.1f}" for _, stderr in values)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(text.ljust(width) if index == 0 else text.rjust(width)
+                        for index, (text, width) in enumerate(zip(line, widths, strict=True))))  # fmt: skip
+    if arguments.limit:
+        print(f"of the first {arguments.limit} questions of each task only")
+
+
+if __name__ == "__main__":
+    main()

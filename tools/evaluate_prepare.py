@@ -1,0 +1,114 @@
+"""Benchmark questions for the evaluation of a run that trains: ``python -m moh_lm.pretrain --eval-tasks FILE``.
+
+    python tools/evaluate_prepare.py --suite llm6 --tokenizer tokenizer.model --output FILE [--data DIR] [--limit N]
+
+The questions, prompts and choices are those that tools/evaluate.py puts to an export, and the ids are those of its
+tokenizer, so the run logs the numbers that the harness would give for the export of that step (computed in the run's
+own precision). The format is described in moh_lm/tasks.py. Of llama14 the tasks with choices are taken; those that
+generate text or ask whether a text would be generated (GSM8K, NQ, LAMBADA) are left out, and said.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from sentencepiece import SentencePieceProcessor
+from tokenizer_json import read_model, special_ids
+
+from moh_lm.config import ConfigError
+from moh_lm.flags import Parser
+
+try:
+    from evaluate_tasks import SUITES, entries_of, leaves, task_manager
+except ImportError as error:
+    MISSING = error.name
+else:
+    MISSING = None
+
+
+def main():
+    try:
+        if MISSING:
+            raise ConfigError([f"{MISSING} is not installed: pip install 'moh-lm[eval]' (lm_eval and accelerate)"])
+        prepare(parse_arguments(sys.argv[1:]))
+    except ConfigError as error:
+        print("\n".join(f"evaluate_prepare: {problem}" for problem in error.problems), file=sys.stderr)
+        sys.exit(2)
+    except ConnectionError as error:
+        print(f"evaluate_prepare: {error}; give the rows with --data", file=sys.stderr)
+        sys.exit(1)
+
+
+def parse_arguments(texts):
+    parser = Parser(prog="evaluate_prepare.py", description="Questions for --eval-tasks.", allow_abbrev=False)
+    parser.add_argument("--suite", required=True, choices=SUITES, help="which of the paper's tables")
+    parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="SentencePiece model of the run")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSON lines")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these of the suite, by the harness's names")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each task")
+    return parser.parse_args(texts)
+
+
+def prepare(arguments):
+    entries = entries_of(arguments.suite, arguments.tasks)
+    try:
+        encode = encoder(arguments.tokenizer)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"--tokenizer {arguments.tokenizer}: {error}"]) from error
+    header = {"tokenizer": hashlib.sha256(arguments.tokenizer.read_bytes()).hexdigest()}
+    lines, counts = [json.dumps(header)], {}
+    with tempfile.TemporaryDirectory() as scratch:
+        manager = task_manager(entries, arguments.data, Path(scratch))
+        for entry in entries:
+            for task in manager.load(leaves(manager.task_index, entry.task))["tasks"].values():
+                if task.OUTPUT_TYPE != "multiple_choice":
+                    continue
+                rows = questions(task, entry, encode, arguments.limit)
+                lines += [json.dumps({"task": entry.task, **row}) for row in rows]
+                counts[entry.task] = counts.get(entry.task, 0) + len(rows)
+    if not counts:
+        raise ConfigError(["--tasks: none of them has choices; choose others"])
+    arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for entry in entries:
+        print(f"{entry.task}: {counts.get(entry.task, 'no choices, left out')}")
+
+
+def encoder(path):
+    """(context, continuation) -> their ids, as the harness splits them; EOS stands for an empty context."""
+    eos, tokenizer = special_ids(read_model(path))["eos"], SentencePieceProcessor(model_file=str(path))
+
+    def encode(context, continuation):
+        if not context:
+            return [eos], tokenizer.encode(continuation)
+        before = tokenizer.encode(context.rstrip())  # spaces at its end belong to the continuation
+        return before, tokenizer.encode(context + continuation)[len(before) :]
+
+    return encode
+
+
+def questions(task, entry, encode, limit):
+    """The rows of moh_lm/tasks.py for a ``task`` of the harness, without its name."""
+    task.set_config("num_fewshot", entry.shots)
+    task.build_all_requests(limit=limit, rank=0, world_size=1)
+    normed = any(metric["metric"] == "acc_norm" for metric in task.config.metric_list)
+    rows = {}
+    for request in task.instances:
+        row = rows.setdefault(request.doc_id, {"gold": gold(task, request.doc), "choices": []})
+        text = task.doc_to_choice(request.doc)[len(row["choices"])]
+        row["choices"].append([*encode(*request.args), len(text) if normed else None])
+    return list(rows.values())
+
+
+def gold(task, doc):
+    """The number of the right choice, or 0 and 1 for each where several are."""
+    if task.config.task == "truthfulqa_mc2":
+        return doc["mc2_targets"]["labels"]
+    answer = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    return task.doc_to_choice(doc).index(answer) if isinstance(answer, str) else int(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The paper's two sets of tasks for lm-evaluation-harness, from the hub or from local files.
+
+``llm6`` is the table of the models trained from scratch, all zero-shot; ``llama14`` that of MoH-LLaMA3-8B with its
+numbers of examples. Prompts, choices and metrics are those of the harness's own task files.
+
+Local files: DATA/TASK/SPLIT.jsonl, one row of the official data set per line, with its own fields (``Entry.fields``).
+TASK is the harness's name, of each subject for mmlu, ceval-valid and cmmlu (mmlu_anatomy, ...); SPLIT is the name that
+the task file gives the split that is scored (test, else validation) and, with examples in the prompt, that of the
+examples (dev or train). A small file per task includes the official one by its path and replaces where rows come from.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import lm_eval
+import yaml
+from lm_eval.tasks import TaskManager
+
+from moh_lm.config import ConfigError
+
+SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+
+
+class Entry(NamedTuple):
+    """One column of the paper's table.
+
+    task: the harness's name of a task or group. folder: of the harness that defines it. shots: examples in the prompt.
+    metric: the harness's key. fields: what a local row must have.
+    """
+
+    column: str
+    task: str
+    folder: str
+    shots: int
+    metric: str
+    fields: str
+
+
+ACC, ACC_NORM = "acc,none", "acc_norm,none"
+ABCD = "question A B C D answer"
+SCIQ = Entry(
+    "SciQ", "sciq", "sciq", 0, ACC_NORM, "support question correct_answer distractor1 distractor2 distractor3"
+)
+PIQA = Entry("PIQA", "piqa", "piqa", 0, ACC_NORM, "goal sol1 sol2 label")
+WINOGRANDE = Entry("WinoGrande", "winogrande", "winogrande", 0, ACC, "sentence option1 option2 answer")
+OPENBOOKQA = Entry("OpenbookQA", "openbookqa", "openbookqa", 0, ACC_NORM, "question_stem choices answerKey")
+LOGIQA = Entry("LogiQA", "logiqa", "logiqa", 0, ACC_NORM, "context question options label")
+TRUTHFULQA = Entry("TruthfulQA", "truthfulqa_mc2", "truthfulqa", 0, ACC, "question mc1_targets mc2_targets")
+SUITES = {
+    "llm6": (SCIQ, PIQA, WINOGRANDE, OPENBOOKQA, LOGIQA, TRUTHFULQA),
+    "llama14": (
+        Entry("MMLU", "mmlu", "mmlu/default", 5, ACC, "question choices answer"),
+        Entry("CEVAL", "ceval-valid", "ceval", 5, ACC, ABCD),
+        Entry("CMMLU", "cmmlu", "cmmlu", 5, ACC, "Question A B C D Answer"),
+        Entry("GSM8K", "gsm8k", "gsm8k", 8, "exact_match,strict-match", "question answer"),
+        TRUTHFULQA,
+        Entry("HellaSwag", "hellaswag", "hellaswag", 10, ACC_NORM, "activity_label ctx_a ctx_b endings label"),
+        LOGIQA,
+        Entry("BoolQ", "boolq", "super_glue", 32, ACC, "passage question label"),
+        Entry("LAMBADA", "lambada_openai", "lambada", 0, ACC, "text"),
+        SCIQ,
+        PIQA,
+        WINOGRANDE,
+        Entry("NQ", "nq_open", "nq_open", 32, "exact_match,remove_whitespace", "question answer"),
+        Entry("ARC-C", "arc_challenge", "arc", 25, ACC_NORM, "question choices answerKey"),
+    ),
+}
+
+
+def entries_of(suite, names):
+    """The entries of a suite, or those that ``names`` choose. Raises ConfigError for a name it does not have."""
+    entries = SUITES[suite]
+    known = [entry.task for entry in entries]
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ConfigError([f"--tasks {name}: is not in {suite}; choose among {', '.join(known)}" for name in unknown])
+    return [entry for entry in entries if not names or entry.task in names]
+
+
+def task_manager(entries, data, scratch):
+    """The harness's TaskManager of ``entries``, with their rows in ``data`` unless it is None.
+
+    Only the folders of the entries are read: to read all of its files takes many seconds. Raises ConfigError.
+    """
+    tasks = Path(lm_eval.__file__).parent / "tasks"
+    folders = sorted({tasks / entry.folder for entry in entries})
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    missing = [entry.task for entry in entries if entry.task not in manager.task_index]
+    if missing:
+        raise ConfigError([f"lm_eval {lm_eval.__version__} has no task {', '.join(missing)}; install lm_eval 0.4.13"])
+    if data is None:
+        return manager
+    write_local_tasks(entries, data, manager.task_index, scratch)
+    local = TaskManager(include_path=scratch, include_defaults=False)
+    manager.task_index.update(local.task_index)
+    return manager
+
+
+def leaves(index, name):
+    """Names of the tasks that a task, tag or group of the harness's ``index`` consists of."""
+    entry = index[name]
+    if entry.kind.name == "TAG":
+        return sorted(entry.tags)
+    if entry.kind.name == "GROUP":
+        members = [member if isinstance(member, str) else member.get("task", member.get("group"))
+                   for member in entry.cfg["task"]]  # fmt: skip
+        return [leaf for member in members for leaf in leaves(index, member)]
+    return [name]
+
+
+def write_local_tasks(entries, data, index, directory):
+    """Write a task file for every leaf of ``entries`` into ``directory``, with its rows in ``data``.
+
+    index: of the harness. Raises ConfigError for all files that are missing or have not the official fields.
+    """
+    problems, files = [], {}
+    for entry in entries:
+        for leaf in leaves(index, entry.task):
+            config = index[leaf].cfg
+            found, wanted = splits_of(config, entry.shots, data / leaf)
+            missing = [split for split in wanted if split not in found]
+            problems += [f"{data / leaf / split}.jsonl: is missing" for split in missing]
+            problems += [problem for path in found.values() for problem in row_problems(path, entry.fields.split())]
+            files[leaf] = local_task(leaf, config, index[leaf].yaml_path, found, directory)
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise ConfigError([*(f"--data: {problem}" for problem in problems[:8]), *more])
+    for leaf, content in files.items():
+        (directory / f"{leaf}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+
+
+def splits_of(config, shots, directory):
+    """{split: file} that ``directory`` has of a task's splits, and the splits that must be there."""
+    scored = config.get("test_split") or config.get("validation_split")
+    names = [config[key] for key in SPLITS if config.get(key)]
+    found = {name: directory / f"{name}.jsonl" for name in names if (directory / f"{name}.jsonl").is_file()}
+    wanted = [scored]
+    if shots and not isinstance((config.get("fewshot_config") or {}).get("samples"), list):
+        wanted.append(config.get("fewshot_split") or config.get("training_split") or scored)
+    return found, list(dict.fromkeys(wanted))
+
+
+def local_task(leaf, config, official, found, directory):
+    """Content of a task file: the ``official`` one but for its rows."""
+    absent = {key: None for key in SPLITS if config.get(key) and config[key] not in found}
+    return {
+        "include": str(official),
+        "task": leaf,
+        "tag": None,  # the groups know the official task by this name already
+        "dataset_path": "json",
+        "dataset_name": None,
+        **absent,
+        "dataset_kwargs": {
+            "data_files": {split: str(path.resolve()) for split, path in found.items()},
+            "cache_dir": str(directory / "cache"),
+        },
+    }
+
+
+def row_problems(path, fields):
+    """Sentences if a local file has other rows than the data set: a prompt would silently lack what is absent."""
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                missing = [field for field in fields if field not in row]
+            except (ValueError, TypeError) as error:
+                return [f"{path}: line {number} is no JSON object ({error})"]
+            if missing:
+                return [f"{path}: line {number} has no {', '.join(missing)}"]
+    return []
