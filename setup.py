@@ -1,5 +1,8 @@
 from setuptools import find_packages, setup
 
+EVAL = ["lm_eval~=0.4.13", "accelerate", "transformers>=4.46"]
+TRITON = ["triton; platform_system == 'Linux'"]  # CUDA builds of torch bring the version that they need
+
 setup(
     name="moh-lm",
     version="0.1.0",
@@ -21,8 +24,9 @@ setup(
     extras_require={
         "hf": ["transformers>=4.46"],
         "llama3": ["tiktoken"],  # reads LLaMA-3's tokenizer.model
-        "test": ["pytest", "ruff", "tiktoken", "transformers>=4.46"],
+        "eval": EVAL,
+        "test": ["pytest", "ruff", "tiktoken", "transformers>=4.46", *EVAL, *TRITON],
         "plot": ["matplotlib"],
-        "gpu": ["triton"],  # where torch does not bring it
+        "gpu": TRITON,
     },
 )

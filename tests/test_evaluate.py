@@ -215,7 +215,7 @@ def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, 
     program.print_table([program.result_of(path, given) for path in given.compare], given)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["model", *(row["column"] for row in result["tasks"]), "Average"]
-    assert lines[1].split()[0] == "hf" and lines[3].split()[0] == "other"
+    assert lines[1].split()[0] == str(model) and lines[3].split()[0] == "somewhere/other"
     assert lines[1].split()[1:7] == [f"{row['value']:.1f}" for row in result["tasks"]]
     assert lines[3].split()[-1] == "12.3"
     assert len({len(line) for line in lines}) == 1

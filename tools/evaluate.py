@@ -46,7 +46,7 @@ else:
 def main():
     try:
         if MISSING:
-            raise ConfigError([f"{MISSING} is not installed: pip install 'moh-lm[eval]' (lm_eval and accelerate)"])
+            raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
         arguments = parse_arguments(sys.argv[1:])
         if arguments.compare:
             models = [arguments.model, *arguments.compare]
@@ -182,7 +182,7 @@ def print_table(results, arguments):
     for result in results:
         values = [(row["value"], row["stderr"]) for row in result["tasks"]]
         values.append((result["average"], result["average_stderr"]))
-        lines.append([Path(result["model"]).name, *(f"{value:.1f}" for value, _ in values)])
+        lines.append([result["model"], *(f"{value:.1f}" for value, _ in values)])
         lines.append(["", *(f"±{stderr:.1f}" for _, stderr in values)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -31,7 +31,7 @@ else:
 def main():
     try:
         if MISSING:
-            raise ConfigError([f"{MISSING} is not installed: pip install 'moh-lm[eval]' (lm_eval and accelerate)"])
+            raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
         prepare(parse_arguments(sys.argv[1:]))
     except ConfigError as error:
         print("\n".join(f"evaluate_prepare: {problem}" for problem in error.problems), file=sys.stderr)
