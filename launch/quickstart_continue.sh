@@ -5,8 +5,8 @@
 #
 # A tiny dense model learns prose (the documentation of Python). Stage 1 gives it a larger vocabulary and goes on, still
 # dense, with program code beside the prose. Stage 2 makes it a Mixture-of-Head model with 75% of its heads per token,
-# and goes on; as a control, the dense model of stage 1 goes on for as many tokens. At the end stands the recovery curve:
-# the share of the dense model's quality regained against tokens (Fig. 2 of the paper).
+# and goes on; as a control, the dense model of stage 1 goes on for as many tokens. At the end stands the recovery
+# curve: the share of the dense model's quality regained against tokens (Fig. 2 of the paper).
 #
 # OUT (default: runs/quickstart-continue) receives everything; SEED (default: 1234) draws the weights and the order of
 # the samples. A repetition goes on where the one before ended.
@@ -95,7 +95,8 @@ up_to_date "$out/extended.model" "$out/prose.model" ||
     run python data_prep/tokenize.py extend --tokenizer "$out/prose.model" --vocab-size 3072 --input "$code" \
         --old-input "${prose[@]}" --output "$out/extended.model"
 run python data_prep/tokenize.py --tokenizer "$out/extended.model" --output "$out/data" --no-shuffle \
-    --workers "$OMP_NUM_THREADS" --source topics="${prose[0]}" --source docstrings="${prose[1]}" --source library="$code"
+    --workers "$OMP_NUM_THREADS" \
+    --source topics="${prose[0]}" --source docstrings="${prose[1]}" --source library="$code"
 
 step "Stage 1: dense, with the larger vocabulary"
 import_model "$out/hf-base" "$out/stage-1" --extend-vocab 3072 --tokenizer "$out/extended.model" --seed "$seed"
@@ -113,3 +114,8 @@ train "$out/control" "${STAGE_2[1]}" "${TRAINING[@]}" "${STAGE_2[@]}" --data-dir
 
 step "The recovery curve"
 run python launch/quickstart_recovery.py --mixture "$out/stage-2" --control "$out/control" --output "$out/recovery"
+
+printf '\nEverything is in %s:\n' "$out"
+echo "    base/ stage-1/ stage-2/ control/    runs: config.json, metrics.jsonl, tensorboard/, checkpoints/"
+echo "    hf-base/ hf-stage-1/ hf-stage-2/    models for transformers"
+echo "    recovery.csv                        the curve, and recovery.png if matplotlib is installed"

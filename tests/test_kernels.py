@@ -1,5 +1,8 @@
 """The attention backends that run anywhere, against head-by-head float64 arithmetic: outputs and every gradient."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -145,6 +148,17 @@ def test_a_mask_is_computed_densely_by_every_backend():
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+def test_everything_but_the_triton_backend_works_where_triton_is_not_installed():
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it raises ModuleNotFoundError
+from moh_lm.kernels.attention import triton_attention
+import moh_lm.model.transformer
+assert triton_attention is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_backend_that_cannot_run_says_so(monkeypatch):
     *tensors, _, selected = make_inputs(20, 1, 4, 4, 8)
     monkeypatch.setattr(attention, "triton_attention", None)
@@ -161,6 +175,7 @@ def test_a_backend_that_cannot_run_says_so(monkeypatch):
 def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_measured(monkeypatch):
     rows = [(1024, 0.5, 0.98), (2048, 0.5, 0.8), (2048, 0.75, 0.95), (4096, 0.5, 0.7), (4096, 0.75, 1.1)]
     monkeypatch.setattr(break_even, "CPU", tuple(break_even.Measured(*row) for row in rows))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     expected = {
         (512, 0.5): "dense", (1024, 0.5): "dense", (2047, 0.3): "dense", (2048, 0.3): "cpu_sparse",
         (3000, 0.7): "cpu_sparse", (3000, 0.8): "dense", (4096, 0.75): "dense", (9999, 0.5): "cpu_sparse",
@@ -169,3 +184,5 @@ def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_meas
         assert break_even.fastest("cpu", torch.float32, length, share) == backend
     assert break_even.fastest("cpu", torch.bfloat16, 4096, 0.5) == "dense"
     assert break_even.fastest("cuda", torch.float32, 4096, 0.5) == "dense"  # no GPU has been measured
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert break_even.fastest("cpu", torch.float32, 4096, 0.5) == "dense"  # slower with two threads

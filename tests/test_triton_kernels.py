@@ -126,7 +126,6 @@ def check_tiles():
     finally:
         InterpreterBuilder.create_dot = plain
     tile = {name: triton_attention.tiles(name, torch.float16, 16, None)[:2] for name in ("forward", "query", "key")}
-    # Counted by blocks of 1 slot or key: blocks of the kernel's size, as the kernel takes them.
     compaction = compact(selected)
     assert forward == 2 * key_blocks(compaction, *tile["forward"])[1].sum()
     least = 3 * key_blocks(compaction, *tile["query"])[1].sum() + 4 * slot_blocks(compaction, *tile["key"]).sum()

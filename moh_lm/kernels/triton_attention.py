@@ -28,8 +28,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Chosen so that nothing spills (tests/test_triton_compiled.py) and that few tiles are computed in vain; no GPU has been
-# timed. {head dimension up to: tiles}: for Hopper's tensor cores, for those of others, for fp32 (which spills at 128).
+# Chosen so that registers do not spill (tests/test_triton_compiled.py) and that few tiles are computed in vain; no GPU
+# has been timed. {head dimension up to: tiles}: for Hopper, for other tensor cores, for fp32 (which spills at 128).
 HOPPER = {
     "forward": {128: Tiles(64, 64, 4, 3)},
     "query": {128: Tiles(64, 64, 4, 2)},
