@@ -198,7 +198,8 @@ def model_with(path: str, pieces: list[str]) -> bytes:
     proto = bpe_model(path)
     add_pieces(proto, dict.fromkeys("".join(pieces)))
     bare = sentencepiece_model_pb2.ModelProto.FromString(proto.SerializeToString())
-    bare.normalizer_spec.add_dummy_prefix = False
+    bare.normalizer_spec.add_dummy_prefix = bare.normalizer_spec.remove_extra_whitespaces = False
+    bare.normalizer_spec.precompiled_charsmap = b""  # a piece is taken as it is listed
     tokens = SentencePieceProcessor(model_proto=bare.SerializeToString()).encode(pieces, out_type=str)
     add_pieces(proto, (beginning for parts in tokens for beginning in accumulate(parts)))
     return proto.SerializeToString()

@@ -164,6 +164,17 @@ def test_listed_pieces_become_tokens_of_their_own_and_other_text_is_not_split(ol
         assert ends(model, text) <= ends(old, text)
 
 
+def test_a_listed_piece_is_added_as_it_stands_to_a_model_that_normalises_text(tmp_path):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 5), model_prefix=str(tmp_path / "old"), vocab_size=450, minloglevel=2,
+        model_type="bpe", hard_vocab_limit=False, byte_fallback=True,
+    )  # fmt: skip
+    (tmp_path / "pieces.txt").write_text("▁catdog\nℌead\n")
+    model = extend(tmp_path / "old.model", tmp_path / "m.model", "--add-pieces", tmp_path / "pieces.txt")
+    assert {"▁catdog", "ℌead"} <= set(pieces(model))
+    assert processor(model).encode("a catdog", out_type=str)[-1] == "▁catdog"
+
+
 def test_mistakes_are_refused_with_the_remedy(old, texts, tmp_path):
     (tmp_path / "unigram.model").write_bytes(b"")
     sentencepiece.SentencePieceTrainer.train(
