@@ -8,6 +8,7 @@ neither data nor losses. Losses are rounded to what no layout changes.
 
 import json
 from collections import Counter
+from pathlib import Path
 
 from moh_lm.data.mixture import sample_counts
 
@@ -56,8 +57,12 @@ def model_facts(model, dtype, parameters):
 
 def training_facts(config, state):
     run, optimizer = config.run, config.optimizer
-    imported = state.get("imported", {}).items()
-    facts = {f"imported: {key}": value for key, value in imported if not isinstance(value, dict | list)}
+    imported = state.get("imported", {})
+    facts = {}
+    if imported:  # a card names no path of the machine
+        facts["began with"] = f"{Path(imported['source']).name}, config.json {imported['config_sha256'][:12]} (SHA-256)"
+        facts["vocabulary"] = imported["vocabulary"]
+        facts["shared heads"] = f"chosen: {imported['shared_heads']}"
     if state["step"] == 0:
         return table([*facts.items(), ("steps", "0: not trained here")])
     skipped = state["step"] - state.get("optimizer_steps", state["step"])
