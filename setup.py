@@ -27,6 +27,7 @@ setup(
         "eval": EVAL,
         "test": ["pytest", "ruff", "tiktoken", "transformers>=4.46", *EVAL, *TRITON],
         "plot": ["matplotlib"],
+        "wandb": ["wandb"],
         "gpu": TRITON,
     },
 )

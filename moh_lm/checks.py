@@ -23,6 +23,7 @@ def config_problems(config, world_size):
         *run_problems(config.run),
         *backend_problems(config),
         *reliability_problems(config.reliability),
+        *alarm_problems(config.alarms),
         *layout_problems(config, world_size),
     ]
 
@@ -162,6 +163,10 @@ def run_problems(run):
             found.append("--train-tokens is missing: give a budget such as 100B, or --train-iters")
     elif run.train_iters < 1:
         found.append(f"--train-iters {run.train_iters}: must be at least 1")
+    if run.peak_tflops is not None and not 0 < run.peak_tflops < math.inf:
+        found.append(f"--peak-tflops {run.peak_tflops:g}: must be above 0, such as 989 for an H100 in bf16")
+    if run.wandb and importlib.util.find_spec("wandb") is None:
+        found.append(f"--wandb {run.wandb}: the package wandb is not installed; pip install wandb, or leave it out")
     return found
 
 
@@ -194,6 +199,22 @@ def reliability_problems(reliability):
         found += below(reliability, 1, "exit_after")
     if reliability.keep_every and not reliability.keep_last:
         found.append(f"--keep-every {reliability.keep_every}: all checkpoints are kept already; give --keep-last too")
+    return found
+
+
+def alarm_problems(alarms):
+    found = below(alarms, 1, "alarm_intervals")
+    found += below(alarms, 0, "alarm_head_low", "alarm_head_high", "alarm_throughput", "alarm_balance_loss")
+    found += [
+        f"{flag(key)} {getattr(alarms, key):g}: would ring at the usual value; choose {choice}, or 0 for none"
+        for key, wrong, choice in (
+            ("alarm_head_low", alarms.alarm_head_low >= 1, "a number below 1"),
+            ("alarm_head_high", 0 < alarms.alarm_head_high <= 1, "a number above 1"),
+            ("alarm_throughput", alarms.alarm_throughput >= 1, "a number below 1"),
+            ("alarm_balance_loss", 0 < alarms.alarm_balance_loss <= 1, "a number above 1"),
+        )
+        if wrong
+    ]
     return found
 
 

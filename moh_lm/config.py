@@ -1,4 +1,4 @@
-"""Configuration: what a run is, in seven small dataclasses.
+"""Configuration: what a run is, in eight small dataclasses.
 
 A field says its name, type, default and meaning once. Flags (``moh_lm.flags``) and the flat ``config.json`` are made
 from the fields, so names are unique over all sections. Values that follow from others (the head dimension, one head
@@ -198,6 +198,10 @@ class RunConfig:
     eval_samples: int = option(128, "held-out sequences evaluated per source")
     eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")
     log_interval: int = option(10, "iterations per line of the log")
+    peak_tflops: float | None = option(
+        None, "of one device in this precision, for the MFU (default: of the GPUs that are known)", parse=float
+    )
+    wandb: str = option("", "project of Weights & Biases that gets the log too")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")
     attention_backend: str = option(
         "auto",
@@ -244,6 +248,17 @@ class ReliabilityConfig:
 
 
 @dataclass(frozen=True)
+class AlarmConfig:
+    """alarms: what the log calls attention to; 0 turns one off"""
+
+    alarm_intervals: int = option(3, "intervals of the log, one after another, before heads, speed or balance ring")
+    alarm_head_low: float = option(0.1, "a routed head selected by less than this share of its fair load rings")
+    alarm_head_high: float = option(3.0, "a routed head selected by this many times its fair load, or 95%, rings")
+    alarm_throughput: float = option(0.7, "a throughput below this share of the running median rings")
+    alarm_balance_loss: float = option(1.2, "a layer's balance loss of this many times its running median rings")
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run. ``problems`` is empty if and only if the run can start on ``world_size`` processes."""
 
@@ -253,6 +268,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
 
     def data_parallel_size(self, world_size):
         return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)

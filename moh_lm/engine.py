@@ -8,11 +8,13 @@ Shapes: s sequence, b batch, E routed heads of a layer.
 """
 
 import contextlib
+import time
 from typing import NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from moh_lm.guard import DIVERGENCE, GRADIENT, Divergence, Guard
 from moh_lm.model.pipeline import PipelineCausalLM
@@ -29,10 +31,10 @@ class StepResult(NamedTuple):
     """Sums over the global batch, equal on every rank; float64 on the device, so that reading them is the caller's
     choice.
 
-    losses: [num_sources, 2], loss summed over tokens and number of tokens. routers: [sum of (1 + E)], for every
-    router in turn the sum of its balance loss over sequences, and how often each routed head was selected. loss: mean
-    per token. grad_norm: before clipping. verdict: a code of moh_lm.guard.REASONS. skipped: whether the gradients were
-    left out.
+    losses: [num_sources, 3], loss summed over tokens, number of tokens, number of sequences. routers: [num_sources, sum
+    of (2 + E)], for every router in turn the sums over sequences of what ``RouterStatistics`` keeps. loss: mean per
+    token. grad_norm: before clipping. verdict: a code of moh_lm.guard.REASONS. skipped: whether the gradients were left
+    out. seconds: {"forward_backward", "optimizer"}, the first with the reduction of the gradients and their norm.
     """
 
     losses: torch.Tensor
@@ -41,6 +43,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     verdict: int
     skipped: bool
+    seconds: dict
 
 
 class Engine:
@@ -95,6 +98,7 @@ class Engine:
 
         check_replicas: compare the weights that several ranks hold. Raises Divergence where they cannot be mended.
         """
+        started = time.perf_counter()
         self.optimizer.set_learning_rate(learning_rate)
         self.reset(check_replicas)
         self.step(micro_batches)
@@ -104,8 +108,13 @@ class Engine:
         lasting = of_all_ranks(self.compare_replicas()) if self.verdict == DIVERGENCE else []
         if lasting:
             raise Divergence(f"{'; '.join(lasting)}; also in the fp32 masters")
-        routers = self.router_sums(keep_shares=skipped)
-        return StepResult(self.sums, routers, self.mean, self.grad_norm, self.verdict, skipped)
+        routers = self.router_sums([batch.sources for batch in micro_batches], keep_shares=skipped)
+        get_accelerator().synchronize()
+        seconds = {
+            "forward_backward": self.gradients_done - started,
+            "optimizer": time.perf_counter() - self.gradients_done,
+        }
+        return StepResult(self.sums, routers, self.mean, self.grad_norm, self.verdict, skipped, seconds)
 
     def reset(self, check_replicas):
         self.sums = self.zero_sums(self.num_sources)
@@ -119,7 +128,8 @@ class Engine:
         """
         losses = self.reduce(self.sums, self.groups.data, self.groups.pipeline)
         self.grad_norm = float(norm)
-        total, tokens = losses.sum(0).tolist()
+        total, tokens, _ = losses.sum(0).tolist()  # waits for the backward pass
+        self.gradients_done = time.perf_counter()
         self.mean = total / tokens
         verdict = self.guard.judge(self.mean, self.grad_norm)
         if copies and not torch.stack([part.detach().float().norm() for part in copies]).isfinite().all():
@@ -154,11 +164,12 @@ class Engine:
 
     def evaluate(self, micro_batches):
         """(loss summed over tokens, number of tokens) over the micro-batches of all data-parallel ranks."""
-        return tuple(self.evaluate_rows(micro_batches, self.num_sources).sum(0).tolist())
+        return tuple(self.evaluate_rows(micro_batches, self.num_sources).sum(0).tolist()[:2])
 
     @torch.no_grad()
     def evaluate_rows(self, micro_batches, num_rows):
-        """The same, [num_rows, 2], for each number below ``num_rows`` that a sequence may have as its source."""
+        """The same, and the number of sequences, for each number below ``num_rows`` that a sequence may have as its
+        source: [num_rows, 3]."""
         self.reset(check_replicas=False)
         self.sums = self.zero_sums(num_rows)
         self.evaluation_forward(micro_batches)
@@ -179,25 +190,26 @@ class Engine:
     def add_losses(self, losses, labels, sources):
         """Add the losses [s, b] of a micro-batch's sequences to the sums of their ``sources`` [b]."""
         counted = (labels != IGNORED).double().sum(1)
-        per_sample = torch.stack((losses.double().sum(0), counted), dim=1)  # [b, 2]
+        per_sample = torch.stack((losses.double().sum(0), counted, torch.ones_like(counted)), dim=1)  # [b, 3]
         self.loss_flags.append(~per_sample[:, 0].isfinite())
-        of_source = sources == torch.arange(len(self.sums), device=sources.device).unsqueeze(1)  # [num_sources, b]
-        self.sums += of_source.double() @ per_sample  # index_add_ would not be deterministic on a GPU
+        self.sums += one_hot(sources, len(self.sums)) @ per_sample  # index_add_ would not be deterministic on a GPU
 
-    def router_sums(self, keep_shares):
+    def router_sums(self, sources, keep_shares):
         """``StepResult.routers``; also gives each router the step's shares, which ``global_batch`` balances against.
 
-        keep_shares: leave those of the step before, if the numbers of this one are not to be trusted.
+        sources: [b] of each of this rank's micro-batches. keep_shares: leave the shares of the step before, if the
+        numbers of this one are not to be trusted.
         """
         layers = self.config.model.routed_layers()
-        widths = [1 + layer.num_routed for layer in layers]
-        sums = torch.zeros(sum(widths), dtype=torch.float64, device=self.device)
-        rows = {layer.index: row for layer, row in zip(layers, sums.split(widths), strict=True)}  # views of ``sums``
+        widths = [2 + layer.num_routed for layer in layers]
+        sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
+        parts = {layer.index: part for layer, part in zip(layers, sums.split(widths, dim=1), strict=True)}  # views
+        of_source = one_hot(torch.cat(sources).to(self.device), self.num_sources)
         for router in self.routers:
-            rows[router.layer_index] += router.statistics.take()
+            parts[router.layer_index] += of_source @ router.statistics.take()
         self.reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
         if not keep_shares:
-            counts = [(rows[layer.index][1:], layer.num_active) for layer in layers]
+            counts = [(parts[layer.index][:, 2:].sum(0), layer.num_active) for layer in layers]
             self.set_shares([selected * num_active / selected.sum() for selected, num_active in counts])
         return sums
 
@@ -209,7 +221,7 @@ class Engine:
             router.statistics.previous_share = by_layer[router.layer_index].float()
 
     def zero_sums(self, rows):
-        return torch.zeros(rows, 2, dtype=torch.float64, device=self.device)
+        return torch.zeros(rows, 3, dtype=torch.float64, device=self.device)
 
     @staticmethod
     def reduce(tensor, *groups):
@@ -276,6 +288,11 @@ class PipelineEngine(Engine):
 
     def named_parameters(self):
         return self.model.canonical_parameters()
+
+
+def one_hot(sources, num_sources):
+    """[b] -> [num_sources, b] float64: 1 where a sequence is of the source."""
+    return (sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)).double()
 
 
 def stage_inputs(micro_batches):

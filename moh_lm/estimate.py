@@ -18,6 +18,12 @@ from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 
 BACKWARD = 2  # a backward pass multiplies every matrix twice
 
+# Dense bf16 TFLOPS by a part of the name, the first that fits; from the vendors' data sheets.
+PEAK_TFLOPS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312, "A800": 312,
+    "L40S": 362, "L40": 181, "A40": 150, "A10G": 70, "MI300X": 1307,
+}
+
 
 @functools.lru_cache(maxsize=8)
 def parameter_counts(model):
@@ -46,6 +52,16 @@ def flops_per_token(model, seq_length):
         total["dense"] += shared_by_all + h * per_head + router_flops(model, layer)
         total["active"] += shared_by_all + active_heads(model, layer) * per_head + router_flops(model, layer)
     return {key: (1 + BACKWARD) * value for key, value in total.items()}
+
+
+def peak_flops(run, device):
+    """FLOP/s of one device: --peak-tflops, or of a known GPU in bf16; None where neither is there. run: RunConfig."""
+    if run.peak_tflops is not None:
+        return run.peak_tflops * 1e12
+    if device.type != "cuda" or run.precision != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
 
 
 def active_heads(model, layer):

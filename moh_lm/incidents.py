@@ -11,6 +11,8 @@ from moh_lm.guard import REASONS
 def report(engine, loader, batches, journal, step, result):
     """Record a step that was skipped, or is a spike: why, where, and with which samples. All ranks together.
 
+    Returns the names of the sources that had a loss or a gradient that is not finite.
+
     engine, result: of the step with number ``step``; batches: this rank's micro-batches of it.
     """
     consumed = (step - 1) * loader.global_batch_size
@@ -43,6 +45,7 @@ def report(engine, loader, batches, journal, step, result):
     what = "SKIPPED" if result.skipped else "SPIKE"
     text = f"{what} step {step}: {'; '.join([facts['reason'], *facts['details']])} ({where})"
     journal.add("skipped" if result.skipped else "spike", step, text, **facts)
+    return facts["sources"]
 
 
 def listing(items):

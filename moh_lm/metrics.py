@@ -1,164 +1,187 @@
-"""What a run says about itself: one console line per interval, ``metrics.jsonl`` and TensorBoard.
+"""What a run says about itself: one console line per interval, ``metrics.jsonl``, TensorBoard and Weights & Biases.
 
-Sums over the steps of an interval become means when it ends. The sums are part of a checkpoint, so that an interval
-in which a run was stopped and resumed reads like any other. Rank 0 writes; a resumed run first drops what it wrote
-after its checkpoint.
+Rank 0 writes; a resumed run first drops what it wrote after its checkpoint. docs/monitoring.md has every figure with
+its formula.
 """
 
 import json
 import math
-import sys
 import time
 from pathlib import Path
 
-import torch
-from torch.utils.tensorboard import SummaryWriter
-
+from moh_lm.boards import Boards
+from moh_lm.estimate import flops_per_token, peak_flops
+from moh_lm.heads import head_map
+from moh_lm.interval import ratio
 from moh_lm.journal import Rows
+from moh_lm.summary import short
 
-
-class Interval:
-    """Sums of ``StepResult``s since the last line of the log; the same on every rank."""
-
-    def __init__(self, num_sources, routed_layers, device):
-        self.layers = routed_layers
-        self.losses = torch.zeros(num_sources, 2, dtype=torch.float64, device=device)
-        self.widths = [1 + layer.num_routed for layer in routed_layers]
-        self.routers = torch.zeros(sum(self.widths), dtype=torch.float64, device=device)
-        self.skipped_steps = 0
-        self.tokens = 0  # in the steps that were not skipped, also those that have no label
-        self.seconds = self.timed_tokens = 0  # of this process only
-
-    def add(self, result, seconds, tokens):
-        if result.skipped:
-            self.skipped_steps += 1
-        else:
-            self.tokens += tokens
-            self.losses += result.losses
-            self.routers += result.routers
-        self.seconds += seconds
-        self.timed_tokens += tokens
-
-    def clear(self):
-        self.losses.zero_()
-        self.routers.zero_()
-        self.skipped_steps = self.tokens = self.seconds = self.timed_tokens = 0
-
-    def tokens_per_second(self):
-        return round(ratio(self.timed_tokens, self.seconds), 1)
-
-    def loss(self):
-        """Mean training loss per token."""
-        return ratio(*self.losses.sum(0).tolist())
-
-    def source_losses(self, names):
-        """Mean training loss per token of every source that was seen."""
-        rows = zip(names, self.losses.tolist(), strict=True)
-        return {name: total / tokens for name, (total, tokens) in rows if tokens}
-
-    def balance_loss(self, seq_length):
-        """L_b of Eq. 8: the mean over layers and sequences."""
-        losses = [row[0].item() for row in self.router_rows()]
-        sequences = self.tokens / seq_length
-        return ratio(sum(losses), len(losses) * sequences) if losses else 0.0
-
-    def head_loads(self):
-        """(layer, head, share of tokens that selected it) for every routed head."""
-        for layer, row in zip(self.layers, self.router_rows(), strict=True):
-            for index, count in enumerate(row[1:].tolist()):
-                yield layer.index, layer.num_shared + index, ratio(count, self.tokens)
-
-    def router_rows(self):
-        return self.routers.split(self.widths) if self.widths else ()
-
-    def state(self):
-        """JSON-able; ``restore`` takes it back."""
-        return {
-            "losses": self.losses.tolist(),
-            "routers": self.routers.tolist(),
-            "tokens": self.tokens,
-            "skipped_steps": self.skipped_steps,
-        }
-
-    def restore(self, state):
-        self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
-        self.routers.copy_(torch.tensor(state["routers"], dtype=torch.float64))
-        self.tokens = state["tokens"]
-        self.skipped_steps = state["skipped_steps"]
+SHOWN_HEADS = ("entropy", "unused", "overused", "a1", "balance_loss", "tensor_parallel_imbalance")
 
 
 class RunLog:
-    """The writer of rank 0: console, ``directory``/metrics.jsonl, ``directory``/tensorboard.
+    """The writer of rank 0: console, ``directory``/metrics.jsonl, and ``Boards``.
 
     first_step: iterations done when the run starts or resumes; anything logged for later ones is dropped.
     """
 
-    def __init__(self, directory, first_step, train_iters):
+    def __init__(self, directory, first_step, config):
         self.first_step = first_step
-        self.train_iters = train_iters
+        self.train_iters = config.run.train_iters
+        self.model = config.model
         self.started = time.perf_counter()
         path = Path(directory) / "metrics.jsonl"
         keep_rows(path, first_step)
         self.rows = Rows(path)
-        purge_step = first_step + 1 if first_step else 0
-        self.board = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
+        self.boards = Boards(directory, first_step, config.run.wandb, config.to_dict())
 
-    def training(self, row, head_loads):
-        """Log an interval. row: the object for metrics.jsonl. head_loads: (layer, head, share of tokens)."""
+    def training(self, row, figures):
+        """Log an interval. row: ``training_row``. figures: ``head_figures``, or None."""
         step = row["step"]
         self.write(row)
-        for key in ("loss", "load_balance_loss", "learning_rate", "grad_norm"):
-            self.scalar(f"train/{key}", row[key], step)
-        for name, loss in row["source_loss"].items():
-            self.scalar(f"train_loss/{name}", loss, step)
-        self.scalar("runtime/tokens_per_second", row["tokens_per_second"], step)
-        for layer, head, load in head_loads:
-            self.scalar(f"heads/layer_{layer:02d}/load_head_{head:02d}", load, step)
-        seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
-        skipped = f"  skipped {row['skipped_steps']}" if row["skipped_steps"] else ""
-        print(
-            f"step {step:>{len(str(self.train_iters))}}/{self.train_iters}"
-            f"  loss {row['loss']:.4f}  balance {row['load_balance_loss']:.4f}  lr {row['learning_rate']:.3e}"
-            f"  grad norm {row['grad_norm']:.3f}  {row['tokens_per_second']:,.0f} tokens/s{skipped}"
-            f"  {duration((self.train_iters - step) * seconds_per_step)} left",
-            flush=True,
-        )
+        runtime = row["runtime"]
+        scalars = {f"train/{key}": row[key] for key in ("loss", "load_balance_loss", "learning_rate", "grad_norm")}
+        scalars |= {f"train_loss/{name}": loss for name, loss in row["source_loss"].items()}
+        scalars |= {f"train_bits_per_byte/{name}": bits for name, bits in row["source_bits_per_byte"].items()}
+        scalars["runtime/tokens_per_second"] = row["tokens_per_second"]
+        scalars |= {f"runtime/mfu_{kind}": share for kind, share in runtime["mfu"].items()}
+        scalars |= {f"runtime/seconds_{part}": seconds for part, seconds in runtime["seconds"].items()}
+        scalars["runtime/seconds_data_slowest"] = runtime["slowest_data"]["seconds"]
+        scalars["runtime/memory_gib"] = runtime["memory"]["gib"]
+        scalars["train/skipped_steps"] = row["skipped_steps"]
+        self.boards.scalars(scalars | head_scalars(self.model, figures), step)
+        self.head_maps(figures, step)
+        print(self.line(row), flush=True)
 
-    def evaluation(self, step, losses):
-        """Log the validation loss of each source, and its exponential, the perplexity of a token."""
+    def head_maps(self, figures, step):
+        """A picture of all layers and heads for the whole mix, and for each source."""
+        if figures:
+            sources = {f"head_load_of_source/{name}": loads for name, loads in figures["source_load"].items()}
+            for tag, loads in {"head_load/all": figures["load"], **sources}.items():
+                picture = head_map(
+                    self.model.routed_layers(), loads, self.model.num_layers, self.model.num_attention_heads
+                )
+                self.boards.picture(tag, picture, step)
+
+    def line(self, row):
+        """The console's line of an interval."""
+        step, mfu = row["step"], row["runtime"]["mfu"]
+        seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
+        parts = [
+            f"step {step:>{len(str(self.train_iters))}}/{self.train_iters}",
+            f"{short(row['tokens'])} tokens",
+            f"loss {row['loss']:.4f}",
+            f"balance {row['load_balance_loss']:.4f}",
+            f"lr {row['learning_rate']:.3e}",
+            f"grad norm {row['grad_norm']:.3f}",
+            f"{row['tokens_per_second']:,.0f} tokens/s",
+            f"MFU {mfu['dense']:.1%}" if mfu else "",
+            f"skipped {row['skipped_steps']}" if row["skipped_steps"] else "",
+            f"{duration((self.train_iters - step) * seconds_per_step)} left",
+        ]
+        return "  ".join(part for part in parts if part)
+
+    def evaluation(self, step, losses, bytes_per_token):
+        """Log the validation loss of each source, its exponential, the perplexity of a token, and its bits per byte."""
         mean = sum(losses.values()) / len(losses)
         perplexity = {name: perplexity_of(loss) for name, loss in losses.items()}
-        self.write({"step": step, "evaluation": losses, "evaluation_mean": mean, "perplexity": perplexity})
-        for name, loss in losses.items():
-            self.scalar(f"validation_loss/{name}", loss, step)
-            self.scalar(f"validation_perplexity/{name}", perplexity[name], step)
-        self.scalar("validation/mean_of_sources", mean, step)
+        bits = bits_per_byte(losses, bytes_per_token)
+        self.write(
+            {
+                "step": step,
+                "evaluation": losses,
+                "evaluation_mean": mean,
+                "perplexity": perplexity,
+                "evaluation_bits_per_byte": bits,
+            }
+        )
+        scalars = {f"validation_loss/{name}": loss for name, loss in losses.items()}
+        scalars |= {f"validation_perplexity/{name}": value for name, value in perplexity.items()}
+        scalars |= {f"validation_bits_per_byte/{name}": value for name, value in bits.items()}
+        self.boards.scalars(scalars | {"validation/mean_of_sources": mean}, step)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         print(f"validation loss after {step} steps: {shown}", flush=True)
 
     def tasks(self, step, scores):
         """Log the scores of tasks: {task: {metric: share}}."""
         self.write({"step": step, "tasks": scores})
-        for name, metrics in scores.items():
-            for metric, value in metrics.items():
-                self.scalar(f"tasks/{name}/{metric}", value, step)
+        scalars = {f"tasks/{name}/{metric}": value for name, found in scores.items() for metric, value in found.items()}
+        self.boards.scalars(scalars, step)
         shown = "  ".join(f"{name} {list(metrics.values())[-1]:.1%}" for name, metrics in scores.items())
         print(f"tasks after {step} steps: {shown}", flush=True)
-
-    def scalar(self, tag, value, step):
-        try:
-            if self.board is not None:
-                self.board.add_scalar(tag, value, step)
-        except OSError as error:  # of its thread, which has ended by it
-            print(f"tensorboard: {error.strerror}; no more of it until the run is started again", file=sys.stderr)
-            self.board = None
 
     def write(self, row):
         self.rows.add(finite(row))
 
     def close(self):
-        if self.board is not None:
-            self.board.close()
+        self.boards.close()
+
+
+def training_row(config, dataset, interval, step, rate, grad_norm, figures, ranks, device):
+    """The object of metrics.jsonl for the interval that ends after ``step``; its figures of heads are rounded.
+
+    figures: ``Interval.head_figures``. ranks: ``of_ranks`` of moh_lm.interval.
+    """
+    run, losses, speed = config.run, interval.source_losses(), interval.tokens_per_second()
+    data, memory = zip(*ranks, strict=True)
+    balance = figures["balance_loss"] if figures else []
+    return {
+        "step": step,
+        "loss": interval.loss(),
+        "load_balance_loss": ratio(sum(balance), len(balance)) if interval.layers else 0.0,
+        "learning_rate": rate,
+        "grad_norm": grad_norm,
+        "tokens": step * run.tokens_per_iteration,
+        "consumed_samples": step * run.global_batch_size,
+        "source_loss": losses,
+        "source_bits_per_byte": bits_per_byte(losses, dataset.bytes_per_token()),
+        "tokens_per_second": round(speed, 1),
+        "skipped_steps": interval.skipped_steps,
+        **({"heads": rounded(figures)} if figures else {}),
+        "runtime": {
+            "seconds": rounded(interval.seconds_per_step()),
+            "slowest_data": {"rank": data.index(max(data)), "seconds": rounded(max(data))},
+            "mfu": rounded(utilization(config, speed, len(ranks), device)),
+            "memory": {"rank": memory.index(max(memory)), "gib": rounded(max(memory) / 2**30)},
+        },
+    }
+
+
+def utilization(config, tokens_per_second, world_size, device):
+    """MFU: {"dense", "active"} of ``flops_per_token``, over the peak of all devices; {} where that is not known."""
+    peak = peak_flops(config.run, device)
+    if peak is None:
+        return {}
+    flops = flops_per_token(config.model, config.run.seq_length)
+    return {kind: value * tokens_per_second / (peak * world_size) for kind, value in flops.items()}
+
+
+def head_scalars(model, figures):
+    """{TensorBoard's tag: value} of ``head_figures``: the load of each routed head, and what sums it up, by layer."""
+    found = {}
+    for place, layer in enumerate(model.routed_layers() if figures else ()):
+        tag = f"heads/layer_{layer.index:02d}"
+        for index, load in enumerate(figures["load"][place]):
+            found[f"{tag}/load_head_{layer.num_shared + index:02d}"] = load
+        for key in SHOWN_HEADS:
+            if key in figures and figures[key][place] is not None:
+                found[f"{tag}/{key}"] = figures[key][place]
+    return found
+
+
+def bits_per_byte(losses, bytes_per_token):
+    """{source: loss in bits over its bytes per token}, of the sources whose bytes are known."""
+    known = {name: size for name, size in bytes_per_token.items() if size}
+    return {name: loss / math.log(2) / known[name] for name, loss in losses.items() if name in known}
+
+
+def rounded(value):
+    """Numbers to five significant digits, so that rows stay small."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def perplexity_of(loss):
@@ -169,6 +192,8 @@ def finite(value):
     """``value`` with null for numbers that JSON has no word for."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -198,10 +223,6 @@ def complete(row):
         return isinstance(json.loads(row)["step"], int)
     except (ValueError, TypeError, KeyError):
         return False
-
-
-def ratio(total, count):
-    return total / count if count else math.nan
 
 
 def duration(seconds):

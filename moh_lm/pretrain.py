@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from moh_lm.alarms import Alarms
 from moh_lm.checkpoint import CheckpointError, NonFiniteState, Saver, check_space
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
@@ -27,9 +28,10 @@ from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
 from moh_lm.guard import BadNumbers
 from moh_lm.incidents import report
+from moh_lm.interval import Interval, of_ranks
 from moh_lm.journal import Journal
 from moh_lm.manifest import write_json
-from moh_lm.metrics import Interval, RunLog
+from moh_lm.metrics import RunLog, training_row
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.processes import (
     StopRequest,
@@ -123,16 +125,17 @@ def train(config, dataset, device):
 
 def run_steps(config, dataset, device, stop, watchdog):
     """From the last checkpoint, or the first step, to the last, or to the step after which ``stop`` is due."""
-    run, reliability = config.run, config.reliability
+    run, parallel, reliability = config.run, config.parallel, config.reliability
     check_nodes(config, dataset)
     watchdog.progress(seconds=START)
-    groups = ParallelGroups.create(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
+    groups = ParallelGroups.create(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     engine = make_engine(config, groups, device, len(dataset.source_names))
     watchdog.progress()
     watchdog.limit_groups()
-    interval = Interval(len(dataset.source_names), config.model.routed_layers(), device)
+    interval = Interval(dataset.source_names, config.model.routed_layers(), device)
+    alarms = Alarms(config.alarms, config.model.routed_layers(), dataset.shares)
     journal = Journal(run.checkpoint_dir, writes=dist.get_rank() == 0)
-    step, dataset, imported = resume(config, dataset, engine, interval, journal, watchdog.progress)
+    step, dataset, imported = resume(config, dataset, engine, interval, alarms, journal, watchdog.progress)
     if step >= run.train_iters:
         say(f"the run is complete: {step} of {run.train_iters} steps are in {run.checkpoint_dir}")
         return True
@@ -164,32 +167,40 @@ def run_steps(config, dataset, device, stop, watchdog):
         started = time.perf_counter()
         rate = learning_rate(step, config.optimizer, run.train_iters)
         batches = loader.train_step(step * run.global_batch_size)
+        data_seconds = time.perf_counter() - started
         step += 1
+        bad_sources = []
         try:
             result = engine.train_step(batches, rate, check_replicas=due(step, reliability.replica_check_interval))
             if result.verdict:
-                report(engine, loader, batches, journal, step, result)
+                bad_sources = report(engine, loader, batches, journal, step, result)
             engine.guard.record(step, result.loss, result.grad_norm, result.skipped)
         except BadNumbers as error:
             saver.finish()
             text = f"step {step}: {error}; {saver.newest()}"
             journal.add("failed", step, text)
             raise BadNumbers(text) from error
-        interval.add(result, time.perf_counter() - started, run.tokens_per_iteration)
+        interval.add(result, data_seconds, run.tokens_per_iteration, bad_sources)
         watchdog.progress()
         last = step == run.train_iters
         if due(step, run.log_interval) or last:
+            ranks = of_ranks(interval, device)
             if log:
-                log.training(training_row(config, dataset, interval, step, rate, result), interval.head_loads())
+                figures = interval.head_figures(config.alarms.alarm_head_high, parallel.tensor_parallel_size)
+                row = training_row(config, dataset, interval, step, rate, result.grad_norm, figures, ranks, device)
+                log.training(row, figures)
+                ring(alarms.check(interval, figures, ranks), journal, log, step)
             interval.clear()
         if due(step, run.eval_interval) or last:
             evaluate(engine, loader, tasks, config, log, step, watchdog)
         stopping, writing = of_any_rank([stop.due(), saver.writing()], device)
+        save_started = time.perf_counter()
         if due(step, reliability.save_interval) or last or stopping:
-            state = run_state(config, dataset, engine, interval, step, imported)
+            state = run_state(config, dataset, engine, interval, alarms, step, imported)
             saver.save(step, engine.fragments(), config, state, dataset.tokenizer_path)
         elif not writing:
             saver.finish()
+        interval.seconds["save"] += time.perf_counter() - save_started
     saver.close()
     loader.close()
     if log:
@@ -223,21 +234,12 @@ def learning_rate(step, optimizer, train_iters):
     return low + (peak - low) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def training_row(config, dataset, interval, step, rate, result):
-    """The object of metrics.jsonl for the interval that ends after ``step``."""
-    run = config.run
-    return {
-        "step": step,
-        "loss": interval.loss(),
-        "load_balance_loss": interval.balance_loss(run.seq_length),
-        "learning_rate": rate,
-        "grad_norm": result.grad_norm,
-        "tokens": step * run.tokens_per_iteration,
-        "consumed_samples": step * run.global_batch_size,
-        "source_loss": interval.source_losses(dataset.source_names),
-        "tokens_per_second": interval.tokens_per_second(),
-        "skipped_steps": interval.skipped_steps,
-    }
+def ring(alarms, journal, log, step):
+    """Say each of ``Alarms.check`` on the console, in events.jsonl and on the boards."""
+    for text, facts in alarms:
+        text = f"step {step}: {text}"
+        journal.add(facts.pop("event"), step, text, **facts)
+        log.boards.alarm(text, step)
 
 
 def evaluate(engine, loader, tasks, config, log, step, watchdog):
@@ -249,7 +251,7 @@ def evaluate(engine, loader, tasks, config, log, step, watchdog):
         if tokens:
             losses[name] = total / tokens
     if log and losses:
-        log.evaluation(step, losses)
+        log.evaluation(step, losses, loader.dataset.bytes_per_token())
     scores = {}
     for name in tasks.questions:
         batches, choices = tasks.micro_batches(name, config.run.micro_batch_size, loader.rank, loader.size)
@@ -259,7 +261,7 @@ def evaluate(engine, loader, tasks, config, log, step, watchdog):
         log.tasks(step, scores)
 
 
-def run_state(config, dataset, engine, interval, step, imported):
+def run_state(config, dataset, engine, interval, alarms, step, imported):
     """state.json: whatever a run needs to go on besides its weights, their moments and its configuration."""
     return {
         "consumed_samples": step * config.run.global_batch_size,
@@ -267,6 +269,7 @@ def run_state(config, dataset, engine, interval, step, imported):
         "router_shares": [share.tolist() for share in engine.shares],
         "guard": engine.guard.state(),
         "interval": interval.state(),
+        "alarms": alarms.state(),  # of rank 0, which writes this
         "data": dataset.state(),
         **({"imported": imported} if imported else {}),  # what tools/import_hf.py said of the model it began with
     }
@@ -278,7 +281,7 @@ def open_log(config, step):
         return None
     directory = Path(config.run.checkpoint_dir)
     write_json(directory / "config.json", config.to_dict())
-    return RunLog(directory, step, config.run.train_iters)
+    return RunLog(directory, step, config)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from moh_lm.processes import from_rank_0, of_all_ranks, say
 from moh_lm.steps import list_steps, newest_model, point_latest, remove_leftovers
 
 
-def resume(config, dataset, engine, interval, journal, progress):
+def resume(config, dataset, engine, interval, alarms, journal, progress):
     """Fill the engine from the run's last sound checkpoint.
 
     Returns the number of iterations done, 0 without a checkpoint; the dataset as it goes on from there; and where the
@@ -63,6 +63,7 @@ def resume(config, dataset, engine, interval, journal, progress):
         journal.add("data changed", state["step"], "\n".join(["resuming with other data:", *changed]), changes=changed)
     else:
         interval.restore(state["interval"])
+    alarms.restore(state["alarms"], same_data=not changed)
     journal.add("resumed", state["step"], f"resumed {step}")
     return state["step"], dataset.continue_from(state["data"], state["consumed_samples"]), imported
 
@@ -70,7 +71,7 @@ def resume(config, dataset, engine, interval, journal, progress):
 def read_state(step):
     """What ``run_state`` of moh_lm.pretrain wrote. Raises ConfigError if it is not that."""
     path = step / "state.json"
-    keys = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard", "interval", "data"}
+    keys = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard", "interval", "alarms", "data"}
     try:
         state = read_json(path)
         missing = keys - state.keys()

@@ -28,6 +28,9 @@ SIZES = """
 """
 
 
+MEASURED = ("tokens_per_second", "runtime")
+
+
 def arguments(data_dir, directory, *more):
     return [*SIZES.split(), "--data-dir", str(data_dir), "--checkpoint-dir", str(directory), *more]
 
@@ -51,9 +54,9 @@ def run(flags, stop_after=None):
 
 
 def rows(directory):
-    """The rows of metrics.jsonl without the one figure that is a measurement of time."""
+    """The rows of metrics.jsonl without what is measured: times and memory."""
     lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key != "tokens_per_second"} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
 
 
 def losses(directory):
@@ -176,7 +179,7 @@ def test_the_balance_loss_of_an_interval_does_not_depend_on_a_change_of_micro_ba
 
 
 def test_numbers_that_json_cannot_hold_are_written_as_null(tmp_path):
-    log = RunLog(tmp_path, 0, 1)
+    log = RunLog(tmp_path, 0, Config())
     log.write({"step": 1, "grad_norm": math.inf, "source_loss": {"a": math.nan, "b": 1.5}})
     log.close()
     assert rows(tmp_path) == [{"step": 1, "grad_norm": None, "source_loss": {"a": None, "b": 1.5}}]

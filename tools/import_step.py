@@ -123,6 +123,7 @@ def first_state(config, facts):
         "router_shares": [[layer.num_active / layer.num_routed] * layer.num_routed for layer in layers],
         "guard": Guard(ReliabilityConfig()).state(),
         "interval": None,
+        "alarms": None,
         "data": {"segments": [], "units": {}},
         "imported": facts,
     }

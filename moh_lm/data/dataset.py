@@ -62,10 +62,14 @@ class Stream:
 
 
 class Source:
-    """One source of a run: its shards, their streams, and the windows held out."""
+    """One source of a run: its shards, their streams, and the windows held out.
 
-    def __init__(self, name: str, opened: OpenedSource, seq_length: int):
+    bytes_per_token: of its text in UTF-8, as the manifest knows it; None for shards of other tools.
+    """
+
+    def __init__(self, name: str, opened: OpenedSource, seq_length: int, bytes_per_token: float | None = None):
         self.name = name
+        self.bytes_per_token = bytes_per_token
         self.shards, cuts, self.unlisted = opened
         self.seq_length = seq_length
         self.training = Stream((shard, 0, cut) for shard, cut in zip(self.shards, cuts, strict=True))
@@ -141,7 +145,7 @@ class Dataset:
                 continue
             try:
                 opened = open_source(data.data_dir, name, manifest, data.validation_fraction)
-                sources.append(Source(name, opened, seq_length))
+                sources.append(Source(name, opened, seq_length, bytes_per_token(present[name]["units"].values())))
                 problems += sources[-1].problems(data.validation_fraction)
             except ShardError as error:
                 problems.append(f"source {name}: {error}")
@@ -167,6 +171,14 @@ class Dataset:
     @property
     def source_names(self) -> list[str]:
         return self.mixture.names
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each source in the mix."""
+        return dict(zip(self.source_names, (self.mixture.weights / self.mixture.period).tolist(), strict=True))
+
+    def bytes_per_token(self) -> dict[str, float | None]:
+        return {source.name: source.bytes_per_token for source in self.sources}
 
     def plan(self, num_samples: int) -> list[dict]:
         """What the first ``num_samples`` samples take from each source, with the source's own size.
@@ -222,6 +234,14 @@ class Dataset:
         segments = next_segments(state["segments"], self.fingerprint(), consumed_samples)
         mixture = self.mixture.after(segments[-1]["first_sample"], segments[-1]["consumed"])
         return Dataset(self.sources, mixture, self.data, self.notes, segments)
+
+
+def bytes_per_token(units):
+    """Of the entries of a source's shards in the manifest; None unless all of them know the bytes of their text."""
+    sizes = [(entry.get("text_bytes"), entry["tokens"]) for entry in units]
+    if any(text_bytes is None for text_bytes, _ in sizes) or not sum(tokens for _, tokens in sizes):
+        return None
+    return sum(text_bytes for text_bytes, _ in sizes) / sum(tokens for _, tokens in sizes)
 
 
 def unknown_source(name, present):

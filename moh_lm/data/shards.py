@@ -158,6 +158,7 @@ def unit_entry(shard: Shard) -> dict:
         "documents": shard.num_documents,
         "tokens": shard.num_tokens,
         "largest_id": shard.largest_id,
+        "text_bytes": shard.sidecar.get("text_bytes"),
         "content": shard.content,
         "bytes": {suffix: os.stat(f"{shard.prefix}{suffix}").st_size for suffix in (".bin", ".idx", ".json")},
         "cuts": cuts,

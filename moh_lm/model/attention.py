@@ -49,13 +49,13 @@ class Attention(nn.Module):
 
     def forward(self, x, mask=None, kept_selection=None):
         """x: [s/tp, b, d], normalised -> [s/tp, b, d]. mask: see ``moh_attention``. kept_selection: ``HeadRouter``."""
-        gates = balance_loss = counts = selected = None
+        gates = balance_loss = statistics = selected = None
         kept_selection = [] if kept_selection is None else kept_selection
         length = x.shape[0] * group_size(self.group)
         backend = choose_backend(self.backend, x.device, x.dtype, length, self.active_share, mask is not None)
         learned = self.router is not None and self.router.routing != "query_norm"
         if learned:
-            gates, balance_loss, counts = self.router(x, kept_selection)  # [s/tp, b, h]
+            gates, balance_loss, statistics = self.router(x, kept_selection)  # [s/tp, b, h]
             gates = self.heads.take(gather_sequence(gates, self.group))  # [s, b, h/tp]
             if kept_selection and backend != "dense":  # dense: the gates of the other heads are 0
                 selected = self.local_selection(gather_sequence(kept_selection[0], self.group))  # [s, b, h/tp]
@@ -72,7 +72,7 @@ class Attention(nn.Module):
             elif self.router is not None and not learned:
                 wide = query.to(torch.promote_types(query.dtype, torch.float32))
                 norms = self.heads.in_canonical_order(gather_heads(wide.norm(dim=-1), self.group))  # [s, b, h]
-                gates, balance_loss, counts = self.router(x, kept_selection, norms)
+                gates, balance_loss, statistics = self.router(x, kept_selection, norms)
                 gates = self.heads.take(gates)  # [s, b, h/tp]
                 selected = self.local_selection(kept_selection[0]) if kept_selection else None
             context = moh_attention(
@@ -81,7 +81,7 @@ class Attention(nn.Module):
             output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
         if balance_loss is None:
             return output
-        return attach_loss(output, balance_loss, self.balance_scale, counts, self.router.statistics)
+        return attach_loss(output, balance_loss, self.balance_scale, statistics, self.router.statistics)
 
     def local_selection(self, routed):
         """Routed heads that the router selected [s, b, E] -> heads of this rank that are on [s, b, h/tp]."""

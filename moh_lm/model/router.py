@@ -55,8 +55,8 @@ class HeadRouter(nn.Module):
 
         x: [s/tp, b, d], the normalised input of the attention layer. query_norms: [s, b, h], only for
         ``query_norm``. Returns gates [s/tp, b, h] (fp32 or wider) and the balance loss, a scalar whose terms add up
-        over the tp ranks, with the selections [E] of this rank's tokens (None and None if the layer has no routed
-        heads).
+        over the tp ranks, with what ``RouterStatistics`` keeps of each sequence, [b, 2 + E] (None and None if the layer
+        has no routed heads).
         """
         if self.routing == "query_norm":
             shared = torch.ones_like(query_norms[..., : self.num_shared])
@@ -69,12 +69,13 @@ class HeadRouter(nn.Module):
         selected = self.select(scores, kept_selection)  # [s/tp, b, E]
         probability = scores.softmax(-1)
         routed = self.routed_gates(probability, selected)
+        a1 = None
         if self.num_shared == 0:
             gates = routed
         else:
             a1, a2 = self.type_weights(x)
             gates = torch.cat((self.scale_shared(shared) * a1, routed * a2), dim=-1)  # [s/tp, b, h]
-        return gates, *self.load_balance(probability, selected)
+        return gates, *self.load_balance(probability, selected, a1)
 
     def select(self, scores, kept_selection):
         if kept_selection:
@@ -118,29 +119,32 @@ class HeadRouter(nn.Module):
             return norms
         return norms / norms.std(-1, keepdim=True).clamp_min(1e-6)  # a token of zeros has equal norms
 
-    def load_balance(self, probability, selected):
-        """L_b = sum_i f_i P_i (Eq. 7), the mean over sequences, and the selections [E] of this rank's tokens.
+    def load_balance(self, probability, selected, a1):
+        """L_b = sum_i f_i P_i (Eq. 7), the mean over sequences, and a row of ``RouterStatistics`` for each of them.
 
         probability, selected: [s/tp, b, E]. f is the share of the tokens that select head i: of each sequence, or of
         the whole previous step (``global_batch``; uniform before the first). P is the mean probability. ``released``
-        multiplies by E.
+        multiplies by E. a1: [s/tp, b, 1], or a number without the second stage.
         """
-        batch = probability.shape[1]
         tokens = probability.shape[0] * group_size(self.group)  # of one sequence
         selections = selected.sum(0)  # [b, E]
-        counts = selections.sum(0)  # [E]
+        whole = selections
         if self.scope == "global_batch":
             share = self.statistics.previous_share  # [E]
             if share is None:
-                share = torch.full_like(counts, self.num_active / self.num_routed)
+                share = torch.full_like(selections[0], self.num_active / self.num_routed)
         else:
             if self.group is not None:
-                dist.all_reduce(selections, group=self.group)
-            share = selections / tokens  # [b, E]
+                whole = selections.clone()
+                dist.all_reduce(whole, group=self.group)
+            share = whole / tokens  # [b, E]
         if self.routing == "query_norm":  # every rank has all tokens: the sums above count each of them tp times
-            counts = counts / group_size(self.group)
-        loss = (share * probability.sum(0)).sum() / (tokens * batch)
-        return loss * self.num_routed if self.routing == "released" else loss, counts
+            selections = selections / group_size(self.group)
+        losses = (share * probability.sum(0)).sum(-1) / tokens  # [b]
+        if self.routing == "released":
+            losses = losses * self.num_routed
+        weights = a1.detach().sum(0) if isinstance(a1, torch.Tensor) else torch.zeros_like(losses)[:, None]  # [b, 1]
+        return losses.mean(), torch.cat((losses.detach()[:, None], weights, selections), dim=1)
 
 
 def select_top_k(scores, k):
@@ -150,46 +154,47 @@ def select_top_k(scores, k):
 
 
 class RouterStatistics:
-    """Selections and balance loss of one layer, summed over sequences until ``take`` is called.
+    """What one layer says of each sequence, kept until ``take`` is called: [b, 2 + E] for each micro-batch.
 
-    They are added in the backward pass, which runs once per micro-batch even if activations are recomputed.
-    ``previous_share`` [E] is f of Eq. 7 for the scope ``global_batch``: the share of the tokens of the whole previous
-    step, over all ranks, that selected each head; None before the first step.
+    The columns: the sequence's L_b, a1 summed over its tokens (0 without the second stage), and how often each routed
+    head was selected; of this rank's tokens, so that all of them add up over the tp ranks. Rows are added in the
+    backward pass, which runs once per micro-batch even if activations are recomputed, and in the order of the
+    micro-batches. ``previous_share`` [E] is f of Eq. 7 for the scope ``global_batch``: the share of the tokens of the
+    whole previous step, over all ranks, that selected each head; None before the first step.
     """
 
     def __init__(self):
         self.previous_share = None
-        self.sums = None
+        self.rows = []
 
-    def add(self, loss, counts, num_sequences):
-        """loss: mean over ``num_sequences``. counts: [E], summed over their tokens."""
-        row = torch.cat((loss.reshape(1) * num_sequences, counts)).to(torch.float64)
-        self.sums = row if self.sums is None else self.sums + row
+    def add(self, rows):
+        self.rows.append(rows)
 
     def take(self):
-        """[1 + E] float64: this rank's sums of the loss and of the selections since the last call."""
-        sums, self.sums = self.sums, None
-        return sums
+        """[n, 2 + E] float64: a row for each sequence of this rank since the last call, in their order."""
+        rows, self.rows = torch.cat(self.rows).double(), []
+        return rows
 
 
-def attach_loss(hidden, loss, scale, counts, statistics):
+def attach_loss(hidden, loss, scale, rows, statistics):
     """Return ``hidden`` unchanged; its backward pass also starts that of ``loss``, with the gradient ``scale``.
 
     So the balance loss of Eq. 8 needs no road of its own through the layers, stages and micro-batches that follow.
+    rows: added to the ``RouterStatistics`` then.
     """
-    return AttachLoss.apply(hidden, loss, scale, counts, statistics)
+    return AttachLoss.apply(hidden, loss, scale, rows, statistics)
 
 
 class AttachLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, loss, scale, counts, statistics):
-        ctx.save_for_backward(loss, counts)
+    def forward(ctx, hidden, loss, scale, rows, statistics):
+        ctx.save_for_backward(loss, rows)
         ctx.scale = scale
         ctx.statistics = statistics
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx, gradient):
-        loss, counts = ctx.saved_tensors
-        ctx.statistics.add(loss, counts, num_sequences=gradient.shape[1])
+        loss, rows = ctx.saved_tensors
+        ctx.statistics.add(rows)
         return gradient, torch.full_like(loss, ctx.scale), None, None, None

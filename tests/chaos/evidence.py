@@ -102,12 +102,12 @@ def difference(one, other):
 
 
 def rows(directory):
-    """The rows of metrics.jsonl, without the figure that is a measurement of time; a line cut short is None."""
+    """The rows of metrics.jsonl, without measurements of time and memory; a line cut short is None."""
     path, found = Path(directory) / "metrics.jsonl", []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
-            row.pop("tokens_per_second", None)
+            row = {key: value for key, value in row.items() if key not in ("tokens_per_second", "runtime")}
         except ValueError:
             row = None
         found.append(row)

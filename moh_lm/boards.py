@@ -1,0 +1,76 @@
+"""Where figures are looked at: TensorBoard, and Weights & Biases if --wandb names a project.
+
+Neither is worth ending a run for: what fails says so once, and there is no more of it until the run is started again.
+
+TensorBoard drops what a run wrote after the checkpoint that it goes on from. Weights & Biases goes on with the same
+run, whose id is in wandb.json; it ignores steps that it has, and a resumed run has the same figures for them.
+"""
+
+import importlib
+import json
+import secrets
+import sys
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+
+class Boards:
+    """TensorBoard below ``directory``, and the ``project`` of Weights & Biases.
+
+    first_step: iterations done when the run starts or resumes. settings: what Weights & Biases shows as configuration.
+    """
+
+    def __init__(self, directory, first_step, project="", settings=None):
+        purge_step = first_step + 1 if first_step else 0
+        self.tensorboard = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=purge_step)
+        self.wandb = None
+        if project:
+            self.guarded(self.start_wandb, Path(directory), first_step, project, settings)
+
+    def start_wandb(self, directory, first_step, project, settings):
+        path = directory / "wandb.json"
+        if first_step == 0 or not path.exists():
+            path.write_text(json.dumps({"id": secrets.token_hex(4)}) + "\n", encoding="utf-8")
+        run_id = json.loads(path.read_text(encoding="utf-8"))["id"]
+        wandb = importlib.import_module("wandb")  # an extra: nobody else has to have it
+        self.wandb = wandb.init(
+            project=project, id=run_id, resume="allow", name=directory.name, dir=str(directory), config=settings
+        )
+
+    def scalars(self, values, step):
+        """values: {tag: number}."""
+        for tag, value in values.items():
+            self.draw("add_scalar", tag, value, step)
+        if self.wandb is not None:
+            self.guarded(self.wandb.log, values, step=step)
+
+    def picture(self, tag, picture, step):
+        """picture: uint8 [height, width]."""
+        self.draw("add_image", tag, picture, step, dataformats="HW")
+
+    def alarm(self, text, step):
+        self.draw("add_text", "alarms", text, step)
+        if self.wandb is not None:
+            self.guarded(self.wandb.alert, title="alarm", text=text)
+
+    def draw(self, method, *arguments, **more):
+        try:
+            if self.tensorboard is not None:
+                getattr(self.tensorboard, method)(*arguments, **more)
+        except OSError as error:  # of its thread, which has ended by it
+            print(f"tensorboard: {error.strerror}; no more of it until the run is started again", file=sys.stderr)
+            self.tensorboard = None
+
+    def guarded(self, function, *arguments, **more):
+        try:
+            function(*arguments, **more)
+        except Exception as error:  # whatever a network can do
+            print(f"wandb: {error}; no more of it until the run is started again", file=sys.stderr, flush=True)
+            self.wandb = None
+
+    def close(self):
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None:
+            self.guarded(self.wandb.finish)

@@ -1,0 +1,71 @@
+"""Figures about routed heads, from the sums of an interval: how evenly they are used, by whom, and at what price.
+
+With n_i the tokens of a layer that selected routed head i of E, K heads per token, T = sum_i n_i / K tokens:
+
+    load_i = n_i / T             fair is K / E
+    entropy = - sum_i p_i ln p_i / ln E with p_i = n_i / sum_j n_j: 1 if all heads are used alike, ln K / ln E if always
+              the same K are
+    unused, overused             shares of the E heads with n_i = 0, and with a load above ``high_load``
+    a1                           mean over the tokens of the weight of the shared heads (Eq. 6); the other is 1 - a1
+                                 (2 - a1 with ``released``)
+    balance_loss                 mean over sequences of L_b (Eq. 7)
+    tensor_parallel_imbalance    largest n summed over the heads of a tensor-parallel rank, over the mean of the ranks
+"""
+
+import numpy as np
+
+ALWAYS = 0.95  # a load that no token's choice explains any more, where all but few heads are active
+
+
+def high_load(layer, high):
+    """The load above which a head of ``layer`` is overused: ``high`` times its fair one, at most ``ALWAYS``."""
+    return min(high * layer.num_active / layer.num_routed, ALWAYS)
+
+
+def head_figures(layers, sums, names, sequences, high, tensor_parallel_size):
+    """{"layer": [number of each layer with routed heads], "load": [[E] of each], "entropy", ..., "source_load"}.
+
+    layers: ``RoutedLayer``s. sums: [sources, sum of (2 + E)], of ``RouterStatistics``, float64. sequences: summed over.
+    a1 is None in layers without the second stage; tensor_parallel_imbalance is there with several ranks only;
+    source_load: {source that was seen: [[E] of each layer]}.
+    """
+    figures = {"layer": [layer.index for layer in layers], "source_load": {}}
+    parts = np.split(sums, np.cumsum([2 + layer.num_routed for layer in layers])[:-1], axis=1)
+    for layer, part in zip(layers, parts, strict=True):
+        balance, a1, counts = part[:, 0].sum(), part[:, 1].sum(), part[:, 2:].sum(0)
+        tokens = counts.sum() / layer.num_active
+        load = counts / tokens
+        found = {
+            "load": load.tolist(),
+            "entropy": entropy(counts),
+            "unused": float((counts == 0).mean()),
+            "overused": float((load > high_load(layer, high)).mean()),
+            "a1": float(a1 / tokens) or None,
+            "balance_loss": float(balance / sequences),
+        }
+        if tensor_parallel_size > 1:
+            of_ranks = counts.reshape(tensor_parallel_size, -1).sum(1)  # routed heads lie on the ranks in order
+            found["tensor_parallel_imbalance"] = float(of_ranks.max() / of_ranks.mean())
+        for key, value in found.items():
+            figures.setdefault(key, []).append(value)
+        for name, of_source in zip(names, part[:, 2:], strict=True):
+            if of_source.any():
+                load = of_source * layer.num_active / of_source.sum()
+                figures["source_load"].setdefault(name, []).append(load.tolist())
+    return figures
+
+
+def entropy(counts):
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum() / np.log(len(counts))) if len(counts) > 1 else 1.0
+
+
+def head_map(layers, loads, num_layers, num_heads, pixels=12):
+    """A picture of the loads, uint8 [layers, heads] in squares of ``pixels``: from black, never, to white, always.
+
+    loads: [[E] of each of ``layers``]; shared heads are white.
+    """
+    picture = np.ones((num_layers, num_heads))
+    for layer, load in zip(layers, loads, strict=True):
+        picture[layer.index, layer.num_shared :] = load
+    return np.kron((picture * 255).round().astype(np.uint8), np.ones((pixels, pixels), dtype=np.uint8))
