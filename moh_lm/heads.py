@@ -29,7 +29,7 @@ def head_figures(layers, sums, names, sequences, high, tensor_parallel_size):
     a1 is None in layers without the second stage; tensor_parallel_imbalance is there with several ranks only;
     source_load: {source that was seen: [[E] of each layer]}.
     """
-    figures = {"layer": [layer.index for layer in layers], "source_load": {}}
+    figures, source_load = {"layer": [layer.index for layer in layers]}, {}
     parts = np.split(sums, np.cumsum([2 + layer.num_routed for layer in layers])[:-1], axis=1)
     for layer, part in zip(layers, parts, strict=True):
         balance, a1, counts = part[:, 0].sum(), part[:, 1].sum(), part[:, 2:].sum(0)
@@ -51,8 +51,8 @@ def head_figures(layers, sums, names, sequences, high, tensor_parallel_size):
         for name, of_source in zip(names, part[:, 2:], strict=True):
             if of_source.any():
                 load = of_source * layer.num_active / of_source.sum()
-                figures["source_load"].setdefault(name, []).append(load.tolist())
-    return figures
+                source_load.setdefault(name, []).append(load.tolist())
+    return figures | {"source_load": source_load}
 
 
 def entropy(counts):
