@@ -6,7 +6,8 @@
     dead source         a source of the mix without a sample where the mix has one; or with a loss that is exactly 0,
                         not finite, or of no token
 
-The first three ring when they hold for --alarm-intervals intervals of the log, the last at once. A running median is
+The first three ring when they hold for --alarm-intervals intervals of the log in a row, and are over when they do not
+hold for as many; the last rings, and is over, at once. A running median is
 over the last ``WINDOW`` intervals at which the alarm did not hold, and counts from ``ENOUGH`` of them on. What has
 rung is part of a checkpoint: a resumed run does not ring again.
 
@@ -33,7 +34,7 @@ class Alarms:
         self.layers = layers
         self.shares = shares
         self.streaks = {}  # {condition: intervals that it has held for}
-        self.ringing = set()
+        self.ringing = {}  # {condition: intervals that it has not held for}
         self.history = {}  # {(kind, place): values at which it did not hold}
         self.unseen = dict.fromkeys(shares, 0)  # samples of all sources since the last one of each
 
@@ -50,13 +51,15 @@ class Alarms:
             held.update(self.collapsed(figures))
             held.update(self.unbalanced(figures))
             known |= {COLLAPSE, BALANCE}
-        for condition in self.streaks:  # of what this interval knows nothing about, all stays as it was
-            if condition[0] not in known:
-                held[condition] = ""
-        self.streaks = {condition: self.streaks.get(condition, 0) + (condition[0] in known) for condition in held}
+        # Of what this interval knows nothing about, all stays as it was.
+        unknown = {condition: number for condition, number in self.streaks.items() if condition[0] not in known}
+        self.streaks = unknown | {condition: self.streaks.get(condition, 0) + 1 for condition in held}
+        for condition in self.ringing:
+            if condition[0] in known:
+                self.ringing[condition] = 0 if condition in held else self.ringing[condition] + 1
         begun = [c for c in held if c not in self.ringing and self.streaks[c] >= self.patience(c)]
-        ended = [c for c in self.ringing if c not in held]
-        self.ringing = (self.ringing | set(begun)) - set(ended)
+        ended = [c for c, quiet in self.ringing.items() if quiet >= self.patience(c)]
+        self.ringing = {c: quiet for c, quiet in self.ringing.items() if c not in ended} | dict.fromkeys(begun, 0)
         return [
             *grouped("ALARM", "alarm", begun, held),
             *grouped("alarm over:", "alarm over", sorted(ended, key=str), {}),
@@ -126,7 +129,7 @@ class Alarms:
         """JSON-able; ``restore`` takes it back."""
         return {
             "streaks": [[*condition, number] for condition, number in self.streaks.items()],
-            "ringing": sorted(map(list, self.ringing), key=str),
+            "ringing": [[*condition, number] for condition, number in self.ringing.items()],
             "history": [[*key, values] for key, values in self.history.items()],
             "unseen": self.unseen,
         }
@@ -135,7 +138,8 @@ class Alarms:
         """same_data: whether the sources and their shares are those of the state."""
         kept = [row for row in state["streaks"] if same_data or row[0] != SOURCE]
         self.streaks = {tuple(condition): number for *condition, number in kept}
-        self.ringing = {tuple(row) for row in state["ringing"] if same_data or row[0] != SOURCE}
+        kept = [row for row in state["ringing"] if same_data or row[0] != SOURCE]
+        self.ringing = {tuple(condition): number for *condition, number in kept}
         self.history = {tuple(key): values for *key, values in state["history"]}
         if same_data:
             self.unseen = dict(state["unseen"])
