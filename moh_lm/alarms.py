@@ -116,7 +116,7 @@ class Alarms:
             if share * self.unseen[name] >= 2:
                 text = f"no sample among {self.unseen[name]:,.0f}, its share of the mix is {share:.2%}"
             elif name in interval.not_finite:
-                text = f"not finite in {interval.not_finite[name]} steps, which were skipped"
+                text = f"not finite; steps skipped for it: {interval.not_finite[name]}"
             elif seen and not tokens:
                 text = f"no token of {seen:,.0f} sequences has a label"
             elif seen and total == 0:

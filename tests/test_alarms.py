@@ -19,7 +19,7 @@ from moh_lm.interval import Interval
 from moh_lm.model.router import HeadRouter
 from tests.distributed import run_ranks
 from tests.test_monitoring import events_of
-from tests.test_reliability import events
+from tests.test_reliability import events, nan_in_the_loss, run_with
 from tests.test_training import arguments, run
 
 LAYERS = [RoutedLayer(1, 2, 4, 1), RoutedLayer(3, 0, 2, 2)]  # one of 4 routed heads; both of 2
@@ -124,7 +124,7 @@ def test_a_source_without_a_sample_rings_when_the_mix_has_one_for_sure():
     [
         ({"loss": 0.0}, "a loss of exactly 0 over 192 tokens"),
         ({"tokens": 0}, "no token of 3 sequences has a label"),
-        ({"not_finite": ["a"]}, "not finite in 1 steps, which were skipped"),
+        ({"not_finite": ["a"]}, "not finite; steps skipped for it: 1"),
     ],
 )
 def test_a_source_with_nothing_to_learn_from_rings_at_once(more, text):
@@ -157,6 +157,13 @@ def test_thresholds_at_which_a_healthy_run_rings_are_refused(data_dir, tmp_path)
     wrong = "--alarm-intervals 0 --alarm-head-low 1 --alarm-head-high 1 --alarm-throughput 1.5 --alarm-balance-loss 0.5"
     problems = config_problems(parse_config(arguments(data_dir, tmp_path, *wrong.split()))[0], 1)
     assert len(problems) == 5 and all(problem.startswith("--alarm-") for problem in problems)
+
+
+def test_an_interval_with_skipped_steps_outlives_a_checkpoint():
+    one, other = interval(sequences=(3, 1), not_finite=["a"]), interval(sequences=(0, 0))
+    other.restore(json.loads(json.dumps(one.state())))
+    assert other.sequences() == {"a": 3, "b": 1} and other.not_finite == {"a": 1} and other.skipped_steps == 1
+    assert not other.losses.any()  # whose sums were not to be trusted
 
 
 # --- Planted in runs ---
@@ -207,6 +214,18 @@ def test_a_planted_dead_source_rings_once(data_dir, tmp_path):
     (event,) = events(tmp_path, "alarm")
     assert (event["step"], event["alarm"], event["source"]) == (1, "dead source", "odd")  # 8 samples * 2 / 7 > 2
     assert event["details"] == ["no sample among 8, its share of the mix is 28.57%"]
+
+
+def test_a_source_whose_loss_is_not_finite_rings_and_is_over(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, *QUICK, "--alarm-throughput", "0")
+    assert run_ranks(run_with, 2, flags, 4, nan_in_the_loss) == [True, True]
+    (skipped,) = events(tmp_path, "skipped")
+    rung = events(tmp_path, "alarm")
+    assert [event["source"] for event in rung] == skipped["sources"] != []
+    assert all(event["step"] == 4 and event["details"] == ["not finite; steps skipped for it: 1"] for event in rung)
+    assert [(event["step"], event["source"]) for event in events(tmp_path, "alarm over")] == [
+        (5, source) for source in skipped["sources"]
+    ]
 
 
 def run_with_a_slow_rank(flags):

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -269,6 +270,18 @@ def run_and_read_output(flags, directory):
         run(flags)
         sys.stdout = stdout
     return (directory / "output").read_text()
+
+
+def test_the_page_names_every_figure(two_ranks):
+    _, rows, board = two_ranks
+    page = (Path(__file__).resolve().parents[1] / "docs" / "monitoring.md").read_text()
+    words = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)*", page))
+    tags = board.Tags()["scalars"] + board.Tags()["images"]
+    shown = {re.sub(r"/(even|odd)$|layer_\d+/|_\d+$", "", tag) for tag in tags}
+    assert {word for tag in shown for word in tag.split("/")} <= words
+    inner = [row[key] for row in rows for key in ("heads", "runtime") if key in row]
+    inner += [row["runtime"][key] for row in rows if "runtime" in row for key in ("seconds", "mfu")]
+    assert {key for part in (*rows, *inner) for key in part} <= words
 
 
 def test_numbers_are_rounded_to_five_digits():
