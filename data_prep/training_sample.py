@@ -14,8 +14,8 @@ from tqdm import tqdm
 from data_prep.containers import InputError
 from data_prep.documents import documents
 from data_prep.units import Unit, plan_units
-from moh_lm.checks import data_problems
 from moh_lm.config import ConfigError, DataConfig
+from moh_lm.data.mixture import data_problems
 from moh_lm.flags import name_and_weight, quantity
 
 SAMPLED_UNIT = 16 << 20  # bytes of input from whose beginning the sample takes its share

@@ -6,11 +6,11 @@ once.
 
 import importlib.util
 import math
-from decimal import Decimal, InvalidOperation
 
 import torch
 
 from moh_lm.config import flag
+from moh_lm.data.mixture import data_problems
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 
 
@@ -118,25 +118,6 @@ def budget_problems(model):
             continue
         first_layer.setdefault(sentence, layer)
     return [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()]
-
-
-def data_problems(data):
-    found = []
-    if not data.data_dir:
-        found.append("--data-dir is missing: give a directory written by data_prep/tokenize.py")
-    if not 0 <= data.validation_fraction < 1:
-        found.append(f"--validation-fraction {data.validation_fraction:g}: must be at least 0 and below 1")
-    names = [name for name, _ in data.data_mix]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        found.append(f"--data-mix {name}: is given {names.count(name)} times; give each source once")
-    for name, weight in data.data_mix:
-        try:
-            sound = bool(name) and Decimal(weight).is_finite() and Decimal(weight) > 0
-        except InvalidOperation:
-            sound = False
-        if not sound:
-            found.append(f"--data-mix {name}={weight}: write NAME=WEIGHT with a weight above 0, such as books=4.24")
-    return found
 
 
 def optimizer_problems(optimizer):

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 
@@ -307,3 +308,9 @@ def test_blank_lines_and_empty_texts_are_not_bad(model, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines(["a", ""]) + b"\n\n")
     tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl", max_bad_fraction=0)
     assert shards(tmp_path / "out", "a")[0].sidecar["dropped"] == {"blank line": 2, "empty text": 1}
+
+
+def test_tokenizing_starts_without_torch():
+    """It would take two seconds, in the program and again in every worker."""
+    code = "import sys, data_prep.tokenize; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moh_lm.checks import data_problems
 from moh_lm.config import ConfigError, DataConfig
-from moh_lm.data.mixture import Mixture, Permutation, integer_weights
+from moh_lm.data.mixture import Mixture, Permutation, data_problems, integer_weights
 from moh_lm.data.segments import changes, next_segments
 from moh_lm.data.shards import OpenedSource, Shard, ShardError, open_source, read_manifest
 

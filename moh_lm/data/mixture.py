@@ -21,7 +21,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Sequence
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
 import numpy as np
@@ -202,3 +202,23 @@ def mix(x):
 
 def digest(key, size):
     return hashlib.blake2b(key.encode(), digest_size=size).digest()
+
+
+def data_problems(data):
+    """Sentences for what is wrong with a ``DataConfig``."""
+    found = []
+    if not data.data_dir:
+        found.append("--data-dir is missing: give a directory written by data_prep/tokenize.py")
+    if not 0 <= data.validation_fraction < 1:
+        found.append(f"--validation-fraction {data.validation_fraction:g}: must be at least 0 and below 1")
+    names = [name for name, _ in data.data_mix]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        found.append(f"--data-mix {name}: is given {names.count(name)} times; give each source once")
+    for name, weight in data.data_mix:
+        try:
+            sound = bool(name) and Decimal(weight).is_finite() and Decimal(weight) > 0
+        except InvalidOperation:
+            sound = False
+        if not sound:
+            found.append(f"--data-mix {name}={weight}: write NAME=WEIGHT with a weight above 0, such as books=4.24")
+    return found

@@ -1,0 +1,135 @@
+"""Trains every variant of the ablation with every seed, several at a time, and has the report made.
+
+    python launch/ablation.py OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--jobs N] [--ranks N] [FLAGS]
+
+``launch/ablation.sh`` calls it, with data of its own making. A variant is what differs from the common flags below;
+FLAGS of moh_lm.pretrain win over both, so that the same table can be made at any size. Runs of one seed have the same
+initial weights where they have the same parameters, and the same samples in the same order, so that they can be
+compared in pairs. OUT/runs/NAME-SEED is the directory of a run; one that is complete is not repeated. Seed follows
+seed: when the program is stopped, the seeds that are finished stand for themselves. Exit code 1 if a run failed.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import launch.ablation_report as report
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMON = (
+    "--num-layers 4 --hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
+    "--micro-batch-size 8 --precision fp32 --learning-rate 2e-3 --min-learning-rate 2e-4 --warmup-iters 40 "
+    "--validation-fraction 0.05 --eval-samples 96 --log-interval 25 --save-interval 0 --keep-last 1 "
+    "--alarm-intervals 0"
+).split()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Heads in eighths of all heads: always on, and chosen for each token; None: ordinary attention."""
+
+    name: str
+    shared: int | None
+    active: int = 0
+    flags: str = ""
+
+    def arguments(self, heads):
+        """Its flags with ``heads`` attention heads."""
+        if self.shared is None:
+            budget = ["--head-selection", "all"]
+        else:
+            shared, active = self.shared * heads // 8, self.active * heads // 8
+            budget = ["--num-shared-heads", str(shared), "--num-active-routed-heads", str(active)]
+        return ["--num-attention-heads", str(heads), *budget, *self.flags.format(groups=heads // 2).split()]
+
+
+VARIANTS = (
+    Variant("dense", None),
+    Variant("moh-75", 4, 2),
+    Variant("moh-50", 2, 2),
+    Variant("static-50", 2, 2, "--head-selection static"),
+    Variant("moh-75-released", 4, 2, "--routing released"),
+    Variant("moh-50-released", 2, 2, "--routing released"),
+    Variant("moh-50-global", 2, 2, "--load-balance-scope global_batch"),
+    Variant("moh-50-released-global", 2, 2, "--routing released --load-balance-scope global_batch"),
+    Variant("moh-50-one-stage", 2, 2, "--two-stage false"),
+    Variant("moh-50-shared-0", 0, 4),
+    Variant("moh-50-shared-1", 1, 3),
+    Variant("moh-50-shared-3", 3, 1),
+    Variant("moh-25", 1, 1),
+    Variant("moh-50-top-p", 2, 4, "--routing-top-p 0.6"),
+    Variant("gqa-dense", None, 0, "--num-key-value-heads {groups}"),
+    Variant("gqa-50", 2, 2, "--num-key-value-heads {groups}"),
+    Variant("gqa-50-groups", 2, 2, "--num-key-value-heads {groups} --routing-unit key_value_group"),
+)
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("out", type=Path, help="directory for runs and report")
+    add("--data-dir", required=True, help="written by data_prep/tokenize.py")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and order of samples (default: 1 2 3)")
+    add("--variants", nargs="+", metavar="NAME", default=[variant.name for variant in VARIANTS],
+        choices=[variant.name for variant in VARIANTS], help="by name (default: all)")  # fmt: skip
+    add("--num-attention-heads", type=int, default=8, help="a multiple of 8 (default: 8)")
+    add("--train-iters", type=int, default=600, help="iterations of each run (default: 600)")
+    add("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    add("--ranks", type=int, default=1, help="processes of each run, one per GPU (default: 1)")
+    flags, others = parser.parse_known_args(arguments)
+    if flags.num_attention_heads % 8:
+        parser.error(f"--num-attention-heads {flags.num_attention_heads}: must be a multiple of 8")
+    chosen = [variant for variant in VARIANTS if variant.name in flags.variants]
+    planned = [(variant, seed) for seed in flags.seeds for variant in chosen]
+    failed = train_all(planned, flags, others)
+    report.write(flags.out, [variant.name for variant in VARIANTS])
+    for name in failed:
+        print(f"{name} failed: see {flags.out / 'runs' / name}.log", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def train_all(planned, flags, others):
+    """Train what is not complete, ``flags.jobs`` runs at a time; returns the names of those that failed."""
+    waiting, busy, failed = deque(planned), {}, []
+    while waiting or busy:
+        while waiting and len(busy) < flags.jobs:
+            variant, seed = waiting.popleft()
+            name = f"{variant.name}-{seed}"
+            if report.final_evaluation(flags.out / "runs" / name, flags.train_iters):
+                print(f"already there: {name}", flush=True)
+                continue
+            busy[start(name, variant, seed, flags, others)] = name
+            print(f"started {name}; {len(waiting)} runs are waiting", flush=True)
+        if busy:
+            pid, status = os.wait()
+            process = next(process for process in busy if process.pid == pid)
+            name = busy.pop(process)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode:
+                failed.append(name)
+            print(f"{'failed' if process.returncode else 'finished'} {name}", flush=True)
+    return failed
+
+
+def start(name, variant, seed, flags, others):
+    """The process that trains one run; what it says goes to a file beside the directory of the run."""
+    run = flags.out / "runs" / name
+    run.parent.mkdir(parents=True, exist_ok=True)
+    program = [sys.executable, "-m", "moh_lm.pretrain"]
+    if flags.ranks > 1:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        program = [*torchrun, str(flags.ranks), "-m", "moh_lm.pretrain"]
+    iterations = ["--train-iters", str(flags.train_iters), "--eval-interval", str(max(1, flags.train_iters // 6))]
+    own = ["--seed", str(seed), "--data-dir", flags.data_dir, "--checkpoint-dir", str(run)]
+    command = [*program, *COMMON, *iterations, *variant.arguments(flags.num_attention_heads), *others, *own]
+    with open(run.with_name(f"{name}.log"), "w", encoding="utf-8") as log:
+        print(*command, file=log, flush=True)
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Does Mixture-of-Head pay? The table of Tables 4, 6 and 7 of the paper, at the size that the machine allows:
+#
+#     bash launch/ablation.sh [OUT [FLAGS]]
+#
+# Dense, 75%, 50% and 25% of the heads, static heads, both routings, both scopes of the balance loss, one stage instead
+# of two, shares of shared heads, top-p, whole key/value groups; each with several seeds on the same samples. OUT
+# (default: runs/ablation) receives the runs, REPORT.md and curves.png. A repetition goes on where the one before ended.
+#
+# FLAGS: --seeds 1 2 3, --variants NAME ..., --train-iters N, --num-attention-heads N, --jobs N (runs at a time),
+# --ranks N (GPUs of a run), and any of moh_lm.pretrain, which win. The model has 1.3M parameters; without --data-dir
+# the text is that of the quickstart. A table at the size of LLM-S on 8 GPUs:
+#
+#     bash launch/ablation.sh runs/ablation-s --data-dir DATA --ranks 8 --num-attention-heads 16 --num-layers 12 \
+#         --hidden-size 768 --intermediate-size 2048 --vocab-size 65536 --seq-length 2048 --batch-tokens 512K \
+#         --micro-batch-size 8 --train-iters 10000 --warmup-iters 500 --precision bf16 --learning-rate 3e-4 \
+#         --min-learning-rate 3e-5 --validation-fraction 0.001
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+out=${1:-$root/runs/ablation}
+if [[ $out == -* || ! $out ]]; then
+    echo "usage: bash launch/ablation.sh [OUT [FLAGS]]; got OUT = $out" >&2
+    exit 2
+fi
+mkdir -p -- "$out"
+out=$(cd -- "$out" && pwd)
+cd -- "$root"
+source launch/quickstart_functions.sh
+
+if [[ " $* " == *" --data-dir"* ]]; then
+    steps_total=2
+    data=()
+else
+    steps_total=5
+    data=(--data-dir "$out/data" --data-mix topics=1 docstrings=3 library=6)
+fi
+
+step "Environment"
+source launch/environment.sh plot
+cores=$(nproc)
+# One thread for each run: a small model gains little from more, and runs at a time gain all.
+if [[ " $* " == *" --ranks"* ]]; then jobs=1; else jobs=$cores; fi
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+
+if [[ ${#data[@]} -gt 0 ]]; then
+    step "Corpus: three sources of text from the Python installation"
+    corpus=("$out/corpus/topics.jsonl" "$out/corpus/docstrings.jsonl.zst" "$out/corpus/library.json.gz") # written last
+    up_to_date "${corpus[2]}" || run python launch/quickstart_corpus.py "$out/corpus"
+
+    step "Tokenizer: a SentencePiece model of 2048 pieces"
+    up_to_date "$out/tokenizer.model" "${corpus[@]}" ||
+        run python data_prep/tokenize.py train --input "${corpus[@]}" --vocab-size 2048 --output "$out/tokenizer.model"
+
+    step "Shards: the documents as tokens"
+    run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" --workers "$cores" \
+        --source topics="${corpus[0]}" --source docstrings="${corpus[1]}" --source library="${corpus[2]}"
+fi
+
+step "Runs and report"
+run python launch/ablation.py "$out" --jobs "$jobs" "${data[@]}" "${@:2}"
