@@ -23,8 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMON = (
     "--num-layers 4 --hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
     "--micro-batch-size 8 --precision fp32 --learning-rate 2e-3 --min-learning-rate 2e-4 --warmup-iters 40 "
-    "--validation-fraction 0.05 --eval-samples 96 --log-interval 25 --save-interval 0 --keep-last 1 "
-    "--alarm-intervals 0"
+    "--validation-fraction 0.05 --eval-samples 96 --log-interval 25 --save-interval 0 --keep-last 1"
 ).split()
 
 
