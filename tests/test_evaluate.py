@@ -239,6 +239,19 @@ def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_
         assert all(message in error for message, error in zip(messages, errors, strict=True)), errors
 
 
+def test_an_answer_longer_than_the_sequences_of_the_model_is_refused_with_the_remedy(
+    programs, model, data, tmp_path, capsys
+):
+    (tmp_path / "piqa").mkdir()
+    rows = [json.loads(line) for line in (data / "piqa" / "validation.jsonl").read_text().splitlines()[:2]]
+    rows[1]["sol2"] = " ".join(WORDS * 4)
+    (tmp_path / "piqa" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--model", model, "--suite", "llm6", "--data", tmp_path, "--tasks", "piqa", "--max-length", 64]
+    assert call(programs["evaluate"], *given) == 2
+    *_, error = capsys.readouterr().err.splitlines()
+    assert "piqa: cannot be asked with sequences of 64 tokens" in error and "--max-length" in error
+    assert call(programs["evaluate"], *given[:-1], 1024) == 0
+
 # --- While a model trains ---
 
 LAYOUTS = {"data": [], "tensor": ["--tensor-parallel-size", "2"], "pipeline": ["--pipeline-parallel-size", "2"]}

@@ -76,6 +76,8 @@ def parse_arguments(texts):
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these of the suite, by the harness's names")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each task: for a trial")
     parser.add_argument("--batch-size", default="8", help="sequences per forward pass, or auto (default: %(default)s)")
+    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of prompt and answer; what is longer "
+                        "loses its beginning (default: the model's sequence length)")  # fmt: skip
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="to compute in")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write table and all metrics, of one model")
@@ -110,18 +112,23 @@ def evaluate(arguments):
             dtype=arguments.dtype,
             device=arguments.device,
             batch_size=arguments.batch_size,
+            max_length=arguments.max_length,
         )
         harness = {}
         for shots in sorted({entry.shots for entry in entries}):  # the harness takes one number for all of its tasks
-            output = lm_eval.simple_evaluate(
-                model=model,
-                tasks=[entry.task for entry in entries if entry.shots == shots],
-                num_fewshot=shots,
-                limit=arguments.limit,
-                log_samples=False,
-                bootstrap_iters=1000,  # of the perplexity of LAMBADA; errors of accuracies need none
-                task_manager=manager,
-            )
+            names = [entry.task for entry in entries if entry.shots == shots]
+            try:
+                output = lm_eval.simple_evaluate(
+                    model=model,
+                    tasks=names,
+                    num_fewshot=shots,
+                    limit=arguments.limit,
+                    log_samples=False,
+                    bootstrap_iters=1000,  # of the perplexity of LAMBADA; errors of accuracies need none
+                    task_manager=manager,
+                )
+            except AssertionError as error:  # the harness's way to say that an answer does not fit
+                raise ConfigError([too_short(names, model.max_length, error)]) from error
             harness |= output["results"]
     rows = [table_row(entry, harness[entry.task]) for entry in entries]
     return {
@@ -136,6 +143,12 @@ def evaluate(arguments):
         "batch_size": arguments.batch_size,
         "harness": harness,
     }
+
+
+def too_short(tasks, length, error):
+    reason = str(error) or "an answer alone is longer"
+    remedy = "give a larger --max-length, or choose other --tasks"
+    return f"{', '.join(tasks)}: cannot be asked with sequences of {length} tokens ({reason}); {remedy}"
 
 
 def is_export(model):
