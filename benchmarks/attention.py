@@ -137,7 +137,7 @@ def layer(shape, active, length, batch, device, dtype):
         config = HeadsConfig(selection, (num_shared,), (num_active,))
         model = ModelConfig(1, hidden, 4 * hidden, heads, kv_heads, head_dim, heads=config)
         torch.manual_seed(0)
-        module = Attention(model, 0, 0.02, 0.02, 0.01, None, backend)
+        module = Attention(model, 0, 0.02, 0.02, 1, None, backend)
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         module.to(device, dtype)

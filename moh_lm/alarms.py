@@ -1,6 +1,6 @@
 """Alarms: one line when something begins to go wrong, and one when it is over; nothing in between.
 
-    routing collapse    a routed head below --alarm-head-low, or above --alarm-head-high, of its fair load K / E
+    routing collapse    a routed head or group below --alarm-head-low, or above --alarm-head-high, of its fair load
     balance loss        of a layer above --alarm-balance-loss times its running median
     throughput          below --alarm-throughput times its running median
     dead source         a source of the mix without a sample where the mix has one; or with a loss that is exactly 0,
@@ -17,7 +17,7 @@ of every prefix within less than one of its share.
 
 import statistics
 
-from moh_lm.heads import high_load
+from moh_lm.heads import ALWAYS, fair_load, high_load
 
 WINDOW, ENOUGH = 50, 5
 COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "throughput", "dead source"
@@ -32,6 +32,7 @@ class Alarms:
     def __init__(self, settings, layers, shares):
         self.settings = settings
         self.layers = layers
+        self.unit = layers[0].unit if layers else "head"
         self.shares = shares
         self.streaks = {}  # {condition: intervals that it has held for}
         self.ringing = {}  # {condition: intervals that it has not held for}
@@ -61,8 +62,8 @@ class Alarms:
         ended = [c for c, quiet in self.ringing.items() if quiet >= self.patience(c)]
         self.ringing = {c: quiet for c, quiet in self.ringing.items() if c not in ended} | dict.fromkeys(begun, 0)
         return [
-            *grouped("ALARM", "alarm", begun, held),
-            *grouped("alarm over:", "alarm over", sorted(ended, key=str), {}),
+            *grouped("ALARM", "alarm", begun, held, self.unit),
+            *grouped("alarm over:", "alarm over", sorted(ended, key=str), {}, self.unit),
         ]
 
     def patience(self, condition):
@@ -71,12 +72,12 @@ class Alarms:
     def collapsed(self, figures):
         low, high = self.settings.alarm_head_low, self.settings.alarm_head_high
         for layer, loads in zip(self.layers, figures["load"], strict=True):
-            if layer.num_active == layer.num_routed:
-                continue  # every head is selected by every token
-            fair = layer.num_active / layer.num_routed
+            fair = fair_load(layer, loads)
+            if fair > ALWAYS:
+                continue  # every head is selected by every token, or nearly so
             for index, load in enumerate(loads):
-                if load < low * fair or (high and load > high_load(layer, high)):
-                    text = f"head {layer.num_shared + index} by {load:.1%} of the tokens, fair is {fair:.1%}"
+                if load < low * fair or (high and load > high_load(fair, high)):
+                    text = f"{layer.unit} {layer.num_shared + index} by {load:.1%} of the tokens, fair is {fair:.1%}"
                     yield (COLLAPSE, layer.index, layer.num_shared + index), text
 
     def unbalanced(self, figures):
@@ -145,8 +146,11 @@ class Alarms:
             self.unseen = dict(state["unseen"])
 
 
-def grouped(word, event, conditions, details):
-    """One (text, facts) for all ``conditions`` of a kind and place; ``details``: {condition: what to say of it}."""
+def grouped(word, event, conditions, details, unit):
+    """One (text, facts) for all ``conditions`` of a kind and place; ``details``: {condition: what to say of it}.
+
+    unit: what an expert is called.
+    """
     groups = {}
     for condition in conditions:
         groups.setdefault(condition[:2], []).append(condition)
@@ -156,10 +160,10 @@ def grouped(word, event, conditions, details):
         where = {COLLAPSE: f" in layer {place}", BALANCE: f" in layer {place}", SOURCE: f" {place}"}.get(kind, "")
         said = [details[condition] for condition in members if details.get(condition)]
         if heads and not said:
-            said = [f"head {head}" for head in heads]
+            said = [f"{unit} {head}" for head in heads]
         more = f"; and {len(said) - 8} more" if len(said) > 8 else ""
         text = f"{word} {kind}{where}" + (f": {'; '.join(said[:8])}{more}" if said else "")
         facts = {"event": event, "alarm": kind, "details": said}
         facts |= {"source": place} if kind == SOURCE else {"layer": place} if place is not None else {}
-        found.append((text, facts | ({"heads": heads} if heads else {})))
+        found.append((text, facts | ({f"{unit}s": heads} if heads else {})))
     return found

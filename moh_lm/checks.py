@@ -59,7 +59,10 @@ def model_problems(model):
     for key in ("rope_theta", "rms_norm_eps"):
         if not 0 < getattr(model, key) < math.inf:
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
-    found += rope_problems(model) + below(model.heads, 0, "load_balance_coefficient")
+    found += rope_problems(model)
+    found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient")
+    if model.heads.head_selection == "mixture":
+        found += top_p_problems(model.heads)
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
 
 
@@ -89,9 +92,22 @@ def rope_problems(model):
     return found
 
 
+def top_p_problems(heads):
+    top_p = heads.routing_top_p
+    if top_p is None:
+        return []
+    if heads.routing == "query_norm":
+        return [
+            f"--routing-top-p {top_p:g}: --routing query_norm divides its scores by their deviation, so that its "
+            "probabilities do not say how sure it is; leave it out, or choose --routing paper or released"
+        ]
+    return [] if 0 < top_p <= 1 else [f"--routing-top-p {top_p:g}: must be above 0 and at most 1, such as 0.4"]
+
+
 def budget_problems(model):
     """The numbers of shared and routed heads, layer by layer."""
     heads = model.num_attention_heads
+    size = model.heads_per_expert if model.heads.head_selection == "mixture" else 1
     budgets = {key: getattr(model.heads, key) for key in ("num_shared_heads", "num_active_routed_heads")}
     found = [
         f"{flag(key)} has {len(budget)} numbers: give one for all layers, "
@@ -113,6 +129,11 @@ def budget_problems(model):
             sentence = (
                 f"--num-active-routed-heads {active}: must be between {min(1, routed)} and {routed}, "
                 f"the heads that --num-shared-heads {shared} leaves of {heads}"
+            )
+        elif shared % size or active % size:
+            sentence = (
+                f"--num-shared-heads {shared} and --num-active-routed-heads {active}: --routing-unit key_value_group "
+                f"selects {size} heads together; choose multiples of {size}"
             )
         else:
             continue

@@ -49,6 +49,17 @@ class HeadsConfig:
         "gates as in Eq. 5-6, as in the authors' released code, or from query norms (Eq. 9-10)",
         choices=("paper", "released", "query_norm"),
     )
+    routing_unit: str = option(
+        "head",
+        "what a token selects: heads, or whole key/value groups of grouped-query attention; budgets count heads",
+        choices=("head", "key_value_group"),
+    )
+    routing_top_p: float | None = option(
+        None,
+        "select the fewest routed heads whose probabilities add up to this, at most K (default: always K)",
+        parse=float,
+    )
+    routing_entropy_coefficient: float = option(1e-4, "of the mean entropy of the routers, with --routing-top-p")
     two_stage: bool = option(True, "weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1")
     load_balance_coefficient: float = option(0.01, "beta of Eq. 8")
     load_balance_scope: str = option(
@@ -114,25 +125,43 @@ class ModelConfig:
         return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
 
 
+    @property
+    def heads_per_expert(self):
+        """Heads that a router selects together: one, or all that share a key/value head."""
+        grouped = self.heads.routing_unit == "key_value_group"
+        return self.num_attention_heads // self.num_key_value_heads if grouped else 1
+
+
     def routed_layers(self):
         """A ``RoutedLayer`` for every layer that balances the load of routed heads, in order."""
         if self.heads.head_selection != "mixture":
             return []
+        size, top_p = self.heads_per_expert, self.heads.routing_top_p
         budgets = zip(self.heads.num_shared_heads, self.heads.num_active_routed_heads, strict=True)
         layers = [
-            RoutedLayer(index, num_shared, self.num_attention_heads - num_shared, num_active)
-            for index, (num_shared, num_active) in enumerate(budgets)
+            RoutedLayer(index, shared // size, (self.num_attention_heads - shared) // size, active // size, size, top_p)
+            for index, (shared, active) in enumerate(budgets)
         ]
         return [layer for layer in layers if layer.num_routed]
 
 
 class RoutedLayer(NamedTuple):
-    """A layer with routed heads: its number, and its numbers of heads."""
+    """A layer with routed experts: its number, and its numbers of experts, which are heads or groups of them.
+
+    With ``top_p``, num_active is the most that a token selects.
+    """
 
     index: int
     num_shared: int
     num_routed: int
     num_active: int
+    heads_per_expert: int = 1
+    top_p: float | None = None
+
+    @property
+    def unit(self):
+        """What an expert is called."""
+        return "head" if self.heads_per_expert == 1 else "group"
 
 
 @dataclass(frozen=True)

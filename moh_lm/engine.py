@@ -4,7 +4,7 @@ DeepSpeed shards the optimizer, sums and clips the gradients and keeps the fp32 
 told is set here, in one place. The learning rate and the position in the data are the caller's: DeepSpeed's own
 counters drift when a step is skipped.
 
-Shapes: s sequence, b batch, E routed heads of a layer.
+Shapes: s sequence, b batch, E routed experts of a layer, heads or key/value groups.
 """
 
 import contextlib
@@ -209,8 +209,8 @@ class Engine:
             parts[router.layer_index] += of_source @ router.statistics.take()
         self.reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
         if not keep_shares:
-            counts = [(parts[layer.index][:, 2:].sum(0), layer.num_active) for layer in layers]
-            self.set_shares([selected * num_active / selected.sum() for selected, num_active in counts])
+            tokens = self.config.run.tokens_per_iteration
+            self.set_shares([parts[layer.index][:, 2:].sum(0) / tokens for layer in layers])
         return sums
 
     def set_shares(self, shares):

@@ -37,20 +37,23 @@ def parameter_counts(model):
     }
 
 
-def flops_per_token(model, seq_length):
+def flops_per_token(model, seq_length, measured=None):
     """FLOPs of training on one token, forward and backward: {"dense", "active"}.
 
     A multiplication and an addition are two FLOPs; causal attention sees half of the sequence on average. "dense"
     computes every head, as this code does; "active" leaves out the queries, scores and outputs of the heads that a
-    token does not select, which is what MoH promises to save.
+    token does not select, which is what MoH promises to save. measured: {layer: heads that a token selects on average},
+    for --routing-top-p; a layer that it does not have counts the most that a token may select.
     """
+    measured = measured or {}
     d, h, e = model.hidden_size, model.num_attention_heads, model.head_dim
     per_head = 2 * d * e * 2 + 2 * (seq_length / 2) * e * 2  # query and output projections, scores and their sum
     shared_by_all = 2 * d * model.num_key_value_heads * e * 2 + 2 * 3 * d * model.intermediate_size
     total = {"dense": 2 * d * model.vocab_size, "active": 2 * d * model.vocab_size}
     for layer in range(model.num_layers):
         total["dense"] += shared_by_all + h * per_head + router_flops(model, layer)
-        total["active"] += shared_by_all + active_heads(model, layer) * per_head + router_flops(model, layer)
+        active = measured.get(layer, model.active_heads(layer))
+        total["active"] += shared_by_all + active * per_head + router_flops(model, layer)
     return {key: (1 + BACKWARD) * value for key, value in total.items()}
 
 
@@ -64,17 +67,10 @@ def peak_flops(run, device):
     return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
 
 
-def active_heads(model, layer):
-    heads = model.heads
-    if heads.head_selection == "all":
-        return model.num_attention_heads
-    return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
-
-
 def router_flops(model, layer):
     if model.heads.head_selection != "mixture" or model.heads.routing == "query_norm":
         return 0
-    return 2 * model.hidden_size * (model.num_attention_heads + 2)
+    return 2 * model.hidden_size * (model.num_attention_heads // model.heads_per_expert + 2)
 
 
 def memory_estimate(config, world_size):

@@ -1,9 +1,10 @@
 """Generation with a key/value cache: after the prompt, a token costs the heads that it selects and no others.
 
 Keys and values of all heads are computed and kept, since a later token may select any of them; so the cache is that of
-a dense model. What a step saves is reading it: a token reads the keys and values of its shared heads and of its K
-routed ones. On the CPU these are loops over the selected heads, which touch no other memory. On a GPU every head is
-computed and multiplied by its gate, until a kernel has been measured to be better.
+a dense model. What a step saves is reading it: a token reads the keys and values of its shared heads and of the routed
+ones that it selects; where query heads share them, of the groups in which it selects one. On the CPU these are loops
+over the selected heads, which touch no other memory. On a GPU every head is computed and multiplied by its gate, until
+a kernel has been measured to be better.
 
 Shapes: b rows (prompts), s new tokens, h query heads, k key/value heads, T room for tokens, e head dimension, d hidden
 size. One rank; the model is a ``CausalLM`` without tensor parallelism.
@@ -63,7 +64,7 @@ def read_token(model, cache, tokens):
         keys, values = cache.keys[layer], cache.values[layer]
         keys[rows, :, positions], values[rows, :, positions] = key[0], value[0]
         if x.device.type == "cpu":
-            heads = active[0].tolist()
+            heads = [row.nonzero().flatten().tolist() for row in active[0]]
             read = [
                 attend_selected(query[0, row], keys[row, :, : length + 1], values[row, :, : length + 1], heads[row])
                 for row, length in enumerate(cache.lengths)
@@ -92,7 +93,7 @@ def last_logits(model, tokens, attend):
 def project(attention, x, positions, max_length):
     """What ``x`` [s, b, d] asks, is asked, and brings, with rotary ``positions`` [s] or [1, b].
 
-    Returns query [s, b, h, e], key and value [s, b, k, e], gates [s, b, h] or None for 1, active heads [s, b, n].
+    Returns query [s, b, h, e], key and value [s, b, k, e], gates [s, b, h] or None for 1, active heads, bool [s, b, h].
     """
     query, key, value = (
         attention.split_heads(linear(x)) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -104,23 +105,18 @@ def project(attention, x, positions, max_length):
 
 
 def gates_of(attention, x, query):
-    """Gates [s, b, h], None for 1, and the heads that are on, [s, b, n]: those of ``Attention.forward``."""
-    shape, leading, num_heads = x.shape[:2], attention.heads.leading, attention.heads.num_heads
+    """Gates [s, b, h], None for 1, and the heads that are on, bool [s, b, h]: those of ``Attention.forward``."""
+    every = torch.ones(query.shape[:3], dtype=torch.bool, device=x.device)
     router = attention.router
     if router is None:
-        on = leading if attention.selection == "static" else num_heads
         gates = attention.static_gates(query) if attention.selection == "static" else None
-        return gates, torch.arange(on, device=x.device).expand(*shape, on)
+        return gates, every if gates is None else gates != 0
     norms = None
     if router.routing == "query_norm":
         norms = query.to(torch.promote_types(query.dtype, torch.float32)).norm(dim=-1)  # [s, b, h]
     kept = []
     gates, _, _ = router(x, kept, norms)
-    active = torch.arange(router.num_shared, device=x.device).expand(*shape, router.num_shared)
-    if kept:
-        routed = kept[0].topk(router.num_active).indices.sort().values + router.num_shared
-        active = torch.cat((active, routed), dim=-1)
-    return gates, active
+    return gates, attention.local_selection(kept[0]) != 0 if kept else every
 
 
 def attend_selected(query, keys, values, heads):

@@ -1,8 +1,10 @@
 """Figures about routed heads, from the sums of an interval: how evenly they are used, by whom, and at what price.
 
-With n_i the tokens of a layer that selected routed head i of E, K heads per token, T = sum_i n_i / K tokens:
+The heads are key/value groups with --routing-unit key_value_group. With n_i the tokens, of all T, that selected routed
+head i of a layer's E, and K heads per token:
 
-    load_i = n_i / T             fair is K / E
+    load_i = n_i / T             fair is K / E; the mean load with --routing-top-p, where K is the most of a token
+    active_heads                 heads that a token uses on average, shared and routed; with --routing-top-p only
     entropy = - sum_i p_i ln p_i / ln E with p_i = n_i / sum_j n_j: 1 if all heads are used alike, ln K / ln E if always
               the same K are
     unused, overused             shares of the E heads with n_i = 0, and with a load above ``high_load``
@@ -17,40 +19,47 @@ import numpy as np
 ALWAYS = 0.95  # a load that no token's choice explains any more, where all but few heads are active
 
 
-def high_load(layer, high):
-    """The load above which a head of ``layer`` is overused: ``high`` times its fair one, at most ``ALWAYS``."""
-    return min(high * layer.num_active / layer.num_routed, ALWAYS)
+def fair_load(layer, load):
+    """The load of each head if all had the same: load is that of each, [E]."""
+    return layer.num_active / layer.num_routed if layer.top_p is None else sum(load) / len(load)
 
 
-def head_figures(layers, sums, names, sequences, high, tensor_parallel_size):
+def high_load(fair, high):
+    """The load above which a head is overused: ``high`` times its ``fair`` one, at most ``ALWAYS``."""
+    return min(high * fair, ALWAYS)
+
+
+def head_figures(layers, sums, names, sequences, seq_length, high, tensor_parallel_size):
     """{"layer": [number of each layer with routed heads], "load": [[E] of each], "entropy", ..., "source_load"}.
 
-    layers: ``RoutedLayer``s. sums: [sources, sum of (2 + E)], of ``RouterStatistics``, float64. sequences: summed over.
-    a1 is None in layers without the second stage; tensor_parallel_imbalance is there with several ranks only;
-    source_load: {source that was seen: [[E] of each layer]}.
+    layers: ``RoutedLayer``s. sums: [sources, sum of (2 + E)], of ``RouterStatistics``, float64. sequences: [sources],
+    summed over, each of ``seq_length`` tokens. a1 is None in layers without the second stage; tensor_parallel_imbalance
+    is there with several ranks only; source_load: {source that was seen: [[E] of each layer]}.
     """
     figures, source_load = {"layer": [layer.index for layer in layers]}, {}
     parts = np.split(sums, np.cumsum([2 + layer.num_routed for layer in layers])[:-1], axis=1)
     for layer, part in zip(layers, parts, strict=True):
         balance, a1, counts = part[:, 0].sum(), part[:, 1].sum(), part[:, 2:].sum(0)
-        tokens = counts.sum() / layer.num_active
+        tokens = sum(sequences) * seq_length
         load = counts / tokens
         found = {
             "load": load.tolist(),
             "entropy": entropy(counts),
             "unused": float((counts == 0).mean()),
-            "overused": float((load > high_load(layer, high)).mean()),
+            "overused": float((load > high_load(fair_load(layer, load), high)).mean()),
             "a1": float(a1 / tokens) or None,
-            "balance_loss": float(balance / sequences),
+            "balance_loss": float(balance / sum(sequences)),
         }
+        if layer.top_p is not None:
+            found["active_heads"] = float(layer.heads_per_expert * (layer.num_shared + load.sum()))
         if tensor_parallel_size > 1:
             of_ranks = counts.reshape(tensor_parallel_size, -1).sum(1)  # routed heads lie on the ranks in order
             found["tensor_parallel_imbalance"] = float(of_ranks.max() / of_ranks.mean())
         for key, value in found.items():
             figures.setdefault(key, []).append(value)
-        for name, of_source in zip(names, part[:, 2:], strict=True):
-            if of_source.any():
-                load = of_source * layer.num_active / of_source.sum()
+        for name, of_source, number in zip(names, part[:, 2:], sequences, strict=True):
+            if number:
+                load = of_source / (number * seq_length)
                 source_load.setdefault(name, []).append(load.tolist())
     return figures | {"source_load": source_load}
 

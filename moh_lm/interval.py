@@ -82,9 +82,10 @@ class Interval:
         """``head_figures`` of moh_lm.heads; None without routed heads, or if all steps were skipped."""
         if not self.layers or not self.tokens:
             return None
-        sequences = self.losses[:, 2].sum().item()
+        sequences = self.losses[:, 2].tolist()
+        length = self.tokens / sum(sequences)
         sums = self.routers.cpu().numpy()
-        return head_figures(self.layers, sums, self.names, sequences, high, tensor_parallel_size)
+        return head_figures(self.layers, sums, self.names, sequences, length, high, tensor_parallel_size)
 
     def state(self):
         """JSON-able; ``restore`` takes it back."""

@@ -16,7 +16,7 @@ from moh_lm.interval import ratio
 from moh_lm.journal import Rows
 from moh_lm.summary import short
 
-SHOWN_HEADS = ("entropy", "unused", "overused", "a1", "balance_loss", "tensor_parallel_imbalance")
+SHOWN_HEADS = ("entropy", "unused", "overused", "a1", "balance_loss", "active_heads", "tensor_parallel_imbalance")
 
 
 class RunLog:
@@ -56,11 +56,10 @@ class RunLog:
     def head_maps(self, figures, step):
         """A picture of all layers and heads for the whole mix, and for each source."""
         if figures:
+            columns = self.model.num_attention_heads // self.model.heads_per_expert
             sources = {f"head_load_of_source/{name}": loads for name, loads in figures["source_load"].items()}
             for tag, loads in {"head_load/all": figures["load"], **sources}.items():
-                picture = head_map(
-                    self.model.routed_layers(), loads, self.model.num_layers, self.model.num_attention_heads
-                )
+                picture = head_map(self.model.routed_layers(), loads, self.model.num_layers, columns)
                 self.boards.picture(tag, picture, step)
 
     def line(self, row):
@@ -141,18 +140,19 @@ def training_row(config, dataset, interval, step, rate, grad_norm, figures, rank
         "runtime": {
             "seconds": rounded(interval.seconds_per_step()),
             "slowest_data": {"rank": data.index(max(data)), "seconds": rounded(max(data))},
-            "mfu": rounded(utilization(config, speed, len(ranks), device)),
+            "mfu": rounded(utilization(config, speed, len(ranks), device, figures or {})),
             "memory": {"rank": memory.index(max(memory)), "gib": rounded(max(memory) / 2**30)},
         },
     }
 
 
-def utilization(config, tokens_per_second, world_size, device):
+def utilization(config, tokens_per_second, world_size, device, figures):
     """MFU: {"dense", "active"} of ``flops_per_token``, over the peak of all devices; {} where that is not known."""
     peak = peak_flops(config.run, device)
     if peak is None:
         return {}
-    flops = flops_per_token(config.model, config.run.seq_length)
+    active = dict(zip(figures["layer"], figures["active_heads"], strict=True)) if "active_heads" in figures else {}
+    flops = flops_per_token(config.model, config.run.seq_length, active)
     return {kind: value * tokens_per_second / (peak * world_size) for kind, value in flops.items()}
 
 
@@ -162,7 +162,7 @@ def head_scalars(model, figures):
     for place, layer in enumerate(model.routed_layers() if figures else ()):
         tag = f"heads/layer_{layer.index:02d}"
         for index, load in enumerate(figures["load"][place]):
-            found[f"{tag}/load_head_{layer.num_shared + index:02d}"] = load
+            found[f"{tag}/load_{layer.unit}_{layer.num_shared + index:02d}"] = load
         for key in SHOWN_HEADS:
             if key in figures and figures[key][place] is not None:
                 found[f"{tag}/{key}"] = figures[key][place]

@@ -45,10 +45,22 @@ def describe_heads(model):
         return "all of them for every token"
     on = [shared + active for shared, active in zip(heads.num_shared_heads, heads.num_active_routed_heads, strict=True)]
     share = sum(on) / (len(on) * model.num_attention_heads)
-    budget = f"{span(heads.num_shared_heads)} shared + {span(heads.num_active_routed_heads)} routed"
+    most = "" if heads.routing_top_p is None else "at most "
+    budget = f"{span(heads.num_shared_heads)} shared + {most}{span(heads.num_active_routed_heads)} routed"
     if heads.head_selection == "static":
         return f"static: the first {span(on)} of {model.num_attention_heads} ({share:.1%})"
-    return f"mixture: {budget} of {model.num_attention_heads} per token ({share:.1%} active), routing {heads.routing}"
+    described = f"mixture: {budget} of {model.num_attention_heads} per token ({most}{share:.1%} active), "
+    return described + "routing " + ", ".join(routing_facts(model))
+
+
+def routing_facts(model):
+    """What the routers do, in a few words each."""
+    heads = model.heads
+    yield heads.routing
+    if heads.routing_unit == "key_value_group":
+        yield f"whole key/value groups of {model.heads_per_expert}"
+    if heads.routing_top_p is not None:
+        yield f"top-p {heads.routing_top_p:g}"
 
 
 def describe_batches(config, world_size):

@@ -45,6 +45,12 @@ def odd_routing(length, batch, heads, k, generator):
     return selected
 
 
+def varying_routing(length, batch, heads, k, generator):
+    """From one head to all of them, for each token another number."""
+    number = torch.randint(1, heads + 1, (length, batch, 1), generator=generator)
+    return torch.rand(length, batch, heads, generator=generator).argsort(-1) < number
+
+
 def everything(length, batch, heads, k, generator):
     return torch.ones(length, batch, heads, dtype=torch.bool)
 
@@ -55,7 +61,9 @@ def nothing(length, batch, heads, k, generator):
 
 ROUTINGS = {
     function.__name__: function
-    for function in (random_routing, bursty_routing, skewed_routing, odd_routing, everything, nothing)
+    for function in (
+        random_routing, bursty_routing, skewed_routing, odd_routing, varying_routing, everything, nothing,
+    )
 }
 
 

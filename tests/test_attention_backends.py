@@ -21,7 +21,7 @@ def test_a_layer_that_computes_selected_rows_only_is_the_dense_layer(case):
     upstream = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
     results = []
     for backend in ("dense", "cpu_sparse"):
-        layer = make_attention(make_config(**case), balance_scale=0.37)
+        layer = make_attention(make_config(**case), beta=0.37)
         layer.backend = backend
         leaf = x.clone().requires_grad_()
         output = layer(leaf)
@@ -36,7 +36,13 @@ def test_a_layer_that_computes_selected_rows_only_is_the_dense_layer(case):
 
 MODELS = {
     "paper": dict(num_shared_heads=(4,), num_active_routed_heads=(2,)),
+    "groups, top-p": dict(
+        num_shared_heads=(4,), num_active_routed_heads=(4,), routing_unit="key_value_group", routing_top_p=0.6
+    ),
     "query norm": dict(routing="query_norm", num_shared_heads=(4,), num_active_routed_heads=(2,)),
+    "query norm, groups": dict(
+        routing="query_norm", num_shared_heads=(4,), num_active_routed_heads=(2,), routing_unit="key_value_group"
+    ),
 }
 
 

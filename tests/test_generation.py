@@ -25,6 +25,18 @@ MODELS = {
         dict(num_shared_heads=(8, 0), num_active_routed_heads=(0, 5), routing="released"), dict(rope_theta=100.0),
     ),
     "query norm, grouped": (dict(routing="query_norm", num_shared_heads=(3,)), dict(num_key_value_heads=2)),
+    "groups": (
+        dict(num_shared_heads=(2, 0), num_active_routed_heads=(2,), routing_unit="key_value_group"),
+        dict(num_key_value_heads=4),
+    ),
+    "query norm, groups": (
+        dict(routing="query_norm", num_shared_heads=(4,), num_active_routed_heads=(2,), routing_unit="key_value_group"),
+        dict(num_key_value_heads=4),
+    ),
+    "top-p": (
+        dict(num_shared_heads=(1, 0), num_active_routed_heads=(6,), routing_top_p=0.8), dict(num_key_value_heads=4),
+    ),
+    "12.5%": (dict(num_shared_heads=(0,), num_active_routed_heads=(1,)), dict(num_key_value_heads=2)),
     "all, tied": (dict(head_selection="all"), dict(tie_embeddings=True)),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
 }  # fmt: skip
@@ -91,16 +103,16 @@ def test_the_form_for_a_gpu_gives_the_same(model, monkeypatch):
     assert scattered
 
 
-@pytest.mark.parametrize("name", ["paper", "released, budgets per layer", "static"])
+@pytest.mark.parametrize("name", ["paper", "released, budgets per layer", "static", "groups", "top-p"])
 def test_a_token_reads_the_keys_and_values_of_its_selected_heads_only(name, monkeypatch):
     model = make_model(name)
     expected = read_token(model, read(model, PROMPTS)[0], torch.tensor([1, 2, 3]))
-    calls = 0
+    numbers = []  # of heads in each call
 
     def poisoned(query, keys, values, heads):
-        nonlocal calls
-        calls += 1
-        others = [head for head in range(8) if head not in heads]
+        numbers.append(len(heads))
+        shared_by = 8 // len(keys)
+        others = [key_head for key_head in range(len(keys)) if key_head not in {head // shared_by for head in heads}]
         keys, values = keys.clone(), values.clone()
         keys[others] = values[others] = math.nan
         return attend_selected(query, keys, values, heads)
@@ -108,7 +120,8 @@ def test_a_token_reads_the_keys_and_values_of_its_selected_heads_only(name, monk
     attend_selected = generation.attend_selected
     monkeypatch.setattr(generation, "attend_selected", poisoned)
     assert torch.equal(read_token(model, read(model, PROMPTS)[0], torch.tensor([1, 2, 3])), expected)
-    assert calls == 2 * 3  # layers and rows
+    assert len(numbers) == 2 * 3  # layers and rows
+    assert {"groups": numbers == [4, 4, 4, 2, 2, 2], "top-p": len(set(numbers)) > 1}.get(name, True)
 
 
 def test_greedy_text_is_the_most_likely_token_again_and_again_up_to_the_end(model):

@@ -70,11 +70,15 @@ def top_k(scores, k):
 def reference_gates(config, layer, weights, x, queries):
     """Gates of one token: x [d], queries [h, head_dim] before rotary."""
     heads, shared = config.num_attention_heads, config.num_shared_heads[layer]
-    active = config.num_active_routed_heads[layer]
+    active, size = config.num_active_routed_heads[layer], 1
     if config.head_selection == "all":
         return [1.0] * heads
     if config.head_selection == "static":
         return [1.0 if head < shared + active else 0.0 for head in range(heads)]
+    if config.routing_unit == "key_value_group":  # from here on heads are groups
+        size = heads // config.num_key_value_heads
+        heads, shared, active = heads // size, shared // size, active // size
+        queries = queries.reshape(heads, -1)
     if config.routing == "query_norm":
         norms = [math.sqrt(sum(value * value for value in queries[head])) for head in range(shared, heads)]
         deviation = 1.0
@@ -82,7 +86,8 @@ def reference_gates(config, layer, weights, x, queries):
             mean = sum(norms) / len(norms)
             deviation = math.sqrt(sum((norm - mean) ** 2 for norm in norms) / (len(norms) - 1))
         chosen = top_k([norm / deviation for norm in norms], active)
-        return [1.0] * shared + [1.0 if head in chosen else 0.0 for head in range(heads - shared)]
+        gates = [1.0] * shared + [1.0 if head in chosen else 0.0 for head in range(heads - shared)]
+        return [gate for gate in gates for _ in range(size)]
 
     released = config.routing == "released"
     a1 = a2 = 1.0
@@ -97,9 +102,12 @@ def reference_gates(config, layer, weights, x, queries):
     if shared < heads:
         scores = [row @ x for row in weights["w_routed"]]
         chosen, probabilities = top_k(scores, active), softmax(scores)
-        scale = active / sum(probabilities[head] for head in chosen) if released else 1.0
+        if config.routing_top_p is not None:
+            while len(chosen) > 1 and sum(probabilities[head] for head in chosen[:-1]) >= config.routing_top_p:
+                chosen.pop()
+        scale = len(chosen) / sum(probabilities[head] for head in chosen) if released else 1.0
         gates += [a2 * scale * p if head in chosen else 0.0 for head, p in enumerate(probabilities)]
-    return gates
+    return [gate for gate in gates for _ in range(size)]
 
 
 def rotated(vector, position, theta):
@@ -185,6 +193,25 @@ def drawn_heads(seed):
 def test_logits_equal_the_equations_in_float64(seed):
     model = make_model(seed, attention=("sdpa", "eager")[seed % 2], **drawn_heads(seed))
     assert_equals_reference(model, random_tokens(1, 9, seed)[0])
+
+
+@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@pytest.mark.parametrize(
+    "unit, top_p, budgets",
+    [
+        ("key_value_group", None, ([0, 4], [2, 2])),
+        ("head", 0.7, ([0, 2], [6, 4])),
+        ("key_value_group", 0.6, ([2, 0], [4, 6])),
+    ],
+)
+@torch.no_grad()
+def test_groups_of_heads_and_varying_numbers_of_heads_equal_the_equations(unit, top_p, budgets, routing):
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "routing_unit": unit, "routing": routing}
+    changes |= {"num_shared_heads": budgets[0], "num_active_routed_heads": budgets[1]}
+    model = make_model(**changes, routing_top_p=None if routing == "query_norm" else top_p)
+    tokens = random_tokens(1, 9)
+    assert_equals_reference(model, tokens[0])
+    assert_router_outputs(model(tokens, output_router_gates=True), model, tokens)
 
 
 @pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])

@@ -134,11 +134,11 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
 def test_a_head_that_is_never_selected_and_one_that_always_is():
     model = ModelConfig(num_layers=1)  # 6 shared heads, 3 of 6 routed ones
     sums = np.array([[0.0, 5.0, 10, 9, 8, 3, 0, 0], [0.0, 5.0, 10, 10, 10, 0, 0, 0]])
-    figures = head_figures(model.routed_layers(), sums, NAMES, 4, 3.0, 1)
+    figures = head_figures(model.routed_layers(), sums, NAMES, [2, 2], 5, 3.0, 1)
     assert figures["load"] == [[1, 0.95, 0.9, 0.15, 0, 0]]
     assert figures["unused"] == [2 / 6] and figures["overused"] == [1 / 6]  # 0.95 is the limit itself
     assert figures["source_load"]["odd"] == [[1, 1, 1, 0, 0, 0]]
-    collapsed = head_figures(model.routed_layers(), sums[1:], ["odd"], 2, 3.0, 1)
+    collapsed = head_figures(model.routed_layers(), sums[1:], ["odd"], [2], 5, 3.0, 1)
     assert collapsed["entropy"] == [pytest.approx(math.log(3) / math.log(6))]
 
 

@@ -1,13 +1,14 @@
 """The router and the attention layer against Eq. 4-10 written out token by token and head by head in float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.attention import Attention
-from moh_lm.model.router import HeadRouter, select_top_k
+from moh_lm.model.router import HeadRouter, select
 
 D, HEADS, HEAD_DIM, LENGTH, BATCH = 24, 8, 6, 7, 2
 
@@ -31,12 +32,28 @@ CASES = {
     "all heads": dict(shared=3, active=2, selection="all"),
     "static": dict(shared=3, active=2, selection="static"),
     "previous step's shares": dict(shared=3, active=2, scope="global_batch"),
+    "12.5%": dict(shared=0, active=1),
+    "12.5%, released": dict(shared=0, active=1, routing="released"),
+    "25%, grouped queries": dict(shared=1, active=1, key_value_heads=2),
+    "25%, no shared head": dict(shared=0, active=2, key_value_heads=4),
+    "groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group"),
+    "groups, released": dict(shared=4, active=2, key_value_heads=4, unit="key_value_group", routing="released"),
+    "groups, query norm": dict(shared=2, active=4, key_value_heads=4, unit="key_value_group", routing="query_norm"),
+    "groups, no shared head": dict(shared=0, active=4, key_value_heads=2, unit="key_value_group"),
+    "groups, no routed head": dict(shared=8, active=0, key_value_heads=2, unit="key_value_group"),
+    "groups of one head": dict(shared=3, active=2, unit="key_value_group"),
+    "top-p": dict(shared=3, active=4, top_p=0.7),
+    "top-p, released": dict(shared=2, active=5, top_p=0.7, routing="released"),
+    "top-p, no shared head": dict(shared=0, active=8, top_p=0.9),
+    "top-p, previous step's shares": dict(shared=3, active=3, top_p=0.5, scope="global_batch"),
+    "top-p, groups": dict(shared=2, active=6, top_p=0.7, key_value_heads=4, unit="key_value_group"),
 }
 
 
 def make_config(
-    shared, active, routing="paper", two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence"
-):
+    shared, active, routing="paper", two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence",
+    unit="head", top_p=None,
+):  # fmt: skip
     heads = HeadsConfig(
         head_selection=selection,
         num_shared_heads=(shared,),
@@ -44,6 +61,9 @@ def make_config(
         routing=routing,
         two_stage=two_stage,
         load_balance_scope=scope,
+        routing_unit=unit,
+        routing_top_p=top_p,
+        routing_entropy_coefficient=0.53,
     )
     return ModelConfig(
         num_layers=1,
@@ -55,8 +75,9 @@ def make_config(
     )
 
 
-def make_attention(config, balance_scale, seed=0):
-    layer = Attention(config, 0, 0.02, 0.02, balance_scale, group=None).double()
+def make_attention(config, beta, seed=0):
+    config = replace(config, heads=replace(config.heads, load_balance_coefficient=beta))
+    layer = Attention(config, 0, 0.02, 0.02, loss_terms=1, group=None).double()
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.4, generator=generator)
@@ -69,9 +90,10 @@ def softmax(values):
 
 
 def reference_gates(config, x, queries, weights):
-    """(gates of all heads, probabilities and selection of the routed ones) of one token, from the formulas.
+    """(gates of all heads, probabilities and selection of the routed experts) of one token, from the formulas.
 
-    x: [d]. queries: [heads, head_dim] before rotary. weights: W_s, W_r, W_h by name; those absent are None.
+    x: [d]. queries: [heads, head_dim] before rotary. weights: W_s, W_r, W_h by name; those absent are None. An expert
+    is a head, or the heads of a key/value head.
     """
     heads = config.heads
     if heads.head_selection == "all":
@@ -79,9 +101,12 @@ def reference_gates(config, x, queries, weights):
     h_s, k = heads.num_shared_heads[0], heads.num_active_routed_heads[0]
     if heads.head_selection == "static":
         return [torch.tensor(float(i < h_s + k)).double() for i in range(HEADS)], [], []
+    size = HEADS // config.num_key_value_heads if heads.routing_unit == "key_value_group" else 1
+    n, h_s, k = HEADS // size, h_s // size, k // size
     released, query_norm = heads.routing == "released", heads.routing == "query_norm"
     if query_norm:
-        norms = [(q * q).sum().sqrt() for q in queries[h_s:]]
+        experts = [queries[i * size : (i + 1) * size] for i in range(h_s, n)]
+        norms = [(q * q).sum().sqrt() for q in experts]
         if len(norms) > 1:
             mean = sum(norms) / len(norms)
             deviation = (sum((n - mean) ** 2 for n in norms) / (len(norms) - 1)).sqrt()
@@ -89,23 +114,27 @@ def reference_gates(config, x, queries, weights):
         probabilities, shared = softmax(norms), [torch.tensor(1.0).double()] * h_s
     else:
         shared = softmax([row @ x for row in weights["w_shared"]]) if h_s else []
-        probabilities = softmax([row @ x for row in weights["w_routed"]]) if h_s < HEADS else []
+        probabilities = softmax([row @ x for row in weights["w_routed"]]) if h_s < n else []
     best = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i].item(), i))[:k]
+    if heads.routing_top_p is not None:
+        enough = [m for m in range(1, k) if sum(probabilities[i] for i in best[:m]) >= heads.routing_top_p]
+        best = best[: min([k, *enough])]
     selected = [i in best for i in range(len(probabilities))]
     if query_norm:
         routed = [p + (1 - p).detach() if on else 0 * p for p, on in zip(probabilities, selected, strict=True)]
-        return shared + routed, probabilities, selected
+        return [gate for gate in shared + routed for _ in range(size)], probabilities, selected
     routed = [p if on else 0 * p for p, on in zip(probabilities, selected, strict=True)]
     if released and routed:
-        routed = [p / sum(routed) * k for p in routed]
+        routed = [p / sum(routed) * sum(selected) for p in routed]
     if released:
         shared = [p * h_s for p in shared]
     a1 = a2 = 1.0
-    if heads.two_stage and 0 < h_s < HEADS:
+    if heads.two_stage and 0 < h_s < n:
         a1, a2 = softmax([row @ x for row in weights["w_type"]])
         if released:
             a1, a2 = 2 * a1, 2 * a2
-    return [a1 * p for p in shared] + [a2 * p for p in routed], probabilities, selected
+    gates = [a1 * p for p in shared] + [a2 * p for p in routed]
+    return [gate for gate in gates for _ in range(size)], probabilities, selected
 
 
 def rotate(vector, position):
@@ -120,10 +149,10 @@ def rotate(vector, position):
 
 
 def reference_attention(config, layer, x):
-    """(output [s, b, d], balance loss) of Eq. 4 and 7, head by head."""
+    """(output [s, b, d], balance loss, entropy) of Eq. 4 and 7, head by head; the losses None without routed heads."""
     weights = dict(layer.router.named_parameters()) if layer.router else {}
     group = HEADS // config.num_key_value_heads
-    output, losses = torch.zeros_like(x), []
+    output, losses, entropies = torch.zeros_like(x), [], []
     for b in range(BATCH):
         projected = [layer.q_proj.weight @ token for token in x[:, b]]
         queries = [q.view(HEADS, HEAD_DIM) for q in projected]
@@ -143,18 +172,22 @@ def reference_attention(config, layer, x):
         output[:, b] = torch.stack(rows)
         routed = len(routes[0][1])
         if routed:
-            k = config.heads.num_active_routed_heads[0]
+            size = HEADS // config.num_key_value_heads if config.heads.routing_unit == "key_value_group" else 1
+            k = config.heads.num_active_routed_heads[0] // size
             previous = config.heads.load_balance_scope == "global_batch"
             f = [k / routed if previous else sum(r[2][i] for r in routes) / LENGTH for i in range(routed)]
             p = [sum(r[1][i] for r in routes) / LENGTH for i in range(routed)]
             loss = sum(fi * pi for fi, pi in zip(f, p, strict=True))
             losses.append(loss * routed if config.heads.routing == "released" else loss)
-    return output, sum(losses) / BATCH if losses else None
+            entropies += [-sum(pi * pi.log() for pi in r[1]) for r in routes]
+    if not losses:
+        return output, None, None
+    return output, sum(losses) / BATCH, sum(entropies) / (LENGTH * BATCH)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_attention_computes_the_equations_with_every_gradient(case):
-    beta = 0.37
+    beta, gamma = 0.37, 0.53
     config = make_config(**case)
     layer = make_attention(config, beta)
     generator = torch.Generator().manual_seed(1)
@@ -162,8 +195,10 @@ def test_attention_computes_the_equations_with_every_gradient(case):
     upstream = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
 
     expected_input = x.clone().requires_grad_()
-    expected, balance = reference_attention(config, layer, expected_input)
+    expected, balance, entropy = reference_attention(config, layer, expected_input)
     objective = (expected * upstream).sum() + (beta * balance if balance is not None else 0)
+    if config.heads.routing_top_p is not None:
+        objective = objective + gamma * entropy
     leaves = [expected_input, *layer.parameters()]
     expected_gradients = torch.autograd.grad(objective, leaves, allow_unused=True)
 
@@ -182,7 +217,36 @@ def test_attention_computes_the_equations_with_every_gradient(case):
 
 def test_equal_scores_select_the_lower_heads():
     scores = torch.tensor([[0.2, 0.5, 0.5, 0.5, 0.2], [1.0, 1.0, 1.0, 1.0, 1.0]])
-    assert select_top_k(scores, 2).tolist() == [[0, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+    assert select(scores, 2).tolist() == [[0, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+    assert select(scores, 4, top_p=0.3).tolist() == [[0, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "top_p, k, expected",
+    [
+        (0.01, 4, [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1]]),
+        (0.49, 4, [[0, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 1]]),
+        (0.51, 4, [[0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1]]),
+        (0.51, 2, [[0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 1]]),
+        (0.81, 4, [[1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1]]),
+        (0.81, 1, [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1]]),
+        (1.0, 4, [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]),
+    ],
+)
+def test_top_p_selects_the_fewest_heads_whose_probabilities_add_up_to_it(top_p, k, expected):
+    probabilities = torch.tensor([[0.15, 0.5, 0.05, 0.3], [0.25] * 4, [0.0, 0.0, 0.0, 1.0]], dtype=torch.double)
+    assert select(probabilities.log(), k, top_p).tolist() == expected
+
+
+def test_active_gates_of_the_released_form_have_the_mean_a2_times_2_whatever_the_expert():
+    for case in (dict(active=2), dict(active=6, top_p=0.6)):
+        config = make_config(shared=2, key_value_heads=4, unit="key_value_group", routing="released", **case)
+        router = make_attention(config, beta=0).router
+        x = torch.randn(LENGTH, BATCH, D, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+        gates, *_ = router(x)
+        a1, a2 = (x @ router.w_type.T).softmax(-1).unbind(-1)
+        torch.testing.assert_close(gates[..., :2].mean(-1), 2 * a1)
+        torch.testing.assert_close(gates[..., 2:].sum(-1) / (gates[..., 2:] > 0).sum(-1), 2 * a2)
 
 
 def test_balance_loss_is_k_over_e_for_equal_loads_and_larger_for_a_collapsed_router():
@@ -195,8 +259,8 @@ def test_balance_loss_is_k_over_e_for_equal_loads_and_larger_for_a_collapsed_rou
         router.w_routed[:, :4] = torch.eye(4)
     balanced = 9 * torch.eye(4, D).double().repeat(5, 1).unsqueeze(1)  # every head is chosen by a quarter of the tokens
     collapsed = 9 * torch.eye(1, D).double().repeat(20, 1).unsqueeze(1)
-    assert router(balanced)[1].item() == pytest.approx(1 / 4, abs=1e-12)
-    assert router(collapsed)[1].item() > 0.99
+    assert router(balanced)[2][0, 0].item() == pytest.approx(1 / 4, abs=1e-12)
+    assert router(collapsed)[2][0, 0].item() > 0.99
 
 
 def test_routing_in_bf16_follows_the_fp32_arithmetic_on_the_same_weights():

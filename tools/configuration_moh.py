@@ -1,6 +1,6 @@
 """Configuration of a mixture-of-head Llama (MoH, arXiv 2410.11842), read by transformers 4.46 to 5.x.
 
-The keys are those of ``LlamaConfig`` and five more:
+The keys are those of ``LlamaConfig`` and seven more:
 
     head_selection           all: ordinary attention; mixture: shared heads and a router's top-K of the others;
                              static: only the first (shared + active) heads
@@ -8,6 +8,8 @@ The keys are those of ``LlamaConfig`` and five more:
     two_stage                weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
+    routing_unit             head, or key_value_group: all heads of a key/value head are selected together
+    routing_top_p            use the fewest routed heads whose probabilities add up to this, at most K; null: always K
 
 The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
 (transformers 5); both ``rope_theta`` and ``rope_parameters`` are kept, so that every version reads what any wrote.
@@ -18,6 +20,7 @@ from transformers import PretrainedConfig
 
 HEAD_SELECTIONS = ("all", "mixture", "static")
 ROUTINGS = ("paper", "released", "query_norm")
+ROUTING_UNITS = ("head", "key_value_group")
 ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
     "default": (),
     "linear": ("factor",),
@@ -72,6 +75,8 @@ class MoHLlamaConfig(PretrainedConfig):
         two_stage=True,
         num_shared_heads=None,
         num_active_routed_heads=None,
+        routing_unit="head",
+        routing_top_p=None,
         output_router_gates=False,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -104,6 +109,8 @@ class MoHLlamaConfig(PretrainedConfig):
         self.head_selection = head_selection
         self.routing = routing
         self.two_stage = two_stage
+        self.routing_unit = routing_unit
+        self.routing_top_p = routing_top_p
         shared, active = num_attention_heads // 2, max(1, num_attention_heads // 4)
         if head_selection == "all":  # every head is always on
             shared, active, num_shared_heads, num_active_routed_heads = num_attention_heads, 0, None, None
@@ -119,6 +126,11 @@ class MoHLlamaConfig(PretrainedConfig):
             pad_token_id=pad_token_id,
             **kwargs,
         )
+
+    @property
+    def heads_per_expert(self):
+        """Heads that a router selects together."""
+        return self.num_attention_heads // self.num_key_value_heads if self.routing_unit == "key_value_group" else 1
 
     def _check(self):
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
@@ -138,6 +150,12 @@ class MoHLlamaConfig(PretrainedConfig):
             raise ValueError(f"head_selection {self.head_selection!r}: must be one of {', '.join(HEAD_SELECTIONS)}")
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing {self.routing!r}: must be one of {', '.join(ROUTINGS)}")
+        if self.routing_unit not in ROUTING_UNITS:
+            raise ValueError(f"routing_unit {self.routing_unit!r}: must be one of {', '.join(ROUTING_UNITS)}")
+        if self.routing_top_p is not None and (not 0 < self.routing_top_p <= 1 or self.routing == "query_norm"):
+            raise ValueError(
+                f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm"
+            )
         for key in ("num_shared_heads", "num_active_routed_heads"):
             budget = getattr(self, key)
             if len(budget) != self.num_hidden_layers:
@@ -149,4 +167,10 @@ class MoHLlamaConfig(PretrainedConfig):
                 raise ValueError(
                     f"layer {layer} with {shared} shared and {active} active routed heads: of num_attention_heads "
                     f"{self.num_attention_heads}, {routed} are routed and at least one of them must be active"
+                )
+            size = self.heads_per_expert if self.head_selection == "mixture" else 1
+            if shared % size or active % size:
+                raise ValueError(
+                    f"layer {layer} with {shared} shared and {active} active routed heads: with routing_unit "
+                    f"key_value_group both must be multiples of {size}"
                 )

@@ -221,6 +221,8 @@ def hugging_face_config(config, dtype, special):
         "two_stage": heads.two_stage,
         "num_shared_heads": shared,
         "num_active_routed_heads": active,
+        **({"routing_unit": heads.routing_unit} if heads.routing_unit != "head" else {}),
+        **({"routing_top_p": heads.routing_top_p} if heads.routing_top_p is not None else {}),
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": special.get("bos"),

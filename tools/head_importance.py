@@ -80,7 +80,7 @@ def measure(config, source, tokens, progress):
 def read_layer(config, source, layer):
     """The decoder layer with the weights of the source."""
     with torch.device("meta"):
-        block = DecoderLayer(config, layer, 0.0, False, None, Documents())
+        block = DecoderLayer(config, layer, 1, False, None, Documents())
     block.to_empty(device="cpu")
     for name, parameter in block.named_parameters():
         parameter.copy_(source.whole(f"model.layers.{layer}.{name}"))

@@ -41,6 +41,8 @@ from moh_lm.flags import Parser, is_list, placeholder, quantity, read_value
 from moh_lm.manifest import describe
 from moh_lm.summary import describe_model
 
+TRAINING_ONLY = ("load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient")  # not of the function
+
 
 def main():
     try:
@@ -150,9 +152,9 @@ def wanted_heads(arguments, values):
         there = getattr(own, key)
         if isinstance(value, tuple) and len(value) == 1:
             value *= len(there)
-        if value != there and not key.startswith("load_balance"):
+        if value != there and key not in TRAINING_ONLY:
             raise ConfigError([f"{flag(key)} {value}: the source is trained with {there}; leave the flag out"])
-    return replace(own, **{key: value for key, value in given.items() if key.startswith("load_balance")})
+    return replace(own, **{key: value for key, value in given.items() if key in TRAINING_ONLY})
 
 
 def sample_problems(arguments, config):

@@ -11,6 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 from moh_lm.data.mixture import sample_counts
+from moh_lm.heads import fair_load
+from moh_lm.summary import routing_facts
 
 
 def model_card(step, config, state, dtype, parameters):
@@ -50,7 +52,7 @@ def model_facts(model, dtype, parameters):
         facts["shared heads per layer"] = " ".join(map(str, heads.num_shared_heads))
         facts["active routed heads per layer"] = " ".join(map(str, heads.num_active_routed_heads))
     if heads.head_selection == "mixture":
-        facts["routing"] = heads.routing + ("" if heads.two_stage else ", without a1 and a2")
+        facts["routing"] = ", ".join(routing_facts(model)) + ("" if heads.two_stage else ", without a1 and a2")
         facts["load balance"] = f"{heads.load_balance_coefficient:g}, {heads.load_balance_scope}"
     return table(facts.items())
 
@@ -132,20 +134,22 @@ def loss(value):
 
 
 def load_facts(model, state):
-    """Share of the tokens of the last step that used each routed head: lowest and highest of every layer."""
+    """Share of the tokens of the last step that used each routed head or group: lowest and highest of every layer."""
+    layers = model.routed_layers()
     rows = [
         (
             layer.index,
             layer.num_shared,
-            f"{layer.num_active} of {layer.num_routed}",
-            *(f"{share:.1%}" for share in (layer.num_active / layer.num_routed, min(shares), max(shares))),
+            f"{'' if layer.top_p is None else 'at most '}{layer.num_active} of {layer.num_routed}",
+            *(f"{share:.1%}" for share in (fair_load(layer, shares), min(shares), max(shares))),
         )
-        for layer, shares in zip(model.routed_layers(), state.get("router_shares", []), strict=False)
+        for layer, shares in zip(layers, state.get("router_shares", []), strict=False)
     ]
     if not rows or state["step"] == 0:
         return ""
-    header = ("layer", "shared heads", "routed heads per token", "even load", "lowest load", "highest load")
-    return f"Share of the tokens of the last step that used a routed head.\n\n{table(rows, header)}"
+    unit = layers[0].unit
+    header = ("layer", f"shared {unit}s", f"routed {unit}s per token", "even load", "lowest load", "highest load")
+    return f"Share of the tokens of the last step that used a routed {unit}.\n\n{table(rows, header)}"
 
 
 CARD = """---

@@ -12,6 +12,10 @@ Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed
 of equal scores the one with the lower head index is selected. Every head is computed and the inactive ones are weighted
 by zero: this file says what the model is and saves no time. The load-balance loss of Eq. 7-8 belongs to training.
 
+With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
+and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
+largest first and at most K, whose softmax adds up to it.
+
 ``output_router_gates=True``, as an argument or in the configuration, adds to the outputs for every layer
 ``router_gates``, the g_i in fp32 [b, s, h], and ``router_selections``, the heads that a token uses, bool [b, s, h]:
 a gate can underflow to 0 and its head be selected all the same.
@@ -48,35 +52,47 @@ except ImportError:  # transformers before 4.53
     create_causal_mask = None
 
 
-def select_top_k(scores, num_active):
+def select(scores, num_active, top_p=None):
     """1 for the ``num_active`` largest scores of a token, 0 for the others; of equal scores the lower index wins.
 
+    top_p: 1 only for the fewest of them whose softmax, which runs over all scores, adds up to it, or for all of them.
     Each score counts those that stand before it: unlike a stable sort this can be written as ONNX.
     """
     index = torch.arange(scores.shape[-1], device=scores.device)
     own, other = scores.unsqueeze(-1), scores.unsqueeze(-2)  # [b, s, E, 1] and [b, s, 1, E]
     before = (other > own) | ((other == own) & (index < index.unsqueeze(-1)))
-    return (before.sum(dim=-1) < num_active).to(scores.dtype)
+    selected = before.sum(dim=-1) < num_active
+    if top_p is not None:
+        selected = selected & ((before * scores.softmax(dim=-1).unsqueeze(-2)).sum(dim=-1) < top_p)
+    return selected.to(scores.dtype)
 
 
 def with_shared(routed, num_shared):
-    """The selection of all heads, bool [b, s, h], from that of the routed ones, 0 or 1 [b, s, h - num_shared]."""
+    """The selection of all experts, bool [b, s, n], from that of the routed ones, 0 or 1 [b, s, n - num_shared]."""
     return torch.cat((routed.new_ones(*routed.shape[:-1], num_shared), routed), dim=-1).bool()
+
+
+def per_head(experts, heads_per_expert):
+    """What is said of experts [b, s, n], for each of their heads: [b, s, h]."""
+    return experts if heads_per_expert == 1 else experts.repeat_interleave(heads_per_expert, dim=-1)
 
 
 class MoHLlamaRouter(nn.Module):
     """Routing of one layer from learned weights: x [b, s, d] -> gates, fp32, and selection, bool, both [b, s, h].
 
     ``paper`` is Eq. 5-6. ``released`` is the authors' published code: routed gates are renormalised over the selected
-    heads and multiplied by K, shared gates are multiplied by their number, a1 and a2 by 2. The weights are parameters
-    of this module and not of nn.Linear layers, which quantizers and inference engines replace.
+    heads and multiplied by their number, so are shared gates by theirs, a1 and a2 by 2. The weights are parameters of
+    this module and not of nn.Linear layers, which quantizers and inference engines replace.
     """
 
     def __init__(self, config, layer_idx):
         super().__init__()
-        self.num_shared = config.num_shared_heads[layer_idx]
-        self.num_routed = config.num_attention_heads - self.num_shared
-        self.num_active = config.num_active_routed_heads[layer_idx]
+        size = config.heads_per_expert
+        self.heads_per_expert = size
+        self.num_shared = config.num_shared_heads[layer_idx] // size  # of experts, as the next two
+        self.num_routed = config.num_attention_heads // size - self.num_shared
+        self.num_active = config.num_active_routed_heads[layer_idx] // size
+        self.top_p = config.routing_top_p
         self.released = config.routing == "released"
         self.two_stage = config.two_stage and self.num_shared > 0 and self.num_routed > 0
         if self.num_shared:
@@ -95,32 +111,37 @@ class MoHLlamaRouter(nn.Module):
                 gates.append(shared * self.num_shared if self.released else shared)
             if self.num_routed:
                 scores = F.linear(x, self.w_routed.float())
-                selected = select_top_k(scores, self.num_active)
+                selected = select(scores, self.num_active, self.top_p)
                 routed = scores.softmax(dim=-1) * selected  # Eq. 5, routed heads
                 if self.released:
-                    routed = routed / routed.sum(dim=-1, keepdim=True) * self.num_active
+                    routed = routed / routed.sum(dim=-1, keepdim=True) * selected.sum(dim=-1, keepdim=True)
                 gates.append(routed)
             if self.two_stage:
                 a = F.linear(x, self.w_type.float()).softmax(dim=-1)  # Eq. 6
                 a = a * 2 if self.released else a
                 gates = [gates[0] * a[..., :1], gates[1] * a[..., 1:]]
-            return torch.cat(gates, dim=-1), with_shared(selected, self.num_shared)
+            experts = torch.cat(gates, dim=-1), with_shared(selected, self.num_shared)
+            return tuple(per_head(part, self.heads_per_expert) for part in experts)
 
 
-def query_norm_routing(query, num_shared, num_active):
+def query_norm_routing(query, num_shared, num_active, heads_per_expert=1):
     """Routing without weights: query [b, s, h, head_dim], before rotary -> gates and selection as ``MoHLlamaRouter``.
 
     The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads
     (Eq. 9). Shared and selected heads have gate 1; the gradient of a selected gate goes to its softmax score (Eq. 10).
+    The query of a group is those of its heads, one after the other. num_shared, num_active: of experts.
     """
+    if heads_per_expert > 1:
+        query = query.unflatten(-2, (-1, heads_per_expert)).flatten(-2)
     scores = query.float().norm(dim=-1)[..., num_shared:]  # Eq. 9
     if scores.shape[-1] > 1:
         scores = scores / scores.std(dim=-1, keepdim=True).clamp_min(1e-6)  # equal norms: a token of zeros
-    selected = select_top_k(scores, num_active)
+    selected = select(scores, num_active)
     probabilities = scores.softmax(dim=-1)
     routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 10, straight-through
     shared = torch.ones_like(query[..., :num_shared, 0], dtype=torch.float32)
-    return torch.cat((shared, routed), dim=-1), with_shared(selected, num_shared)
+    experts = torch.cat((shared, routed), dim=-1), with_shared(selected, num_shared)
+    return tuple(per_head(part, heads_per_expert) for part in experts)
 
 
 def rotate(x, cos, sin):
@@ -196,7 +217,8 @@ class MoHLlamaAttention(nn.Module):
         if self.config.head_selection == "mixture" and self.num_shared < num_heads:
             if query.shape[-2] < num_heads:
                 raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
-            return query_norm_routing(query, self.num_shared, self.num_active)
+            size = self.config.heads_per_expert
+            return query_norm_routing(query, self.num_shared // size, self.num_active // size, size)
         always_on = torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active
         selected = always_on.expand(*query.shape[:-2], num_heads)
         return selected.float(), selected

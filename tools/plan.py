@@ -165,7 +165,9 @@ def show_table(config, machine, plans):
     counts, flops = parameter_counts(config.model), flops_per_token(config.model, config.run.seq_length)
     fitting = sum(plan["fits"] for plan in plans)
     print(f"parameters       {short(counts['total'])} ({counts['total']:,})")
-    print(f"FLOPs per token  {flops['dense'] / 1e9:.3f}e9 with every head, {flops['active'] / 1e9:.3f}e9 with active")
+    dense, active = (f"{flops[kind] / 1e9:.3f}e9" for kind in ("dense", "active"))
+    most = "" if config.model.heads.routing_top_p is None else "at most "
+    print(f"FLOPs per token  {dense} with every head, {most}{active} with active")
     print(f"layouts          {len(plans)} legal on {machine.gpus} GPUs, {fitting} fit into {machine.gpu_memory:g} GiB")
     print("  tp  pp    dp  zero  micro  accumulate  recompute     GiB  s/step  tokens/s/GPU    MFU    days")
     for plan in plans[: machine.top]:

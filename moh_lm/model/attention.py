@@ -24,18 +24,16 @@ from moh_lm.parallel.mappings import gather_heads, gather_sequence
 class Attention(nn.Module):
     """Causal self-attention with rotary embeddings and a gate per head.
 
-    ``balance_scale``: gradient given to the layer's balance loss for each micro-batch; it holds beta of Eq. 8, the
-    mean over layers and the mean over micro-batches. ``backend``: of ``moh_attention``.
+    ``loss_terms``: of ``HeadRouter``. ``backend``: of ``moh_attention``.
     """
 
-    def __init__(self, config, layer_index, init_std, output_std, balance_scale, group, backend="auto"):
+    def __init__(self, config, layer_index, init_std, output_std, loss_terms, group, backend="auto"):
         super().__init__()
         self.backend = backend
         self.active_share = config.active_heads(layer_index) / config.num_attention_heads
         self.head_dim = config.head_dim
         self.rotary = rotary_of(config)
         self.selection = config.heads.head_selection
-        self.balance_scale = balance_scale
         self.group = group
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
         d, e = config.hidden_size, self.head_dim
@@ -45,17 +43,18 @@ class Attention(nn.Module):
         self.k_proj = ColumnParallelLinear(d, key_size, init_std, keys)
         self.v_proj = ColumnParallelLinear(d, key_size, init_std, keys)
         self.o_proj = RowParallelLinear(query_size, d, output_std, self.heads.partition(1, e), group)
-        self.router = HeadRouter(config, layer_index, init_std, group) if self.selection == "mixture" else None
+        mixture = self.selection == "mixture"
+        self.router = HeadRouter(config, layer_index, init_std, group, loss_terms) if mixture else None
 
     def forward(self, x, mask=None, kept_selection=None):
         """x: [s/tp, b, d], normalised -> [s/tp, b, d]. mask: see ``moh_attention``. kept_selection: ``HeadRouter``."""
-        gates = balance_loss = statistics = selected = None
+        gates = router_loss = statistics = selected = None
         kept_selection = [] if kept_selection is None else kept_selection
         length = x.shape[0] * group_size(self.group)
         backend = choose_backend(self.backend, x.device, x.dtype, length, self.active_share, mask is not None)
         learned = self.router is not None and self.router.routing != "query_norm"
         if learned:
-            gates, balance_loss, statistics = self.router(x, kept_selection)  # [s/tp, b, h]
+            gates, router_loss, statistics = self.router(x, kept_selection)  # [s/tp, b, h]
             gates = self.heads.take(gather_sequence(gates, self.group))  # [s, b, h/tp]
             if kept_selection and backend != "dense":  # dense: the gates of the other heads are 0
                 selected = self.local_selection(gather_sequence(kept_selection[0], self.group))  # [s, b, h/tp]
@@ -72,20 +71,20 @@ class Attention(nn.Module):
             elif self.router is not None and not learned:
                 wide = query.to(torch.promote_types(query.dtype, torch.float32))
                 norms = self.heads.in_canonical_order(gather_heads(wide.norm(dim=-1), self.group))  # [s, b, h]
-                gates, balance_loss, statistics = self.router(x, kept_selection, norms)
+                gates, router_loss, statistics = self.router(x, kept_selection, norms)
                 gates = self.heads.take(gates)  # [s, b, h/tp]
                 selected = self.local_selection(kept_selection[0]) if kept_selection else None
             context = moh_attention(
                 rotate(query, table), key, value, gates, selected, self.heads.num_leading, mask, backend
             )  # [s, b, h/tp, e]
             output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
-        if balance_loss is None:
+        if router_loss is None:
             return output
-        return attach_loss(output, balance_loss, self.balance_scale, statistics, self.router.statistics)
+        return attach_loss(output, router_loss, statistics, self.router.statistics)
 
     def local_selection(self, routed):
-        """Routed heads that the router selected [s, b, E] -> heads of this rank that are on [s, b, h/tp]."""
-        return self.heads.take(F.pad(routed, (self.router.num_shared, 0), value=1))
+        """Routed experts that the router selected [s, b, E] -> heads of this rank that are on [s, b, h/tp]."""
+        return self.heads.take(self.router.per_head(F.pad(routed, (self.router.num_shared, 0), value=1)))
 
     def selected_rows(self, x, key, value, table, gates, selected):
         """The output [s/tp, b, d] with queries, attention and outputs of the selected rows of the routed heads only."""

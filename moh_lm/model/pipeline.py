@@ -1,7 +1,7 @@
 """The model as one ordered list of layers, for pipeline parallelism.
 
 DeepSpeed's PipelineModule takes the list, gives every stage a run of consecutive layers, and passes one tensor
-[s/tp, b, d] between them; balance losses start where they are computed (``attach_loss``) and need no passage. Each
+[s/tp, b, d] between them; losses of routers start where they are computed (``attach_loss``) and need no passage. Each
 layer stands in the list with the prefix that turns its parameter names into those of ``CausalLM``.
 """
 
@@ -17,9 +17,9 @@ from moh_lm.model.documents import Documents
 from moh_lm.model.transformer import (
     INIT_STD,
     DecoderLayer,
-    balance_scale,
     balancing_routers,
     initialize,
+    loss_terms,
 )
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import ColumnParallelLinear, RMSNorm, VocabParallelEmbedding, even_partition
@@ -68,8 +68,7 @@ def layer_list(config, group, micro_batches, recompute, documents=None, attentio
     d, e, vocab = config.hidden_size, config.head_dim, config.vocab_size
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     block = 2 * d * e * (heads + key_value_heads) + 3 * d * config.intermediate_size
-    scale = balance_scale(config, micro_batches)
-    common = (scale, recompute, group, documents, attention_backend)
+    common = (loss_terms(config, micro_batches), recompute, group, documents, attention_backend)
     blocks = [
         (f"model.layers.{i}.", LayerSpec(DecoderLayer, config, i, *common), block) for i in range(config.num_layers)
     ]

@@ -1,4 +1,4 @@
-"""The router: which heads a token uses and with what weight (paper, section 3.2, Eq. 5-7 and 9-10).
+"""The router: which heads a token uses and with what weight (paper, section 3.2, Eq. 5-8 and 9-10).
 
 Heads 1..h_s are shared, the others are routed. For a token x_t:
 
@@ -10,8 +10,16 @@ The softmax of the routed heads runs over all of them, selected or not. Equal sc
 ``released`` is the form of the authors' published vision code, which keeps the sum of the gates near the number of
 active heads; ``query_norm`` is the form without weights that continues a trained model (Eq. 9-10).
 
-Shapes: s sequence, b batch, tp tensor-parallel ranks, h heads, h_s shared, E = h - h_s routed, d hidden size. The
-router works on its slice of the sequence, in fp32 or wider whatever the precision of the model.
+Two things go beyond the paper. With ``routing_unit`` key_value_group the r heads that share a key/value head are one
+expert: "head" above reads "group", and the gate of a group is that of each of its heads. With ``routing_top_p`` P, K is
+only the most: a token selects the fewest heads, the largest first, whose softmax adds up to P, and the entropy H of
+that softmax keeps them few (Huang et al. 2024, "Harder Tasks Need More Experts"). The loss of a layer then is
+
+    beta L_b + gamma H,   H = mean over tokens of - sum over routed i of p_i ln p_i,   p = softmax(W_r x_t)
+
+Shapes: s sequence, b batch, tp tensor-parallel ranks, d hidden size, h heads, n = h / r experts (r = 1: heads), n_s of
+them shared and E = n - n_s routed. The router works on its slice of the sequence, in fp32 or wider whatever the
+precision of the model.
 """
 
 import torch
@@ -25,20 +33,25 @@ from moh_lm.parallel.mappings import replicate
 
 
 class HeadRouter(nn.Module):
-    """Gates of all heads and the load-balance loss, for one layer.
+    """Gates of all heads and the loss of the router, for one layer.
 
-    Parameters: w_shared [h_s, d], w_routed [E, d], w_type [2, d]; each only where it has a say (w_type needs both
-    kinds of heads and ``two_stage``; ``query_norm`` has none of them).
+    Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only where it has a say (w_type needs both
+    kinds of experts and ``two_stage``; ``query_norm`` has none of them). loss_terms: layers times micro-batches, over
+    whose losses Eq. 8 takes the mean.
     """
 
-    def __init__(self, config, layer_index, init_std, group):
+    def __init__(self, config, layer_index, init_std, group, loss_terms=1):
         super().__init__()
-        heads = config.heads
+        heads, size = config.heads, config.heads_per_expert
         self.layer_index = layer_index
         self.routing = heads.routing
-        self.num_shared = heads.num_shared_heads[layer_index]
-        self.num_active = heads.num_active_routed_heads[layer_index]
-        self.num_routed = config.num_attention_heads - self.num_shared
+        self.heads_per_expert = size
+        self.num_shared = heads.num_shared_heads[layer_index] // size  # of experts, as the numbers that follow
+        self.num_active = heads.num_active_routed_heads[layer_index] // size
+        self.num_routed = config.num_attention_heads // size - self.num_shared
+        self.top_p = heads.routing_top_p
+        self.balance_scale = heads.load_balance_coefficient / loss_terms
+        self.entropy_scale = heads.routing_entropy_coefficient / loss_terms
         self.group = group
         self.scope = heads.load_balance_scope
         self.statistics = RouterStatistics()
@@ -51,12 +64,12 @@ class HeadRouter(nn.Module):
             self.register_parameter(name, parameter)
 
     def forward(self, x, kept_selection=None, query_norms=None):
-        """Gates and balance terms of the tokens.
+        """Gates and loss of the tokens.
 
         x: [s/tp, b, d], the normalised input of the attention layer. query_norms: [s, b, h], only for
-        ``query_norm``. Returns gates [s/tp, b, h] (fp32 or wider) and the balance loss, a scalar whose terms add up
-        over the tp ranks, with what ``RouterStatistics`` keeps of each sequence, [b, 2 + E] (None and None if the layer
-        has no routed heads).
+        ``query_norm``. Returns gates [s/tp, b, h] (fp32 or wider) and the loss, a scalar whose terms add up over the tp
+        ranks, with what ``RouterStatistics`` keeps of each sequence, [b, 2 + E] (None and None if the layer has no
+        routed heads).
         """
         if self.routing == "query_norm":
             shared = torch.ones_like(query_norms[..., : self.num_shared])
@@ -65,7 +78,7 @@ class HeadRouter(nn.Module):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             shared, scores = self.softmax(x, self.w_shared), self.scores(x, self.w_routed)
         if self.num_routed == 0:
-            return self.scale_shared(shared), None, None
+            return self.per_head(self.scale_shared(shared)), None, None
         selected = self.select(scores, kept_selection)  # [s/tp, b, E]
         probability = scores.softmax(-1)
         routed = self.routed_gates(probability, selected)
@@ -74,13 +87,22 @@ class HeadRouter(nn.Module):
             gates = routed
         else:
             a1, a2 = self.type_weights(x)
-            gates = torch.cat((self.scale_shared(shared) * a1, routed * a2), dim=-1)  # [s/tp, b, h]
-        return gates, *self.load_balance(probability, selected, a1)
+            gates = torch.cat((self.scale_shared(shared) * a1, routed * a2), dim=-1)  # [s/tp, b, n]
+        balance_loss, statistics = self.load_balance(probability, selected, a1)
+        loss = self.balance_scale * balance_loss
+        if self.top_p is not None:
+            loss = loss + self.entropy_scale * self.entropy(scores)
+        return self.per_head(gates), loss, statistics
+
+    def per_head(self, experts):
+        """What is said of experts [..., n], for each of their heads: [..., h]."""
+        size = self.heads_per_expert
+        return experts if size == 1 else experts.unsqueeze(-1).expand(*experts.shape, size).flatten(-2)
 
     def select(self, scores, kept_selection):
         if kept_selection:
             return kept_selection[0]
-        selected = select_top_k(scores.detach(), self.num_active)
+        selected = select(scores.detach(), self.num_active, self.top_p)
         if kept_selection is not None:
             kept_selection.append(selected)
         return selected
@@ -103,26 +125,33 @@ class HeadRouter(nn.Module):
         return shared * self.num_shared if self.routing == "released" else shared
 
     def routed_gates(self, probability, selected):
-        """Gates of the routed heads [s/tp, b, E] before a2; exactly 0 where not selected."""
+        """Gates of the routed experts [s/tp, b, E] before a2; exactly 0 where not selected."""
         kept = probability * selected
         if self.routing == "released":
-            return kept / kept.sum(-1, keepdim=True) * self.num_active
+            return kept / kept.sum(-1, keepdim=True) * selected.sum(-1, keepdim=True)
         if self.routing == "query_norm":
             # Straight-through (Eq. 10): 1 forward, the gradient of the score backward.
             return kept + (selected - kept).detach()
         return kept
 
     def query_norm_scores(self, query_norms):
-        """|q_i| / std(|q|) of the routed heads (Eq. 9): [s, b, h] -> [s, b, E]."""
+        """|q_i| / std(|q|) of the routed experts (Eq. 9): [s, b, h] -> [s, b, E]. q_i of a group: all of its heads'."""
+        if self.heads_per_expert > 1:
+            query_norms = query_norms.unflatten(-1, (-1, self.heads_per_expert)).norm(dim=-1)
         norms = query_norms[..., self.num_shared :]
         if self.num_routed == 1:  # the unbiased deviation of one number is not defined
             return norms
         return norms / norms.std(-1, keepdim=True).clamp_min(1e-6)  # a token of zeros has equal norms
 
+    def entropy(self, scores):
+        """- sum_i p_i ln p_i of the routed experts, the mean over tokens; p = softmax(scores), scores [s/tp, b, E]."""
+        log_p = scores.log_softmax(-1)
+        return -(log_p.exp() * log_p).sum(-1).mean() / group_size(self.group)
+
     def load_balance(self, probability, selected, a1):
         """L_b = sum_i f_i P_i (Eq. 7), the mean over sequences, and a row of ``RouterStatistics`` for each of them.
 
-        probability, selected: [s/tp, b, E]. f is the share of the tokens that select head i: of each sequence, or of
+        probability, selected: [s/tp, b, E]. f is the share of the tokens that select expert i: of each sequence, or of
         the whole previous step (``global_batch``; uniform before the first). P is the mean probability. ``released``
         multiplies by E. a1: [s/tp, b, 1], or a number without the second stage.
         """
@@ -147,20 +176,27 @@ class HeadRouter(nn.Module):
         return losses.mean(), torch.cat((losses.detach()[:, None], weights, selections), dim=1)
 
 
-def select_top_k(scores, k):
-    """1 for the k largest scores of each token, else 0: [..., E] -> [..., E]; equal scores: the lower index first."""
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return torch.zeros_like(scores).scatter(-1, order[..., :k], 1)
+def select(scores, k, top_p=None):
+    """1 for the k largest scores of each token, else 0: [..., E] -> [..., E]; equal scores: the lower index first.
+
+    top_p: only for the fewest of them whose softmax, which runs over all scores, adds up to it; or for all k.
+    """
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    if top_p is None:
+        return torch.zeros_like(scores).scatter(-1, order, 1)
+    probability = scores.softmax(-1).gather(-1, order)
+    before = F.pad(probability.cumsum(-1)[..., :-1], (1, 0))  # of the larger scores; 0 for the largest
+    return torch.zeros_like(scores).scatter(-1, order, (before < top_p).to(scores.dtype))
 
 
 class RouterStatistics:
     """What one layer says of each sequence, kept until ``take`` is called: [b, 2 + E] for each micro-batch.
 
     The columns: the sequence's L_b, a1 summed over its tokens (0 without the second stage), and how often each routed
-    head was selected; of this rank's tokens, so that all of them add up over the tp ranks. Rows are added in the
+    expert was selected; of this rank's tokens, so that all of them add up over the tp ranks. Rows are added in the
     backward pass, which runs once per micro-batch even if activations are recomputed, and in the order of the
     micro-batches. ``previous_share`` [E] is f of Eq. 7 for the scope ``global_batch``: the share of the tokens of the
-    whole previous step, over all ranks, that selected each head; None before the first step.
+    whole previous step, over all ranks, that selected each expert; None before the first step.
     """
 
     def __init__(self):
@@ -176,20 +212,19 @@ class RouterStatistics:
         return rows
 
 
-def attach_loss(hidden, loss, scale, rows, statistics):
-    """Return ``hidden`` unchanged; its backward pass also starts that of ``loss``, with the gradient ``scale``.
+def attach_loss(hidden, loss, rows, statistics):
+    """Return ``hidden`` unchanged; its backward pass also starts that of ``loss``, as if it were added to L_task.
 
-    So the balance loss of Eq. 8 needs no road of its own through the layers, stages and micro-batches that follow.
+    So the loss of a router needs no road of its own through the layers, stages and micro-batches that follow.
     rows: added to the ``RouterStatistics`` then.
     """
-    return AttachLoss.apply(hidden, loss, scale, rows, statistics)
+    return AttachLoss.apply(hidden, loss, rows, statistics)
 
 
 class AttachLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, loss, scale, rows, statistics):
+    def forward(ctx, hidden, loss, rows, statistics):
         ctx.save_for_backward(loss, rows)
-        ctx.scale = scale
         ctx.statistics = statistics
         return hidden.view_as(hidden)
 
@@ -197,4 +232,4 @@ class AttachLoss(torch.autograd.Function):
     def backward(ctx, gradient):
         loss, rows = ctx.saved_tensors
         ctx.statistics.add(rows)
-        return gradient, torch.full_like(loss, ctx.scale), None, None, None
+        return gradient, torch.ones_like(loss), None, None

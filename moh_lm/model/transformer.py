@@ -52,13 +52,13 @@ class DecoderLayer(nn.Module):
     selection of heads: it is kept in a list, so that rounding can never select others the second time.
     """
 
-    def __init__(self, config, layer_index, balance_scale, recompute, group, documents, attention_backend="auto"):
+    def __init__(self, config, layer_index, loss_terms, recompute, group, documents, attention_backend="auto"):
         super().__init__()
         output_std = INIT_STD / math.sqrt(2 * config.num_layers)
         d, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(d, eps, group)
         self.self_attn = Attention(
-            config, layer_index, INIT_STD, output_std, balance_scale, group, attention_backend
+            config, layer_index, INIT_STD, output_std, loss_terms, group, attention_backend
         )
         self.post_attention_layernorm = RMSNorm(d, eps, group)
         self.mlp = MLP(config, output_std, group)
@@ -79,12 +79,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks and final norm: tokens [b, s] -> [s/tp, b, d]."""
 
-    def __init__(self, config, balance_scale, recompute, group, attention_backend):
+    def __init__(self, config, loss_terms, recompute, group, attention_backend):
         super().__init__()
         self.documents = Documents()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, INIT_STD, group)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, balance_scale, recompute, group, self.documents, attention_backend)
+            DecoderLayer(config, index, loss_terms, recompute, group, self.documents, attention_backend)
             for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """The whole model on one pipeline stage.
 
-    group: tensor-parallel group. micro_batches: micro-batches of a step, over which the balance loss of Eq. 8 is
+    group: tensor-parallel group. micro_batches: micro-batches of a step, over which the losses of the routers are
     averaged. attention_backend: of ``moh_attention``. Parameters are left empty; ``initialize`` draws them.
     """
 
@@ -108,7 +108,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.group = group
         self.vocab_partition = even_partition(0, config.vocab_size, group)
-        self.model = Decoder(config, balance_scale(config, micro_batches), recompute, group, attention_backend)
+        self.model = Decoder(config, loss_terms(config, micro_batches), recompute, group, attention_backend)
         if not config.tie_embeddings:
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, self.vocab_partition)
         self.tied = config.tie_embeddings
@@ -144,9 +144,9 @@ def balancing_routers(layers):
     return [router for router in routers if router is not None and router.num_routed]
 
 
-def balance_scale(config, micro_batches):
-    """beta of Eq. 8 for one layer and micro-batch: a mean over layers with routed heads, and over micro-batches."""
-    return config.heads.load_balance_coefficient / (max(1, len(config.routed_layers())) * micro_batches)
+def loss_terms(config, micro_batches):
+    """Losses of routers in a step, of which Eq. 8 takes the mean: of layers with routed heads, and micro-batches."""
+    return max(1, len(config.routed_layers())) * micro_batches
 
 
 @torch.no_grad()
