@@ -107,7 +107,7 @@ def top_p_problems(heads):
 def budget_problems(model):
     """The numbers of shared and routed heads, layer by layer."""
     heads = model.num_attention_heads
-    size = model.heads_per_expert if model.heads.head_selection == "mixture" else 1
+    size = max(1, model.heads_per_expert) if model.heads.head_selection == "mixture" else 1
     budgets = {key: getattr(model.heads, key) for key in ("num_shared_heads", "num_active_routed_heads")}
     found = [
         f"{flag(key)} has {len(budget)} numbers: give one for all layers, "

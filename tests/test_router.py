@@ -238,6 +238,15 @@ def test_top_p_selects_the_fewest_heads_whose_probabilities_add_up_to_it(top_p, 
     assert select(probabilities.log(), k, top_p).tolist() == expected
 
 
+@pytest.mark.parametrize("case", ["top-p, groups", "groups, released"])
+def test_a_kept_selection_is_used_again_whatever_the_input(case):
+    router = make_attention(make_config(**CASES[case]), beta=0).router
+    x, other = torch.randn(2, LENGTH, BATCH, D, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    kept = []
+    first, second, afresh = router(x, kept)[0], router(other, kept)[0], router(other, [])[0]
+    assert torch.equal(first > 0, second > 0) and not torch.equal(first > 0, afresh > 0)
+
+
 def test_active_gates_of_the_released_form_have_the_mean_a2_times_2_whatever_the_expert():
     for case in (dict(active=2), dict(active=6, top_p=0.6)):
         config = make_config(shared=2, key_value_heads=4, unit="key_value_group", routing="released", **case)

@@ -14,6 +14,7 @@ from moh_lm.config import AlarmConfig, Config, HeadsConfig, ModelConfig
 from moh_lm.estimate import flops_per_token, parameter_counts
 from moh_lm.flags import parse_config
 from moh_lm.heads import head_figures, head_map
+from moh_lm.manifest import read_json
 from moh_lm.model.router import HeadRouter
 from moh_lm.summary import describe_heads
 from tests.distributed import run_ranks
@@ -131,6 +132,8 @@ def test_active_heads_and_loads_are_those_of_the_selections_and_the_mfu_counts_t
         for name, value in shown.items():
             (scalar,) = board.Scalars(f"heads/layer_{layer:02d}/{name}")
             assert scalar.value == pytest.approx(value, rel=1e-5)
+        last_step = selected[128:].mean(0).tolist()  # which --load-balance-scope global_batch goes by
+        assert read_json(find_step(tmp_path) / "state.json")["router_shares"][layer] == pytest.approx(last_step)
     (image,) = board.Images("head_load/all")
     assert (image.height, image.width) == (2 * 12, 8 * 12)
     model = parse_config(flags)[0].model
