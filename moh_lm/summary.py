@@ -21,7 +21,7 @@ def describe_configuration(config):
         if type(section) is not title:
             title = type(section)
             lines += ["", title.__doc__]
-        lines.append(f"  {entry.name:<26}{getattr(section, entry.name)}")
+        lines.append(f"  {entry.name:<29}{getattr(section, entry.name)}")
     return [*lines[1:], ""]
 
 
