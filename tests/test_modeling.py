@@ -34,6 +34,10 @@ SHAPE = {
     "num_shared_heads": [1, 2],
     "num_active_routed_heads": [2, 1],
 }
+GROUPS = {  # two of two heads
+    "num_key_value_heads": 2, "routing_unit": "key_value_group", "num_shared_heads": [0, 2],
+    "num_active_routed_heads": [4, 2],
+}  # fmt: skip
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -403,6 +407,7 @@ CASES = [
     {"num_key_value_heads": 2, "num_shared_heads": [0, 4], "num_active_routed_heads": [2, 0]},
     {"routing": "query_norm"},
     {"head_selection": "static", "tie_word_embeddings": True},
+    GROUPS | {"routing_top_p": 0.7},
 ]
 
 
@@ -478,7 +483,10 @@ def test_a_saved_model_is_loaded_with_an_empty_report_and_equal_logits(changes, 
         assert loaded(tokens).logits.equal(model(tokens).logits)
 
 
-@pytest.mark.parametrize("changes", [{"routing": "released"}, {"routing": "query_norm", "rope_parameters": LLAMA3}])
+@pytest.mark.parametrize(
+    "changes",
+    [GROUPS | {"routing": "released", "routing_top_p": 0.7}, {"routing": "query_norm", "rope_parameters": LLAMA3}],
+)
 @torch.no_grad()
 def test_the_exported_graph_computes_sequences_of_other_lengths(changes):
     model, dynamic = make_model(**changes), {1: torch.export.Dim("length", min=2, max=60)}
