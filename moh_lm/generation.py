@@ -156,21 +156,21 @@ def sample(logits, temperature, top_p, generator):
     return order.gather(-1, torch.multinomial(kept, 1, generator=generator)).squeeze(-1)
 
 
-def generate(model, prompts, max_new_tokens, eos_id, temperature=0.0, top_p=1.0, seed=0):
+def generate(model, prompts, max_new_tokens, eos_id, temperature=0.0, top_p=1.0, seed=0, num_pieces=None):
     """Continue ``prompts``, lists of token ids; yields, for each new token, a list with that of each row.
 
     A row that has ended with ``eos_id`` gives None from then on. The generation ends when all rows have, or after
-    ``max_new_tokens``.
+    ``max_new_tokens``. Ids from ``num_pieces`` on, rows of the vocabulary without a piece, are never drawn.
     """
     device = model.model.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     cache = Cache(model, len(prompts), max(map(len, prompts)) + max_new_tokens)
     logits = [read_prompt(model, cache, row, torch.tensor(prompt, device=device)) for row, prompt in enumerate(prompts)]
-    tokens, ended = sample(torch.stack(logits), temperature, top_p, generator), set()
+    tokens, ended = sample(torch.stack(logits)[:, :num_pieces], temperature, top_p, generator), set()
     for count in range(max_new_tokens):
         ids = tokens.tolist()
         ended |= {row for row, token in enumerate(ids) if token == eos_id}
         yield [None if row in ended else token for row, token in enumerate(ids)]
         if len(ended) == len(prompts) or count == max_new_tokens - 1:
             return
-        tokens = sample(read_token(model, cache, tokens), temperature, top_p, generator)
+        tokens = sample(read_token(model, cache, tokens)[:, :num_pieces], temperature, top_p, generator)

@@ -139,6 +139,12 @@ def test_greedy_text_is_the_most_likely_token_again_and_again_up_to_the_end(mode
         assert [step[row] for step in shortened if step[row] is not None] == list(kept)
 
 
+def test_rows_of_the_vocabulary_without_a_piece_are_never_drawn(model):
+    (first,), *_ = generate(model, TEXTS[:1], 1, eos_id=-1)
+    (most_likely,) = generate(model, TEXTS[:1], 1, eos_id=-1, num_pieces=first)
+    logits = whole(model, TEXTS[0])[-1]
+    assert most_likely == [logits[:first].argmax()] != [first]
+
 def test_draws_follow_the_probabilities_of_the_most_likely_tokens():
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(20_000, 4)

@@ -136,7 +136,7 @@ def write(arguments, model, tokenizer, prompts):
     if stream:
         print(arguments.prompt[0], end="", flush=True)
     started, first = time.perf_counter(), None
-    settings = (arguments.temperature, arguments.top_p, arguments.seed)
+    settings = (arguments.temperature, arguments.top_p, arguments.seed, tokenizer.vocab_size())
     for tokens in generate(model, prompts, arguments.max_new_tokens, tokenizer.eos_id(), *settings):
         first = first or time.perf_counter()
         for row, token in enumerate(tokens):
