@@ -71,9 +71,10 @@ def write(out, order=()):
 
 
 def read_runs(directory, order=()):
-    """{variant: {seed: {"config", "evaluations", "speed"}}} of the complete runs.
+    """{variant: {seed: {"config", "evaluations", "speed", "active_heads"}}} of the complete runs.
 
-    evaluations: {step: {source: loss in nats per token}}; speed: tokens per second, the median over intervals.
+    evaluations: {step: {source: loss in nats per token}}. speed: tokens per second, the median over intervals.
+    active_heads: {layer: heads of a token}, in the last interval, where --routing-top-p lets them differ.
     """
     runs = {}
     for path in sorted(directory.glob("*/config.json")):
@@ -86,9 +87,16 @@ def read_runs(directory, order=()):
             "config": config,
             "evaluations": {row["step"]: row["evaluation"] for row in rows if "evaluation" in row},
             "speed": median(row["tokens_per_second"] for row in rows if "tokens_per_second" in row),
+            "active_heads": active_heads(rows),
         }
     place = {name: index for index, name in enumerate(order)}
     return {name: runs[name] for name in sorted(runs, key=lambda name: (place.get(name, len(place)), name))}
+
+
+def active_heads(rows):
+    """Of the last row that has them; empty without top-p."""
+    last = [row["heads"] for row in rows if "active_heads" in row.get("heads", {})][-1:]
+    return dict(zip(last[0]["layer"], last[0]["active_heads"], strict=True)) if last else {}
 
 
 def metrics(run):
@@ -129,8 +137,8 @@ def markdown(runs):
         *results_table(runs),
         "",
         "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. FLOPs: of training on",
-        "one token with the heads that it uses, dense = 1; with top-p, of the most that it may use. Speed: of runs",
-        "that shared the machine with others, so a hint only.",
+        "one token with the heads that it uses, dense = 1; with top-p, those of the last interval on average. Speed:",
+        "of runs that shared the machine with others, so a hint only.",
         "",
         *questions_table(runs),
         "",
@@ -144,7 +152,7 @@ def results_table(runs):
     every = {name: [run for _, run in sorted(seeds.items())] for name, seeds in runs.items()}
     first = next(iter(every.values()))[0]
     sources = list(first["evaluations"][0])
-    whole = max(flops(run[0]["config"])["dense"] for run in every.values())
+    whole = max(flops(run)["dense"] for found in every.values() for run in found)
     yield "| | heads | parameters | FLOPs | seeds | " + " | ".join(sources) + " | mean | tokens/s |"
     yield "|---" * (7 + len(sources)) + "|"
     for name, found in every.items():
@@ -155,7 +163,7 @@ def results_table(runs):
             name,
             heads(config.model),
             f"{parameter_counts(config.model)['total']:,}",
-            f"{flops(config)['active'] / whole:.3f}",
+            f"{mean(flops(run)['active'] for run in found) / whole:.3f}",
             str(len(found)),
             *losses,
             f"**{spread([final_loss(run) for run in found])}**",
@@ -190,8 +198,8 @@ def spread(values):
     return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
 
 
-def flops(config):
-    return flops_per_token(config.model, config.run.seq_length)
+def flops(run):
+    return flops_per_token(run["config"].model, run["config"].run.seq_length, run["active_heads"])
 
 
 def heads(model):
