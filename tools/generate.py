@@ -41,7 +41,8 @@ UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet
 def main(texts):
     try:
         arguments = parse_arguments(texts)
-        model, limit, tokenizer = load(arguments)
+        model, limit, encoder = load(arguments)
+        tokenizer = encoder.model
         prompts = [tokenizer.encode(prompt, out_type=int) for prompt in arguments.prompt]
         check_lengths(arguments, prompts, limit)
     except ConfigError as error:
@@ -82,7 +83,7 @@ def count(text):
 
 
 def load(arguments):
-    """(model on its device, its longest sequence, SentencePiece model or the like). Raises ConfigError."""
+    """(model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
     directory = arguments.model
     if not directory.is_dir():
         raise ConfigError([f"--model {directory}: no such directory; give a run, a step or an export"])
@@ -93,7 +94,7 @@ def load(arguments):
         directory = find_step(directory)
         run = Config.load(directory / "config.json")
         config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
-    tokenizer = Tokenizer(str(directory / "tokenizer.model")).model
+    tokenizer = Tokenizer(str(directory / "tokenizer.model"))
     with torch.device("meta"):
         model = CausalLM(config).to(DTYPES[arguments.dtype])
     model.to_empty(device=arguments.device)

@@ -69,12 +69,16 @@ def measure(config, source, tokens, progress):
         block.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs, kept=contexts: kept.append(inputs[0]))
         x = torch.cat([block(sequence) for sequence in x.split(1, dim=1)], dim=1)
         context = torch.cat(contexts, dim=1).unflatten(-1, (-1, config.head_dim))  # [s, b, h, e]
-        weight = block.self_attn.o_proj.weight.unflatten(1, (-1, config.head_dim))  # [d, h, e]
-        gram = torch.einsum("dhe,dhf->hef", weight, weight)
-        squares = torch.einsum("sbhe,hef,sbhf->sbh", context, gram, context)
-        found.append(squares.clamp_min(0).sqrt().mean((0, 1)).double())
+        found.append(written_sizes(context, block.self_attn.o_proj.weight).mean((0, 1)).double())
         progress()
     return torch.stack(found)
+
+
+def written_sizes(context, weight):
+    """|W_O_i H_i(t)| of every token and head, [s, b, h]. context: H [s, b, h, e]; weight: W_O [d, h e]."""
+    weight = weight.unflatten(1, (-1, context.shape[-1]))  # [d, h, e]
+    gram = torch.einsum("dhe,dhf->hef", weight, weight)
+    return torch.einsum("sbhe,hef,sbhf->sbh", context, gram, context).clamp_min(0).sqrt()
 
 
 def read_layer(config, source, layer):

@@ -1,0 +1,225 @@
+"""What each head of a trained model is for: a page with maps of loads, specialised heads and their text, attention.
+
+    python tools/head_report.py --model RUN_OR_STEP_OR_EXPORT_DIR --data NAME='FILES' --data NAME=DIR ... --output DIR
+    python tools/head_report.py --model runs/llm-b --data data/llm --output heads
+
+FILES are text in any form that data_prep/tokenize.py reads; DIR holds token shards; --data DIR alone makes every source
+of a data directory a domain (head_text.py). What is measured, and from which value on a head counts as something, is
+said in head_measures.py, head_findings.py and head_ablation.py, and on the page.
+
+DIR gets index.html, one file that needs no other, its pictures as PNG, and heads.json with all numbers. Dense and
+static models have no loads: their heads are told by attention, redundancy and importance (--ablation-tokens).
+
+Exit codes: 0; 1 a shard is damaged; 2 an argument has to be mended.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from generate import DTYPES, count, load
+from head_ablation import measure_ablation
+from head_findings import (
+    CLASSES,
+    alike,
+    classes_of,
+    excerpts,
+    kinds_of,
+    nearest,
+    ranked,
+    routed_mask,
+    similarities,
+    specialisation,
+    used_heads,
+)
+from head_measures import SEGMENT, measure_prefix, measure_rare, measure_text
+from head_page import page
+from head_text import frequency_ranks, read_domains, repeated_sequences
+from tqdm import tqdm
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError
+from moh_lm.flags import Parser
+
+try:
+    from head_pictures import class_map, head_map, head_panels
+except ModuleNotFoundError:
+    head_map = None  # no matplotlib
+
+LONGEST_WINDOW = 1024  # tokens, unless --seq-length says otherwise
+ABLATION_TOKENS = 2048
+PANELS = 4  # layers whose loads are shown by domain
+
+
+def main(texts):
+    try:
+        arguments = parse_arguments(texts)
+        model, limit, tokenizer = load(arguments)
+        length = arguments.seq_length or min(limit, LONGEST_WINDOW)
+        if not SEGMENT <= length <= limit:
+            raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, what the model was trained on"])
+        vocab_size = model.model.embed_tokens.weight.shape[0]
+        domains = read_domains(
+            arguments.data, tokenizer, vocab_size, length, arguments.tokens, arguments.text_key
+        )
+    except ConfigError as error:
+        print("\n".join(f"head_report: {problem}" for problem in error.problems), file=sys.stderr)
+        return 2
+    except ShardError as error:
+        print(f"head_report: {error}", file=sys.stderr)
+        return 1
+    report, pictures = report_of(arguments, model, tokenizer, domains)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for name, themes in pictures.items():
+        (arguments.output / f"{name}.png").write_bytes(themes["light"])
+    text = page(report, pictures, tokenizer.model.decode)
+    (arguments.output / "index.html").write_text(text, encoding="utf-8")
+    (arguments.output / "heads.json").write_text(json.dumps(plain(report)) + "\n", encoding="utf-8")
+    print(f"{arguments.output / 'index.html'}: {len(text) / 1e6:.1f} MB, {len(pictures)} pictures")
+    return 0
+
+
+def parse_arguments(texts):
+    parser = Parser(prog="python tools/head_report.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", required=True, type=Path, help="run directory, step directory, or export")
+    add("--data", required=True, nargs="+", action="extend", metavar="NAME=FILES", help="domains: NAME=FILES or "
+        "NAME=DIR of shards, or DIR for every source of a data directory")  # fmt: skip
+    add("--output", required=True, type=Path, metavar="DIR", help="gets index.html, pictures and heads.json")
+    add("--tokens", type=count, default=16384, help="of each domain (default: %(default)s)")
+    add("--seq-length", type=count, help=f"of a window (default: that of training, at most {LONGEST_WINDOW})")
+    add("--text-key", default="text", help="of JSON lines and parquet (default: %(default)s)")
+    add("--examples", type=count, default=5, help="most and least specialised heads shown (default: %(default)s)")
+    add("--ablation-tokens", type=int, help="of each domain, for the importance by ablation; 0: leave it out (default: "
+        f"{ABLATION_TOKENS} for dense and static models, else 0)")  # fmt: skip
+    add("--dtype", default="float32", choices=DTYPES, help="of the weights (default: %(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    arguments = parser.parse_args(texts)
+    if head_map is None:
+        raise ConfigError(["pictures are drawn by matplotlib, which is not installed: pip install matplotlib"])
+    return arguments
+
+
+def report_of(arguments, model, tokenizer, domains):
+    """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}})."""
+    kinds = kinds_of(model)
+    routed, num_layers = routed_mask(kinds), len(kinds)
+    tokens = arguments.ablation_tokens
+    if tokens is None:
+        tokens = 0 if routed.any() else ABLATION_TOKENS
+    with tqdm(total=num_layers * (2 if tokens else 1), desc="layers", unit="layer", disable=None) as bar:
+        measures = measure_text(model, domains, bar.update)
+        ranks, counts = frequency_ranks(domains, model.model.embed_tokens.weight.shape[0])
+        measures["prefix"] = measure_prefix(model, repeated_sequences(ranks, counts, tokenizer.eos_id))
+        measures["rare"], chance = measure_rare(model, domains, ranks)
+        ablation = {}
+        if tokens:
+            losses, rises = measure_ablation(model, domains, tokens, bar.update)
+            ablation = {"ablation": {"tokens": tokens, "loss": losses, "rise": rises}}
+    used = used_heads(measures)
+    near, which = nearest(measures["cka"], used)
+    report = {
+        "model": arguments.model.name,
+        "description": describe(kinds),
+        "active": float(np.mean([load.sum(1).mean() for load in measures["load"].values()])),
+        "seq_length": max(len(domain.windows[0]) for domain in domains),
+        "domains": [
+            {"name": d.name, "tokens": sum(map(len, d.windows)), "dropped": dict(d.dropped)} for d in domains
+        ],
+        "routed": bool(routed.any()),
+        "kind": kinds,
+        "class": classes_of(measures),
+        "rare_chance": chance,
+        "nearest_cka": near,
+        "nearest_head": which,
+        "alike": alike(measures["cka"], used, 10),
+        **{key: values for key, values in measures.items() if key not in ("gates", "half_load")},
+        **ablation,
+    }
+    if routed.any():
+        report |= compare_domains(arguments, measures, domains, routed)
+    return report, draw_pictures(report, used)
+
+
+def compare_domains(arguments, measures, domains, routed):
+    """What the report says of routed heads over the domains."""
+    bits = specialisation(measures["load"], routed)
+    found = {"similarity": similarities(measures, routed), "specialisation": bits}
+    layers = np.flatnonzero(routed.any(1))
+    picked = np.unique(np.linspace(0, len(layers) - 1, PANELS).round().astype(int))
+    found["panel_layers"] = layers[picked].tolist()
+    sizes = sum(sum(map(len, domain.windows)) for domain in domains)
+    found["specialisation_chance"] = (len(domains) - 1) / (2 * sizes * math.log(2))
+    seen = routed & used_heads(measures)
+    most = ranked(bits, seen, min(arguments.examples, seen.sum()))
+    rest = seen.copy()
+    for place in most:
+        rest[place.layer, place.head] = False
+    for key, places in (("most", most), ("least", ranked(bits, rest, arguments.examples, largest=False))):
+        found[key] = [
+            {
+                **place._asdict(),
+                "largest_gate": max(
+                    float(gates[:, :, place.layer, place.head].max()) for gates in measures["gates"].values()
+                ),
+                "excerpts": excerpts(measures, domains, place.layer, place.head, 3),
+            }
+            for place in places
+        ]
+    return found
+
+
+def describe(kinds):
+    """A sentence on the heads, such as "4 layers of 8 heads: 4 shared, 4 routed"."""
+    counts = {name: [row.count(name) for row in kinds] for name in ("shared", "routed", "on", "off")}
+    spans = {name: sorted({min(of), max(of)}) for name, of in counts.items() if any(of)}
+    parts = ", ".join(f"{' to '.join(map(str, span))} {name}" for name, span in spans.items())
+    return f"{len(kinds)} layers of {len(kinds[0])} heads: {parts}"
+
+
+def draw_pictures(report, used):
+    kinds, layers = report["kind"], range(len(report["kind"]))
+    pictures = {"classes": class_map(report["class"], list(CLASSES), kinds)}
+    pictures["redundancy"] = head_map(report["nearest_cka"], layers, "highest CKA", 1.0, kinds)
+    if report["routed"]:
+        loads = list(report["load"].values())
+        panels = [(f"layer {layer}", np.stack([load[layer] for load in loads])) for layer in report["panel_layers"]]
+        pictures["load_layers"] = head_panels(panels, list(report["load"]), "load in percent", 1.0)
+        for index, load_of_domain in enumerate(loads):
+            pictures[f"load_{index}"] = head_map(load_of_domain, layers, "load in percent", 1.0, kinds)
+        if len(loads) > 1:
+            bits = report["specialisation"]
+            pictures["specialisation"] = head_map(bits, layers, "bits", max(1e-9, np.nanmax(bits)), kinds)
+    for index, rises in enumerate(report.get("ablation", {"rise": {}})["rise"].values()):
+        shown = np.where(used, rises, np.nan)
+        high = max(1e-9, np.nanmax(shown))
+        pictures[f"importance_{index}"] = head_map(shown, layers, "nats per token", high, kinds, min(0, np.nanmin(shown)))
+    return pictures
+
+
+def plain(value):
+    """JSON-able: arrays as lists, NaN as null, numbers with six digits."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return None if math.isnan(value) else float(f"{value:.6g}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
