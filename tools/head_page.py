@@ -21,18 +21,19 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; border-to
 a { color: var(--link); } nav a { margin-right: 1rem; white-space: nowrap; }
 .pair { display: flex; flex-wrap: wrap; gap: 1rem 1.5rem; align-items: flex-start; margin: .5rem 0 1.5rem; }
 .pair > figure { flex: 0 1 360px; margin: 0; max-width: 100%; }
-.pair > .scroll { flex: 1 1 300px; max-height: 26rem; }
+.pair > .scroll { flex: 0 1 auto; max-height: 26rem; }
 img { max-width: 100%; height: auto; display: block; }
-.scroll { overflow: auto; max-width: 100%; min-width: 0; max-height: 34rem; border: 1px solid var(--line); }
+.scroll { overflow: auto; width: fit-content; max-width: 100%; min-width: 0; max-height: 34rem; border: 1px solid var(--line); }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: .3rem .5rem; color: var(--muted); }
 th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child, .left { text-align: left; }
+.wide { white-space: normal; min-width: 14rem; }
 thead th { position: sticky; top: 0; background: var(--soft); }
-.text { font: .85rem/1.7 ui-monospace, monospace; white-space: pre-wrap; border: 1px solid var(--line);
+.text { font: .85rem/1.7 ui-monospace, monospace; white-space: break-spaces; border: 1px solid var(--line);
   padding: .4rem .6rem; margin: .3rem 0; }
 .text span { border-radius: 2px; } .text b { color: var(--muted); font-weight: normal; }
-.note, figcaption { color: var(--muted); font-size: .9rem; }
+.note { color: var(--muted); font-size: .9rem; }
 pre { overflow-x: auto; background: var(--soft); padding: .75rem; font-size: .8rem; line-height: 1.4; }
 """
 
@@ -75,19 +76,19 @@ def percent(value):
     return "" if value is None or math.isnan(value) else f"{100 * value:.1f}"
 
 
-def figure(pictures, name, alt, caption=""):
+def figure(pictures, name, alt):
     """A picture in the colours of the page; alt: what it shows."""
     light, dark = (f"data:image/png;base64,{base64.b64encode(pictures[name][k]).decode()}" for k in ("light", "dark"))
-    caption = f"<figcaption>{caption}</figcaption>" if caption else ""
     return (
         f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-        f'<img width="360" alt="{escape(alt)}" src="{light}"></picture>{caption}</figure>'
+        f'<img width="360" alt="{escape(alt)}" src="{light}"></picture></figure>'
     )
 
 
-def table(head, rows, caption="", left=()):
-    """rows: texts, escaped already. left: columns of words."""
-    style = [' class="left"' if index in left else "" for index in range(len(head))]
+def table(head, rows, caption="", words=(), lists=()):
+    """rows: texts, escaped already. words, lists: columns with these instead of numbers."""
+    names = {index: "left" for index in words} | {index: "left wide" for index in lists}
+    style = [f' class="{names[index]}"' if index in names else "" for index in range(len(head))]
     top = "".join(f"<th{s}>{cell}</th>" for s, cell in zip(style, head, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{s}>{cell}</td>" for s, cell in zip(style, row, strict=True)) + "</tr>" for row in rows
@@ -120,20 +121,20 @@ def summary(report):
         f"<p>Tokens read of each domain: {sizes}, in windows of at most {report['seq_length']}. "
         f"Heads by what they attend to: {counted}.</p>"
         + (f"<p>Documents that could not be read: {'; '.join(dropped)}.</p>" if dropped else "")
-        + '<p class="note">Layers and heads are counted from 0, shared heads first. What a measure is, and from which '
+        + '<p class="note">Layers and heads are counted from 0, shared heads first; a red line in the maps ends them. What a measure is, and from which '
         'value on a head counts as something, stands under <a href="#formulas">How it is measured</a>.</p>'
     )
 
 
 def load_section(report, pictures):
     text = (
-        "<p>Load: the percentage of the tokens of a domain that use a head. The red line stands between the shared "
-        "heads, which every token uses, and the routed ones.</p>"
+        "<p>Load: the percentage of the tokens of a domain that use a head. Shared heads, which every token uses, are "
+        "grey in these maps.</p>"
     )
     layers = report["panel_layers"]
     names = list(report["load"])
     text += pair(
-        figure(pictures, "load_layers", f"Load of each head by domain, in layers {layers}", "Domains below one another"),
+        figure(pictures, "load_layers", f"Load of each head by domain, in layers {layers}"),
         table(
             ["layer", "domain", *range(len(report["class"][0]))],
             [
@@ -142,7 +143,7 @@ def load_section(report, pictures):
                 for name in names
             ],
             "load in percent, by layer and domain",
-            left=(1,),
+            words=(1,),
         ),
     )
     for index, name in enumerate(names):
@@ -189,7 +190,7 @@ def special_section(report, pictures, decode):
             loads = ", ".join(f"{escape(name)} {100 * load[layer][head]:.1f}%" for name, load in report["load"].items())
             text += (
                 f"<p><strong>layer {layer}, head {head}</strong>: {1000 * place['value']:.2f} millibits; load {loads}; "
-                f"attention: {report['class'][layer][head]}</p>"
+                f"attention class: {report['class'][layer][head]}</p>"
             )
             text += "".join(highlighted(excerpt, place["largest_gate"], decode) for excerpt in place["excerpts"])
     return text
@@ -228,7 +229,7 @@ def importance_section(report, pictures):
     for index, (name, rises) in enumerate(ablation["rise"].items()):
         text += f"<h3>{escape(name)}</h3>" + pair(
             figure(pictures, f"importance_{index}", f"Rise of the loss on {name} without each head of each layer"),
-            numbers(rises, f"rise on {escape(name)}, 0.001 nats per token", lambda v: number(v and 1000 * v, 2)),
+            numbers(rises, f"rise on {escape(name)} in 0.001 nats per token", lambda v: number(v and 1000 * v, 2)),
         )
     return text
 
@@ -237,13 +238,13 @@ def attention_section(report, pictures):
     rows = []
     for name in head_findings.CLASSES:
         places = [(i, j) for i, row in enumerate(report["class"]) for j, found in enumerate(row) if found == name]
-        shown = ", ".join(f"{i}.{j}" for i, j in places[:24]) + (", ..." if len(places) > 24 else "")
+        shown = ", ".join(f"{i}.{j}" for i, j in places[:48]) + (", ..." if len(places) > 48 else "")
         rows.append([name, len(places), shown])
     return (
         "<p>Each head by where its attention goes, over the tokens that use it.</p>"
         + pair(
             figure(pictures, "classes", "Attention class of each head of each layer"),
-            table(["class", "heads", "layer.head"], rows, left=(2,)),
+            table(["class", "heads", "layer.head"], rows, lists=(2,)),
         )
         + f'<p class="note">Of a head whose attention lay anywhere with equal chances, {percent(report["rare_chance"])}% '
         "of the queries would count for the test of rare tokens.</p>"
@@ -287,7 +288,7 @@ def heads_section(report):
             if "ablation" in report:
                 cells += [number(rises[i][j], 4) for rises in report["ablation"]["rise"].values()]
             rows.append(cells)
-    return table(head, rows, "all measures; head: layer.head", left=(1, 2))
+    return table(head, rows, "all measures; head: layer.head", words=(1, 2))
 
 
 def formulas_section():

@@ -19,19 +19,18 @@ MOST_NUMBERS, MOST_COLUMNS = 200, 16  # of a map that has its numbers in it
 CLASS_COLOURS = ("#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#9a9a9a")  # of CLASSES; unused is the page's own
 
 
-def head_map(values, names, label, high, kinds=None, low=0.0):
+def head_map(values, names, label, low, high, kinds):
     """{"light": PNG, "dark": PNG} of ``values`` [rows, heads], NaN where there is none.
 
-    names: of the rows. label: of the scale, which goes from ``low`` to ``high``. kinds: [rows][heads], where rows are
-    layers.
+    names: of the rows. label: of the scale, which goes from ``low`` to ``high``. kinds: of the heads, [rows][heads].
     """
     return {theme: draw([(None, values, kinds)], names, label, low, high, *inks) for theme, inks in INKS.items()}
 
 
-def head_panels(panels, names, label, high):
+def head_panels(panels, names, label, low, high):
     """The same for several maps below one another: panels: [(title, values)]."""
     panels = [(title, values, None) for title, values in panels]
-    return {theme: draw(panels, names, label, 0.0, high, *inks) for theme, inks in INKS.items()}
+    return {theme: draw(panels, names, label, low, high, *inks) for theme, inks in INKS.items()}
 
 
 def draw(panels, names, label, low, high, ink, paper):
@@ -43,6 +42,8 @@ def draw(panels, names, label, low, high, ink, paper):
     for axis, (title, values, kinds) in zip(axes, panels, strict=True):
         image = axis.imshow(values, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
         frame(axis, names, columns, ink, kinds)
+        if axis is not axes[-1]:
+            axis.set_xticks([])
         if title:
             axis.set_title(title, fontsize=8, color=ink, loc="left")
         if values.size <= MOST_NUMBERS and columns <= MOST_COLUMNS:
@@ -56,15 +57,14 @@ def draw(panels, names, label, low, high, ink, paper):
 
 
 def write_numbers(axis, values, image):
+    digits = 0 if image.norm.vmax >= 100 else 1 if image.norm.vmax >= 10 else 2
     for (row, column), value in np.ndenumerate(values):
         if np.isnan(value):
             continue
         red, green, blue, _ = image.cmap(image.norm(value))
         dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-        text = f"{value:.0%}"[:-1] if image.norm.vmax == 1 else f"{value:.2g}"
-        axis.text(
-            column, row, text, ha="center", va="center", fontsize=6.5, color="#ffffff" if dark else "#000000"
-        )
+        colour = "#ffffff" if dark else "#000000"
+        axis.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize=6.5, color=colour)
 
 
 def class_map(classes, every, kinds):
@@ -91,6 +91,7 @@ def class_map(classes, every, kinds):
 
 def frame(axis, names, columns, ink, kinds):
     names = list(names)
+    axis.set_facecolor(axis.figure.get_facecolor())  # behind what is transparent
     step = max(1, -(-len(names) // 16))
     axis.set_yticks(range(0, len(names), step), [str(name) for name in names[::step]])
     axis.set_xticks(range(0, columns, max(1, columns // 16)))
@@ -110,8 +111,8 @@ def frame(axis, names, columns, ink, kinds):
 
 
 def png(figure):
-    """The picture in 64 colours, a third of the bytes."""
+    """The picture in 256 colours, half of the bytes."""
     drawn, file = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DOTS, facecolor=figure.get_facecolor())
-    Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(file, "png", optimize=True)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, "png", optimize=True)
     return file.getvalue()

@@ -128,7 +128,7 @@ def report_of(arguments, model, tokenizer, domains):
     used = used_heads(measures)
     near, which = nearest(measures["cka"], used)
     report = {
-        "model": arguments.model.name,
+        "model": str(arguments.model),
         "description": describe(kinds),
         "active": float(np.mean([load.sum(1).mean() for load in measures["load"].values()])),
         "seq_length": max(len(domain.windows[0]) for domain in domains),
@@ -189,20 +189,19 @@ def describe(kinds):
 def draw_pictures(report, used):
     kinds, layers = report["kind"], range(len(report["kind"]))
     pictures = {"classes": class_map(report["class"], list(CLASSES), kinds)}
-    pictures["redundancy"] = head_map(report["nearest_cka"], layers, "highest CKA", 1.0, kinds)
+    pictures["redundancy"] = head_map(report["nearest_cka"], layers, "highest CKA", 0, 1, kinds)
     if report["routed"]:
-        loads = list(report["load"].values())
+        loads = [np.where(routed_mask(kinds), 100 * load, np.nan) for load in report["load"].values()]
         panels = [(f"layer {layer}", np.stack([load[layer] for load in loads])) for layer in report["panel_layers"]]
-        pictures["load_layers"] = head_panels(panels, list(report["load"]), "load in percent", 1.0)
+        pictures["load_layers"] = head_panels(panels, list(report["load"]), "load in percent", 0, 100)
         for index, load_of_domain in enumerate(loads):
-            pictures[f"load_{index}"] = head_map(load_of_domain, layers, "load in percent", 1.0, kinds)
-        if len(loads) > 1:
-            bits = report["specialisation"]
-            pictures["specialisation"] = head_map(bits, layers, "bits", max(1e-9, np.nanmax(bits)), kinds)
+            pictures[f"load_{index}"] = head_map(load_of_domain, layers, "load in percent", 0, 100, kinds)
+        bits = 1000 * report["specialisation"]
+        pictures["specialisation"] = head_map(bits, layers, "millibits", 0, max(1e-3, np.nanmax(bits)), kinds)
     for index, rises in enumerate(report.get("ablation", {"rise": {}})["rise"].values()):
-        shown = np.where(used, rises, np.nan)
-        high = max(1e-9, np.nanmax(shown))
-        pictures[f"importance_{index}"] = head_map(shown, layers, "nats per token", high, kinds, min(0, np.nanmin(shown)))
+        shown = np.where(used, 1000 * rises, np.nan)
+        low, high = min(0, np.nanmin(shown)), max(1e-3, np.nanmax(shown))
+        pictures[f"importance_{index}"] = head_map(shown, layers, "0.001 nats per token", low, high, kinds)
     return pictures
 
 
