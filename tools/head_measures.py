@@ -1,4 +1,4 @@
-"""What each head of a model does, measured on text: which tokens use it, what it writes, where it looks, what it is for.
+"""What each head of a model does, measured on text: which tokens use it, what it writes, where its attention goes.
 
 The model runs one layer at a time over all of the text, and the attention map of one head and one window is in memory
 at a time. With g_i(t) the gate of head i for token t (1 in a dense model) and H_i(t) its output before the gate:
@@ -7,8 +7,8 @@ at a time. With g_i(t) the gate of head i for token t (1 in a dense model) and H
     gate_i      mean of g_i(t) over these
     written_i   mean over all tokens of |g_i(t) W_O_i H_i(t)|, the size of what it adds to the residual stream
     CKA_ij      linear centred kernel alignment of two heads of a layer (Kornblith et al. 2019, arXiv 1905.00414), over
-                all tokens: |C_ij|^2 / (|C_ii| |C_jj|), C_ij the cross-covariance of H_i and H_j, | | the Frobenius norm;
-                1 if one is the other but for a rotation and a factor
+                all tokens: |C_ij|^2 / (|C_ii| |C_jj|), C_ij the cross-covariance of H_i and H_j, | | the Frobenius
+                norm; 1 if one is the other but for a rotation and a factor
 
 Attention a_i(t, u) of query t to token u <= t, over the queries that use the head:
 

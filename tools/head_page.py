@@ -9,6 +9,7 @@ import head_findings
 import head_measures
 from generate import UNFINISHED
 
+NEWLINE = "\N{DOWNWARDS ARROW WITH TIP LEFTWARDS}"
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1f23; --page: #ffffff; --soft: #f1f3f5; --line: #cfd4da; --muted: #5c6570;
   --link: #0b57b0; }
@@ -23,12 +24,13 @@ a { color: var(--link); } nav a { margin-right: 1rem; white-space: nowrap; }
 .pair > figure { flex: 0 1 360px; margin: 0; max-width: 100%; }
 .pair > .scroll { flex: 0 1 auto; max-height: 26rem; }
 img { max-width: 100%; height: auto; display: block; }
-.scroll { overflow: auto; width: fit-content; max-width: 100%; min-width: 0; max-height: 34rem; border: 1px solid var(--line); }
+.scroll { overflow: auto; width: fit-content; max-width: 100%; min-width: 0; max-height: 34rem;
+  border: 1px solid var(--line); }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: .3rem .5rem; color: var(--muted); }
 th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child, .left { text-align: left; }
-.wide { white-space: normal; min-width: 14rem; }
+.wide { white-space: normal; width: 24rem; min-width: 14rem; }
 thead th { position: sticky; top: 0; background: var(--soft); }
 .text { font: .85rem/1.7 ui-monospace, monospace; white-space: break-spaces; border: 1px solid var(--line);
   padding: .4rem .6rem; margin: .3rem 0; }
@@ -39,7 +41,7 @@ pre { overflow-x: auto; background: var(--soft); padding: .75rem; font-size: .8r
 
 
 def page(report, pictures, decode):
-    """The HTML text. report: as of ``head_report.report_of``. pictures: {name: {"light", "dark": PNG}}. decode: of ids."""
+    """The HTML text. report, pictures: of ``head_report.report_of``. decode: a function from token ids to text."""
     parts = [
         ("load", "Load", load_section(report, pictures) if report["routed"] else None),
         ("domains", "Domains compared", similarity_section(report) if report["routed"] else None),
@@ -87,14 +89,15 @@ def figure(pictures, name, alt):
 
 def table(head, rows, caption="", words=(), lists=()):
     """rows: texts, escaped already. words, lists: columns with these instead of numbers."""
-    names = {index: "left" for index in words} | {index: "left wide" for index in lists}
+    names = dict.fromkeys(words, "left") | dict.fromkeys(lists, "left wide")
     style = [f' class="{names[index]}"' if index in names else "" for index in range(len(head))]
     top = "".join(f"<th{s}>{cell}</th>" for s, cell in zip(style, head, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{s}>{cell}</td>" for s, cell in zip(style, row, strict=True)) + "</tr>" for row in rows
     )
     caption = f"<caption>{caption}</caption>" if caption else ""
-    return f'<div class="scroll" tabindex="0"><table>{caption}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    rows = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll" tabindex="0"><table>{caption}{rows}</table></div>'
 
 
 def numbers(values, caption, form, first="layer", names=None):
@@ -115,14 +118,19 @@ def summary(report):
     sizes = ", ".join(f"{escape(d['name'])} {d['tokens']:,}" for d in report["domains"])
     classes = [name for row in report["class"] for name in row]
     counted = ", ".join(f"{classes.count(name)} {name}" for name in head_findings.CLASSES if name in classes)
-    dropped = [f"{escape(d['name'])}: {count} {escape(why)}" for d in report["domains"] for why, count in d["dropped"].items()]
+    dropped = [
+        f"{escape(domain['name'])}: {count} {escape(reason)}"
+        for domain in report["domains"]
+        for reason, count in domain["dropped"].items()
+    ]
     return (
         f"<p>{escape(report['description'])}. A token uses {report['active']:.2f} of them on average.</p>"
         f"<p>Tokens read of each domain: {sizes}, in windows of at most {report['seq_length']}. "
         f"Heads by what they attend to: {counted}.</p>"
         + (f"<p>Documents that could not be read: {'; '.join(dropped)}.</p>" if dropped else "")
-        + '<p class="note">Layers and heads are counted from 0, shared heads first; a red line in the maps ends them. What a measure is, and from which '
-        'value on a head counts as something, stands under <a href="#formulas">How it is measured</a>.</p>'
+        + '<p class="note">Layers and heads are counted from 0, shared heads first; a red line in the maps ends them. '
+        "What a measure is, and from which value on a head counts as something, stands under "
+        '<a href="#formulas">How it is measured</a>.</p>'
     )
 
 
@@ -181,7 +189,8 @@ def special_section(report, pictures, decode):
     )
     text += (
         "<p>Below, for each head, the text on which its gates are largest: a token is the darker, the larger the gate "
-        "against the largest one of the head. Tokens without colour do not use the head; \N{DOWNWARDS ARROW WITH TIP LEFTWARDS} is a line break.</p>"
+        "against the largest one of the head. Tokens without colour do not use the head; "
+        f"{NEWLINE} is a line break.</p>"
     )
     for key, title in (("most", "Most specialised"), ("least", "Least specialised")):
         text += f"<h3>{title}</h3>"
@@ -199,7 +208,7 @@ def special_section(report, pictures, decode):
 def highlighted(excerpt, largest, decode):
     spans = []
     for text, gate in zip(token_texts(excerpt.tokens, decode), excerpt.gates, strict=True):
-        text = escape(text).replace("\n", "\N{DOWNWARDS ARROW WITH TIP LEFTWARDS}").replace("\t", "  ")
+        text = escape(text).replace("\n", NEWLINE).replace("\t", "  ")
         share = gate / largest
         colour = f' style="background: rgba(230, 120, 0, {0.12 + 0.68 * share:.2f})"' if gate > 0 else ""
         spans.append(f'<span{colour} title="{gate:.3g}">{text}</span>')
@@ -223,8 +232,8 @@ def importance_section(report, pictures):
     ablation = report["ablation"]
     losses = ", ".join(f"{escape(name)} {loss:.4f}" for name, loss in ablation["loss"].items())
     text = (
-        f"<p>How much the loss rises if the output of a head is 0, in nats per token, over about {ablation['tokens']:,} "
-        f"tokens of each domain. Loss with all heads: {losses}.</p>"
+        "<p>How much the loss rises if the output of a head is 0, in nats per token, over about "
+        f"{ablation['tokens']:,} tokens of each domain. Loss with all heads: {losses}.</p>"
     )
     for index, (name, rises) in enumerate(ablation["rise"].items()):
         text += f"<h3>{escape(name)}</h3>" + pair(
@@ -246,8 +255,8 @@ def attention_section(report, pictures):
             figure(pictures, "classes", "Attention class of each head of each layer"),
             table(["class", "heads", "layer.head"], rows, lists=(2,)),
         )
-        + f'<p class="note">Of a head whose attention lay anywhere with equal chances, {percent(report["rare_chance"])}% '
-        "of the queries would count for the test of rare tokens.</p>"
+        + '<p class="note">Of a head whose attention lay anywhere with equal chances, '
+        f"{percent(report['rare_chance'])}% of the queries would count for the test of rare tokens.</p>"
     )
 
 
@@ -266,7 +275,8 @@ def redundancy_section(report, pictures):
 
 def heads_section(report):
     domains = list(report["load"])
-    head = ["head", "kind", "attends to", "offset", "at it %", "previous", "first", "prefix", "rare %", "writes", "CKA", "with"]
+    head = ["head", "kind", "class", "offset", "at it %", "previous", "first", "prefix", "rare %", "written", "CKA"]
+    head.append("with")
     routed = report["routed"]
     head += ["bits", *(f"load % {escape(name)}" for name in domains)] if routed else []
     head += [f"gate {escape(name)}" for name in domains] if routed else []

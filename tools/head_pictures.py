@@ -64,7 +64,8 @@ def write_numbers(axis, values, image):
         red, green, blue, _ = image.cmap(image.norm(value))
         dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
         colour = "#ffffff" if dark else "#000000"
-        axis.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize=6.5, color=colour)
+        text = f"{round(value, digits) + 0.0:.{digits}f}"  # no minus before a zero
+        axis.text(column, row, text, ha="center", va="center", fontsize=6.5, color=colour)
 
 
 def class_map(classes, every, kinds):

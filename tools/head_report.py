@@ -19,7 +19,6 @@ import sys
 if __name__ == "__main__":
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -66,7 +65,7 @@ def main(texts):
         model, limit, tokenizer = load(arguments)
         length = arguments.seq_length or min(limit, LONGEST_WINDOW)
         if not SEGMENT <= length <= limit:
-            raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, what the model was trained on"])
+            raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, the length of training"])
         vocab_size = model.model.embed_tokens.weight.shape[0]
         domains = read_domains(
             arguments.data, tokenizer, vocab_size, length, arguments.tokens, arguments.text_key
