@@ -1,6 +1,7 @@
 from setuptools import find_packages, setup
 
 EVAL = ["lm_eval~=0.4.13", "accelerate", "transformers>=4.46"]
+PLOT = ["matplotlib"]
 TRITON = ["triton; platform_system == 'Linux'"]  # CUDA builds of torch bring the version that they need
 
 setup(
@@ -25,8 +26,8 @@ setup(
         "hf": ["transformers>=4.46"],
         "llama3": ["tiktoken"],  # reads LLaMA-3's tokenizer.model
         "eval": EVAL,
-        "test": ["pytest", "ruff", "tiktoken", "transformers>=4.46", *EVAL, *TRITON],
-        "plot": ["matplotlib"],
+        "test": ["pytest", "ruff", "tiktoken", "transformers>=4.46", *EVAL, *PLOT, *TRITON],
+        "plot": PLOT,
         "wandb": ["wandb"],
         "gpu": TRITON,
     },

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from head_importance import written_sizes
 
-from moh_lm.generation import project
+from moh_lm.generation import project, wide
 from moh_lm.kernels.attention import dense_heads
 
 FEWEST = 20  # queries that a measure needs
@@ -57,10 +57,10 @@ class Heads(NamedTuple):
         return self.output * self.gates.unsqueeze(-1).to(self.output.dtype)
 
     def attention(self, head):
-        """The attention weights of a head: fp32 [b, s, s], query by key."""
+        """The attention weights of a head: fp32 or wider [b, s, s], query by key."""
         shared_by = self.query.shape[2] // self.key.shape[2]
-        query = self.query[:, :, head].transpose(0, 1).float()  # [b, s, e]
-        key = self.key[:, :, head // shared_by].transpose(0, 1).float()
+        query, key = self.query[:, :, head], self.key[:, :, head // shared_by]
+        query, key = (part.to(wide(part)).transpose(0, 1) for part in (query, key))  # [b, s, e]
         scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
         return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
