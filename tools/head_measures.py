@@ -1,7 +1,7 @@
 """What each head of a model does, measured on text: which tokens use it, what it writes, where its attention goes.
 
-The model runs one layer at a time over all of the text, and the attention map of one head and one window is in memory
-at a time. With g_i(t) the gate of head i for token t (1 in a dense model) and H_i(t) its output before the gate:
+The model runs one layer at a time over all of the text, whose hidden states are kept; of attention maps only that of
+one head and window is. With g_i(t) the gate of head i for token t (1 in a dense model) and H_i(t) its output before it:
 
     load_i      share of the tokens with g_i(t) != 0
     gate_i      mean of g_i(t) over these
@@ -119,7 +119,8 @@ def measure_text(model, domains, progress):
             counts[number][index % 2, layer] += heads.used.sum((0, 1)).cpu().numpy()
             sums[number][layer] += heads.gates.double().sum((0, 1)).cpu().numpy()
             gates[number][index, :, layer] = heads.gates[:, 0].float().cpu().numpy()
-            written[layer] += written_sizes(heads.weighted(), weight).double().sum((0, 1)).cpu().numpy()
+            weighted = heads.weighted().to(wide(weight))
+            written[layer] += written_sizes(weighted, weight.to(weighted.dtype)).double().sum((0, 1)).cpu().numpy()
             moments.add(heads.output)
             offsets.add(heads)
         cka[layer] = moments.cka()
