@@ -22,11 +22,10 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; border-to
 a { color: var(--link); } nav a { margin-right: 1rem; white-space: nowrap; }
 .pair { display: flex; flex-wrap: wrap; gap: 1rem 1.5rem; align-items: flex-start; margin: .5rem 0 1.5rem; }
 .pair > figure { flex: 0 1 360px; margin: 0; max-width: 100%; }
-.pair > .scroll { flex: 0 1 auto; max-height: 26rem; }
+.pair > .scroll { flex: 1 1 320px; max-height: 26rem; }
 img { max-width: 100%; height: auto; display: block; }
-.scroll { overflow: auto; width: fit-content; max-width: 100%; min-width: 0; max-height: 34rem;
-  border: 1px solid var(--line); }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+.scroll { overflow: auto; max-width: 100%; min-width: 0; max-height: 34rem; }
+table { border-collapse: collapse; border: 1px solid var(--line); font-size: .85rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: .3rem .5rem; color: var(--muted); }
 th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child, .left { text-align: left; }

@@ -35,7 +35,7 @@ def head_panels(panels, names, label, low, high):
 
 def draw(panels, names, label, low, high, ink, paper):
     rows, columns = panels[0][1].shape
-    height = min(0.26, max(0.09, 3.2 / columns)) * rows
+    height = min(0.26, max(0.13 if isinstance(names[0], str) else 0.09, 3.2 / columns)) * rows
     figure = Figure(figsize=(WIDTH, len(panels) * (height + 0.28) + 0.75), facecolor=paper, layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False)[:, 0]
     colours = colormaps["cividis"].with_extremes(bad=(0.5, 0.5, 0.5, 0.25))
