@@ -366,8 +366,13 @@ def test_a_head_planted_for_a_domain_is_the_most_specialised_one(tools, planted)
     shown = findings.excerpts(figures, domains, 0, 3, count=3)
     assert len(shown) == 3 and {excerpt.domain for excerpt in shown} == {"prose"}
     assert all(gate > 0 for gate in shown[0].gates) and len(shown[0].tokens) == 32
-    gates = [sum(excerpt.gates) for excerpt in shown]
-    assert gates == sorted(gates, reverse=True)
+    even = findings.excerpts(figures, domains, 0, 1, count=2)
+    gates = [window[:, 0, 1].astype(float) for window in figures["gates"]["code"]]
+    best = sorted((max(window[start : start + 32].sum() for start in range(33)) for window in gates), reverse=True)
+    assert [sum(excerpt.gates) for excerpt in even] == pytest.approx(best[:2])
+    assert [[gate > 0 for gate in excerpt.gates] for excerpt in even] == [
+        [token % 2 == 0 for token in excerpt.tokens] for excerpt in even
+    ]
 
 
 def test_the_mean_gate_is_over_the_tokens_that_use_the_head(tools, planted):

@@ -177,18 +177,18 @@ def special_section(report, pictures, decode):
     if len(report["load"]) < 2:
         return "<p>Specialisation compares domains: give a second one.</p>"
     text = (
-        "<p>Specialisation: what one token's use of a head tells of its domain, in bits (the Jensen-Shannon divergence "
-        f"of the head's load over the domains). About {report['specialisation_chance']:.1g} bits come from chance "
-        "alone if tokens are taken as independent; they are not, so read small values with care.</p>"
+        "<p>Specialisation: what one token's use of a head tells of its domain, in thousandths of a bit (the "
+        "Jensen-Shannon divergence of the head's load over the domains). About "
+        f"{1000 * report['specialisation_chance']:.1g} of them come from chance alone if tokens are taken as "
+        "independent; they are not, so read small values with care.</p>"
     )
-    high = "Specialisation of each routed head of each layer, in bits"
     text += pair(
-        figure(pictures, "specialisation", high),
+        figure(pictures, "specialisation", "Specialisation of each routed head of each layer, in millibits"),
         numbers(report["specialisation"], "specialisation in millibits", lambda v: number(v and 1000 * v, 1)),
     )
     text += (
-        "<p>Below, for each head, the text on which its gates are largest: a token is the darker, the larger the gate "
-        "against the largest one of the head. Tokens without colour do not use the head; "
+        "<p>Below, for each head, the text on which its gates are largest: the larger the gate of a token against the "
+        "largest one of the head, the stronger the colour. Tokens without colour do not use the head; "
         f"{NEWLINE} is a line break.</p>"
     )
     for key, title in (("most", "Most specialised"), ("least", "Least specialised")):
