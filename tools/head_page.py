@@ -25,7 +25,8 @@ a { color: var(--link); } nav a { margin-right: 1rem; white-space: nowrap; }
 .pair > .scroll { flex: 1 1 320px; max-height: 26rem; }
 img { max-width: 100%; height: auto; display: block; }
 .scroll { overflow: auto; max-width: 100%; min-width: 0; max-height: 34rem; }
-table { border-collapse: collapse; border: 1px solid var(--line); font-size: .85rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; border: 1px solid var(--line); font-size: .85rem;
+  font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: .3rem .5rem; color: var(--muted); }
 th, td { padding: .15rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child, .left { text-align: left; }
