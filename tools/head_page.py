@@ -78,6 +78,11 @@ def percent(value):
     return "" if value is None or math.isnan(value) else f"{100 * value:.1f}"
 
 
+def picture_of(kind, index, domain):
+    """The name of a picture of a domain, for a file too."""
+    return f"{kind}_{index}_" + "".join(char if char.isalnum() else "-" for char in domain)
+
+
 def figure(pictures, name, alt):
     """A picture in the colours of the page; alt: what it shows."""
     light, dark = (f"data:image/png;base64,{base64.b64encode(pictures[name][k]).decode()}" for k in ("light", "dark"))
@@ -156,7 +161,7 @@ def load_section(report, pictures):
     )
     for index, name in enumerate(names):
         text += f"<h3>{escape(name)}</h3>" + pair(
-            figure(pictures, f"load_{index}", f"Load of each head of each layer on {name}"),
+            figure(pictures, picture_of("load", index, name), f"Load of each head of each layer on {name}"),
             numbers(report["load"][name], f"load on {escape(name)} in percent", percent),
         )
     return text
@@ -237,7 +242,7 @@ def importance_section(report, pictures):
     )
     for index, (name, rises) in enumerate(ablation["rise"].items()):
         text += f"<h3>{escape(name)}</h3>" + pair(
-            figure(pictures, f"importance_{index}", f"Rise of the loss on {name} without each head of each layer"),
+            figure(pictures, picture_of("importance", index, name), f"Rise of the loss on {name} without each head"),
             numbers(rises, f"rise on {escape(name)} in 0.001 nats per token", lambda v: number(v and 1000 * v, 2)),
         )
     return text

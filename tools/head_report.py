@@ -41,7 +41,7 @@ from head_findings import (
     used_heads,
 )
 from head_measures import SEGMENT, measure_prefix, measure_rare, measure_text
-from head_page import page
+from head_page import page, picture_of
 from head_text import frequency_ranks, read_domains, repeated_sequences
 from tqdm import tqdm
 
@@ -193,14 +193,16 @@ def draw_pictures(report, used):
         loads = [np.where(routed_mask(kinds), 100 * load, np.nan) for load in report["load"].values()]
         panels = [(f"layer {layer}", np.stack([load[layer] for load in loads])) for layer in report["panel_layers"]]
         pictures["load_layers"] = head_panels(panels, list(report["load"]), "load in percent", 0, 100)
-        for index, load_of_domain in enumerate(loads):
-            pictures[f"load_{index}"] = head_map(load_of_domain, layers, "load in percent", 0, 100, kinds)
+        for index, (name, load_of_domain) in enumerate(zip(report["load"], loads, strict=True)):
+            name = picture_of("load", index, name)
+            pictures[name] = head_map(load_of_domain, layers, "load in percent", 0, 100, kinds)
         bits = 1000 * report["specialisation"]
         pictures["specialisation"] = head_map(bits, layers, "millibits", 0, max(1e-3, np.nanmax(bits)), kinds)
-    for index, rises in enumerate(report.get("ablation", {"rise": {}})["rise"].values()):
+    for index, (name, rises) in enumerate(report.get("ablation", {"rise": {}})["rise"].items()):
         shown = np.where(used, 1000 * rises, np.nan)
         low, high = min(0, np.nanmin(shown)), max(1e-3, np.nanmax(shown))
-        pictures[f"importance_{index}"] = head_map(shown, layers, "0.001 nats per token", low, high, kinds)
+        name = picture_of("importance", index, name)
+        pictures[name] = head_map(shown, layers, "0.001 nats per token", low, high, kinds)
     return pictures
 
 
