@@ -3,7 +3,7 @@
 The model runs one layer at a time over all of the text, whose hidden states are kept; of attention maps only that of
 one head and window is. With g_i(t) the gate of head i for token t (1 in a dense model) and H_i(t) its output before it:
 
-    load_i      share of the tokens with g_i(t) != 0
+    load_i      share of the tokens that use head i
     gate_i      mean of g_i(t) over these
     written_i   mean over all tokens of |g_i(t) W_O_i H_i(t)|, the size of what it adds to the residual stream
     CKA_ij      linear centred kernel alignment of two heads of a layer (Kornblith et al. 2019, arXiv 1905.00414), over
@@ -81,10 +81,10 @@ def sweep(model, batches):
 def read_heads(layer, x):
     attention, length = layer.self_attn, len(x)
     positions = torch.arange(length, device=x.device)
-    query, key, value, gates, _ = project(attention, layer.input_layernorm(x), positions, length)
+    query, key, value, gates, used = project(attention, layer.input_layernorm(x), positions, length)
     if gates is None:
         gates = query.new_ones(query.shape[:-1])
-    return Heads(query, key, dense_heads(query, key, value, None), gates, gates != 0)
+    return Heads(query, key, dense_heads(query, key, value, None), gates, used)
 
 
 def finish(layer, x, weighted):
