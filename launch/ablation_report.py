@@ -137,8 +137,8 @@ def markdown(runs):
         *results_table(runs),
         "",
         "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. FLOPs: of training on",
-        "one token with the heads that it uses, dense = 1; with top-p, those of the last interval on average. Speed:",
-        "of runs that shared the machine with others, so a hint only.",
+        "one token with the heads that it uses; with top-p, those of the last interval on average. Speed: of runs that",
+        "shared the machine with others, so a hint only.",
         "",
         *questions_table(runs),
         "",
@@ -150,10 +150,10 @@ def markdown(runs):
 
 def results_table(runs):
     every = {name: [run for _, run in sorted(seeds.items())] for name, seeds in runs.items()}
-    first = next(iter(every.values()))[0]
-    sources = list(first["evaluations"][0])
-    whole = max(flops(run)["dense"] for found in every.values() for run in found)
-    yield "| | heads | parameters | FLOPs | seeds | " + " | ".join(sources) + " | mean | tokens/s |"
+    reference, *_ = every
+    first = every[reference][0]
+    sources, whole = list(first["evaluations"][0]), flops(first)["active"]
+    yield f"| | heads | parameters | FLOPs, {reference} = 1 | seeds | " + " | ".join(sources) + " | mean | tokens/s |"
     yield "|---" * (7 + len(sources)) + "|"
     for name, found in every.items():
         config = found[0]["config"]
