@@ -37,6 +37,7 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"launch/continue", f"{RUN} --num-layers 8 --hidden-size 64 --intermediate-size 96 --head-dim 4 --vocab-size 640 "
      "--rms-norm-eps 1e-6 --tensor-parallel-size 1 --pipeline-parallel-size 1 --zero-stage 1"),
     (r"generate.py", "--max-new-tokens 4"),
+    (r"head_report.py", "--tokens 256 --ablation-tokens 32"),
 )
 REPLACED = (("--nproc-per-node 8", "--nproc-per-node 2"), ("--extend-vocab 160896", "--extend-vocab 640"))
 DIFFERENT = "diff runs/small/checkpoints/step-150"  # ends with 1, as diff does
