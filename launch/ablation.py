@@ -1,12 +1,15 @@
 """Trains every variant of the ablation with every seed, several at a time, and has the report made.
 
-    python launch/ablation.py OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--jobs N] [--ranks N] [FLAGS]
+    python -m launch.ablation OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--jobs N] [--ranks N] [FLAGS]
 
 ``launch/ablation.sh`` calls it, with data of its own making. A variant is what differs from the common flags below;
 FLAGS of moh_lm.pretrain win over both, so that the same table can be made at any size. Runs of one seed have the same
 initial weights where they have the same parameters, and the same samples in the same order, so that they can be
-compared in pairs. OUT/runs/NAME-SEED is the directory of a run; one that is complete is not repeated. Seed follows
-seed: when the program is stopped, the seeds that are finished stand for themselves. Exit code 1 if a run failed.
+compared in pairs. OUT/runs/NAME-SEED is the directory of a run, and NAME-SEED.log beside it begins with its flags. A
+run that is complete is not repeated; one that was stopped goes on from its last checkpoint. Seed follows seed: when
+the program is stopped, the report of what is there is made by launch/ablation_report.py.
+
+Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """
 
 import argparse
@@ -23,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMON = (
     "--num-layers 4 --hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
     "--micro-batch-size 8 --precision fp32 --learning-rate 2e-3 --min-learning-rate 2e-4 --warmup-iters 40 "
-    "--validation-fraction 0.05 --eval-samples 96 --log-interval 25 --save-interval 0 --keep-last 1"
+    "--validation-fraction 0.05 --eval-samples 96 --log-interval 25 --save-interval 200 --keep-last 1"
 ).split()
 
 
@@ -60,7 +63,7 @@ VARIANTS = (
     Variant("moh-50-shared-1", 1, 3),
     Variant("moh-50-shared-3", 3, 1),
     Variant("moh-25", 1, 1),
-    Variant("moh-50-top-p", 2, 4, "--routing-top-p 0.6"),
+    Variant("moh-top-p", 2, 4, "--routing-top-p 0.6"),
     Variant("gqa-dense", None, 0, "--num-key-value-heads {groups}"),
     Variant("gqa-50", 2, 2, "--num-key-value-heads {groups}"),
     Variant("gqa-50-groups", 2, 2, "--num-key-value-heads {groups} --routing-unit key_value_group"),
@@ -68,10 +71,10 @@ VARIANTS = (
 
 
 def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("out", type=Path, help="directory for runs and report")
-    add("--data-dir", required=True, help="written by data_prep/tokenize.py")
+    add("out", type=absolute, help="directory for runs and report")
+    add("--data-dir", type=absolute, required=True, help="written by data_prep/tokenize.py")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and order of samples (default: 1 2 3)")
     add("--variants", nargs="+", metavar="NAME", default=[variant.name for variant in VARIANTS],
         choices=[variant.name for variant in VARIANTS], help="by name (default: all)")  # fmt: skip
@@ -82,52 +85,75 @@ def main(arguments):
     flags, others = parser.parse_known_args(arguments)
     if flags.num_attention_heads % 8:
         parser.error(f"--num-attention-heads {flags.num_attention_heads}: must be a multiple of 8")
+    if "--train-tokens" in others:
+        parser.error("--train-tokens: give --train-iters, which tells complete runs from others")
     chosen = [variant for variant in VARIANTS if variant.name in flags.variants]
-    planned = [(variant, seed) for seed in flags.seeds for variant in chosen]
-    failed = train_all(planned, flags, others)
+    planned = {
+        f"{variant.name}-{seed}": arguments_of(variant, seed, flags, others)
+        for seed in flags.seeds
+        for variant in chosen
+    }
+    for name, arguments in planned.items():
+        log = flags.out / "runs" / f"{name}.log"
+        if log.exists() and log.read_text(encoding="utf-8").splitlines()[:1] != [" ".join(arguments)]:
+            parser.error(f"{log}: its run has other flags, which stand in its first line; choose another OUT")
+    failed = train_all(planned, flags)
     report.write(flags.out, [variant.name for variant in VARIANTS])
     for name in failed:
         print(f"{name} failed: see {flags.out / 'runs' / name}.log", file=sys.stderr)
     return 1 if failed else 0
 
 
-def train_all(planned, flags, others):
-    """Train what is not complete, ``flags.jobs`` runs at a time; returns the names of those that failed."""
+def absolute(path):
+    return Path(path).resolve()
+
+
+def arguments_of(variant, seed, flags, others):
+    """Flags of moh_lm.pretrain of one run."""
+    iterations = ["--train-iters", str(flags.train_iters), "--eval-interval", str(max(1, flags.train_iters // 6))]
+    run = flags.out / "runs" / f"{variant.name}-{seed}"
+    own = ["--seed", str(seed), "--data-dir", str(flags.data_dir), "--checkpoint-dir", str(run)]
+    return [*COMMON, *iterations, *variant.arguments(flags.num_attention_heads), *others, *own]
+
+
+def train_all(planned, flags):
+    """Train what is not complete of {name: flags}, ``flags.jobs`` at a time; returns the names of those that failed."""
     waiting, busy, failed = deque(planned), {}, []
-    while waiting or busy:
-        while waiting and len(busy) < flags.jobs:
-            variant, seed = waiting.popleft()
-            name = f"{variant.name}-{seed}"
-            if report.final_evaluation(flags.out / "runs" / name, flags.train_iters):
-                print(f"already there: {name}", flush=True)
-                continue
-            busy[start(name, variant, seed, flags, others)] = name
-            print(f"started {name}; {len(waiting)} runs are waiting", flush=True)
-        if busy:
-            pid, status = os.wait()
-            process = next(process for process in busy if process.pid == pid)
-            name = busy.pop(process)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                failed.append(name)
-            print(f"{'failed' if process.returncode else 'finished'} {name}", flush=True)
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < flags.jobs:
+                name = waiting.popleft()
+                if report.final_evaluation(flags.out / "runs" / name, flags.train_iters):
+                    print(f"already there: {name}", flush=True)
+                    continue
+                process = start(flags.out / "runs" / f"{name}.log", planned[name], flags.ranks)
+                busy[process.pid] = process, name
+                print(f"started {name}; {len(waiting)} runs are waiting", flush=True)
+            if busy:
+                pid, status = os.wait()
+                process, name = busy.pop(pid)
+                process.returncode = os.waitstatus_to_exitcode(status)
+                if process.returncode:
+                    failed.append(name)
+                    print(f"failed {name} (exit code {process.returncode})", flush=True)
+                else:
+                    print(f"finished {name}", flush=True)
+    finally:
+        for process, _ in busy.values():  # this program was interrupted; a run saves before it ends
+            process.terminate()
     return failed
 
 
-def start(name, variant, seed, flags, others):
-    """The process that trains one run; what it says goes to a file beside the directory of the run."""
-    run = flags.out / "runs" / name
-    run.parent.mkdir(parents=True, exist_ok=True)
+def start(log, arguments, ranks):
+    """The process that trains one run; what it says follows its flags in the file ``log``."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     program = [sys.executable, "-m", "moh_lm.pretrain"]
-    if flags.ranks > 1:
+    if ranks > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        program = [*torchrun, str(flags.ranks), "-m", "moh_lm.pretrain"]
-    iterations = ["--train-iters", str(flags.train_iters), "--eval-interval", str(max(1, flags.train_iters // 6))]
-    own = ["--seed", str(seed), "--data-dir", flags.data_dir, "--checkpoint-dir", str(run)]
-    command = [*program, *COMMON, *iterations, *variant.arguments(flags.num_attention_heads), *others, *own]
-    with open(run.with_name(f"{name}.log"), "w", encoding="utf-8") as log:
-        print(*command, file=log, flush=True)
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        program = [*torchrun, str(ranks), "-m", "moh_lm.pretrain"]
+    with open(log, "w", encoding="utf-8") as file:
+        print(*arguments, file=file, flush=True)
+        return subprocess.Popen([*program, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
 
 
 if __name__ == "__main__":

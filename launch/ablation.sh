@@ -7,9 +7,11 @@
 # of two, shares of shared heads, top-p, whole key/value groups; each with several seeds on the same samples. OUT
 # (default: runs/ablation) receives the runs, REPORT.md and curves.png. A repetition goes on where the one before ended.
 #
-# FLAGS: --seeds 1 2 3, --variants NAME ..., --train-iters N, --num-attention-heads N, --jobs N (runs at a time),
-# --ranks N (GPUs of a run), and any of moh_lm.pretrain, which win. The model has 1.3M parameters; without --data-dir
-# the text is that of the quickstart. A table at the size of LLM-S on 8 GPUs:
+# FLAGS: --seeds 1 2 3, --variants NAME ..., --train-iters N, --num-attention-heads N, --jobs N (runs at a time; the
+# cores, or one with a GPU), --ranks N (GPUs of a run), and any of moh_lm.pretrain, which win. The model has 1.3M
+# parameters; without --data-dir the text is that of the quickstart. While it works, the report of what is complete:
+# python launch/ablation_report.py OUT. Each run keeps one checkpoint, of 12 bytes per parameter. A table at the size of
+# LLM-S on 8 GPUs:
 #
 #     bash launch/ablation.sh runs/ablation-s --data-dir DATA --ranks 8 --num-attention-heads 16 --num-layers 12 \
 #         --hidden-size 768 --intermediate-size 2048 --vocab-size 65536 --seq-length 2048 --batch-tokens 512K \
@@ -38,10 +40,10 @@ fi
 
 step "Environment"
 source launch/environment.sh plot
-cores=$(nproc)
-# One thread for each run: a small model gains little from more, and runs at a time gain all.
-if [[ " $* " == *" --ranks"* ]]; then jobs=1; else jobs=$cores; fi
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+set_threads
+cores=$OMP_NUM_THREADS
+jobs=$(python -c "import torch; print(1 if torch.cuda.is_available() else $cores)")
+export OMP_NUM_THREADS=1 # a small model gains little from more threads, and runs at a time gain all
 
 if [[ ${#data[@]} -gt 0 ]]; then
     step "Corpus: three sources of text from the Python installation"
@@ -58,4 +60,4 @@ if [[ ${#data[@]} -gt 0 ]]; then
 fi
 
 step "Runs and report"
-run python launch/ablation.py "$out" --jobs "$jobs" "${data[@]}" "${@:2}"
+run python -m launch.ablation "$out" --jobs "$jobs" "${data[@]}" "${@:2}"

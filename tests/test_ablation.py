@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +13,7 @@ from launch import ablation, ablation_report
 from moh_lm.checks import config_problems
 from moh_lm.config import Config, DataConfig, ModelConfig, RunConfig
 from moh_lm.flags import parse_config
+from tests.tokenizing import ROOT
 
 BASE = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
 
@@ -26,8 +30,8 @@ def test_a_variant_is_a_legal_model_with_the_share_of_heads_in_its_name(variant,
         assert f"{share:.0%}"[:-1] in variant.name.split("-")
 
 
-def write_run(directory, name, seed, losses, speed, **heads):
-    """A run as moh_lm.pretrain leaves it: {step: {source: loss}}."""
+def write_run(directory, name, seed, losses, speeds, active_heads=None, **heads):
+    """A run as moh_lm.pretrain leaves it: losses {step: {source: loss}}, a row of the log for each of ``speeds``."""
     run = directory / "runs" / f"{name}-{seed}"
     run.mkdir(parents=True)
     model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=8, vocab_size=64)
@@ -38,30 +42,52 @@ def write_run(directory, name, seed, losses, speed, **heads):
     )
     config.save(run / "config.json")
     rows = [{"step": step, "evaluation": evaluation} for step, evaluation in losses.items()]
-    rows.insert(1, {"step": 5, "loss": 3.0, "tokens_per_second": speed})
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures = {"heads": {"layer": [0, 1], "active_heads": active_heads}} if active_heads else {}
+    rows[1:1] = [{"step": 5, "loss": 3.0, "tokens_per_second": speed, **figures} for speed in speeds]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1')  # cut off
 
 
 def test_the_report_compares_seed_by_seed_and_leaves_out_what_is_not_complete(tmp_path):
-    dense = {1: 3.0, 2: 3.2, 3: 3.1}
-    moh = {1: 2.9, 2: 3.15, 3: 2.95}
-    for seed, loss in dense.items():
-        write_run(tmp_path, "dense", seed, {0: {"a": 4.0, "b": 4.0}, 10: {"a": loss, "b": loss + 1}}, 100)
-    for seed, loss in moh.items():
-        write_run(tmp_path, "moh-75", seed, {0: {"a": 4.0, "b": 4.0}, 10: {"a": loss, "b": loss + 1}}, 90)
-    write_run(tmp_path, "moh-75", 4, {0: {"a": 4.0, "b": 4.0}, 5: {"a": 1.0, "b": 1.0}}, 90)  # stopped at half
-    write_run(tmp_path, "moh-50", 2, {0: {"a": 4.0, "b": 4.0}, 10: {"a": 3.0, "b": 4.0}}, 80)
+    start = {"a": 4.0, "b": 4.0}
+    finals = {"dense": (3.0, 3.2, 3.1), "moh-75": (2.9, 3.15, 2.95)}
+    finals |= {"moh-50": (2.5, 2.7, 2.61), "moh-25": (3.5, 3.7, 3.61)}
+    for name, losses in finals.items():
+        for seed, loss in enumerate(losses, 1):
+            write_run(tmp_path, name, seed, {0: start, 10: {"a": loss, "b": loss + 1}}, [100, 90, 50])
+    write_run(tmp_path, "moh-75", 4, {0: start, 5: {"a": 1.0, "b": 1.0}}, [90])  # stopped at half
+    write_run(tmp_path, "moh-75", 5, {0: start, 10: {"a": None, "b": 1.0}}, [90])  # diverged
     ablation_report.write(tmp_path, ["dense", "moh-75", "moh-50"])
-    text = (tmp_path / "REPORT.md").read_text()
-    rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines()
-            if line.startswith("| ")}  # fmt: skip
+    rows = rows_of(tmp_path)
     # Differences -0.1, -0.05, -0.15: mean -0.1, standard deviation 0.05, t(2) = 4.303.
     width = 4.303 * 0.05 / math.sqrt(3)
     assert rows["moh-75"] == ["dense", "do 75% of the heads do as well as all?", "3", f"-0.1000 ± {width:.4f}",
                               "not told apart"]  # fmt: skip
-    assert rows["moh-50"] == ["dense", "do 50%?", "1", "-0.2000", "not told apart"]
+    assert (rows["moh-50"][-1], rows["moh-25"][-1]) == ("better", "worse")
     assert rows["dense"][3:6] == ["3", "3.1000 ± 0.1000", "4.1000 ± 0.1000"]
-    assert rows["dense"][6:] == ["**3.6000 ± 0.1000**", "100"]
+    assert rows["dense"][6:] == ["**3.6000 ± 0.1000**", "90"]
+
+
+def rows_of(directory):
+    """{first cell: the others} of the tables of the report; of the last table that has it."""
+    lines = (directory / "REPORT.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+    return {first: others for first, *others in cells}
+
+
+def test_the_flops_are_those_of_the_heads_that_tokens_used(tmp_path):
+    start, end = {"a": 4.0}, {"a": 3.0}
+    write_run(tmp_path, "dense", 1, {0: start, 10: end}, [1], head_selection="all")
+    half = {"num_shared_heads": (2, 2), "num_active_routed_heads": (4, 4)}
+    write_run(tmp_path, "moh-top-p", 1, {0: start, 10: end}, [1], [3.0, 5.0], routing_top_p=0.5, **half)
+    ablation_report.write(tmp_path, ["dense"])
+    # Forward, multiplications and additions: width 32, 8 heads of 4, sequences of 16, MLP 2048, vocabulary 64.
+    per_head = 2 * 32 * 4 * 2 + 2 * 8 * 4 * 2
+    other = 2 * 32 * 8 * 4 * 2 + 2 * 3 * 32 * 2048
+    dense = 2 * 32 * 64 + 2 * (other + 8 * per_head)
+    top_p = 2 * 32 * 64 + 2 * (other + 2 * 32 * (8 + 2)) + (3 + 5) * per_head
+    row = rows_of(tmp_path)["moh-top-p"]
+    text = (tmp_path / "REPORT.md").read_text()
+    assert f"| {top_p / dense:.3f} |" in text and "2 + at most 4 of 6, 4.0 in all" in text, row
 
 
 def test_an_interval_is_wide_enough_for_its_number_of_seeds():
@@ -84,3 +110,24 @@ def test_runs_are_trained_once_and_a_failed_one_is_named(data_dir, tmp_path, cap
     assert capsys.readouterr().out.count("already there") == 2
     assert ablation.main([str(tmp_path), "--seeds", "2", *small, "--head-dim", "0"]) == 1
     assert "dense-2 failed" in capsys.readouterr().err
+
+
+def test_runs_of_other_flags_and_arguments_that_mislead_are_refused(data_dir, tmp_path, capsys):
+    good = [str(tmp_path), "--data-dir", str(data_dir), "--variants", "dense"]
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "dense-1.log").write_text("--num-layers 12\n")
+    for flags, words in [
+        (good, "dense-1.log: its run has other flags"),
+        ([*good, "--train-tokens", "1M"], "give --train-iters"),
+        ([*good, "--num-attention-heads", "12"], "multiple of 8"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            ablation.main(flags)
+        assert words in capsys.readouterr().err
+
+
+def test_the_program_starts_as_the_script_calls_it():
+    command = [sys.executable, "-m", "launch.ablation", "--help"]
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    assert subprocess.run(command, cwd=ROOT, env=kept, capture_output=True).returncode == 0
+    assert "python -m launch.ablation" in (ROOT / "launch/ablation.sh").read_text()

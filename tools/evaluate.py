@@ -141,6 +141,7 @@ def evaluate(arguments):
         "versions": {module.__name__: module.__version__ for module in (lm_eval, transformers, torch)},
         "dtype": arguments.dtype,
         "batch_size": arguments.batch_size,
+        "max_length": arguments.max_length,
         "harness": harness,
     }
 
@@ -179,7 +180,8 @@ def result_of(path, arguments):
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "result.json"
         given = {"suite": arguments.suite, "data": arguments.data, "limit": arguments.limit, "dtype": arguments.dtype}
-        given |= {"batch-size": arguments.batch_size, "device": arguments.device, "model": path, "output": output}
+        given |= {"batch-size": arguments.batch_size, "max-length": arguments.max_length, "device": arguments.device}
+        given |= {"model": path, "output": output}
         flags = [text for name, value in given.items() if value is not None for text in (f"--{name}", str(value))]
         tasks = ["--tasks", *arguments.tasks] if arguments.tasks else []
         finished = subprocess.run([sys.executable, __file__, *flags, *tasks], stdout=subprocess.DEVNULL, check=False)

@@ -49,11 +49,15 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
         shards = Path(place).is_dir() or beside(place, ".idx").exists()
         if shards:
             windows = read_shards(entry, name, place, tokenizer, seq_length, num_tokens)
-            found |= {name: Domain(name, windows, Counter()) for name, windows in windows.items()}
+            domains = [Domain(name, windows, Counter()) for name, windows in windows.items()]
         elif not separator or not name:
             raise ConfigError([f"--data {entry}: write NAME=FILES or NAME=DIR, or DIR for all sources of a directory"])
         else:
-            found[name] = read_text(name, place, tokenizer, seq_length, num_tokens, text_key)
+            domains = [read_text(name, place, tokenizer, seq_length, num_tokens, text_key)]
+        for domain in domains:
+            if domain.name in found:
+                raise ConfigError([f"--data {entry}: {domain.name} is there already; give each domain its name"])
+            found[domain.name] = domain
     largest = {name: max(int(window.max()) for window in domain.windows) for name, domain in found.items()}
     problems = [
         f"--data {name}: has the token {token}, the model a vocabulary of {vocab_size}; give data of its tokenizer"
