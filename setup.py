@@ -26,7 +26,7 @@ setup(
         "hf": ["transformers>=4.46"],
         "llama3": ["tiktoken"],  # reads LLaMA-3's tokenizer.model
         "eval": EVAL,
-        "test": ["pytest", "ruff", "tiktoken", "transformers>=4.46", *EVAL, *PLOT, *TRITON],
+        "test": ["pytest", "pytest-xdist", "ruff", "tiktoken", "transformers>=4.46", *EVAL, *PLOT, *TRITON],
         "plot": PLOT,
         "wandb": ["wandb"],
         "gpu": TRITON,

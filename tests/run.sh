@@ -17,4 +17,5 @@ export TORCH_EXTENSIONS_DIR="$scratch/torch_extensions" # a build killed elsewhe
 export HF_HOME="$scratch/huggingface" HF_HUB_OFFLINE=1
 
 python -m ruff check .
-python -m pytest "$@"
+# Two files at a time, in their order: more would be slower, since a test may start up to 16 ranks.
+python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
