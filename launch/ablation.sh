@@ -41,23 +41,12 @@ fi
 step "Environment"
 source launch/environment.sh plot
 set_threads
-cores=$OMP_NUM_THREADS
-jobs=$(python -c "import torch; print(1 if torch.cuda.is_available() else $cores)")
-export OMP_NUM_THREADS=1 # a small model gains little from more threads, and runs at a time gain all
 
 if [[ ${#data[@]} -gt 0 ]]; then
-    step "Corpus: three sources of text from the Python installation"
-    corpus=("$out/corpus/topics.jsonl" "$out/corpus/docstrings.jsonl.zst" "$out/corpus/library.json.gz") # written last
-    up_to_date "${corpus[2]}" || run python launch/quickstart_corpus.py "$out/corpus"
-
-    step "Tokenizer: a SentencePiece model of 2048 pieces"
-    up_to_date "$out/tokenizer.model" "${corpus[@]}" ||
-        run python data_prep/tokenize.py train --input "${corpus[@]}" --vocab-size 2048 --output "$out/tokenizer.model"
-
-    step "Shards: the documents as tokens"
-    run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" --workers "$cores" \
-        --source topics="${corpus[0]}" --source docstrings="${corpus[1]}" --source library="${corpus[2]}"
+    make_data "$out" 2048
 fi
 
 step "Runs and report"
+jobs=$(python -c "import torch; print(1 if torch.cuda.is_available() else $OMP_NUM_THREADS)")
+export OMP_NUM_THREADS=1 # a small model gains little from more threads, and runs at a time gain all
 run python -m launch.ablation "$out" --jobs "$jobs" "${data[@]}" "${@:2}"

@@ -61,17 +61,7 @@ source launch/environment.sh hf
 set_threads
 export HF_HUB_OFFLINE=1
 
-step "Corpus: three sources of text from the Python installation"
-corpus=("$out/corpus/topics.jsonl" "$out/corpus/docstrings.jsonl.zst" "$out/corpus/library.json.gz") # written last
-up_to_date "${corpus[2]}" || run python launch/quickstart_corpus.py "$out/corpus"
-
-step "Tokenizer: a SentencePiece model of 4096 pieces"
-up_to_date "$out/tokenizer.model" "${corpus[@]}" ||
-    run python data_prep/tokenize.py train --input "${corpus[@]}" --vocab-size 4096 --output "$out/tokenizer.model"
-
-step "Shards: the documents as tokens"
-run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" --workers "$OMP_NUM_THREADS" \
-    --source topics="${corpus[0]}" --source docstrings="${corpus[1]}" --source library="${corpus[2]}"
+make_data "$out" 4096
 
 step "Pretraining"
 pretrain "${MODEL[@]}" "${HEADS[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "${@:2}"

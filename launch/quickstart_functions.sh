@@ -44,3 +44,20 @@ pretrain() {
     port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
     run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module moh_lm.pretrain "$@"
 }
+
+# make_data OUT PIECES: in three steps a corpus, a SentencePiece model and shards below OUT.
+make_data() {
+    local out=$1 corpus
+    step "Corpus: three sources of text from the Python installation"
+    corpus=("$out/corpus/topics.jsonl" "$out/corpus/docstrings.jsonl.zst" "$out/corpus/library.json.gz") # written last
+    up_to_date "${corpus[2]}" || run python launch/quickstart_corpus.py "$out/corpus"
+
+    step "Tokenizer: a SentencePiece model of $2 pieces"
+    up_to_date "$out/tokenizer.model" "${corpus[@]}" ||
+        run python data_prep/tokenize.py train --input "${corpus[@]}" --vocab-size "$2" --output "$out/tokenizer.model"
+
+    step "Shards: the documents as tokens"
+    run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" \
+        --workers "$OMP_NUM_THREADS" --source topics="${corpus[0]}" --source docstrings="${corpus[1]}" \
+        --source library="${corpus[2]}"
+}
