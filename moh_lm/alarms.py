@@ -7,9 +7,9 @@
                         not finite, or of no token
 
 The first three ring when they hold for --alarm-intervals intervals of the log in a row, and are over when they do not
-hold for as many; the last rings, and is over, at once. A running median is
-over the last ``WINDOW`` intervals at which the alarm did not hold, and counts from ``ENOUGH`` of them on. What has
-rung is part of a checkpoint: a resumed run does not ring again.
+hold for as many; the last rings, and is over, at once. A running median is over the last ``WINDOW`` intervals at which
+the alarm did not hold, and counts from ``ENOUGH`` of them on. What has rung is part of a checkpoint: a resumed run does
+not ring again.
 
 The mix has a sample of a source with the share w among any m samples with m w >= 2: moh_lm.data.mixture keeps the count
 of every prefix within less than one of its share.

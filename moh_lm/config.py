@@ -107,7 +107,6 @@ class ModelConfig:
         per_layer = {key: value * self.num_layers if len(value) == 1 else value for key, value in budgets.items()}
         object.__setattr__(self, "heads", replace(self.heads, **per_layer))
 
-
     def leading_heads(self, layer):
         """Heads of ``layer`` that are always on, at the front of the order: the shared, or the static, ones."""
         heads = self.heads
@@ -116,7 +115,6 @@ class ModelConfig:
         routed = heads.num_active_routed_heads[layer] if heads.head_selection == "static" else 0
         return heads.num_shared_heads[layer] + routed
 
-
     def active_heads(self, layer):
         """Heads of ``layer`` that a token uses."""
         heads = self.heads
@@ -124,13 +122,11 @@ class ModelConfig:
             return self.num_attention_heads
         return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
 
-
     @property
     def heads_per_expert(self):
         """Heads that a router selects together: one, or all that share a key/value head."""
         grouped = self.heads.routing_unit == "key_value_group"
         return self.num_attention_heads // self.num_key_value_heads if grouped else 1
-
 
     def routed_layers(self):
         """A ``RoutedLayer`` for every layer that balances the load of routed heads, in order."""

@@ -252,6 +252,7 @@ def test_an_answer_longer_than_the_sequences_of_the_model_is_refused_with_the_re
     assert "piqa: cannot be asked with sequences of 64 tokens" in error and "--max-length" in error
     assert call(programs["evaluate"], *given[:-1], 1024) == 0
 
+
 # --- While a model trains ---
 
 LAYOUTS = {"data": [], "tensor": ["--tensor-parallel-size", "2"], "pipeline": ["--pipeline-parallel-size", "2"]}
