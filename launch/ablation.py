@@ -14,6 +14,7 @@ Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -157,4 +158,5 @@ def start(log, arguments, ranks):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through train_all, which tells its runs
     sys.exit(main(sys.argv[1:]))
