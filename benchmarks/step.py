@@ -7,7 +7,8 @@ All contestants train in one process, in turns, on the same random tokens: fp32 
 AdamW (fused on a GPU), no engine and no recomputation. dense, moh-75 and moh-50 are ours with all heads, and with the
 head budgets of the paper; hf is LlamaForCausalLM (sdpa) of the installed transformers, hf-compiled the same under
 torch.compile. A step's time is the median over the rounds, after one that does not count; a ratio is the median of the
-ratios within a round. On a CPU it is the time of all threads (CPU-seconds), which other programs disturb less.
+ratios within a round. On a CPU it is that by the clock on the wall and, behind it, by CPU time, which other programs
+disturb less, but where threads count that wait for work.
 
 MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, once for all heads and once for those that
 are active. The backends that ``auto`` chose are printed.
@@ -22,7 +23,7 @@ if __name__ == "__main__":
 
 import argparse
 import platform
-import resource
+import time
 from statistics import median
 
 import torch
@@ -66,7 +67,7 @@ def compare(arguments, length, device):
     contestants = {name: make(name, arguments, length, device) for name in arguments.contestants}
     generator = torch.Generator().manual_seed(0)
     vocab = VOCAB.get(arguments.shape, 65536)
-    seconds, losses, memory = {name: [] for name in contestants}, {}, {}
+    times, losses, memory = {name: [] for name in contestants}, {}, {}
     for round in range(arguments.rounds + 1):
         tokens = torch.randint(vocab, (arguments.micro_batch_size, length + 1), generator=generator).to(device)
         for name, (step, _) in contestants.items():
@@ -74,16 +75,17 @@ def compare(arguments, length, device):
                 torch.cuda.reset_peak_memory_stats()
             taken, losses[name] = timed(lambda step=step, tokens=tokens: step(tokens), device)
             memory[name] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-            seconds[name].append(taken)
-            print(f"round {round}, {name}: {taken:.3f} s, loss {losses[name]:.3f}", file=sys.stderr, flush=True)
+            times[name].append(taken)
+            print(f"round {round}, {name}: {taken[0]:.3f} s, loss {losses[name]:.3f}", file=sys.stderr, flush=True)
     first, *_ = contestants
-    unit = "GPU-seconds" if device.type == "cuda" else "CPU-seconds"
-    print(f"\n{arguments.shape}, {arguments.micro_batch_size} x {length} tokens; {unit} of a step; ratio to {first}")
+    print(f"\n{arguments.shape}, {arguments.micro_batch_size} x {length} tokens; seconds of a step; ratio to {first}")
     for name, (_, config) in contestants.items():
-        taken = median(seconds[name][1:])
-        ratios = sorted(a / b for a, b in zip(seconds[name][1:], seconds[first][1:], strict=True))
+        taken = median(seconds for seconds, *_ in times[name][1:])
         line = f"{name:12}{taken:9.3f}{length * arguments.micro_batch_size / taken:12,.0f} tokens/s"
-        line += f"{median(ratios):8.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+        for clock, introduction in enumerate(["", "  by CPU time"][: len(times[name][0])]):
+            mine, others = ([taken[clock] for taken in times[which][1:]] for which in (name, first))
+            ratios = sorted(a / b for a, b in zip(mine, others, strict=True))
+            line += f"{introduction}{median(ratios):8.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
         if arguments.peak_tflops:
             flops = {key: value * length * arguments.micro_batch_size for key, value in config.items()}
             line += "".join(f"  MFU {key} {flops[key] / taken / arguments.peak_tflops / 1e12:.1%}" for key in flops)
@@ -149,18 +151,17 @@ def hugging_face_loss(model, tokens):
 
 
 def timed(step, device):
-    """(seconds, loss): of the GPU by its events, else of all threads of this process."""
+    """((seconds,) of the GPU by its events, or (seconds on the wall, CPU seconds of all threads); loss)."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         loss = step()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1000, loss.item()
-    before = resource.getrusage(resource.RUSAGE_SELF)
+        return (start.elapsed_time(end) / 1000,), loss.item()
+    wall, cpu = time.perf_counter(), time.process_time()
     loss = step().item()
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, loss
+    return (time.perf_counter() - wall, time.process_time() - cpu), loss
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 import numpy as np
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
-WINDOW = 1 << 18  # bytes of text that are handled together: many for numpy, few for the processor's caches
-SLOT_BITS = 19
+WINDOW = 1 << 16  # bytes of text that are handled together: many for numpy, few for caches that all cores share
+SLOT_BITS = 20
 KEY_WORDS = 3
 LONGEST = 8 * KEY_WORDS - 1  # bytes of a segment in the table
-STORED_TOKENS, STORED_SEGMENTS = 1 << 22, 1 << 17
+STORED_TOKENS, STORED_SEGMENTS = 1 << 23, 1 << 18  # tables of 32 MB each, and about 50 MB of dictionary
 SPAN = 32  # bits for the number of tokens
 MARK = "\u2581".encode()  # SentencePiece's visible space
 END = 0xFF  # a byte that UTF-8 does not have, after each text

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moh_lm.data.shards import ShardWriter, write_manifest
 
@@ -33,3 +34,11 @@ def nothing_of_deepspeed_left_in_shared_memory():
     before = set(Path("/dev/shm").glob("deepspeed*"))
     yield
     assert set(Path("/dev/shm").glob("deepspeed*")) <= before
+
+
+@pytest.fixture
+def threads():
+    """A test may change the number of torch's threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

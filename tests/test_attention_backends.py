@@ -14,8 +14,10 @@ from tests.test_router import BATCH, CASES, LENGTH, D, make_attention, make_conf
 from tests.test_training import arguments, losses, rows, run
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_layer_that_computes_selected_rows_only_is_the_dense_layer(case):
+def test_a_layer_that_computes_selected_rows_only_is_the_dense_layer(case, num_threads, threads):
+    torch.set_num_threads(num_threads)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
     upstream = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)

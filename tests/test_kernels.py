@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from moh_lm.kernels import attention, break_even, flex
 from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
+from moh_lm.kernels.threads import in_threads
 from tests.attention_cases import (
     ROUTINGS,
     assert_all_close,
@@ -48,6 +50,51 @@ def test_every_backend_computes_the_reference_with_every_gradient(shape, routing
     with torch.no_grad():
         out = moh_attention(*tensors, selected, num_shared, backend="flex")
     torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_threads_that_share_the_heads_compute_the_reference(shape, num_threads, threads):
+    *sizes, num_shared = shape
+    for routing in ROUTINGS:
+        *tensors, upstream, selected = make_inputs(*sizes, routing)
+        expected = with_gradients(lambda *t, s=selected: reference(*t, s, num_shared), *tensors, upstream)
+        torch.set_num_threads(num_threads)
+        sparse = (selected, num_shared, None, "cpu_sparse")
+        got = with_gradients(lambda *t, a=sparse: moh_attention(*t, *a), *tensors, upstream)
+        assert torch.get_num_threads() == num_threads
+        assert_all_close(got, expected, 1e-12)
+
+
+def test_pieces_of_work_are_done_once_by_several_threads_of_one_thread_each(threads):
+    torch.set_num_threads(3)
+    meeting, done = threading.Barrier(3, timeout=60), []
+
+    def piece(number):
+        if number < 3:
+            meeting.wait()  # for two other threads
+        done.append((number, threading.get_ident(), torch.get_num_threads(), torch.is_grad_enabled()))
+
+    in_threads(piece, [(number,) for number in range(20)])
+    numbers, idents, num_threads, gradients = zip(*done, strict=True)
+    assert sorted(numbers) == list(range(20))
+    assert len(set(idents)) == 3
+    assert (set(num_threads), set(gradients)) == ({1}, {False})
+    assert (torch.get_num_threads(), torch.is_grad_enabled()) == (3, True)
+
+
+def test_an_error_in_another_thread_is_raised_and_the_threads_of_torch_are_restored(threads):
+    torch.set_num_threads(2)
+    meeting = threading.Barrier(2, timeout=60)
+
+    def piece(number):
+        meeting.wait()
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("in a helper")
+
+    with pytest.raises(ValueError, match="in a helper"):
+        in_threads(piece, [(0,), (1,)])
+    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -174,8 +221,9 @@ def test_a_backend_that_cannot_run_says_so(monkeypatch):
 
 def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_measured(monkeypatch):
     rows = [(1024, 0.5, 0.98), (2048, 0.5, 0.8), (2048, 0.75, 0.95), (4096, 0.5, 0.7), (4096, 0.75, 1.1)]
-    monkeypatch.setattr(break_even, "CPU", tuple(break_even.Measured(*row) for row in rows))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    slower = break_even.Measured(3, 1024, 1.0, 1.3)
+    monkeypatch.setattr(break_even, "CPU", (slower, *(break_even.Measured(2, *row) for row in rows)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     expected = {
         (512, 0.5): "dense", (1024, 0.5): "dense", (2047, 0.3): "dense", (2048, 0.3): "cpu_sparse",
         (3000, 0.7): "cpu_sparse", (3000, 0.8): "dense", (4096, 0.75): "dense", (9999, 0.5): "cpu_sparse",
@@ -184,5 +232,6 @@ def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_meas
         assert break_even.fastest("cpu", torch.float32, length, share) == backend
     assert break_even.fastest("cpu", torch.bfloat16, 4096, 0.5) == "dense"
     assert break_even.fastest("cuda", torch.float32, 4096, 0.5) == "dense"  # no GPU has been measured
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert break_even.fastest("cpu", torch.float32, 4096, 0.5) == "dense"  # slower with two threads
+    for others in (1, 3, 4):  # not measured, slower, not measured
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=others: number)
+        assert break_even.fastest("cpu", torch.float32, 4096, 0.5) == "dense"

@@ -1,6 +1,6 @@
 """Where a sparse backend is faster than the dense one: measured figures, and the choice that ``auto`` makes by them.
 
-    python benchmarks/attention.py --levels layer
+    python benchmarks/attention.py --levels layer --threads N
 
 gives them: time of the attention layer, forward and backward, by the sparse backend over that by the dense one, with
 the paper's budgets of shared and routed heads.
@@ -12,24 +12,34 @@ import torch
 
 
 class Measured(NamedTuple):
-    """active_share: share of its heads that a token uses. ratio: sparse / dense, the largest of the shapes measured."""
+    """num_threads: of torch. active_share: share of its heads that a token uses. ratio: sparse / dense, the largest of
+    the shapes measured."""
 
+    num_threads: int
     seq_length: int
     active_share: float
     ratio: float
 
 
-# AMD EPYC (Zen 4), torch 2.13.0, one thread, fp32, micro-batch 1; LLM-S, LLM-B, and layers of width 256 with 8 heads x
-# 32 and 4 x 64 up to T = 2048; by CPU time, since the machine was busy. With two threads, on the same busy machine, the
-# many small products were 1.3 to 6 times slower than dense: auto is dense with more than one.
+# AMD EPYC (Zen 4), torch 2.13.0, fp32, micro-batch 1. One thread: LLM-S, LLM-B, and layers of width 256 with 8 heads x
+# 32 and 4 x 64 up to T = 2048, by CPU time, since the machine was busy. Two threads, on two cores: LLM-S and LLM-B, by
+# the clock, on a machine with nothing else to do.
 CPU = (
-    Measured(512, 0.50, 0.87),
-    Measured(1024, 0.50, 0.82),
-    Measured(2048, 0.50, 0.73),
-    Measured(4096, 0.50, 0.70),
-    Measured(512, 0.75, 1.10),
-    Measured(1024, 0.75, 0.99),
-    Measured(2048, 0.75, 0.94),
+    Measured(1, 512, 0.50, 0.87),
+    Measured(1, 1024, 0.50, 0.82),
+    Measured(1, 2048, 0.50, 0.75),
+    Measured(1, 4096, 0.50, 0.70),
+    Measured(1, 512, 0.75, 1.10),
+    Measured(1, 1024, 0.75, 0.99),
+    Measured(1, 2048, 0.75, 0.94),
+    Measured(2, 512, 0.50, 0.89),
+    Measured(2, 1024, 0.50, 0.84),
+    Measured(2, 2048, 0.50, 0.77),
+    Measured(2, 4096, 0.50, 0.69),
+    Measured(2, 512, 0.75, 1.00),
+    Measured(2, 1024, 0.75, 0.97),
+    Measured(2, 2048, 0.75, 0.91),
+    Measured(2, 4096, 0.75, 0.85),
 )
 # No GPU has been measured: auto is dense there.
 
@@ -39,11 +49,13 @@ WORTH_IT = 0.97  # a ratio above is within the noise of the measurement
 
 
 def fastest(device_type, dtype, seq_length, active_share):
-    """"cpu_sparse" or "dense" for a layer: by the longest measured length not above its own, and the least activation
-    not below its own. Inside torch.compile "dense": the graph would break at the other."""
-    if device_type != "cpu" or dtype != torch.float32 or torch.compiler.is_compiling() or torch.get_num_threads() > 1:
+    """"cpu_sparse" or "dense" for a layer: by the longest length not above its own that was measured with as many
+    threads, and the least activation not below its own. Inside torch.compile "dense": the graph would break at the
+    other."""
+    if device_type != "cpu" or dtype != torch.float32 or torch.compiler.is_compiling():
         return "dense"
-    like = [row for row in CPU if row.seq_length <= seq_length and row.active_share >= active_share]
+    measured = [row for row in CPU if row.num_threads == torch.get_num_threads()]
+    like = [row for row in measured if row.seq_length <= seq_length and row.active_share >= active_share]
     if not like:
         return "dense"
     nearest = max(like, key=lambda row: (row.seq_length, -row.active_share))

@@ -3,7 +3,8 @@
 The selected queries of a head attend in chunks of consecutive rows, so that the scores of a chunk, up to the key of its
 last row, stay in the cache: two products and a softmax forward, five products backward, with the probabilities computed
 again. Where the whole layer is at hand, ``ProjectRows`` and ``SumRows`` are its query and output projections of the
-selected rows only, which on a CPU saves as much as the attention itself at short lengths.
+selected rows only, which on a CPU saves as much as the attention itself at short lengths. Threads take whole heads, or
+shares of the tokens (moh_lm/kernels/threads.py).
 
 The rows' number depends on the routing: torch.compile breaks its graph here.
 
@@ -11,9 +12,11 @@ Shapes: s sequence, b batch, e head dimension, d hidden size; rows: all selected
 sequence and position.
 """
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
+
+from moh_lm.kernels.threads import in_threads
 
 CHUNK = 64  # rows; of 32, 64 and 128 the fastest from T = 512 to 4096
 
@@ -21,8 +24,9 @@ CHUNK = 64  # rows; of 32, 64 and 128 the fastest from T = 512 to 4096
 class SelectedRows:
     """Where the rows of a selection [s, b, heads] (bool or 0 and 1) are.
 
-    token: int64 [rows], t b + j of position t in sequence j. position: int64 [rows], t. heads: (start, stop) of the
-    rows of each head. sequences: the same of each sequence in each head, with their numbers: (head, j, start, stop).
+    token: int64 [rows], t b + j of position t in sequence j. position: int64 [rows], t. heads: (head, start, stop) of
+    the rows of each head. sequences: (head, j, start, stop) of those of each sequence in each head. shares: for every
+    thread of torch, a share of the tokens: (head, start, stop) of their rows.
     """
 
     def __init__(self, selected):
@@ -32,16 +36,26 @@ class SelectedRows:
         self.token = self.position * self.shape[1] + sequence
         ends = [0, *chosen.sum(-1).flatten().cumsum(0).tolist()]
         self.sequences = [(*divmod(i, self.shape[1]), start, stop) for i, (start, stop) in enumerate(pairwise(ends))]
-        self.heads = list(pairwise(ends[:: self.shape[1]]))
+        self.heads = [(head, *bounds) for head, bounds in enumerate(pairwise(ends[:: self.shape[1]]))]
+        shares = chosen.flatten(1).tensor_split(torch.get_num_threads(), 1)
+        ends = [0, *torch.stack([share.sum(1) for share in shares], 1).flatten().cumsum(0).tolist()]
+        bounds = [(i // len(shares), *bounds) for i, bounds in enumerate(pairwise(ends))]
+        self.shares = [bounds[share :: len(shares)] for share in range(len(shares))]
 
-    def chunks(self):
-        """(head, sequence, start, stop, whole, end) of up to CHUNK rows, which all see the keys [0, whole) and of which
-        the last sees [0, end)."""
+    def chunks(self, group):
+        """[(key/value head, sequence, chunks), ...], those with most chunks first; ``group`` query heads share one.
+
+        A chunk (start, stop, whole, end) has up to CHUNK rows, which all see the keys [0, whole) and of which the last
+        sees [0, end).
+        """
         position = self.position.tolist()
+        found = {}
         for head, sequence, first, last in self.sequences:
+            chunks = found.setdefault((head // group, sequence), [])
             for start in range(first, last, CHUNK):
                 stop = min(start + CHUNK, last)
-                yield head, sequence, start, stop, position[start] + 1, position[stop - 1] + 1
+                chunks.append((start, stop, position[start] + 1, position[stop - 1] + 1))
+        return [(*at, found[at]) for at in sorted(found, key=lambda at: -len(found[at]))]
 
     def gather(self, tensor):
         """[s, b, heads, ...] -> [rows, ...]"""
@@ -73,11 +87,14 @@ class AttendRows(torch.autograd.Function):
         k, v = (tensor.to(wide).permute(1, 2, 0, 3).contiguous() for tensor in (key, value))  # [b, kv, s, e]
         out = torch.empty_like(q)
         group = rows.shape[2] // k.shape[1]
-        buffer = q.new_empty(CHUNK * rows.shape[0])
-        for head, sequence, start, stop, whole, end in rows.chunks():
-            k_head, v_head = k[sequence, head // group, :end], v[sequence, head // group, :end]
-            p = probabilities(q[start:stop], k_head, rows.position[start:stop], whole, buffer)
-            torch.mm(p, v_head, out=out[start:stop])
+
+        def attend(head, sequence, chunks):
+            buffer = q.new_empty(CHUNK * rows.shape[0])
+            for start, stop, whole, end in chunks:
+                p = probabilities(q[start:stop], k[sequence, head, :end], rows.position[start:stop], whole, buffer)
+                torch.mm(p, v[sequence, head, :end], out=out[start:stop])
+
+        in_threads(attend, rows.chunks(group))
         ctx.save_for_backward(q, k, v, out)
         ctx.rows, ctx.dtype = rows, query.dtype
         return out.to(query.dtype)
@@ -90,15 +107,19 @@ class AttendRows(torch.autograd.Function):
         delta = (gradient * out).sum(1, keepdim=True)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         group = rows.shape[2] // k.shape[1]
-        buffers = q.new_empty(2, CHUNK * rows.shape[0])
-        for head, sequence, start, stop, whole, end in rows.chunks():
-            at = sequence, head // group, slice(end)
-            p = probabilities(q[start:stop], k[at], rows.position[start:stop], whole, buffers[0])
-            dv[at].addmm_(p.t(), gradient[start:stop])
-            ds = torch.mm(gradient[start:stop], v[at].t(), out=buffers[1, : p.numel()].view_as(p))
-            ds.sub_(delta[start:stop]).mul_(p)
-            torch.mm(ds, k[at], out=dq[start:stop])
-            dk[at].addmm_(ds.t(), q[start:stop])
+
+        def attend_backward(head, sequence, chunks):
+            buffers = q.new_empty(2, CHUNK * rows.shape[0])
+            for start, stop, whole, end in chunks:
+                at = sequence, head, slice(end)
+                p = probabilities(q[start:stop], k[at], rows.position[start:stop], whole, buffers[0])
+                dv[at].addmm_(p.t(), gradient[start:stop])
+                ds = torch.mm(gradient[start:stop], v[at].t(), out=buffers[1, : p.numel()].view_as(p))
+                ds.sub_(delta[start:stop]).mul_(p)
+                torch.mm(ds, k[at], out=dq[start:stop])
+                dk[at].addmm_(ds.t(), q[start:stop])
+
+        in_threads(attend_backward, rows.chunks(group))
         dq *= q.shape[1] ** -0.5
         dk, dv = (tensor.permute(2, 0, 1, 3).to(ctx.dtype) for tensor in (dk, dv))
         return dq.to(ctx.dtype), dk, dv, None
@@ -126,21 +147,24 @@ class ProjectRows(torch.autograd.Function):
         ctx.rows = rows
         x, weight = x.flatten(0, 1), weight.unflatten(0, (len(rows.heads), -1))
         out = x.new_empty(len(rows.token), weight.shape[1])
-        for head, (start, stop) in enumerate(rows.heads):
+
+        def project(head, start, stop):
             torch.mm(x.index_select(0, rows.token[start:stop]), weight[head].t(), out=out[start:stop])
+
+        in_threads(project, chain(*rows.shares))
         return out
 
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         rows = ctx.rows
-        dx, dw = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)), torch.empty_like(weight)
-        flat, flat_dx = x.flatten(0, 1), dx.flatten(0, 1)
-        size = len(weight) // len(rows.heads)
-        for head, (start, stop) in enumerate(rows.heads):
-            token, columns = rows.token[start:stop], slice(head * size, (head + 1) * size)
-            flat_dx.index_add_(0, token, (gradient[start:stop] @ weight[columns]).to(dx.dtype))
-            dw[columns] = gradient[start:stop].t() @ flat.index_select(0, token)
+        flat, dw = x.flatten(0, 1), torch.empty_like(weight)
+        of_head = dw.unflatten(0, (len(rows.heads), -1))
+
+        def weight_gradient(head, start, stop):
+            torch.mm(gradient[start:stop].t(), flat.index_select(0, rows.token[start:stop]), out=of_head[head])
+
+        dx = add_up(gradient, weight, rows, weight_gradient)
         return dx.to(x.dtype), dw, None
 
 
@@ -151,11 +175,7 @@ class SumRows(torch.autograd.Function):
     def forward(ctx, heads, weight, rows):
         ctx.save_for_backward(heads, weight)
         ctx.rows = rows
-        wide = torch.promote_types(heads.dtype, torch.float32)
-        out = heads.new_zeros(rows.shape[0] * rows.shape[1], len(weight), dtype=wide)
-        for (start, stop), part in zip(rows.heads, weight.split(heads.shape[1], 1), strict=True):
-            out.index_add_(0, rows.token[start:stop], (heads[start:stop] @ part.t()).to(wide))
-        return out.to(heads.dtype).unflatten(0, rows.shape[:2])
+        return add_up(heads, weight.t(), rows).to(heads.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -164,9 +184,33 @@ class SumRows(torch.autograd.Function):
         gradient = gradient.flatten(0, 1)
         dheads, dw = torch.empty_like(heads), torch.empty_like(weight)
         size = heads.shape[1]
-        for head, (start, stop) in enumerate(rows.heads):
+
+        def add_backward(head, start, stop):
             columns = slice(head * size, (head + 1) * size)
             picked = gradient.index_select(0, rows.token[start:stop])
             torch.mm(picked, weight[:, columns], out=dheads[start:stop])
             dw[:, columns] = picked.t() @ heads[start:stop]
+
+        in_threads(add_backward, rows.heads)
         return dheads, dw, None
+
+
+def add_up(values, weight, rows, also=None):
+    """The sum over heads of their rows of ``values`` [rows, e] times W, W [heads e, d] -> [s, b, d], fp32 or wider.
+
+    Each thread adds up a share of the tokens. Beside that, ``also``(head, start, stop) is called for every head.
+    """
+    wide = torch.promote_types(values.dtype, torch.float32)
+    out = values.new_zeros(rows.shape[0] * rows.shape[1], weight.shape[1], dtype=wide)
+    size = values.shape[1]
+
+    def add(*share):
+        for head, start, stop in share:
+            summand = values[start:stop] @ weight[head * size : (head + 1) * size]
+            out.index_add_(0, rows.token[start:stop], summand.to(wide))
+
+    pieces = [(add, *share) for share in rows.shares]
+    if also:
+        pieces += [(also, *head) for head in rows.heads]
+    in_threads(lambda function, *piece: function(*piece), pieces)
+    return out.unflatten(0, rows.shape[:2])
