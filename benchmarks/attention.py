@@ -141,7 +141,7 @@ def layer(shape, active, length, batch, device, dtype):
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         module.to(device, dtype)
-        return lambda x, *_: module(x), list(module.parameters())
+        return lambda x, *_: module(x)[0], list(module.parameters())
 
     torch.manual_seed(1)
     x = torch.randn(length, batch, hidden, device=device, dtype=dtype).requires_grad_()

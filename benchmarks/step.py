@@ -5,10 +5,10 @@
 
 All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
 AdamW (fused on a GPU), no engine and no recomputation. dense, moh-75 and moh-50 are ours with all heads, and with the
-head budgets of the paper; hf is LlamaForCausalLM (sdpa) of the installed transformers, hf-compiled the same under
-torch.compile. A step's time is the median over the rounds, after one that does not count; a ratio is the median of the
-ratios within a round. On a CPU it is that by the clock on the wall and, behind it, by CPU time, which other programs
-disturb less, but where threads count that wait for work.
+head budgets of the paper; hf is LlamaForCausalLM (sdpa) of the installed transformers. A name with -compiled behind it
+is the same under torch.compile, ours by layers as with ``--compile``. A step's time is the median over the rounds,
+after one that does not count; a ratio is the median of the ratios within a round. On a CPU it is that by the clock on
+the wall and, behind it, by CPU time, which other programs disturb less, but where threads count that wait for work.
 
 MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, once for all heads and once for those that
 are active. The backends that ``auto`` chose are printed.
@@ -31,7 +31,7 @@ import torch
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.estimate import flops_per_token
 from moh_lm.kernels.break_even import fastest
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.transformer import CausalLM, compile_layers
 
 SHAPES = {
     "llm-s": dict(num_layers=12, hidden_size=768, intermediate_size=2048, num_attention_heads=12, head_dim=64),
@@ -96,16 +96,19 @@ def make(name, arguments, length, device):
     """(step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
     sizes = {**SHAPES[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
     heads = HeadsConfig(head_selection="all")
-    if name in SHARED_AND_ROUTED:
-        shared, routed = (int(share * sizes["num_attention_heads"]) for share in SHARED_AND_ROUTED[name])
+    kind = name.removesuffix("-compiled")
+    if kind in SHARED_AND_ROUTED:
+        shared, routed = (int(share * sizes["num_attention_heads"]) for share in SHARED_AND_ROUTED[kind])
         heads = HeadsConfig(num_shared_heads=(shared,), num_active_routed_heads=(routed,))
     config = ModelConfig(**sizes, heads=heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name.startswith("hf"):
-        model, loss_of = hugging_face(sizes, length, name == "hf-compiled"), hugging_face_loss
+    if kind == "hf":
+        model, loss_of = hugging_face(sizes, length, kind != name), hugging_face_loss
     else:
         model, loss_of = CausalLM(config, attention_backend=arguments.backend), our_loss
         model.initialize(seed=0)
+        if kind != name:
+            compile_layers(model)
         share = config.active_heads(0) / config.num_attention_heads
         chosen = fastest(device.type, dtype, length, share) if arguments.backend == "auto" else arguments.backend
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)

@@ -22,6 +22,7 @@ def config_problems(config, world_size):
         *optimizer_problems(config.optimizer),
         *run_problems(config.run),
         *backend_problems(config),
+        *compile_problems(config),
         *reliability_problems(config.reliability),
         *alarm_problems(config.alarms),
         *layout_problems(config, world_size),
@@ -190,6 +191,20 @@ def backend_problems(config):
         found.append(f"{given}: has no kernels for --head-dim {head_dim}, only for {allowed}; choose auto")
     if config.data.reset_at_documents:
         found.append(f"{given}: does not know --reset-at-documents; choose auto, which is dense with it")
+    return found
+
+
+def compile_problems(config):
+    """What torch.compile cannot make graphs of."""
+    if not config.run.compile:
+        return []
+    found = []
+    if config.run.recompute:
+        found.append("--compile: does not know --recompute; leave one of them out")
+    if config.parallel.zero_stage == 3:
+        found.append("--compile: does not know --zero-stage 3, where weights come and go; choose 2")
+    if config.run.attention_backend == "cpu_sparse":
+        found.append("--compile: does not know --attention-backend cpu_sparse, whose shapes vary; choose auto")
     return found
 
 

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 
 from moh_lm.guard import DIVERGENCE, GRADIENT, Divergence, Guard
 from moh_lm.model.pipeline import PipelineCausalLM
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.transformer import CausalLM, compile_layers
 from moh_lm.optimizer import Fragment, ShardedAdamW, make_adamw
 from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parallel.groups import group_rank, group_size
@@ -66,6 +66,8 @@ class Engine:
         ]
         self.reset(check_replicas=False)
         self.model = self.build_model()
+        if config.run.compile:
+            compile_layers(self.model)
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.register_forward_hook(self.watch_gradient)

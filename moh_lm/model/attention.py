@@ -15,7 +15,7 @@ from torch import nn
 from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.cpu_sparse import AttendRows, ProjectRows, SelectedRows, SumRows, weigh
 from moh_lm.model.rotary import rotary_of, rotary_table, rotate
-from moh_lm.model.router import HeadRouter, attach_loss
+from moh_lm.model.router import HeadRouter
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import ColumnParallelLinear, Partition, RowParallelLinear
 from moh_lm.parallel.mappings import gather_heads, gather_sequence
@@ -47,7 +47,10 @@ class Attention(nn.Module):
         self.router = HeadRouter(config, layer_index, init_std, group, loss_terms) if mixture else None
 
     def forward(self, x, mask=None, kept_selection=None):
-        """x: [s/tp, b, d], normalised -> [s/tp, b, d]. mask: see ``moh_attention``. kept_selection: ``HeadRouter``."""
+        """x: [s/tp, b, d], normalised -> [s/tp, b, d], with the loss and the statistics of the ``HeadRouter``.
+
+        mask: see ``moh_attention``. kept_selection: ``HeadRouter``.
+        """
         gates = router_loss = statistics = selected = None
         kept_selection = [] if kept_selection is None else kept_selection
         length = x.shape[0] * group_size(self.group)
@@ -78,9 +81,7 @@ class Attention(nn.Module):
                 rotate(query, table), key, value, gates, selected, self.heads.num_leading, mask, backend
             )  # [s, b, h/tp, e]
             output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
-        if router_loss is None:
-            return output
-        return attach_loss(output, router_loss, statistics, self.router.statistics)
+        return output, router_loss, statistics
 
     def local_selection(self, routed):
         """Routed experts that the router selected [s, b, E] -> heads of this rank that are on [s, b, h/tp]."""

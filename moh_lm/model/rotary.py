@@ -50,9 +50,14 @@ def inverse_frequencies(rotary, dtype, device=None):
     return torch.where(wavelength > length / low, slow, torch.where(wavelength < length / high, plain, between))
 
 
-@functools.lru_cache(maxsize=8)
 def rotary_table(seq_length, rotary, dtype, device):
     """cos and sin of the angles, each [s, 1, 1, e]; angles in fp32 or wider; the halves of e repeat."""
+    make = kept_table.__wrapped__ if torch.compiler.is_compiling() else kept_table  # a graph makes its own
+    return make(seq_length, rotary, dtype, device)
+
+
+@functools.lru_cache(maxsize=8)
+def kept_table(seq_length, rotary, dtype, device):
     wide = torch.promote_types(dtype, torch.float32)
     position = torch.arange(seq_length, dtype=wide, device=device)
     angle = torch.outer(position, inverse_frequencies(rotary, wide, device)).repeat(1, 2)[:, None, None]

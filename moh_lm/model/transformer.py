@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_lm.model.attention import Attention
 from moh_lm.model.documents import Documents
+from moh_lm.model.router import attach_loss
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import (
     ColumnParallelLinear,
@@ -68,12 +69,15 @@ class DecoderLayer(nn.Module):
     def forward(self, x):
         mask = self.documents.mask
         if self.recompute and self.training and torch.is_grad_enabled():
-            return checkpoint(self.block, x, mask, [], use_reentrant=False)
-        return self.block(x, mask)
+            x, loss, statistics = checkpoint(self.block, x, mask, [], use_reentrant=False)
+        else:
+            x, loss, statistics = self.block(x, mask)
+        return x if loss is None else attach_loss(x, loss, statistics, self.self_attn.router.statistics)
 
     def block(self, x, mask, kept_selection=None):
-        x = x + self.self_attn(self.input_layernorm(x), mask, kept_selection)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attention, *router = self.self_attn(self.input_layernorm(x), mask, kept_selection)
+        x = x + attention
+        return x + self.mlp(self.post_attention_layernorm(x)), *router
 
 
 class Decoder(nn.Module):
@@ -136,6 +140,17 @@ class CausalLM(nn.Module):
     def tied_parameters(self):
         """Weights with a copy in another pipeline stage: none."""
         return ()
+
+
+def compile_layers(model, backend="inductor"):
+    """Have torch.compile make the kernels of every ``DecoderLayer`` in ``model``.
+
+    Layers with equal head budgets share a graph: attention, router, norms and MLP, without a break. A graph is made for
+    each shape of a micro-batch, and again for evaluation.
+    """
+    layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+    for layer in layers:
+        layer.block = torch.compile(layer.block, backend=backend, dynamic=False, recompile_limit=8 + 4 * len(layers))
 
 
 def balancing_routers(layers):

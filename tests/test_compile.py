@@ -1,0 +1,124 @@
+"""``--compile``: graphs without breaks, one for all layers, with the arithmetic of the model that is not compiled."""
+
+import functools
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+
+import moh_lm.engine
+from moh_lm.checks import config_problems
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.flags import parse_config
+from moh_lm.model.transformer import CausalLM, compile_layers
+from tests.distributed import run_ranks
+from tests.test_training import arguments, losses, rows, run
+
+HEADS = {
+    "paper": dict(num_shared_heads=(2,), num_active_routed_heads=(2,)),
+    "no shared heads, one stage": dict(num_shared_heads=(0,), num_active_routed_heads=(4,), two_stage=False),
+    "global balance": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), load_balance_scope="global_batch"),
+    "released": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), routing="released"),
+    "query norm": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), routing="query_norm"),
+    "groups, top-p": dict(
+        num_shared_heads=(2,), num_active_routed_heads=(4,), routing_top_p=0.6, routing_unit="key_value_group"
+    ),
+    "static": dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(2,)),
+    "all": dict(head_selection="all"),
+}
+
+
+def make_model(**heads):
+    config = ModelConfig(
+        num_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
+        vocab_size=50, heads=HeadsConfig(**heads),
+    )  # fmt: skip
+    model = CausalLM(config)
+    model.initialize(seed=3)
+    model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 5  # so that no gradient is hidden by small weights
+    return model.train()
+
+
+def step(model, seed):
+    """Loss, gradients and statistics of some tokens; the routing follows from ``seed``."""
+    tokens = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(seed))
+    model.zero_grad()
+    loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [loss.detach(), *gradients, *(router.statistics.take() for router in model.routers())]
+
+
+@pytest.fixture(autouse=True)
+def counters():
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield dynamo.utils.counters
+    dynamo.reset()
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_all_layers_share_one_unbroken_graph_that_computes_the_same_for_every_routing(heads, counters):
+    plain, compiled = make_model(**heads), make_model(**heads)
+    compile_layers(compiled, backend="aot_eager")
+    for seed in range(3):
+        for got, expected in zip(step(compiled, seed), step(plain, seed), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_layers_with_other_budgets_have_graphs_of_their_own(counters):
+    heads = dict(num_shared_heads=(2, 0, 2), num_active_routed_heads=(2, 4, 2))
+    plain, compiled = make_model(**heads), make_model(**heads)
+    compile_layers(compiled, backend="aot_eager")
+    for got, expected in zip(step(compiled, 0), step(plain, 0), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def run_without_inductor(arguments, *more):
+    """``run``, the graphs executed by torch's own operations: inductor would call a C++ compiler for minutes."""
+    moh_lm.engine.compile_layers = functools.partial(compile_layers, backend="aot_eager")
+    run(arguments, *more)
+
+
+@pytest.fixture(scope="module")
+def plain(data_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("plain")
+    run_ranks(run, 1, arguments(data_dir, directory))
+    return directory
+
+
+LAYOUTS = {
+    "one rank": (1, ()),
+    "data, ZeRO-2": (2, ("--zero-stage", "2")),
+    "tensor": (2, ("--tensor-parallel-size", "2")),
+    "pipeline": (2, ("--pipeline-parallel-size", "2")),
+}
+
+
+@pytest.mark.parametrize("world_size, more", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_compiled_run_has_the_losses_and_norms_of_a_plain_one(world_size, more, data_dir, tmp_path, plain):
+    run_ranks(run_without_inductor, world_size, arguments(data_dir, tmp_path, "--compile", *more))
+    assert losses(tmp_path) == pytest.approx(losses(plain), rel=1e-6)
+    norms = [[row["grad_norm"] for row in rows(directory) if "grad_norm" in row] for directory in (tmp_path, plain)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("--recompute", "--compile: does not know --recompute"),
+        ("--zero-stage 3", "--compile: does not know --zero-stage 3"),
+        ("--attention-backend cpu_sparse", "--compile: does not know --attention-backend cpu_sparse"),
+        ("--zero-stage 2 --attention-backend dense", None),
+    ],
+)
+def test_what_has_no_graph_is_refused(flags, problem):
+    config, _ = parse_config(["--compile", *flags.split(), "--checkpoint-dir", "run", "--train-iters", "1"])
+    found = [sentence for sentence in config_problems(config, 1) if "compile" in sentence]
+    assert [sentence.startswith(problem) for sentence in found] == ([True] if problem else [])
