@@ -184,9 +184,9 @@ class Engine:
 
     def loss(self, batch):
         self.model.documents.feed([batch.positions])
-        labels = batch.labels.to(self.device)
-        mean, losses = self.engine(batch.tokens.to(self.device), labels)
-        self.add_losses(losses, labels, batch.sources.to(self.device))
+        tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
+        mean, losses = self.engine(tokens, labels)
+        self.add_losses(losses, labels, sources)
         return mean
 
     def add_losses(self, losses, labels, sources):
@@ -206,7 +206,7 @@ class Engine:
         widths = [2 + layer.num_routed for layer in layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
         parts = {layer.index: part for layer, part in zip(layers, sums.split(widths, dim=1), strict=True)}  # views
-        of_source = one_hot(torch.cat(sources).to(self.device), self.num_sources)
+        of_source = one_hot(self.on_device(torch.cat(sources)), self.num_sources)
         for router in self.routers:
             parts[router.layer_index] += of_source @ router.statistics.take()
         self.reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
@@ -221,6 +221,9 @@ class Engine:
         by_layer = {layer.index: share for layer, share in zip(self.config.model.routed_layers(), shares, strict=True)}
         for router in self.routers:
             router.statistics.previous_share = by_layer[router.layer_index].float()
+
+    def on_device(self, tensor):
+        return tensor.to(self.device, non_blocking=True)  # the other way this process waits for all earlier kernels
 
     def zero_sums(self, rows):
         return torch.zeros(rows, 3, dtype=torch.float64, device=self.device)

@@ -110,7 +110,7 @@ class Attention(nn.Module):
 
     def static_gates(self, query):
         """1 for the heads that are always on, 0 for the others: [s, b, h/tp]."""
-        always_on = torch.tensor([head < self.heads.leading for head in self.heads.indices], device=query.device)
+        always_on = torch.arange(query.shape[2], device=query.device) < self.heads.num_leading
         return always_on.to(query.dtype).expand(query.shape[:-1])
 
     def split_heads(self, projected):
@@ -120,35 +120,30 @@ class Attention(nn.Module):
 class LocalHeads:
     """The heads of a layer that this rank holds: its share of the ``leading`` ones at the front, then of the others.
 
-    indices: their canonical numbers, in local order; the first ``num_leading`` are leading ones. canonical_order: puts
-    the heads of all ranks, gathered rank after rank, into canonical order.
+    ranges: (start, stop) of their canonical numbers, in local order; the first ``num_leading`` are leading ones.
     """
 
     def __init__(self, num_heads, leading, group):
-        self.num_heads, self.leading, self.group = num_heads, leading, group
-        self.ranges = self.ranges_of(group_rank(group))
-        self.indices = [head for start, stop in self.ranges for head in range(start, stop)]
+        self.num_heads, self.group = num_heads, group
         self.num_leading = leading // group_size(group)
-        every = [self.ranges_of(rank) for rank in range(group_size(group))]
-        gathered = [head for ranges in every for start, stop in ranges for head in range(start, stop)]
-        self.canonical_order = sorted(range(len(gathered)), key=gathered.__getitem__)
-
-    def ranges_of(self, rank):
-        """Canonical (start, stop) of the heads of ``rank``."""
-        ranges = []
-        for start, stop in ((0, self.leading), (self.leading, self.num_heads)):
-            share = (stop - start) // group_size(self.group)
+        self.ranges, rank = [], group_rank(group)
+        for start, stop in ((0, leading), (leading, num_heads)):
+            share = (stop - start) // group_size(group)
             if share:
-                ranges.append((start + rank * share, start + (rank + 1) * share))
-        return ranges
+                self.ranges.append((start + rank * share, start + (rank + 1) * share))
 
     def take(self, gates):
         """Gates of all heads in canonical order [..., h] -> of this rank's [..., h/tp]."""
-        return gates if self.group is None else gates[..., self.indices]
+        if self.group is None:
+            return gates
+        return torch.cat([gates[..., start:stop] for start, stop in self.ranges], dim=-1)
 
     def in_canonical_order(self, gathered):
-        """[..., h] rank after rank -> canonical order."""
-        return gathered if self.group is None else gathered[..., self.canonical_order]
+        """[..., h] rank after rank -> canonical order: the leading heads of all ranks, then the others of all ranks."""
+        if self.group is None:
+            return gathered
+        of_ranks = gathered.unflatten(-1, (group_size(self.group), -1))  # [..., tp, h/tp]
+        return torch.cat([part.flatten(-2) for part in of_ranks.tensor_split([self.num_leading], dim=-1)], dim=-1)
 
     def partition(self, dim, head_dim, queries_per_key=1):
         """The rows or columns of these heads, or of the key/value heads that they share; None on one rank."""

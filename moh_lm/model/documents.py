@@ -26,7 +26,7 @@ class Documents:
 
     def advance(self, device):
         positions = self.waiting.popleft() if self.waiting else None
-        self.mask = None if positions is None else document_mask(positions.to(device))
+        self.mask = None if positions is None else document_mask(positions.to(device, non_blocking=True))
 
 
 def document_mask(positions):

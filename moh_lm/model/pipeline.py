@@ -128,7 +128,7 @@ class PipelineCausalLM(PipelineModule):
         if self.stage_id < self.num_stages - 1:
             return x
         weight = self.tied_modules["embed"].embed_tokens.weight if self.tied else self.forward_funcs[-1].lm_head.weight
-        labels = self.labels.popleft().to(x.device).t()  # [s, b]
+        labels = self.labels.popleft().to(x.device, non_blocking=True).t()  # [s, b]
         mean, self.losses = linear_cross_entropy(x, weight, labels, self.vocab_partition, self.group)
         return mean
 
