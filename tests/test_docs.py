@@ -1,15 +1,20 @@
 """Every command in README.md and docs/, in the order of its page, in a directory where what it names is there, small.
 
-A block marked ``bash`` holds commands, one marked ``console`` commands after ``$`` and what they print. A command is
-executed as it stands, but for what makes it small (``SMALLER``); or it is named, with the reason, in ``NOT_HERE``.
+A block marked ``bash`` holds commands, one marked ``console`` commands after ``$`` and what they print; ``INLINE``
+finds those in a sentence. A command is executed as it stands, but for what makes it small (``SMALLER``) and what it
+names that is not here (``REPLACED``); or it is named, with the reason, in ``NOT_HERE``. Commands for two nodes run here
+at the same time. ssh, pdsh, Slurm and pip are stand-ins: nothing is installed. Questions to models are made up.
 """
 
 import gzip
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -18,45 +23,98 @@ import sentencepiece
 import zstandard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.test_launch import environment
+from tests.test_evaluate import made_rows
+from tests.test_launch import PYTHON, environment, run
+from tests.test_slurm import SCONTROL, SRUN
 from tests.tokenizing import ROOT
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = r"^```(?P<kind>bash|console)\n(?P<block>.*?)^```"
+INLINE = r"`(?P<inline>(?:python benchmarks/|mkdir )[^`]+)`"
+COMMANDS = re.compile(f"{BLOCK}|{INLINE}", re.MULTILINE | re.DOTALL)
 
-MODEL = "--num-layers 2 --hidden-size 64 --intermediate-size 96 --num-attention-heads 16 --head-dim 4 --vocab-size 640"
-RUN = (
-    "--seq-length 32 --batch-tokens 64 --micro-batch-size 1 --train-iters 2 --warmup-iters 1 --precision fp32 "
-    "--eval-samples 1 --save-interval 1 --keep-last 1 --keep-every 0 --validation-fraction 0.1"
-)
+SIZES = "--num-layers 2 --hidden-size 64 --intermediate-size 96"
+MODEL = f"{SIZES} --num-attention-heads 16 --head-dim 4 --vocab-size 640"
+STEPS = "--seq-length 32 --batch-tokens 64 --micro-batch-size 1 --train-iters 2 --warmup-iters 1 --eval-samples 1"
+RUN = f"{STEPS} --precision fp32 --save-interval 1 --keep-last 1 --keep-every 0 --validation-fraction 0.1"
+ROWS = "--data tasks --limit 2"
 SMALLER = (  # pattern of a command -> flags that follow it, where a later flag wins
     (r"tokenize.py train", "--vocab-size 600 --sample-bytes 300K"),
     (r"tokenize.py extend", "--vocab-size 640 --sample-bytes 300K"),
     (r"launch/pretrain(?!.*--dry-run)", f"{MODEL} {RUN}"),
     (r"launch/pretrain.*--dry-run", "--validation-fraction 0"),
+    (r"launch/pretrain_llm_b.sh( --eval-tasks|$)|^sbatch", "--data-mix dolma=61.28 pile=12.48"),
+    (r"--hostfile|HOSTFILE|--nnodes|^sbatch", "--tensor-parallel-size 2"),  # which one node alone refuses
+    (r"--eval-tasks", "--seq-length 128 --batch-tokens 256 --checkpoint-dir runs/with-tasks"),
     (r"launch/continue", f"{RUN} --num-layers 8 --hidden-size 64 --intermediate-size 96 --head-dim 4 --vocab-size 640 "
      "--rms-norm-eps 1e-6 --tensor-parallel-size 1 --pipeline-parallel-size 1 --zero-stage 1"),
+    (r"launch/quickstart.sh", f"runs/quickstart {SIZES} {STEPS}"),
+    (r"launch/ablation.sh", f"{SIZES} {STEPS} --seeds 1"),
+    (r"launch/ablation.sh(?!.*--variants)", "--variants dense"),
+    (r"launch/ablation.sh.*--variants", "--variants dense moh-50 --data-dir data/llm"),
     (r"generate.py", "--max-new-tokens 4"),
     (r"head_report.py", "--tokens 256 --ablation-tokens 32"),
+    (r"evaluate.py.* llm6", f"{ROWS} --tasks sciq --max-length 512"),
+    (r"evaluate.py.* llama14", f"{ROWS} --tasks arc_challenge --max-length 512"),
+    (r"evaluate_prepare.py", f"{ROWS} --tasks sciq"),
+    (r"benchmarks/monitoring", f"{SIZES} --steps 3"),
+    (r"benchmarks/checkpoint", f"{MODEL} --seq-length 32 --batch-tokens 64 --repeats 2"),
+    (r"benchmarks/attention", "--shapes llm-s --lengths 32 --active 50 --rounds 1"),
+    (r"benchmarks/step", "--shape tiny --seq-length 32 --rounds 1 --threads 1"),
+    (r"benchmarks/tokenize", "--corpus 'corpus/*.zst' --tokenizer tokenizer.model --rounds 1 --workers 1"),
+    (r"tests/run.sh$", "tests/test_rotary.py -n 0"),
+    (r"tests/run.sh tests", "-n 0 -k balance"),
+    (r"-m pytest", "--collect-only"),
+)  # fmt: skip
+REPLACED = (
+    ("--extend-vocab 160896", "--extend-vocab 640"),
+    ("--nnodes 2 --nproc-per-node 8", "--nnodes 2 --nproc-per-node 1"),
+    ("--nproc-per-node 8", "--nproc-per-node 2"),
+    ("slots=8", "slots=1"),
+    ("--master_addr node1", "--master_addr 127.0.0.1"),
+    ("--rdzv-endpoint node1", "--local-addr 127.0.0.1 --rdzv-endpoint 127.0.0.1"),
+    (" /data/", " data/"),
+    (" /runs/", " runs/"),
+    ("exports/small", "exports/llm-b"),
+    ("exports/other", "exports/llm-b"),
+    ("runs/first", "runs/llama3-8b-stage1"),
+    (" --datatrove PYTHON", ""),
+    ("--threads N", "--threads 1"),
 )
-REPLACED = (("--nproc-per-node 8", "--nproc-per-node 2"), ("--extend-vocab 160896", "--extend-vocab 640"))
 DIFFERENT = "diff runs/small/checkpoints/step-150"  # ends with 1, as diff does
 NOT_HERE = {  # pattern of a command -> why it is not executed
-    r"tests/run\.sh|pytest|ruff": "is this suite",
-    r"launch/quickstart(_continue)?\.sh|launch/ablation\.sh": "takes minutes; what it calls is tested",
-    r"^tensorboard": "is a server",
-    r"evaluate(_prepare)?\.py|--eval-tasks": "tests/test_evaluate.py, with rows of its own",
-    r"--hostfile|^HOSTFILE|--nnodes|^sbatch": "needs several machines; tests/test_slurm.py, tests/test_launch.py",
-    r"^python benchmarks/": "measures",
+    r"launch/quickstart_continue\.sh": "four trainings, three exports; the other commands of the page are its steps",
+    r"benchmarks/loader": "starts 40 processes, and empties the page cache of the machine",
+}
+
+BOTH = "{} & {} && wait $! || kill -KILL 0"  # at the same time; what one of them leaves waiting is ended
+STAND_INS = {
+    "ssh": "#!/bin/sh\necho 127.0.0.1\n",  # asked for the name and the address of the first node
+    "pdsh": """#!/usr/bin/env bash
+        [[ $6 != pkill* ]] || exit # -S -f FANOUT -w NODES COMMAND, where %n is the number of the node
+        command=${*:6}
+        for node in ${5//,/ }; do
+            bash -c "${command//%n/${#nodes[@]}}" &
+            nodes+=($!)
+        done
+        for node in "${nodes[@]}"; do wait "$node" || code=$?; done
+        exit "${code:-0}"
+    """,
+    "sbatch": """#!/usr/bin/env bash
+        while [[ $1 == --* ]]; do shift 2; done
+        SLURM_JOB_NODELIST=here SLURM_JOB_ID=123 exec bash "$@"
+    """,
+    "srun": SRUN,
+    "scontrol": SCONTROL,
 }
 
 
 def commands(page):
     """The commands of a page, one line each, without comments at their ends."""
     found = []
-    for kind, block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
-        lines = re.sub(r"\s*\\\n\s*", " ", block).splitlines()
-        if kind == "console":
+    for match in COMMANDS.finditer((ROOT / page).read_text(encoding="utf-8")):
+        lines = re.sub(r"\s*\\\n\s*", " ", match["block"] or match["inline"]).splitlines()
+        if match["kind"] == "console":
             lines = [line[2:] for line in lines if line.startswith("$ ")]
         lines = [re.sub(r"(^|\s+)#.*", "", line) for line in lines]
         found += [line for line in lines if line]
@@ -66,27 +124,87 @@ def commands(page):
 def in_small(command):
     for old, new in REPLACED:
         command = command.replace(old, new)
-    for pattern, flags in SMALLER:
-        if re.search(pattern, command):
-            command = f"{command} {flags}"
-    return command
+    return " ".join([command, *(flags for pattern, flags in SMALLER if re.search(pattern, command))])
+
+
+def on_two_nodes(commands):
+    """The same commands, but those for two nodes as one."""
+    for command in commands:
+        if "--node_rank 0" in command:
+            first = command
+        elif "--node_rank 1" in command:
+            yield BOTH.format(first, command)
+        elif "--nnodes 2" in command:
+            yield BOTH.format(command, command)
+        else:
+            yield command
+
+
+def places(directory):
+    """Variables of the environment: programs of this Python, then the stand-ins; pip's in an active environment."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), str(directory / "bin"), os.environ["PATH"]])
+    return {"PATH": path, "VIRTUAL_ENV": str(directory / "venv"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def shell(command, directory, code=0):
     """Execute a command there, which must end with ``code``; an error shows what it printed."""
-    result = subprocess.run(
-        ["bash", "-c", command], cwd=directory, env=environment(OMP_NUM_THREADS="1"), timeout=120,
+    got, output, _ = run(["bash", "-c", command], directory, seconds=240, **places(directory))
+    assert got == code, f"{command}\n{output[-3000:]}"
+
+
+def serve(command, directory):
+    """Start TensorBoard there on a free port; it must show the figures of a run."""
+    with subprocess.Popen(
+        ["bash", "-c", f"exec timeout 120 {command} --port 0"], cwd=directory, env=environment(**places(directory)),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    assert result.returncode == code, f"{command}\n{result.stdout[-3000:]}"
+    ) as process:  # fmt: skip
+        try:
+            output = []
+            while not (found := re.search(r"http://localhost:\d+/", "".join(output))):
+                output.append(process.stdout.readline())
+                assert output[-1], f"{command}\n{''.join(output)}"
+            local = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            figures = {}
+            while not figures:  # it reads them after it has started
+                time.sleep(0.5)
+                figures = json.load(local.open(f"{found[0]}data/plugin/scalars/tags"))
+            assert "train/loss" in next(iter(figures.values()))
+        finally:
+            process.terminate()
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A directory with the programs, and small files under the names that the pages use."""
+    """A directory with the checkout, and small files under the names that the pages use."""
     directory = tmp_path_factory.mktemp("docs")
-    for name in ("data_prep", "launch", "moh_lm", "tools", "tests"):
-        (directory / name).symlink_to(ROOT / name)
+    for name in ("benchmarks", "data_prep", "launch", "moh_lm", "tools", "tests"):
+        shutil.copytree(ROOT / name, directory / name)
+    for name in ("setup.py", "pyproject.toml", ".gitignore"):
+        shutil.copy(ROOT / name, directory)
+    programs = {f"bin/{name}": text for name, text in STAND_INS.items()}
+    programs["venv/bin/python"] = PYTHON.format(directory=directory, python=sys.executable)
+    for name, text in programs.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    write_texts(directory)
+    sources = "--source dolma='dolma/*.json.gz' --source pile='pile/*.jsonl.zst' --unit-size 20K"
+    shell(f"python data_prep/tokenize.py --tokenizer tokenizer.model --output data/llm {sources}", directory)
+    flags = f"{MODEL} {RUN} --train-iters 200 --save-interval 50 --keep-last 0 --num-shared-heads 8"
+    shell(f"python -m moh_lm.pretrain {flags} --data-dir data/llm --checkpoint-dir runs/small", directory)
+    shutil.copytree(directory / "runs/small", directory / "runs/llm-b")
+    llama = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=4, rope_theta=500000.0,
+    )  # fmt: skip
+    LlamaForCausalLM(llama).save_pretrained(directory / "Meta-Llama-3-8B")
+    (directory / "Meta-Llama-3-8B/original").mkdir()
+    shutil.copy(directory / "tokenizer.model", directory / "Meta-Llama-3-8B/original")
+    return directory
+
+
+def write_texts(directory):
+    """Corpora, a tokenizer, and rows of the tasks."""
     texts = [text[:2000] for text in topics.values()]
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     pile = [json.dumps({"text": text, "meta": {"pile_set_name": "Pile-CC"}}) + "\n" for text in texts[:20]]
@@ -99,24 +217,15 @@ def prepared(tmp_path_factory):
     for folder in ("dolma", "mine"):
         (directory / folder).mkdir()
         (directory / folder / "0.json.gz").write_bytes(gzip.compress("".join(lines[40:]).encode()))
+    for name, rows in made_rows().items():
+        path = directory / "tasks" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with open(directory / "tokenizer.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(" ".join(texts).split("\n")), model_writer=file, vocab_size=512, byte_fallback=True,
             model_type="bpe", minloglevel=2,
         )  # fmt: skip
-    sources = "--source dolma='dolma/*.json.gz' --source pile='pile/*.jsonl.zst' --unit-size 20K"
-    shell(f"python data_prep/tokenize.py --tokenizer tokenizer.model --output data/llm {sources}", directory)
-    run = f"{MODEL} {RUN} --train-iters 200 --save-interval 50 --keep-last 0 --num-shared-heads 8"
-    shell(f"python -m moh_lm.pretrain {run} --data-dir data/llm --checkpoint-dir runs/small", directory)
-    shutil.copytree(directory / "runs/small", directory / "runs/llm-b")
-    llama = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=4, rope_theta=500000.0,
-    )  # fmt: skip
-    LlamaForCausalLM(llama).save_pretrained(directory / "Meta-Llama-3-8B")
-    (directory / "Meta-Llama-3-8B/original").mkdir()
-    shutil.copy(directory / "tokenizer.model", directory / "Meta-Llama-3-8B/original")
-    return directory
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
@@ -124,12 +233,15 @@ def test_every_command_of_the_page_does_what_it_should(page, prepared, tmp_path)
     directory = tmp_path / "here"
     shutil.copytree(prepared, directory, symlinks=True)
     executed = [command for command in commands(page) if not any(re.search(pattern, command) for pattern in NOT_HERE)]
-    if any("launch/pretrain" in command for command in executed):  # begins its own run
+    if any(re.search("launch/pretrain(?!.*--eval-tasks)", command) for command in executed):  # begins its own run
         shutil.rmtree(directory / "runs/llm-b")
     if any("tokenize.py train" in command for command in executed):  # and shards of another tokenizer
         shutil.rmtree(directory / "data/llm")
-    for command in executed:
-        shell(in_small(command), directory, code=1 if DIFFERENT in command else 0)
+    for command in on_two_nodes(map(in_small, executed)):
+        if command.startswith("tensorboard"):
+            serve(command, directory)
+        else:
+            shell(command, directory, code=1 if DIFFERENT in command else 0)
 
 
 def test_every_block_of_a_page_says_what_it_is():
