@@ -36,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels.attention import moh_attention
 from moh_lm.model.attention import Attention
+from moh_lm.model.router import RouterStatistics, attach_loss
 
 SHAPES = {  # hidden size, query heads, key/value heads, head dimension
     "llm-s": (768, 12, 12, 64),
@@ -141,7 +142,12 @@ def layer(shape, active, length, batch, device, dtype):
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         module.to(device, dtype)
-        return lambda x, *_: module(x)[0], list(module.parameters())
+
+        def call(x, *_):
+            output, loss, statistics = module(x)
+            return output if loss is None else attach_loss(output, loss, statistics, RouterStatistics())
+
+        return call, list(module.parameters())
 
     torch.manual_seed(1)
     x = torch.randn(length, batch, hidden, device=device, dtype=dtype).requires_grad_()

@@ -81,7 +81,7 @@ def compare(arguments, length, device):
     print(f"\n{arguments.shape}, {arguments.micro_batch_size} x {length} tokens; seconds of a step; ratio to {first}")
     for name, (_, config) in contestants.items():
         taken = median(seconds for seconds, *_ in times[name][1:])
-        line = f"{name:12}{taken:9.3f}{length * arguments.micro_batch_size / taken:12,.0f} tokens/s"
+        line = f"{name:16}{taken:9.3f}{length * arguments.micro_batch_size / taken:12,.0f} tokens/s"
         for clock, introduction in enumerate(["", "  by CPU time"][: len(times[name][0])]):
             mine, others = ([taken[clock] for taken in times[which][1:]] for which in (name, first))
             ratios = sorted(a / b for a, b in zip(mine, others, strict=True))
@@ -110,7 +110,9 @@ def make(name, arguments, length, device):
         if kind != name:
             compile_layers(model)
         share = config.active_heads(0) / config.num_attention_heads
-        chosen = fastest(device.type, dtype, length, share) if arguments.backend == "auto" else arguments.backend
+        chosen = arguments.backend
+        if chosen == "auto":
+            chosen = fastest(device.type, dtype, length, share) if kind == name else "dense"
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)

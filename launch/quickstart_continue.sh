@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A trained Llama continued as a Mixture-of-Head model, as the paper does with LLaMA3-8B, in minutes on two CPU cores:
 #
-#     bash launch/quickstart_continue.sh [OUT [SEED]]
+#     bash launch/quickstart_continue.sh [OUT [SEED [FLAGS]]]
 #
 # A tiny dense model learns prose (the documentation of Python). Stage 1 gives it a larger vocabulary and goes on, still
 # dense, with program code beside the prose. Stage 2 makes it a Mixture-of-Head model with 75% of its heads per token,
@@ -9,14 +9,16 @@
 # curve: the share of the dense model's quality regained against tokens (Fig. 2 of the paper).
 #
 # OUT (default: runs/quickstart-continue) receives everything; SEED (default: 1234) draws the weights and the order of
-# the samples. A repetition goes on where the one before ended.
+# the samples. FLAGS of moh_lm.pretrain win over the values here, in all four trainings. A repetition goes on where the
+# one before ended.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 out=${1:-$root/runs/quickstart-continue}
 seed=${2:-1234}
-if [[ $out == -* || ! $out || ! $seed =~ ^[0-9]+$ || $# -gt 2 ]]; then
-    echo "usage: bash launch/quickstart_continue.sh [OUT [SEED]]; got $*" >&2
+flags=("${@:3}")
+if [[ $out == -* || ! $out || ! $seed =~ ^[0-9]+$ ]]; then
+    echo "usage: bash launch/quickstart_continue.sh [OUT [SEED [FLAGS]]]; got $*" >&2
     exit 2
 fi
 mkdir -p -- "$out"
@@ -57,7 +59,7 @@ MIXTURE=(--head-selection mixture --routing query_norm --num-shared-heads 4 --nu
 
 # train RUN ITERATIONS FLAG...: unless the run is complete.
 train() {
-    up_to_date "$1/checkpoints/step-$2" || pretrain --checkpoint-dir "$1" "${@:3}"
+    up_to_date "$1/checkpoints/step-$2" || pretrain --checkpoint-dir "$1" "${@:3}" "${flags[@]}"
 }
 
 # export_model RUN HF_DIR, import_model HF_DIR RUN FLAG...: unless it was done.

@@ -6,6 +6,8 @@ once.
 
 import importlib.util
 import math
+import os
+import shutil
 
 import torch
 
@@ -200,9 +202,11 @@ def compile_problems(config):
         return []
     found = []
     if config.run.recompute:
-        found.append("--compile: does not know --recompute; leave one of them out")
+        found.append("--compile: does not know --recompute; give --recompute false, or leave --compile out")
     if config.parallel.zero_stage == 3:
         found.append("--compile: does not know --zero-stage 3, where weights come and go; choose 2")
+    if not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
+        found.append("--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out")
     if config.run.attention_backend == "cpu_sparse":
         found.append("--compile: does not know --attention-backend cpu_sparse, whose shapes vary; choose auto")
     return found

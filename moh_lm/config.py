@@ -228,7 +228,7 @@ class RunConfig:
     )
     wandb: str = option("", "project of Weights & Biases that gets the log too")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")
-    compile: bool = option(False, "have torch.compile make the kernels of each layer; the first steps take minutes")
+    compile: bool = option(False, "have torch.compile make the kernels of each layer; the first step takes a minute")
     attention_backend: str = option(
         "auto",
         "attention of the selected heads only (triton, flex, cpu_sparse), of all (dense), or what was measured faster",

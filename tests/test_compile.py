@@ -1,6 +1,11 @@
-"""``--compile``: graphs without breaks, one for all layers, with the arithmetic of the model that is not compiled."""
+"""``--compile``: graphs without breaks, one for all layers, that compute what the layers compute.
 
+The graphs are executed by torch's own operations: the fused kernels of inductor would call a C++ compiler for minutes.
+"""
+
+import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -42,10 +47,11 @@ def make_model(**heads):
     return model.train()
 
 
-def step(model, seed):
+def step(model, seed, positions=None):
     """Loss, gradients and statistics of some tokens; the routing follows from ``seed``."""
     tokens = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
+    model.documents.feed([positions])
     loss, _ = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -71,6 +77,33 @@ def test_all_layers_share_one_unbroken_graph_that_computes_the_same_for_every_ro
     assert not counters["graph_break"]
 
 
+def test_documents_and_the_shares_of_the_step_before_reach_the_graph():
+    plain, compiled = (make_model(**HEADS["global balance"]) for _ in range(2))
+    compile_layers(compiled, backend="aot_eager")
+    positions = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
+    before = step(plain, 0)
+    for model in (plain, compiled):
+        for router in model.routers():
+            router.statistics.previous_share = torch.linspace(0.1, 0.9, 6)
+    expected = step(plain, 0, positions)
+    for got, wanted in zip(step(compiled, 0, positions), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+    assert all((wanted - other).abs().max() > 1e-4 for wanted, other in zip(expected, before, strict=True))
+
+
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
+    model = make_model(**HEADS["paper"])
+    compile_layers(model, backend="aot_eager")
+    other = copy.deepcopy(model)
+    step(model, 0)
+    with torch.no_grad():
+        for parameter in other.model.layers.parameters():
+            parameter.zero_()
+        x = torch.randn(4, 2, 32, dtype=torch.double)
+        for layer in other.model.layers:
+            assert layer(x).equal(x)
+
+
 def test_layers_with_other_budgets_have_graphs_of_their_own(counters):
     heads = dict(num_shared_heads=(2, 0, 2), num_active_routed_heads=(2, 4, 2))
     plain, compiled = make_model(**heads), make_model(**heads)
@@ -81,9 +114,9 @@ def test_layers_with_other_budgets_have_graphs_of_their_own(counters):
 
 
 def run_without_inductor(arguments, *more):
-    """``run``, the graphs executed by torch's own operations: inductor would call a C++ compiler for minutes."""
     moh_lm.engine.compile_layers = functools.partial(compile_layers, backend="aot_eager")
     run(arguments, *more)
+    assert dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +149,11 @@ def test_a_compiled_run_has_the_losses_and_norms_of_a_plain_one(world_size, more
         ("--zero-stage 3", "--compile: does not know --zero-stage 3"),
         ("--attention-backend cpu_sparse", "--compile: does not know --attention-backend cpu_sparse"),
         ("--zero-stage 2 --attention-backend dense", None),
+        ("", "--compile: needs a C++ compiler on a machine without a GPU"),
     ],
 )
-def test_what_has_no_graph_is_refused(flags, problem):
+def test_what_has_no_graph_is_refused(flags, problem, monkeypatch):
+    monkeypatch.setenv("CXX", sys.executable if flags else "/no/such/compiler")
     config, _ = parse_config(["--compile", *flags.split(), "--checkpoint-dir", "run", "--train-iters", "1"])
     found = [sentence for sentence in config_problems(config, 1) if "compile" in sentence]
     assert [sentence.startswith(problem) for sentence in found] == ([True] if problem else [])

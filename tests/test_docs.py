@@ -49,6 +49,7 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"launch/continue", f"{RUN} --num-layers 8 --hidden-size 64 --intermediate-size 96 --head-dim 4 --vocab-size 640 "
      "--rms-norm-eps 1e-6 --tensor-parallel-size 1 --pipeline-parallel-size 1 --zero-stage 1"),
     (r"launch/quickstart.sh", f"runs/quickstart {SIZES} {STEPS}"),
+    (r"launch/quickstart_continue.sh", "--train-iters 2 --warmup-iters 1 --eval-samples 1"),
     (r"launch/ablation.sh", f"{SIZES} {STEPS} --seeds 1"),
     (r"launch/ablation.sh(?!.*--variants)", "--variants dense"),
     (r"launch/ablation.sh.*--variants", "--variants dense moh-50 --data-dir data/llm"),
@@ -83,7 +84,6 @@ REPLACED = (
 )
 DIFFERENT = "diff runs/small/checkpoints/step-150"  # ends with 1, as diff does
 NOT_HERE = {  # pattern of a command -> why it is not executed
-    r"launch/quickstart_continue\.sh": "four trainings, three exports; the other commands of the page are its steps",
     r"benchmarks/loader": "starts 40 processes, and empties the page cache of the machine",
 }
 

@@ -1,5 +1,7 @@
 """The attention backends that run anywhere, against head-by-head float64 arithmetic: outputs and every gradient."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from moh_lm.kernels import attention, break_even, flex
 from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
+from moh_lm.kernels.cpu_sparse import SelectedRows, add_up
 from moh_lm.kernels.threads import in_threads
 from tests.attention_cases import (
     ROUTINGS,
@@ -76,6 +79,10 @@ def test_pieces_of_work_are_done_once_by_several_threads_of_one_thread_each(thre
         done.append((number, threading.get_ident(), torch.get_num_threads(), torch.is_grad_enabled()))
 
     in_threads(piece, [(number,) for number in range(20)])
+    with torch.inference_mode():
+        into = torch.zeros(3, 4)
+        in_threads(lambda row: (meeting.wait(), into[row].add_(row)), [(row,) for row in range(3)])
+        assert into.sum(1).tolist() == [0, 4, 8]
     numbers, idents, num_threads, gradients = zip(*done, strict=True)
     assert sorted(numbers) == list(range(20))
     assert len(set(idents)) == 3
@@ -95,6 +102,28 @@ def test_an_error_in_another_thread_is_raised_and_the_threads_of_torch_are_resto
     with pytest.raises(ValueError, match="in a helper"):
         in_threads(piece, [(0,), (1,)])
     assert torch.get_num_threads() == 2
+
+
+def test_a_child_process_has_threads_of_its_own(threads):
+    torch.set_num_threads(2)
+    in_threads(lambda number: None, [(0,), (1,)])
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # instead of waiting for a thread that only the parent has
+        meeting = threading.Barrier(2)
+        in_threads(lambda number: meeting.wait(), [(0,), (1,)])
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_rows_in_bfloat16_are_added_up_in_fp32():
+    generator = torch.Generator().manual_seed(0)
+    rows = SelectedRows(torch.ones(4, 1, 64))
+    values, weight = (torch.randn(n, m, generator=generator).bfloat16() for n, m in ((4 * 64, 8), (64 * 8, 16)))
+    by_head = values.unflatten(0, (64, 4)).double()  # [heads, s, e]
+    exact = torch.einsum("hse,hed->sd", by_head, weight.unflatten(0, (64, 8)).double())
+    error = (add_up(values, weight, rows)[:, 0] - exact).abs().max() / exact.abs().max()
+    assert error < 2e-3  # products are rounded to bf16 once; with sums in bf16 it is above 1e-2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,6 +4,7 @@ torch divides every operation among its threads, which for many small ones costs
 threads takes whole pieces, and computes them alone; torch's operations release Python's lock.
 """
 
+import os
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
@@ -16,20 +17,23 @@ def in_threads(function, pieces):
     No two pieces may write to the same memory. Raises what ``function`` raises.
     """
     num_threads = torch.get_num_threads()
+    inference = torch.is_inference_mode_enabled()  # each thread has modes of its own
     remaining = iter(list(pieces))
 
-    @torch.no_grad()
     def work():
-        torch.set_num_threads(1)  # those of the thread that says so
-        for piece in remaining:
-            function(*piece)
+        torch.set_num_threads(1)  # of this thread, and of any that starts before the end
+        with torch.inference_mode(inference), torch.no_grad():
+            for piece in remaining:
+                function(*piece)
 
     helpers = [team(num_threads - 1).submit(work) for _ in range(num_threads - 1)]
     try:
         work()
     finally:
-        wait(helpers)
-        torch.set_num_threads(num_threads)
+        try:
+            wait(helpers)
+        finally:
+            torch.set_num_threads(num_threads)
     for helper in helpers:
         helper.result()
 
@@ -39,11 +43,14 @@ def team(size):
     return ThreadPoolExecutor(size, thread_name_prefix="cpu_sparse", initializer=let_idle_threads_sleep)
 
 
-def let_idle_threads_sleep():
-    """Have OpenMP count more threads than cores: then those without work sleep at once (GNU libgomp, GOMP_SPINCOUNT).
+os.register_at_fork(after_in_child=team.cache_clear)  # a child has none of the threads
 
-    They would spin for 8 ms after every operation of torch, on the cores that the pieces need. What makes it count more
-    is an operation with two threads, begun by this one.
+
+def let_idle_threads_sleep():
+    """Have OpenMP count one thread more: where it then counts more than cores, those without work sleep at once.
+
+    They would spin for 8 ms after every operation of torch, on the cores that the pieces need (GNU libgomp,
+    GOMP_SPINCOUNT). What makes it count is an operation with two threads, begun by this one.
     """
     torch.get_num_threads()  # the first call of a thread undoes what it set before
     torch.set_num_threads(2)

@@ -8,6 +8,7 @@ import hashlib
 import math
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -65,13 +66,14 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, output_std, group)
         self.recompute = recompute
         self.documents = documents
+        self.run = DecoderLayer.block  # or what torch.compile made of it
 
     def forward(self, x):
         mask = self.documents.mask
         if self.recompute and self.training and torch.is_grad_enabled():
-            x, loss, statistics = checkpoint(self.block, x, mask, [], use_reentrant=False)
+            x, loss, statistics = checkpoint(self.run, self, x, mask, [], use_reentrant=False)
         else:
-            x, loss, statistics = self.block(x, mask)
+            x, loss, statistics = self.run(self, x, mask)
         return x if loss is None else attach_loss(x, loss, statistics, self.self_attn.router.statistics)
 
     def block(self, x, mask, kept_selection=None):
@@ -145,12 +147,14 @@ class CausalLM(nn.Module):
 def compile_layers(model, backend="inductor"):
     """Have torch.compile make the kernels of every ``DecoderLayer`` in ``model``.
 
-    Layers with equal head budgets share a graph: attention, router, norms and MLP, without a break. A graph is made for
-    each shape of a micro-batch, and again for evaluation.
+    Layers with equal head budgets share a graph: attention, router, norms and MLP. A graph is made for each shape of a
+    micro-batch, and again for evaluation. What is no graph, or one graph too many, raises an error of torch.
     """
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 8 + 4 * len(layers))
+    block = torch.compile(DecoderLayer.block, backend=backend, fullgraph=True, dynamic=False)
     for layer in layers:
-        layer.block = torch.compile(layer.block, backend=backend, dynamic=False, recompile_limit=8 + 4 * len(layers))
+        layer.run = block
 
 
 def balancing_routers(layers):
