@@ -113,7 +113,8 @@ def commands(page):
     """The commands of a page, one line each, without comments at their ends."""
     found = []
     for match in COMMANDS.finditer((ROOT / page).read_text(encoding="utf-8")):
-        lines = re.sub(r"\s*\\\n\s*", " ", match["block"] or match["inline"]).splitlines()
+        text = match["block"] or " ".join(match["inline"].split())  # a sentence may break anywhere
+        lines = re.sub(r"\s*\\\n\s*", " ", text).splitlines()
         if match["kind"] == "console":
             lines = [line[2:] for line in lines if line.startswith("$ ")]
         lines = [re.sub(r"(^|\s+)#.*", "", line) for line in lines]
