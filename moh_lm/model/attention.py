@@ -124,7 +124,7 @@ class LocalHeads:
     """
 
     def __init__(self, num_heads, leading, group):
-        self.num_heads, self.group = num_heads, group
+        self.num_heads, self.leading, self.group = num_heads, leading, group
         self.num_leading = leading // group_size(group)
         self.ranges, rank = [], group_rank(group)
         for start, stop in ((0, leading), (leading, num_heads)):
