@@ -262,7 +262,7 @@ def test_the_output_of_a_head_is_its_attention_over_the_values(tools, model, tex
             x = model.model.layers[layer].input_layernorm(x)
             value = attention.split_heads(attention.v_proj(x))[:, 0].repeat_interleave(shared_by, 1)
             torch.testing.assert_close(torch.einsum("hqk,khe->qhe", weights, value), heads.output[:, 0])
-            torch.testing.assert_close(attention.o_proj(heads.weighted().flatten(2)), attention(x))
+            torch.testing.assert_close(attention.o_proj(heads.weighted().flatten(2)), attention(x)[0])
 
 
 def test_redundancy_is_linear_cka_and_written_the_norm_in_the_residual_stream(tools, texts):
