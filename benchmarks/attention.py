@@ -144,7 +144,7 @@ def layer(shape, active, length, batch, device, dtype):
         module.to(device, dtype)
 
         def call(x, *_):
-            output, loss, statistics = module(x)
+            output, loss, statistics, _ = module(x)
             return output if loss is None else attach_loss(output, loss, statistics, RouterStatistics())
 
         return call, list(module.parameters())

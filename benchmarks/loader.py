@@ -1,11 +1,11 @@
 """The loader on a directory of 10,000 shards and 50 million samples: start-up, and micro-batches per second.
 
-    python benchmarks/loader.py [--shards 10000] [--cold] [DIRECTORY]
+    python benchmarks/loader.py [--shards 10000] [--starts 5] [--cold] [DIRECTORY]
 
 DIRECTORY is filled on the first use (one gigabyte: indexes of 5,000 documents each, and .bin files that are holes on
 the disk, all zeros), and kept. A start is a fresh process: seconds of ``Dataset.open`` and ``fingerprint``, and what
 they add to the peak of its memory; the best of five. The cuts for a fraction of 0.001 are in the manifest, those for
-0.003 are looked up in the indexes. --cold empties the page cache before each start, which only root can do.
+0.003 are looked up in the indexes. --cold has the system forget the contents of DIRECTORY's files before each start.
 Reading: windows per second on the first pass, which checks every shard that it meets, and again without the disk, with
 and without the checksums of blocks; and how long a training loop that computes for 0.2 s per step waits for its
 micro-batches, with and without reading ahead.
@@ -39,7 +39,7 @@ from moh_lm.data.shards import write_manifest
 MIX = {"book": "4.24", "wikipedia": "3.50", "arxiv": "4.37", "stackexchange": "3.19", "c4": "10.94", "dolma": "61.28",
        "pile": "12.48"}  # fmt: skip
 DOCUMENTS, TOKENS = 5_000, 10_240_000  # of a shard; 10,000 of them hold 50 million windows
-SEQ_LENGTH, BATCH, REPEATS = 2048, 256, 5
+SEQ_LENGTH, BATCH = 2048, 256
 START = """
 import json, sys, time
 from moh_lm.config import DataConfig
@@ -58,7 +58,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", nargs="?", help="kept between uses (default: a temporary one)")
     parser.add_argument("--shards", type=int, default=10_000)
-    parser.add_argument("--cold", action="store_true", help="measure starts with an empty page cache too")
+    parser.add_argument("--starts", type=int, default=5, help="of each kind, of which the best counts (default: 5)")
+    parser.add_argument("--cold", action="store_true", help="measure starts with nothing in the page cache too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(arguments.directory or scratch)
@@ -67,7 +68,7 @@ def main():
         for caches in ("warm", "cold") if arguments.cold else ("warm",):
             for mix in (MIX, {}):
                 for fraction in (0.001, 0.003):
-                    show_start(directory, caches, mix, fraction)
+                    show_start(directory, caches, mix, fraction, arguments.starts)
         show_reading(directory)
 
 
@@ -96,18 +97,25 @@ def make_directory(directory, num_shards):
     write_manifest(directory)
 
 
-def show_start(directory, caches, mix, fraction):
+def show_start(directory, caches, mix, fraction, number):
     command = [sys.executable, "-c", START, str(directory), json.dumps(mix), str(fraction)]
     starts = []
-    for _ in range(REPEATS):
+    for _ in range(number):
         if caches == "cold":
-            Path("/proc/sys/vm/drop_caches").write_text("3")
-            subprocess.run([sys.executable, "-c", "import moh_lm.data.dataset"], check=True)  # the code stays warm
+            forget(directory)
         starts.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     seconds, cpu, megabytes = min(starts)
     weights = "seven weights" if mix else "by tokens"
     times = f"{seconds:5.2f} s ({cpu:.2f} s of CPU), {megabytes:.0f} MiB"
     print(f"start, {caches}, {weights:13}, fraction {fraction}: {times}", flush=True)
+
+
+def forget(directory):
+    """Take the contents of all files from the page cache: what was not yet written cannot go, and is written first."""
+    os.sync()
+    for path in directory.rglob("*.*"):
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def show_reading(directory):

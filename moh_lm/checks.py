@@ -201,8 +201,6 @@ def compile_problems(config):
     if not config.run.compile:
         return []
     found = []
-    if config.run.recompute:
-        found.append("--compile: does not know --recompute; give --recompute false, or leave --compile out")
     if config.parallel.zero_stage == 3:
         found.append("--compile: does not know --zero-stage 3, where weights come and go; choose 2")
     if not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):

@@ -114,9 +114,8 @@ def gates_of(attention, x, query):
     norms = None
     if router.routing == "query_norm":
         norms = query.to(torch.promote_types(query.dtype, torch.float32)).norm(dim=-1)  # [s, b, h]
-    kept = []
-    gates, _, _ = router(x, kept, norms)
-    return gates, attention.local_selection(kept[0]) != 0 if kept else every
+    gates, _, _, selection = router(x, query_norms=norms)
+    return gates, every if selection is None else attention.local_selection(selection) != 0
 
 
 def attend_selected(query, keys, values, heads):

@@ -175,10 +175,10 @@ def run_collapsed(flags, stop_after=None):
     """From the first step on, layer 1 selects its first two routed heads for every token."""
     select = HeadRouter.select
 
-    def collapsed(router, scores, kept_selection):
+    def collapsed(router, scores, kept):
         if router.layer_index == 1:
             scores = torch.arange(scores.shape[-1], 0, -1.0).expand_as(scores)
-        return select(router, scores, kept_selection)
+        return select(router, scores, kept)
 
     HeadRouter.select = collapsed
     run(flags, stop_after)

@@ -26,7 +26,7 @@ def test_a_layer_that_computes_selected_rows_only_is_the_dense_layer(case, num_t
         layer = make_attention(make_config(**case), beta=0.37)
         layer.backend = backend
         leaf = x.clone().requires_grad_()
-        output, loss, _ = layer(leaf)
+        output, loss, *_ = layer(leaf)
         ((output * upstream).sum() + (loss if loss is not None else 0)).backward()
         results.append([output, leaf.grad, *(parameter.grad for parameter in layer.parameters())])
     for dense, sparse in zip(*results, strict=True):

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo as dynamo
 
 import moh_lm.engine
+import moh_lm.model.router as router_module
 from moh_lm.checks import config_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
@@ -33,12 +34,12 @@ HEADS = {
 }
 
 
-def make_model(**heads):
+def make_model(recompute=False, **heads):
     config = ModelConfig(
         num_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
         vocab_size=50, heads=HeadsConfig(**heads),
     )  # fmt: skip
-    model = CausalLM(config)
+    model = CausalLM(config, recompute=recompute)
     model.initialize(seed=3)
     model.double()
     with torch.no_grad():
@@ -75,6 +76,41 @@ def test_all_layers_share_one_unbroken_graph_that_computes_the_same_for_every_ro
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_recomputed_layers_share_that_graph(heads, counters):
+    plain, compiled = make_model(**heads), make_model(recompute=True, **heads)
+    compile_layers(compiled, backend="aot_eager")
+    for seed in range(2):
+        for got, expected in zip(step(compiled, seed), step(plain, seed), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("heads", ["paper", "query norm", "groups, top-p"])
+def test_what_is_recomputed_keeps_the_selection_though_rounding_would_choose_others(heads, compiled, monkeypatch):
+    """All selections of the second pass are turned round: nothing changes."""
+    plain, model = make_model(**HEADS[heads]), make_model(recompute=True, **HEADS[heads])
+    if compiled:
+        compile_layers(model, backend="aot_eager")
+    expected = step(plain, 0)
+    choose = router_module.select
+
+    def turned(scores, k, top_p=None):
+        return choose(torch.where(second_pass, -scores, scores), k, top_p)
+
+    second_pass = torch.tensor(False)
+    monkeypatch.setattr(router_module, "select", turned)
+    tokens = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0))
+    loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+    second_pass.fill_(True)
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for got, wanted in zip([loss.detach(), *gradients], expected, strict=False):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_documents_and_the_shares_of_the_step_before_reach_the_graph():
@@ -130,7 +166,8 @@ LAYOUTS = {
     "one rank": (1, ()),
     "data, ZeRO-2": (2, ("--zero-stage", "2")),
     "tensor": (2, ("--tensor-parallel-size", "2")),
-    "pipeline": (2, ("--pipeline-parallel-size", "2")),
+    "tensor, recompute": (2, ("--tensor-parallel-size", "2", "--recompute")),
+    "pipeline, recompute": (2, ("--pipeline-parallel-size", "2", "--recompute")),
 }
 
 
@@ -145,7 +182,6 @@ def test_a_compiled_run_has_the_losses_and_norms_of_a_plain_one(world_size, more
 @pytest.mark.parametrize(
     "flags, problem",
     [
-        ("--recompute", "--compile: does not know --recompute"),
         ("--zero-stage 3", "--compile: does not know --zero-stage 3"),
         ("--attention-backend cpu_sparse", "--compile: does not know --attention-backend cpu_sparse"),
         ("--zero-stage 2 --attention-backend dense", None),

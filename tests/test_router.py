@@ -203,7 +203,7 @@ def test_attention_computes_the_equations_with_every_gradient(case):
     expected_gradients = torch.autograd.grad(objective, leaves, allow_unused=True)
 
     got_input = x.clone().requires_grad_()
-    got, loss, statistics = layer(got_input)
+    got, loss, statistics, _ = layer(got_input)
     ((got * upstream).sum() + (loss if loss is not None else 0)).backward()
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
     names = ["input", *(name for name, _ in layer.named_parameters())]
@@ -242,9 +242,10 @@ def test_top_p_selects_the_fewest_heads_whose_probabilities_add_up_to_it(top_p, 
 def test_a_kept_selection_is_used_again_whatever_the_input(case):
     router = make_attention(make_config(**CASES[case]), beta=0).router
     x, other = torch.randn(2, LENGTH, BATCH, D, dtype=torch.double, generator=torch.Generator().manual_seed(1))
-    kept = []
-    first, second, afresh = router(x, kept)[0], router(other, kept)[0], router(other, [])[0]
-    assert torch.equal(first > 0, second > 0) and not torch.equal(first > 0, afresh > 0)
+    first, *_, selection = router(x, router.unselected(x))
+    second = router(other, (torch.tensor(True), selection))[0]
+    assert first.equal(router(x)[0])
+    assert torch.equal(first > 0, second > 0) and not torch.equal(first > 0, router(other)[0] > 0)
 
 
 def test_active_gates_of_the_released_form_have_the_mean_a2_times_2_whatever_the_expert():

@@ -46,21 +46,20 @@ class Attention(nn.Module):
         mixture = self.selection == "mixture"
         self.router = HeadRouter(config, layer_index, init_std, group, loss_terms) if mixture else None
 
-    def forward(self, x, mask=None, kept_selection=None):
-        """x: [s/tp, b, d], normalised -> [s/tp, b, d], with the loss and the statistics of the ``HeadRouter``.
+    def forward(self, x, mask=None, kept=None):
+        """x: [s/tp, b, d], normalised -> [s/tp, b, d], with loss, statistics and selection of the ``HeadRouter``.
 
-        mask: see ``moh_attention``. kept_selection: ``HeadRouter``.
+        mask: see ``moh_attention``. kept: ``HeadRouter``.
         """
-        gates = router_loss = statistics = selected = None
-        kept_selection = [] if kept_selection is None else kept_selection
+        gates = loss = statistics = selection = selected = None
         length = x.shape[0] * group_size(self.group)
         backend = choose_backend(self.backend, x.device, x.dtype, length, self.active_share, mask is not None)
         learned = self.router is not None and self.router.routing != "query_norm"
         if learned:
-            gates, router_loss, statistics = self.router(x, kept_selection)  # [s/tp, b, h]
+            gates, loss, statistics, selection = self.router(x, kept)  # [s/tp, b, h]
             gates = self.heads.take(gather_sequence(gates, self.group))  # [s, b, h/tp]
-            if kept_selection and backend != "dense":  # dense: the gates of the other heads are 0
-                selected = self.local_selection(gather_sequence(kept_selection[0], self.group))  # [s, b, h/tp]
+            if selection is not None and backend != "dense":  # dense: the gates of the other heads are 0
+                selected = self.local_selection(gather_sequence(selection, self.group))  # [s, b, h/tp]
         x = gather_sequence(x, self.group)  # [s, b, d]
         key, value = (self.split_heads(project(x)) for project in (self.k_proj, self.v_proj))
         table = rotary_table(length, self.rotary, x.dtype, x.device)
@@ -74,14 +73,14 @@ class Attention(nn.Module):
             elif self.router is not None and not learned:
                 wide = query.to(torch.promote_types(query.dtype, torch.float32))
                 norms = self.heads.in_canonical_order(gather_heads(wide.norm(dim=-1), self.group))  # [s, b, h]
-                gates, router_loss, statistics = self.router(x, kept_selection, norms)
+                gates, loss, statistics, selection = self.router(x, kept, norms)
                 gates = self.heads.take(gates)  # [s, b, h/tp]
-                selected = self.local_selection(kept_selection[0]) if kept_selection else None
+                selected = None if selection is None else self.local_selection(selection)
             context = moh_attention(
                 rotate(query, table), key, value, gates, selected, self.heads.num_leading, mask, backend
             )  # [s, b, h/tp, e]
             output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
-        return output, router_loss, statistics
+        return output, loss, statistics, selection
 
     def local_selection(self, routed):
         """Routed experts that the router selected [s, b, E] -> heads of this rank that are on [s, b, h/tp]."""

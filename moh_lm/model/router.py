@@ -63,13 +63,13 @@ class HeadRouter(nn.Module):
             parameter = make_parameter((count, config.hidden_size), init_std) if present else None
             self.register_parameter(name, parameter)
 
-    def forward(self, x, kept_selection=None, query_norms=None):
-        """Gates and loss of the tokens.
+    def forward(self, x, kept=None, query_norms=None):
+        """Gates, loss and selection of the tokens.
 
         x: [s/tp, b, d], the normalised input of the attention layer. query_norms: [s, b, h], only for
-        ``query_norm``. Returns gates [s/tp, b, h] (fp32 or wider) and the loss, a scalar whose terms add up over the tp
-        ranks, with what ``RouterStatistics`` keeps of each sequence, [b, 2 + E] (None and None if the layer has no
-        routed heads).
+        ``query_norm``. kept: see ``unselected``. Returns gates [s/tp, b, h] (fp32 or wider); the loss, a scalar whose
+        terms add up over the tp ranks; what ``RouterStatistics`` keeps of each sequence, [b, 2 + E]; and which routed
+        experts are selected, 0 or 1 [s/tp, b, E]. The last three are None if the layer has no routed heads.
         """
         if self.routing == "query_norm":
             shared = torch.ones_like(query_norms[..., : self.num_shared])
@@ -78,8 +78,8 @@ class HeadRouter(nn.Module):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             shared, scores = self.softmax(x, self.w_shared), self.scores(x, self.w_routed)
         if self.num_routed == 0:
-            return self.per_head(self.scale_shared(shared)), None, None
-        selected = self.select(scores, kept_selection)  # [s/tp, b, E]
+            return self.per_head(self.scale_shared(shared)), None, None, None
+        selected = self.select(scores, kept)  # [s/tp, b, E]
         probability = scores.softmax(-1)
         routed = self.routed_gates(probability, selected)
         a1 = None
@@ -92,20 +92,29 @@ class HeadRouter(nn.Module):
         loss = self.balance_scale * balance_loss
         if self.top_p is not None:
             loss = loss + self.entropy_scale * self.entropy(scores)
-        return self.per_head(gates), loss, statistics
+        return self.per_head(gates), loss, statistics, selected
+
+    def unselected(self, x):
+        """``kept`` of ``forward`` for the first pass over x [s/tp, b, d]: there is no selection to be kept yet.
+
+        It is a pair: whether to keep, a bool scalar, and the selection to keep. That of a pass which computes again is
+        (true, selection of the first pass). Both passes are one graph to torch.compile, which saves the same tensors.
+        """
+        if self.num_routed == 0:
+            return None
+        tokens = x.shape[0] * (group_size(self.group) if self.routing == "query_norm" else 1)
+        shape = (tokens, x.shape[1], self.num_routed)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.new_zeros((), dtype=torch.bool), x.new_zeros(shape, dtype=wide)
 
     def per_head(self, experts):
         """What is said of experts [..., n], for each of their heads: [..., h]."""
         size = self.heads_per_expert
         return experts if size == 1 else experts.unsqueeze(-1).expand(*experts.shape, size).flatten(-2)
 
-    def select(self, scores, kept_selection):
-        if kept_selection:
-            return kept_selection[0]
+    def select(self, scores, kept):
         selected = select(scores.detach(), self.num_active, self.top_p)
-        if kept_selection is not None:
-            kept_selection.append(selected)
-        return selected
+        return selected if kept is None else torch.where(*kept, selected)
 
     def scores(self, x, weight):
         """W x: [s/tp, b, d] -> [s/tp, b, rows of W]; None without W."""

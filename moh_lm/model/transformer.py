@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
     """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)).
 
     ``recompute`` keeps the input of the layer only and computes the rest again in the backward pass, except for the
-    selection of heads: it is kept in a list, so that rounding can never select others the second time.
+    selection of heads: it is kept, so that rounding can never select others the second time.
     """
 
     def __init__(self, config, layer_index, loss_terms, recompute, group, documents, attention_backend="auto"):
@@ -69,15 +69,24 @@ class DecoderLayer(nn.Module):
         self.run = DecoderLayer.block  # or what torch.compile made of it
 
     def forward(self, x):
-        mask = self.documents.mask
+        mask, router = self.documents.mask, self.self_attn.router
         if self.recompute and self.training and torch.is_grad_enabled():
-            x, loss, statistics = checkpoint(self.run, self, x, mask, [], use_reentrant=False)
+            kept = None if router is None else router.unselected(x)
+            x, loss, statistics = checkpoint(
+                self.run_keeping, x, mask, [kept], use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            x, loss, statistics = self.run(self, x, mask)
-        return x if loss is None else attach_loss(x, loss, statistics, self.self_attn.router.statistics)
+            x, loss, statistics, _ = self.run(self, x, mask)
+        return x if loss is None else attach_loss(x, loss, statistics, router.statistics)
 
-    def block(self, x, mask, kept_selection=None):
-        attention, *router = self.self_attn(self.input_layernorm(x), mask, kept_selection)
+    def run_keeping(self, x, mask, kept):
+        """``run``, which replaces the one item of ``kept`` so that the next call has the same selection."""
+        x, loss, statistics, selection = self.run(self, x, mask, *kept)
+        kept[:] = [None if selection is None else (selection.new_ones((), dtype=torch.bool), selection)]
+        return x, loss, statistics
+
+    def block(self, x, mask, kept=None):
+        attention, *router = self.self_attn(self.input_layernorm(x), mask, kept)
         x = x + attention
         return x + self.mlp(self.post_attention_layernorm(x)), *router
 
