@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
+from tools import modeling_moh
 from tools.configuration_moh import MoHLlamaConfig
 from tools.modeling_moh import (
     ALL_ATTENTION_FUNCTIONS,
@@ -411,13 +412,15 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("long", [modeling_moh.LONG, 1])  # 1: every new token reads the selected heads only
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("changes", CASES)
 @torch.no_grad()
-def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention):
+def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention, long, monkeypatch):
     model, tokens = make_model(attention=attention, **changes), random_tokens(2, 12)
     whole = model(tokens, use_cache=False).logits
     tolerance = 3e-6 * whole.abs().max().item()
+    monkeypatch.setattr(modeling_moh, "LONG", long)
 
     for stops in ([12], [5, 12], [5, *range(6, 13)]):
         cache, start, pieces = None, 0, []
@@ -437,7 +440,24 @@ def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention
 
 @pytest.mark.parametrize("changes", CASES)
 @torch.no_grad()
-def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes):
+def test_a_new_token_after_many_reads_the_keys_and_values_of_its_heads_only(changes, monkeypatch):
+    model, tokens = make_model(**changes), random_tokens(3, 12)
+    expected = model(tokens, output_router_gates=True)
+    for long, same in ((12, True), (13, False)):  # the new token is the twelfth
+        monkeypatch.setattr(modeling_moh, "LONG", long)
+        cache = model(tokens[:, :-1]).past_key_values
+        for layer, selected in zip(cache.layers, expected.router_selections, strict=True):
+            unread = ~selected[:, -1].unflatten(-1, (layer.keys.shape[1], -1)).any(-1)  # [b, key/value heads]
+            layer.keys[unread] = layer.values[unread] = math.nan
+        logits = model(tokens[:, -1:], past_key_values=cache).logits[:, 0]
+        assert torch.allclose(logits, expected.logits[:, -1], rtol=0, atol=1e-5) == same
+
+
+@pytest.mark.parametrize("long", [modeling_moh.LONG, 1])
+@pytest.mark.parametrize("changes", CASES)
+@torch.no_grad()
+def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes, long, monkeypatch):
+    monkeypatch.setattr(modeling_moh, "LONG", long)
     model, tokens = make_model(**changes), random_tokens(2, 7)
     expected = tokens
     for _ in range(GREEDY["max_new_tokens"]):  # generation without generate()

@@ -10,7 +10,8 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
 
 Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 whatever the model's dtype;
 of equal scores the one with the lower head index is selected. Every head is computed and the inactive ones are weighted
-by zero: this file says what the model is and saves no time. The load-balance loss of Eq. 7-8 belongs to training.
+by zero, with one exception: from ``LONG`` cached tokens on, a new token on a CPU reads the keys and values of its heads
+only. The load-balance loss of Eq. 7-8 belongs to training.
 
 With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
 and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
@@ -50,6 +51,11 @@ try:
     MASK_ARGUMENTS = set(inspect.signature(create_causal_mask).parameters)  # they differ between versions 4 and 5
 except ImportError:  # transformers before 4.53
     create_causal_mask = None
+
+
+# Cached tokens from which it is faster to read the selected heads alone: 12 heads of 64 features, 6 of them selected,
+# in fp32 on one core of an AMD EPYC. With grouped queries the length is smaller.
+LONG = 2048
 
 
 def select(scores, num_active, top_p=None):
@@ -174,6 +180,25 @@ def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, *
     return output.transpose(1, 2).contiguous(), None
 
 
+def attend_selected(query, key, value, selected, attention_mask, scaling):
+    """Attention of one token per row by its heads alone: the keys and values of the others are not read.
+
+    query [b, h, 1, head_dim], key and value [b, h / groups, k, head_dim], selected [b, 1, h]; the mask has the form of
+    either function above. Returns [b, 1, h, head_dim], zeros for the other heads.
+    """
+    output = torch.zeros_like(query)
+    for row, heads in enumerate(selected.unflatten(-1, (key.shape[1], -1)).squeeze(1).tolist()):
+        mask = None if attention_mask is None else attention_mask[row : row + 1, ..., : key.shape[2]]
+        for index, group in enumerate(heads):  # the query heads of a key/value head
+            used = [index * len(group) + number for number, on in enumerate(group) if on]
+            if used:
+                rows = query[row : row + 1, used].transpose(1, 2)  # [1, 1, used, head_dim]
+                keys, values = key[row : row + 1, index : index + 1], value[row : row + 1, index : index + 1]
+                attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
+                output[row, used] = attended[0].transpose(0, 1)
+    return output.transpose(1, 2)
+
+
 def local_heads(gates, num_local):
     """The gates of this rank's heads: [b, s, h] -> [b, s, num_local], fewer under tensor parallelism."""
     ranks = gates.shape[-1] // num_local
@@ -239,17 +264,35 @@ class MoHLlamaAttention(nn.Module):
         if past_key_values is not None:  # transformers 4 finds the slots of a static cache by cache_position
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
-        # vLLM recognises the attention by this assignment, and by the one call of the name that it assigns.
-        attention_interface = eager_attention_forward
-        if self.config._attn_implementation != "eager":
-            attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        output, weights = attention_interface(
-            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
-        )
+        if self.saves_by_selection(query, key):
+            output, weights = attend_selected(query, key, value, selected, attention_mask, self.scaling), None
+        else:
+            # vLLM recognises the attention by this assignment, and by the one call of the name that it assigns.
+            attention_interface = eager_attention_forward
+            if self.config._attn_implementation != "eager":
+                attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+            output, weights = attention_interface(
+                self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+            )
         output = output.reshape(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
         if self.gated:
             output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
         return self.o_proj(output.reshape(*shape, -1)), weights, gates, selected  # Eq. 4
+
+
+    def saves_by_selection(self, query, key):
+        """Whether to read the selected heads only, as ``attend_selected`` does: where it was measured to be faster."""
+        return (
+            self.gated
+            and self.config._attn_implementation in ("eager", "sdpa")  # asked first: vLLM traces this without tensors
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
+            and query.device.type == "cpu"
+            and query.shape[1] == self.config.num_attention_heads  # no tensor parallelism
+            and query.shape[2] == 1
+            and key.shape[2] >= LONG
+        )
 
 
 class MoHLlamaRMSNorm(nn.Module):
