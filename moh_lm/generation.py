@@ -121,12 +121,15 @@ def gates_of(attention, x, query):
 def attend_selected(query, keys, values, heads):
     """Attention of one token by ``heads`` alone: query [h, e], keys and values [k, t, e] -> [h, e], else zeros."""
     context = torch.zeros_like(query)
-    shared_by = len(query) // len(keys)  # query heads of a key/value head
-    for key_head, group in groupby(heads, key=lambda head: head // shared_by):
-        group = list(group)
-        scores = query[group] @ keys[key_head].t() / query.shape[-1] ** 0.5  # [heads of the group, t]
-        context[group] = scores.softmax(-1, dtype=wide(query)).to(query.dtype) @ values[key_head]
-    return context
+    chosen = torch.tensor(heads, dtype=torch.long)
+    queries = query.index_select(0, chosen) / query.shape[-1] ** 0.5
+    read, start = torch.empty_like(queries), 0
+    for key_head, group in groupby(heads, key=lambda head: head // (len(query) // len(keys))):
+        stop = start + len(list(group))
+        scores = queries[start:stop] @ keys[key_head].t()  # [heads of the group, t]
+        torch.mm(scores.softmax(-1, dtype=wide(query)).to(query.dtype), values[key_head], out=read[start:stop])
+        start = stop
+    return context.index_copy(0, chosen, read)
 
 
 def attend_all(query, keys, values, positions):

@@ -27,6 +27,7 @@ the form of ``MoHLlamaAttention.forward`` follow the transformers interface, whi
 
 import functools
 import inspect
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -187,15 +188,19 @@ def attend_selected(query, key, value, selected, attention_mask, scaling):
     either function above. Returns [b, 1, h, head_dim], zeros for the other heads.
     """
     output = torch.zeros_like(query)
-    for row, heads in enumerate(selected.unflatten(-1, (key.shape[1], -1)).squeeze(1).tolist()):
+    shared_by = query.shape[1] // key.shape[1]  # query heads of a key/value head
+    for row, used in enumerate(selected[:, 0]):
+        heads = used.nonzero().flatten()
         mask = None if attention_mask is None else attention_mask[row : row + 1, ..., : key.shape[2]]
-        for index, group in enumerate(heads):  # the query heads of a key/value head
-            used = [index * len(group) + number for number, on in enumerate(group) if on]
-            if used:
-                rows = query[row : row + 1, used].transpose(1, 2)  # [1, 1, used, head_dim]
-                keys, values = key[row : row + 1, index : index + 1], value[row : row + 1, index : index + 1]
-                attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
-                output[row, used] = attended[0].transpose(0, 1)
+        queries = query[row, :, 0].index_select(0, heads)[None, None]  # [1, 1, heads, head_dim]
+        read, start = torch.empty_like(queries), 0
+        for index, group in itertools.groupby(heads.tolist(), key=lambda head: head // shared_by):
+            stop, at = start + len(list(group)), (slice(row, row + 1), slice(index, index + 1))
+            read[:, :, start:stop] = F.scaled_dot_product_attention(
+                queries[:, :, start:stop], key[at], value[at], attn_mask=mask, scale=scaling
+            )
+            start = stop
+        output[row, :, 0] = output[row, :, 0].index_copy(0, heads, read[0, 0])
     return output.transpose(1, 2)
 
 
