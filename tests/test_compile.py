@@ -165,7 +165,6 @@ def plain(data_dir, tmp_path_factory):
 LAYOUTS = {
     "one rank": (1, ()),
     "data, ZeRO-2": (2, ("--zero-stage", "2")),
-    "tensor": (2, ("--tensor-parallel-size", "2")),
     "tensor, recompute": (2, ("--tensor-parallel-size", "2", "--recompute")),
     "pipeline, recompute": (2, ("--pipeline-parallel-size", "2", "--recompute")),
 }
