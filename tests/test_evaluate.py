@@ -204,6 +204,30 @@ def test_tasks_with_examples_take_them_from_the_training_rows(programs, model, d
         assert instance.doc["question"] in [row["question"] for row in rows["arc_challenge/test"]]
 
 
+def test_the_questions_of_a_run_with_examples_are_those_that_the_harness_asks(
+    programs, model, data, tokenizer, tmp_path, monkeypatch
+):
+    asked = []
+
+    class Recorder(programs["evaluate"].HFLM):
+        def loglikelihood(self, requests, **_):
+            asked.extend((request.doc_id, *request.args) for request in requests)
+            return [(0.0, False) for _ in requests]
+
+    monkeypatch.setattr(programs["evaluate"], "HFLM", Recorder)
+    monkeypatch.syspath_prepend(TOOLS)
+    prepare, path = importlib.import_module("evaluate_prepare"), tmp_path / "tasks.jsonl"
+    given = ["--suite", "llama14", "--tasks", "arc_challenge", "--data", data]
+    assert call(programs["evaluate"], "--model", model, "--device", "cpu", *given) == 0
+    assert call(prepare, "--tokenizer", tokenizer, "--output", path, *given) == 0
+    encode = prepare.encoder(tokenizer)
+    expected = {}
+    for doc_id, context, continuation in asked:
+        expected.setdefault(doc_id, []).append(list(encode(context, continuation)))
+    prepared = [json.loads(line)["choices"] for line in path.read_text().splitlines()[1:]]
+    assert [[choice[:2] for choice in choices] for choices in prepared] == [expected[n] for n in sorted(expected)]
+
+
 def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, tmp_path, capsys):
     other = {**result, "model": "somewhere/other", "average": 12.34}
     for name, content in (("one", result), ("two", other)):

@@ -35,7 +35,7 @@ try:
     import lm_eval
     import torch
     import transformers
-    from evaluate_tasks import SUITES, entries_of, task_manager
+    from evaluate_tasks import SEED, SUITES, entries_of, load_tasks, task_manager
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
     MISSING = error.name
@@ -60,9 +60,6 @@ def main():
     except ConfigError as error:
         print("\n".join(f"evaluate: {problem}" for problem in error.problems), file=sys.stderr)
         sys.exit(2)
-    except ConnectionError as error:
-        print(f"evaluate: {error}; give the rows with --data", file=sys.stderr)
-        sys.exit(1)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         sys.exit(1)
@@ -106,6 +103,7 @@ def evaluate(arguments):
     entries = entries_of(arguments.suite, arguments.tasks)
     with tempfile.TemporaryDirectory() as scratch:
         manager = task_manager(entries, arguments.data, Path(scratch))
+        tasks = load_tasks(manager, entries, arguments.data, Path(scratch))
         model = HFLM(
             pretrained=str(arguments.model),
             trust_remote_code=is_export(arguments.model),
@@ -120,8 +118,9 @@ def evaluate(arguments):
             try:
                 output = lm_eval.simple_evaluate(
                     model=model,
-                    tasks=names,
+                    tasks=[tasks[name]["groups"].get(name) or tasks[name]["tasks"][name] for name in names],
                     num_fewshot=shots,
+                    fewshot_random_seed=SEED,
                     limit=arguments.limit,
                     log_samples=False,
                     bootstrap_iters=1000,  # of the perplexity of LAMBADA; errors of accuracies need none

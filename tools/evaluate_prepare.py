@@ -21,7 +21,7 @@ from moh_lm.config import ConfigError
 from moh_lm.flags import Parser
 
 try:
-    from evaluate_tasks import SUITES, entries_of, leaves, task_manager
+    from evaluate_tasks import SEED, SUITES, entries_of, load_tasks, task_manager
 except ImportError as error:
     MISSING = error.name
 else:
@@ -36,8 +36,8 @@ def main():
     except ConfigError as error:
         print("\n".join(f"evaluate_prepare: {problem}" for problem in error.problems), file=sys.stderr)
         sys.exit(2)
-    except ConnectionError as error:
-        print(f"evaluate_prepare: {error}; give the rows with --data", file=sys.stderr)
+    except RuntimeError as error:
+        print(f"evaluate_prepare: {error}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -62,8 +62,9 @@ def prepare(arguments):
     lines, counts = [json.dumps(header)], {}
     with tempfile.TemporaryDirectory() as scratch:
         manager = task_manager(entries, arguments.data, Path(scratch))
+        tasks = load_tasks(manager, entries, arguments.data, Path(scratch))
         for entry in entries:
-            for task in manager.load(leaves(manager.task_index, entry.task))["tasks"].values():
+            for task in tasks[entry.task]["tasks"].values():
                 if task.OUTPUT_TYPE != "multiple_choice":
                     continue
                 rows = questions(task, entry, encode, arguments.limit)
@@ -92,6 +93,7 @@ def encoder(path):
 def questions(task, entry, encode, limit):
     """The rows of moh_lm/tasks.py for a ``task`` of the harness, without its name."""
     task.set_config("num_fewshot", entry.shots)
+    task.set_fewshot_seed(SEED)
     task.build_all_requests(limit=limit, rank=0, world_size=1)
     normed = any(metric["metric"] == "acc_norm" for metric in task.config.metric_list)
     rows = {}

@@ -3,6 +3,10 @@
 ``llm6`` is the table of the models trained from scratch, all zero-shot; ``llama14`` that of MoH-LLaMA3-8B with its
 numbers of examples. Prompts, choices and metrics are those of the harness's own task files.
 
+Rows come from the data sets on the hub that the task files name. ``datasets`` no longer runs those that are scripts
+there (LogiQA); of them the hub's conversion to Parquet is read, CONFIGURATION/SPLIT/*.parquet in the branch
+refs/convert/parquet.
+
 Local files: DATA/TASK/SPLIT.jsonl, one row of the official data set per line, with its own fields (``Entry.fields``).
 TASK is the harness's name, of each subject for mmlu, ceval-valid and cmmlu (mmlu_anatomy, ...); SPLIT is the name that
 the task file gives the split that is scored (test, else validation) and, with examples in the prompt, that of the
@@ -19,6 +23,7 @@ from lm_eval.tasks import TaskManager
 
 from moh_lm.config import ConfigError
 
+SEED = 1234  # of the draw of examples for a prompt, as in the harness's own program
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
 
@@ -97,6 +102,39 @@ def task_manager(entries, data, scratch):
     return manager
 
 
+def load_tasks(manager, entries, data, scratch):
+    """{entry.task: what ``manager.load`` gives for it}, with all rows read. Raises RuntimeError if some cannot be.
+
+    manager: of ``task_manager(entries, data, scratch)``.
+    """
+    loaded = {}
+    for entry in entries:
+        try:
+            loaded[entry.task] = load_task(manager, entry, scratch)
+        except Exception as error:  # of datasets, the client of the hub, its HTTP library, or the harness
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            remedy = "give the rows with --data, or choose other --tasks" if data is None else "mend the rows in --data"
+            raise RuntimeError(f"{entry.task}: its rows cannot be read ({reason}); {remedy}") from error
+    return loaded
+
+
+def load_task(manager, entry, scratch):
+    try:
+        return manager.load([entry.task])
+    except RuntimeError as error:
+        if "Dataset scripts are no longer supported" not in str(error):
+            raise
+        script = error
+    index = manager.task_index
+    for leaf in leaves(index, entry.task):
+        write_task(converted_task(leaf, index[leaf].cfg, index[leaf].yaml_path), scratch)
+    index.update(TaskManager(include_path=scratch, include_defaults=False).task_index)
+    try:
+        return manager.load([entry.task])
+    except (OSError, ValueError) as problem:
+        raise RuntimeError(f"{script}; of the hub's conversion: {problem}") from problem
+
+
 def leaves(index, name):
     """Names of the tasks that a task, tag or group of the harness's ``index`` consists of."""
     entry = index[name]
@@ -126,8 +164,12 @@ def write_local_tasks(entries, data, index, directory):
     if problems:
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise ConfigError([*(f"--data: {problem}" for problem in problems[:8]), *more])
-    for leaf, content in files.items():
-        (directory / f"{leaf}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    for content in files.values():
+        write_task(content, directory)
+
+
+def write_task(content, directory):
+    (directory / f"{content['task']}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
 
 
 def splits_of(config, shots, directory):
@@ -155,6 +197,20 @@ def local_task(leaf, config, official, found, directory):
             "data_files": {split: str(path.resolve()) for split, path in found.items()},
             "cache_dir": str(directory / "cache"),
         },
+    }
+
+
+def converted_task(leaf, config, official):
+    """Content of a task file: the ``official`` one with the rows of the hub's conversion."""
+    folder = f"hf://datasets/{config['dataset_path']}@refs/convert/parquet/{config.get('dataset_name') or 'default'}"
+    splits = sorted({config[key] for key in SPLITS if config.get(key)})
+    return {
+        "include": str(official),
+        "task": leaf,
+        "tag": None,
+        "dataset_path": "parquet",  # under its own name the cache of datasets would hide next time that it is a script
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: f"{folder}/{split}/*.parquet" for split in splits}},
     }
 
 
