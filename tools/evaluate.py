@@ -17,7 +17,8 @@ mean (here MC2); MMLU, CEVAL, CMMLU, GSM8K and NQ do only roughly: prompts and a
 versions. Standard errors are those of the questions only. Routing in bfloat16 changes single answers with the batch
 size; --dtype float32 does not.
 
-Exit codes: 0; 1 the harness or the model failed; 2 an argument or a file of --data has to be mended.
+Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
+has to be mended.
 """
 
 import contextlib
