@@ -191,8 +191,6 @@ def backend_problems(config):
     if backend == "triton" and head_dim not in TRITON_HEAD_DIMS:
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         found.append(f"{given}: has no kernels for --head-dim {head_dim}, only for {allowed}; choose auto")
-    if config.data.reset_at_documents:
-        found.append(f"{given}: does not know --reset-at-documents; choose auto, which is dense with it")
     return found
 
 

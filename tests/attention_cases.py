@@ -2,16 +2,25 @@
 
 import torch
 
+from moh_lm.kernels.boundaries import boundaries
 
-def reference(query, key, value, gates, selected, num_shared=0):
-    """g_i H_i, head by head: softmax(q K^T / sqrt(e)) V over the keys up to the query. Shapes as in moh_attention."""
+
+def reference(query, key, value, gates, selected, num_shared=0, lengths=None):
+    """g_i H_i, head by head: softmax(q K^T / sqrt(e)) V over the keys of the query's document up to it. Shapes as in
+    moh_attention. lengths: of the documents of each sequence, see ``make_boundaries``; None: one document."""
     length, batch, heads, head_dim = query.shape
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    hidden = torch.ones(batch, length, length, dtype=torch.bool)
+    for sequence in range(batch):
+        stop = 0
+        for document in [length] if lengths is None else lengths[sequence % len(lengths)]:
+            start, stop = stop, min(stop + document, length)
+            for query_at in range(start, stop):
+                hidden[sequence, query_at, start : query_at + 1] = False
     out = []
     for head in range(heads):
         kv = head * key.shape[2] // heads
         scores = torch.einsum("qbe,kbe->bqk", query[:, :, head], key[:, :, kv]) * head_dim**-0.5
-        weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True)).masked_fill(later, 0)
+        weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True)).masked_fill(hidden, 0)
         context = torch.einsum("bqk,kbe->qbe", weights / weights.sum(-1, keepdim=True), value[:, :, kv])
         used = torch.ones(length, batch) if head < num_shared else selected[..., head]
         out.append(context * (gates[..., head] * used).unsqueeze(-1))
@@ -80,6 +89,25 @@ def make_inputs(length, batch, heads, kv_heads, head_dim, routing="random_routin
     gates[length // 3, 0] = 0
     selected = ROUTINGS[routing](length, batch, heads, max(1, heads // 3), generator)
     return *(tensor.to(dtype) for tensor in (query, key, value, gates, upstream)), selected
+
+
+DOCUMENTS = {  # name -> lengths of the documents of each sequence, in turn; what is beyond the window does not count
+    "one document": [[1000]],
+    "some, other ones in each sequence": [[20, 37, 5, 1000], [1, 90, 1, 1, 1000]],
+    "of one token": [[1] * 1000],
+    "that end where blocks end": [[64, 64, 1000], [32, 32, 128, 1000]],
+    "that end beside the ends of blocks": [[63, 2, 64, 1000], [31, 1, 33, 62, 2, 1000]],
+    "short ones": [[7, 5, 1, 2] * 100, [3] * 400],
+}
+
+
+def make_boundaries(lengths, length, batch, masked=False):
+    """``Boundaries`` of sequences with documents of these ``lengths``, a list for each sequence in turn."""
+    rows = []
+    for sequence in range(batch):
+        row = [place for document in lengths[sequence % len(lengths)] for place in range(document)]
+        rows.append(row[:length])
+    return boundaries(torch.tensor(rows), masked)
 
 
 def with_gradients(function, query, key, value, gates, upstream):

@@ -15,11 +15,27 @@ from tests.test_training import arguments, losses, rows, run
 LENGTHS = (5, 1, 7, 3)  # of the documents in one window
 
 
-@pytest.mark.parametrize("heads", [HeadsConfig("all"), HeadsConfig(), HeadsConfig(routing="query_norm")])
-def test_a_document_in_a_window_gives_the_logits_that_it_gives_alone(heads):
+HEADS = {
+    "all": HeadsConfig("all"),
+    "paper": HeadsConfig(),
+    "no shared heads": HeadsConfig(num_shared_heads=(0,), num_active_routed_heads=(4,)),
+    "query norm": HeadsConfig(routing="query_norm"),
+    "static": HeadsConfig("static"),
+}
+BACKENDS = ("dense", "cpu_sparse")
+
+
+def make_model(heads, backend, **options):
     config = ModelConfig(2, 32, 64, 8, num_key_value_heads=4, vocab_size=50, heads=heads)
-    model = CausalLM(config).double()
+    model = CausalLM(config, attention_backend=backend, **options).double()
     model.initialize(0)
+    return model
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_a_document_in_a_window_gives_the_logits_that_it_gives_alone(heads, backend):
+    model = make_model(heads, backend)
     tokens = torch.randint(50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     model.documents.feed([positions])
@@ -27,6 +43,30 @@ def test_a_document_in_a_window_gives_the_logits_that_it_gives_alone(heads):
     for document, logits in zip(tokens.split(LENGTHS, 1), together.split(LENGTHS), strict=True):
         torch.testing.assert_close(logits, model(document), rtol=1e-9, atol=1e-12)
     assert not torch.allclose(together, model(tokens))  # without boundaries they see each other
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_a_sparse_backend_gives_the_loss_and_the_gradients_of_the_dense_one_inside_documents(heads, recompute):
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(50, (2, 131), generator=generator)
+    positions = torch.stack([torch.arange(130), torch.arange(130)])
+    for row, starts in enumerate(([1, 2, 60, 124], [64, 100])):
+        for start in starts:
+            positions[row, start:] = torch.arange(130 - start)
+    found = []
+    for backend in BACKENDS:
+        model = make_model(heads, backend, recompute=recompute).train()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 5  # so that no gradient is hidden by small weights
+        model.documents.feed([positions])
+        loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+        assert (model.documents.boundaries.mask is None) == (backend == "cpu_sparse")
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for sparse, dense in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(sparse, dense, rtol=1e-9, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +84,8 @@ def one_process(data_dir, tmp_path_factory):
         (2, ("--tensor-parallel-size", "2")),
         (2, ("--pipeline-parallel-size", "2")),
         (2, ("--pipeline-parallel-size", "2", "--recompute")),
+        (2, ("--attention-backend", "cpu_sparse", "--tensor-parallel-size", "2", "--recompute")),
+        (2, ("--attention-backend", "cpu_sparse", "--pipeline-parallel-size", "2")),
     ],
 )
 def test_resets_train_the_same_model_in_every_layout(data_dir, tmp_path, one_process, world_size, layout):

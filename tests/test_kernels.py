@@ -12,13 +12,16 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from moh_lm.kernels import attention, break_even, flex
 from moh_lm.kernels.attention import choose_backend, moh_attention
+from moh_lm.kernels.boundaries import boundaries
 from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 from moh_lm.kernels.cpu_sparse import SelectedRows, add_up
 from moh_lm.kernels.threads import in_threads
 from tests.attention_cases import (
+    DOCUMENTS,
     ROUTINGS,
     assert_all_close,
     everything,
+    make_boundaries,
     make_inputs,
     reference,
     with_gradients,
@@ -53,6 +56,56 @@ def test_every_backend_computes_the_reference_with_every_gradient(shape, routing
     with torch.no_grad():
         out = moh_attention(*tensors, selected, num_shared, backend="flex")
     torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("routing", ["random_routing", "odd_routing", "varying_routing"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_no_backend_sees_beyond_a_document(lengths, shape, routing, uncompiled_flex):
+    *sizes, num_shared = shape
+    *tensors, upstream, selected = make_inputs(*sizes, routing)
+    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths), *tensors, upstream)
+    for backend, masked in (("dense", True), ("dense", False), ("cpu_sparse", False)):
+        arguments = (selected, num_shared, make_boundaries(lengths, *sizes[:2], masked), backend)
+        got = with_gradients(lambda *t, a=arguments: moh_attention(*t, *a), *tensors, upstream)
+        assert_all_close(got, expected, 1e-12)
+    with torch.no_grad():
+        out = moh_attention(*tensors, selected, num_shared, arguments[2], "flex")
+    torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-12)
+
+
+def test_boundaries_are_those_of_the_documents_counted_by_hand():
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [7, 8, 0, 1, 2, 3]])  # the second window begins inside a document
+    starts, ends, mask = boundaries(positions, True)
+    assert starts.tolist() == [[0, 0, 0, 3, 4, 4], [0, 0, 2, 2, 2, 2]]
+    assert ends.tolist() == [[3, 3, 3, 4, 6, 6], [2, 2, 6, 6, 6, 6]]
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1],
+    ]  # fmt: skip
+    assert boundaries(positions, False).mask is None
+
+
+def test_one_document_gives_the_bits_of_none():
+    *tensors, upstream, selected = make_inputs(150, 2, 6, 3, 16, dtype=torch.float32)
+    one = make_boundaries([[150]], 150, 2)
+    found = [
+        with_gradients(lambda *t, d=documents: moh_attention(*t, selected, 0, d, "cpu_sparse"), *tensors, upstream)
+        for documents in (None, one)
+    ]
+    assert all(map(torch.equal, *found))
+
+
+def test_a_chunk_of_rows_takes_the_keys_from_the_document_of_its_first_row_to_its_last_row():
+    *_, selected = make_inputs(1024, 2, 4, 2, 8, "varying_routing")
+    documents = make_boundaries([[300, 1, 200, 1000], [128] * 8], 1024, 2)
+    rows = SelectedRows(selected, documents.starts)
+    found = [(sequence, chunk) for _, sequence, chunks in rows.chunks(2) for chunk in chunks]
+    assert sum(stop - start for _, (start, stop, _) in found) == selected.sum()
+    for sequence, (start, stop, (first, *_, end)) in found:
+        positions = rows.position[start:stop].tolist()
+        assert first == documents.starts[sequence, positions[0]]
+        assert end == positions[-1] + 1
 
 
 @pytest.mark.parametrize("num_threads", [2, 3])
@@ -130,7 +183,10 @@ def test_rows_in_bfloat16_are_added_up_in_fp32():
 def test_gradients_pass_gradcheck(backend):
     *tensors, _, selected = make_inputs(6, 2, 3, 3, 4)
     leaves = [tensor.requires_grad_() for tensor in tensors]
-    assert torch.autograd.gradcheck(lambda *t: moh_attention(*t, selected, 1, backend=backend), leaves)
+    for documents in (None, make_boundaries([[2, 4], [1, 2, 3]], 6, 2)):
+        assert torch.autograd.gradcheck(
+            lambda *t, d=documents: moh_attention(*t, selected, 1, d, backend), leaves
+        )
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 0.02), (torch.float16, 3e-3)])
@@ -176,11 +232,16 @@ def test_slots_are_a_permutation_of_the_sequence_with_the_selected_tokens_in_fro
                 assert before[b, h].tolist() == [sum(c < t for c in chosen) for t in range(76)]
 
 
+FLEX_DOCUMENTS = [[[1000]], [[100, 300, 1000], [1, 140, 200, 1000]], [[128, 256, 1000], [127, 2, 1000]], [[3] * 200]]
+
+
+@pytest.mark.parametrize("lengths", [None, *FLEX_DOCUMENTS])
 @pytest.mark.parametrize("length", [128, 384, 512])
-def test_flex_lists_of_blocks_are_those_that_torch_finds_by_looking_at_every_pair(length):
-    selected = torch.cat([make_inputs(length, 1, 4, 4, 8, r)[-1] for r in ("random_routing", "odd_routing")], dim=1)
+def test_flex_lists_of_blocks_are_those_that_torch_finds_by_looking_at_every_pair(length, lengths):
+    routings = ("random_routing", "odd_routing")
+    selected = torch.cat([make_inputs(length, 1, 4, 4, 8, routing)[-1] for routing in routings], dim=1)
     compaction = compact(selected)
-    ours = flex.block_mask(compaction)
+    ours = flex.block_mask(compaction, None if lengths is None else make_boundaries(lengths, length, 2).starts)
     count = compaction.before[..., -1:]
     seen = (torch.arange(length) // flex.BLOCK < (count + flex.BLOCK - 1) // flex.BLOCK)  # blocks with selected slots
     theirs = create_block_mask(
@@ -198,7 +259,7 @@ def area(selected, block_m, block_n):
     compaction = compact(selected)
     length, batch, heads = selected.shape
     dense = batch * heads * 128 * 128 * sum(range(1, length // 128 + 1))
-    query = key_blocks(compaction, block_m, block_n)[1].sum().item() * block_m * block_n
+    query = key_blocks(compaction, block_m, block_n)[3].sum().item() * block_m * block_n
     return query / dense, slot_blocks(compaction, block_m, block_n).sum().item() * block_m * block_n / dense
 
 
@@ -212,16 +273,6 @@ def test_executed_tiles_are_within_a_tenth_of_the_activation_rate(length, shared
     for routed in area(selected, 64, 64):
         assert rate < (shared + (heads - shared) * routed) / heads <= 1.10 * rate
     assert area(everything(length, 1, 1, 1, None), 128, 128) == (1, 1)
-
-
-def test_a_mask_is_computed_densely_by_every_backend():
-    *tensors, _, selected = make_inputs(20, 1, 4, 4, 8)
-    half = torch.arange(20) >= 10
-    mask = (half == half[:, None]).tril()[None, None]
-    parts = zip(*(tensor.split(10) for tensor in (*tensors, selected)), strict=True)
-    expected = torch.cat([reference(*part) for part in parts])
-    got = moh_attention(*tensors, selected, mask=mask, backend="cpu_sparse")
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 def test_everything_but_the_triton_backend_works_where_triton_is_not_installed():
@@ -243,7 +294,7 @@ def test_a_backend_that_cannot_run_says_so(monkeypatch):
     with pytest.raises(RuntimeError, match="flex: has no backward pass on the CPU"):
         moh_attention(*(t.requires_grad_() for t in tensors), selected, backend="flex")
     with pytest.raises(RuntimeError, match="cpu_sparse: the tensors are on meta"):
-        choose_backend("cpu_sparse", torch.device("meta"), torch.float32, 64, 0.5, False)
+        choose_backend("cpu_sparse", torch.device("meta"), torch.float32, 64, 0.5)
     with pytest.raises(ValueError, match="choose one of auto, dense, triton"):
         moh_attention(*tensors, selected, backend="fast")
 

@@ -9,13 +9,16 @@ token selects head i, zero elsewhere.
     cpu_sparse   matrix products over the selected queries (CPU)
     auto         dense, or the sparse backend where it was measured to be faster (``moh_lm.kernels.break_even``)
 
-Shared heads go through scaled dot-product attention in all of them, since every token computes them.
+Shared heads go through scaled dot-product attention in all of them, since every token computes them. But where a window
+holds several documents it would need a mask, and compute all scores: the sparse backends then take every head, and the
+scores inside documents only.
 """
 
 import torch
 import torch.nn.functional as F
 
 from moh_lm.kernels import cpu_sparse, flex
+from moh_lm.kernels.boundaries import document_mask
 from moh_lm.kernels.break_even import fastest
 
 try:
@@ -25,39 +28,45 @@ except ModuleNotFoundError:
 
 
 def moh_attention(
-    query, key, value, gates=None, selected=None, num_shared=0, mask=None, backend="auto", active_share=1.0
+    query, key, value, gates=None, selected=None, num_shared=0, documents=None, backend="auto", active_share=1.0
 ):
     """g_i H_i of Eq. 4 for every token and head, before the output projection.
 
     query: [s, b, heads, head_dim]. key, value: [s, b, key_value_heads, head_dim]; consecutive query heads share one.
     gates: [s, b, heads], or None for 1. selected: [s, b, heads], bool or 0 and 1, the heads that each token uses; None
     for all. It is the router's choice and not gates != 0: a gate may underflow. The first ``num_shared`` heads are
-    used by every token, whatever ``selected`` says of them. mask: bool [b, 1, s, s], true where a query attends to a
-    key; None: causal. backend: see above; with a mask always ``dense``. active_share: share of the heads that a token
-    uses, by which ``auto`` chooses.
+    used by every token, whatever ``selected`` says of them. documents: ``Boundaries`` that no token sees beyond; None:
+    causal over the whole sequence. backend: see above. active_share: share of the heads that a token uses, by which
+    ``auto`` chooses.
     Returns [s, b, heads, head_dim] in the dtype of ``query``.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
-    backend = choose_backend(backend, query.device, query.dtype, query.shape[0], active_share, mask is not None)
+    backend = choose_backend(backend, query.device, query.dtype, query.shape[0], active_share)
     if selected is not None:
         shared = torch.ones_like(selected[..., :num_shared])
         selected = torch.cat((shared, selected[..., num_shared:]), dim=-1)
         gates = selected if gates is None else gates * selected
-    if backend == "dense" or selected is None or num_shared == heads:
-        return dense_heads(query, key, value, gates, mask)
-    groups = num_shared * kv_heads // heads  # key/value heads whose query heads are all shared
+    if backend == "dense" or (documents is None and (selected is None or num_shared == heads)):
+        return dense_heads(query, key, value, gates, documents)
+    if selected is None:
+        selected = query.new_ones(query.shape[:3], dtype=torch.bool)
+        gates = selected if gates is None else gates
+    groups = 0 if documents else num_shared * kv_heads // heads  # key/value heads of shared heads alone, taken densely
     first = groups * heads // kv_heads
     query, gates, selected = (part.split([first, heads - first], dim=2) for part in (query, gates, selected))
     key, value = (part.split([groups, kv_heads - groups], dim=2) for part in (key, value))
     wide = torch.promote_types(query[1].dtype, torch.float32)
-    routed = SPARSE[backend](query[1], key[1], value[1], gates[1].to(wide), selected[1])
+    routed = SPARSE[backend](query[1], key[1], value[1], gates[1].to(wide), selected[1], documents)
     if groups == 0:
         return routed
     return torch.cat((dense_heads(query[0], key[0], value[0], gates[0]), routed), dim=2)
 
 
-def dense_heads(query, key, value, gates, mask=None):
+def dense_heads(query, key, value, gates, documents=None):
     """The reference: all heads, times their gates. Arguments as of ``moh_attention``."""
+    mask = None
+    if documents is not None:
+        mask = document_mask(documents.starts) if documents.mask is None else documents.mask
     context = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),  # [b, heads, s, head_dim]
         key.permute(1, 2, 0, 3),
@@ -70,10 +79,8 @@ def dense_heads(query, key, value, gates, mask=None):
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 
-def choose_backend(backend, device, dtype, seq_length, active_share, masked):
+def choose_backend(backend, device, dtype, seq_length, active_share):
     """The backend that computes: never ``auto``. Raises RuntimeError if the one asked for by name cannot run here."""
-    if masked:
-        return "dense"
     if backend == "auto":
         return fastest(device.type, dtype, seq_length, active_share)
     if backend == "triton" and triton_attention is None:

@@ -1,10 +1,10 @@
 """Head-sparse attention on a CPU: matrix products over the selected rows, written out with torch's own operations.
 
-The selected queries of a head attend in chunks of consecutive rows, so that the scores of a chunk, up to the key of its
-last row, stay in the cache: two products and a softmax forward, five products backward, with the probabilities computed
-again. Where the whole layer is at hand, ``ProjectRows`` and ``SumRows`` are its query and output projections of the
-selected rows only, which on a CPU saves as much as the attention itself at short lengths. Threads take whole heads, or
-shares of the tokens (moh_lm/kernels/threads.py).
+The selected queries of a head attend in chunks of consecutive rows, so that the scores of a chunk, from the document of
+its first row to the key of its last one, stay in the cache: two products and a softmax forward, five products backward,
+with the probabilities computed again. Where the whole layer is at hand, ``ProjectRows`` and ``SumRows`` are its query
+and output projections of the selected rows only, which on a CPU saves as much as the attention itself at short lengths.
+Threads take whole heads, or shares of the tokens (moh_lm/kernels/threads.py).
 
 The rows' number depends on the routing: torch.compile breaks its graph here.
 
@@ -22,18 +22,20 @@ CHUNK = 64  # rows; of 32, 64 and 128 the fastest from T = 512 to 4096
 
 
 class SelectedRows:
-    """Where the rows of a selection [s, b, heads] (bool or 0 and 1) are.
+    """Where the rows of a selection [s, b, heads] (bool or 0 and 1) are. starts: of ``Boundaries``, or None.
 
-    token: int64 [rows], t b + j of position t in sequence j. position: int64 [rows], t. heads: (head, start, stop) of
+    token: int64 [rows], t b + j of position t in sequence j. position: int64 [rows], t. start: int64 [rows], first
+    position of its document, or None. heads: (head, start, stop) of
     the rows of each head. sequences: (head, j, start, stop) of those of each sequence in each head. shares: for every
     thread of torch, a share of the tokens: (head, start, stop) of their rows.
     """
 
-    def __init__(self, selected):
+    def __init__(self, selected, starts=None):
         self.shape = selected.shape
         chosen = selected.permute(2, 1, 0) != 0  # [heads, b, s]
         self.head, sequence, self.position = chosen.nonzero().unbind(1)
         self.token = self.position * self.shape[1] + sequence
+        self.start = None if starts is None else starts[sequence, self.position].long()
         ends = [0, *chosen.sum(-1).flatten().cumsum(0).tolist()]
         self.sequences = [(*divmod(i, self.shape[1]), start, stop) for i, (start, stop) in enumerate(pairwise(ends))]
         self.heads = [(head, *bounds) for head, bounds in enumerate(pairwise(ends[:: self.shape[1]]))]
@@ -45,16 +47,18 @@ class SelectedRows:
     def chunks(self, group):
         """[(key/value head, sequence, chunks), ...], those with most chunks first; ``group`` query heads share one.
 
-        A chunk (start, stop, whole, end) has up to CHUNK rows, which all see the keys [0, whole) and of which the last
-        sees [0, end).
+        A chunk (start, stop, (first, inner, whole, end)) has up to CHUNK rows, which see keys of [first, end) only, and
+        all see those of [inner, whole).
         """
         position = self.position.tolist()
+        first_key = [0] * len(position) if self.start is None else self.start.tolist()
         found = {}
         for head, sequence, first, last in self.sequences:
             chunks = found.setdefault((head // group, sequence), [])
             for start in range(first, last, CHUNK):
                 stop = min(start + CHUNK, last)
-                chunks.append((start, stop, position[start] + 1, position[stop - 1] + 1))
+                keys = first_key[start], first_key[stop - 1], position[start] + 1, position[stop - 1] + 1
+                chunks.append((start, stop, keys))
         return [(*at, found[at]) for at in sorted(found, key=lambda at: -len(found[at]))]
 
     def gather(self, tensor):
@@ -67,9 +71,9 @@ class SelectedRows:
         return whole.index_copy(0, self.token * self.shape[2] + self.head, rows).unflatten(0, self.shape)
 
 
-def sparse_heads(query, key, value, gates, selected):
+def sparse_heads(query, key, value, gates, selected, documents=None):
     """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``."""
-    rows = SelectedRows(selected)
+    rows = SelectedRows(selected, documents and documents.starts)
     heads = AttendRows.apply(rows.gather(query), key, value, rows)
     return rows.scatter(weigh(heads, rows.gather(gates)))
 
@@ -90,9 +94,10 @@ class AttendRows(torch.autograd.Function):
 
         def attend(head, sequence, chunks):
             buffer = q.new_empty(CHUNK * rows.shape[0])
-            for start, stop, whole, end in chunks:
-                p = probabilities(q[start:stop], k[sequence, head, :end], rows.position[start:stop], whole, buffer)
-                torch.mm(p, v[sequence, head, :end], out=out[start:stop])
+            for start, stop, keys in chunks:
+                at = sequence, head, slice(keys[0], keys[-1])
+                p = probabilities(q[start:stop], k[at], rows, start, keys, buffer)
+                torch.mm(p, v[at], out=out[start:stop])
 
         in_threads(attend, rows.chunks(group))
         ctx.save_for_backward(q, k, v, out)
@@ -110,9 +115,9 @@ class AttendRows(torch.autograd.Function):
 
         def attend_backward(head, sequence, chunks):
             buffers = q.new_empty(2, CHUNK * rows.shape[0])
-            for start, stop, whole, end in chunks:
-                at = sequence, head, slice(end)
-                p = probabilities(q[start:stop], k[at], rows.position[start:stop], whole, buffers[0])
+            for start, stop, keys in chunks:
+                at = sequence, head, slice(keys[0], keys[-1])
+                p = probabilities(q[start:stop], k[at], rows, start, keys, buffers[0])
                 dv[at].addmm_(p.t(), gradient[start:stop])
                 ds = torch.mm(gradient[start:stop], v[at].t(), out=buffers[1, : p.numel()].view_as(p))
                 ds.sub_(delta[start:stop]).mul_(p)
@@ -125,11 +130,15 @@ class AttendRows(torch.autograd.Function):
         return dq.to(ctx.dtype), dk, dv, None
 
 
-def probabilities(q, k, position, whole, buffer):
-    """softmax(q k^T) of a chunk in ``buffer``, masked from key ``whole`` on: [rows, end]."""
+def probabilities(q, k, rows, start, keys, buffer):
+    """softmax(q k^T) of the chunk that begins with row ``start``, in ``buffer``: [rows, keys], of ``chunks``."""
+    first, inner, whole, end = keys
+    at = slice(start, start + len(q))
     p = torch.mm(q, k.t(), out=buffer[: len(q) * len(k)].view(len(q), len(k)))
-    if whole < len(k):
-        p[:, whole:].masked_fill_(torch.arange(whole, len(k)) > position.unsqueeze(1), -torch.inf)
+    if whole < end:
+        p[:, whole - first :].masked_fill_(torch.arange(whole, end) > rows.position[at].unsqueeze(1), -torch.inf)
+    if first < inner:
+        p[:, : inner - first].masked_fill_(torch.arange(first, inner) < rows.start[at].unsqueeze(1), -torch.inf)
     return torch.softmax(p, 1, out=p)
 
 

@@ -1,7 +1,8 @@
 """The FlexAttention backend: torch's own block-sparse kernel on the compacted queries, to check the Triton kernels by.
 
 Its ``BlockMask`` follows from ``key_blocks`` in closed form: the key blocks of a block of slots, and the blocks of
-slots of a key block, are contiguous ranges, so neither an s x s mask nor a sort is needed.
+slots of a key block, are contiguous ranges, and so are the full blocks among them: neither an s x s mask nor a sort is
+needed.
 
 Shapes: s sequence, b batch, e head dimension, n blocks of the sequence.
 """
@@ -12,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from moh_lm.kernels.compaction import compact, key_blocks
+from moh_lm.kernels.compaction import at_positions, compact, key_blocks
 
 BLOCK = 128
 
 
-def flex_heads(query, key, value, gates, selected):
+def flex_heads(query, key, value, gates, selected, documents=None):
     """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``. Raises RuntimeError on a CPU if a
     gradient is wanted: torch has the forward pass only."""
     if query.device.type == "cpu":
@@ -28,12 +29,13 @@ def flex_heads(query, key, value, gates, selected):
     padding = -length % BLOCK  # rows that no head selects: all blocks are whole
     query, key, value = (F.pad(tensor, (0, 0, 0, 0, 0, 0, 0, padding)) for tensor in (query, key, value))
     compaction = compact(F.pad(selected, (0, 0, 0, 0, 0, padding)))
+    starts = documents and F.pad(documents.starts, (0, padding), value=length)
     slot = torch.arange(query.shape[0], device=query.device)
     used = slot < compaction.before[..., -1:]  # [b, heads, s]
     token = compaction.positions.long().unsqueeze(-1).expand(-1, -1, -1, query.shape[-1])  # [b, heads, s, e]
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, e]
     grouped = q.shape[1] != k.shape[1]
-    rows = compiled()(q.gather(2, token), k, v, block_mask=block_mask(compaction), enable_gqa=grouped)
+    rows = compiled()(q.gather(2, token), k, v, block_mask=block_mask(compaction, starts), enable_gqa=grouped)
     out = torch.zeros_like(q).scatter(2, token, torch.where(used.unsqueeze(-1), rows, 0))
     return (out.permute(2, 0, 1, 3)[:length] * gates.unsqueeze(-1)).to(query.dtype)
 
@@ -43,9 +45,11 @@ def compiled():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def block_mask(compaction):
-    """``BlockMask`` in which slots attend to the keys up to their position; the sequence is a multiple of BLOCK."""
-    full, end = key_blocks(compaction, BLOCK, BLOCK)  # [b, heads, n], ascending over the blocks with selected slots
+def block_mask(compaction, starts=None):
+    """``BlockMask`` in which slots attend to the keys up to their position, from the start of their document on; the
+    sequence is a multiple of BLOCK. starts: of ``Boundaries``, or None."""
+    # [b, heads, n], ascending over the blocks with selected slots
+    begin, inner, full, end = key_blocks(compaction, BLOCK, BLOCK, starts)
     positions, before = compaction
     length = positions.shape[-1]
     block = torch.arange(full.shape[-1], dtype=torch.int32, device=full.device)
@@ -54,26 +58,30 @@ def block_mask(compaction):
     # Slots beyond the selected ones of a block see what its last selected slot sees: they add no block to its list.
     last = torch.minimum((slot // BLOCK + 1) * BLOCK, count).clamp_min(1) - 1
     seen = torch.where(slot < count, positions, positions.gather(-1, last.long()))
+    seen_from = torch.zeros_like(seen) if starts is None else at_positions(starts, seen)
 
     used = (end > 0).unsqueeze(-1)
-    whole_from = ((full.unsqueeze(-1) <= block) & used).sum(-2, dtype=torch.int32)  # [b, heads, n] over key blocks
-    part_from = ((end.unsqueeze(-1) <= block) & used).sum(-2, dtype=torch.int32)
-    number_used = used.sum(-2, dtype=torch.int32)
+    # [b, heads, n] over key blocks: those of [q_begin, q_end) see one, those of [q_inner, q_full) wholly
+    q_begin, q_inner, q_full, q_end = (
+        ((bound.unsqueeze(-1) <= block) & used).sum(-2, dtype=torch.int32) for bound in (end, full, inner, begin)
+    )
 
-    def from_block(first):
-        """Indices first, first + 1, ...: [b, heads, n, n]"""
-        return (first.unsqueeze(-1) + block).clamp_max(len(block) - 1)
+    def indices(first, gap_at, gap_stop):
+        """first, first + 1, ... without [gap_at, gap_stop): [b, heads, n, n]"""
+        index = first.unsqueeze(-1) + block
+        index = index + torch.where(index < gap_at.unsqueeze(-1), 0, (gap_stop - gap_at).unsqueeze(-1))
+        return index.clamp_max(len(block) - 1)
 
     return BlockMask(
         seq_lengths=(length, length),
-        kv_num_blocks=end - full,
-        kv_indices=from_block(full),
-        full_kv_num_blocks=full,
-        full_kv_indices=from_block(torch.zeros_like(full)),
-        q_num_blocks=whole_from - part_from,
-        q_indices=from_block(part_from),
-        full_q_num_blocks=number_used - whole_from,
-        full_q_indices=from_block(whole_from),
+        kv_num_blocks=end - full + inner - begin,
+        kv_indices=indices(begin, inner, full),
+        full_kv_num_blocks=full - inner,
+        full_kv_indices=indices(inner, inner, inner),
+        q_num_blocks=q_end - q_full + q_inner - q_begin,
+        q_indices=indices(q_begin, q_inner, q_full),
+        full_q_num_blocks=q_full - q_inner,
+        full_q_indices=indices(q_inner, q_inner, q_inner),
         BLOCK_SIZE=(BLOCK, BLOCK),
-        mask_mod=lambda b, h, q, k: seen[b, h, q] >= k,
+        mask_mod=lambda b, h, q, k: (seen[b, h, q] >= k) & (seen_from[b, h, q] <= k),
     )

@@ -46,14 +46,14 @@ class Attention(nn.Module):
         mixture = self.selection == "mixture"
         self.router = HeadRouter(config, layer_index, init_std, group, loss_terms) if mixture else None
 
-    def forward(self, x, mask=None, kept=None):
+    def forward(self, x, documents=None, kept=None):
         """x: [s/tp, b, d], normalised -> [s/tp, b, d], with loss, statistics and selection of the ``HeadRouter``.
 
-        mask: see ``moh_attention``. kept: ``HeadRouter``.
+        documents: see ``moh_attention``. kept: ``HeadRouter``.
         """
         gates = loss = statistics = selection = selected = None
         length = x.shape[0] * group_size(self.group)
-        backend = choose_backend(self.backend, x.device, x.dtype, length, self.active_share, mask is not None)
+        backend = choose_backend(self.backend, x.device, x.dtype, length, self.active_share)
         learned = self.router is not None and self.router.routing != "query_norm"
         if learned:
             gates, loss, statistics, selection = self.router(x, kept)  # [s/tp, b, h]
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         table = rotary_table(length, self.rotary, x.dtype, x.device)
         key = rotate(key, table)
         if learned and selected is not None and backend == "cpu_sparse":
-            output = self.selected_rows(x, key, value, table, gates, selected)
+            output = self.selected_rows(x, key, value, table, gates, selected, documents)
         else:
             query = self.split_heads(self.q_proj(x))
             if self.selection == "static":
@@ -77,7 +77,7 @@ class Attention(nn.Module):
                 gates = self.heads.take(gates)  # [s, b, h/tp]
                 selected = None if selection is None else self.local_selection(selection)
             context = moh_attention(
-                rotate(query, table), key, value, gates, selected, self.heads.num_leading, mask, backend
+                rotate(query, table), key, value, gates, selected, self.heads.num_leading, documents, backend
             )  # [s, b, h/tp, e]
             output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
         return output, loss, statistics, selection
@@ -86,12 +86,12 @@ class Attention(nn.Module):
         """Routed experts that the router selected [s, b, E] -> heads of this rank that are on [s, b, h/tp]."""
         return self.heads.take(self.router.per_head(F.pad(routed, (self.router.num_shared, 0), value=1)))
 
-    def selected_rows(self, x, key, value, table, gates, selected):
+    def selected_rows(self, x, key, value, table, gates, selected, documents):
         """The output [s/tp, b, d] with queries, attention and outputs of the selected rows of the routed heads only."""
         groups = self.heads.num_leading * key.shape[2] // gates.shape[2]  # key/value heads of shared heads alone
         first = groups * gates.shape[2] // key.shape[2]
         split = first * self.head_dim
-        rows = SelectedRows(selected[..., first:])
+        rows = SelectedRows(selected[..., first:], documents and documents.starts)
         shared, queries = self.q_proj(
             x, lambda x, weight: (F.linear(x, weight[:split]), ProjectRows.apply(x, weight[split:], rows))
         )
@@ -101,7 +101,10 @@ class Attention(nn.Module):
         if first == 0:
             return self.o_proj(heads, lambda heads, weight: SumRows.apply(heads, weight, rows))
         shared = rotate(self.split_heads(shared), table)
-        context = moh_attention(shared, key[:, :, :groups], value[:, :, :groups], gates[..., :first])
+        context = moh_attention(
+            shared, key[:, :, :groups], value[:, :, :groups], gates[..., :first], documents=documents,
+            backend="cpu_sparse",
+        )  # fmt: skip
         return self.o_proj(
             context.flatten(2),
             lambda x, weight: F.linear(x, weight[:, :split]) + SumRows.apply(heads, weight[:, split:], rows),

@@ -8,17 +8,21 @@ Shapes: s sequence, b batch.
 
 from collections import deque
 
+from moh_lm.kernels.boundaries import boundaries
+
 
 class Documents:
     """The boundaries in the micro-batch that is going through the model, for all layers of a stage.
 
     ``feed`` takes the positions of micro-batches to come, in the order of their forward passes; each pass begins with
-    ``advance``. Without boundaries ``mask`` is None, and attention is causal over the whole window.
+    ``advance``. Without boundaries ``boundaries`` is None, and attention is causal over the whole window.
+    attention_backend: of ``moh_attention``; one that is sparse in every layer needs no mask.
     """
 
-    def __init__(self):
+    def __init__(self, attention_backend="auto"):
+        self.masked = attention_backend in ("auto", "dense")
         self.waiting = deque()
-        self.mask = None
+        self.boundaries = None
 
     def feed(self, positions):
         """positions: for each micro-batch int64 [b, s], of each token in its document, or None."""
@@ -26,10 +30,6 @@ class Documents:
 
     def advance(self, device):
         positions = self.waiting.popleft() if self.waiting else None
-        self.mask = None if positions is None else document_mask(positions.to(device, non_blocking=True))
-
-
-def document_mask(positions):
-    """Which tokens attend to which: those of their document up to themselves; bool [b, 1, s, s], query by key."""
-    document = (positions == 0).cumsum(dim=1)  # [b, s]
-    return (document[:, :, None] == document[:, None, :]).tril().unsqueeze(1)
+        self.boundaries = None
+        if positions is not None:
+            self.boundaries = boundaries(positions.to(device, non_blocking=True), self.masked)

@@ -100,7 +100,7 @@ class PipelineCausalLM(PipelineModule):
 
     def __init__(self, config, groups_shape, group, micro_batches, recompute, attention_backend, seed, loss_fn):
         pipeline, data, tensor = groups_shape
-        documents = Documents()
+        documents = Documents(attention_backend)
         self.layers = layer_list(config, group, micro_batches, recompute, documents, attention_backend)
         with contextlib.redirect_stdout(None):  # DeepSpeed prints the list on every start
             super().__init__(

@@ -69,24 +69,24 @@ class DecoderLayer(nn.Module):
         self.run = DecoderLayer.block  # or what torch.compile made of it
 
     def forward(self, x):
-        mask, router = self.documents.mask, self.self_attn.router
+        documents, router = self.documents.boundaries, self.self_attn.router
         if self.recompute and self.training and torch.is_grad_enabled():
             kept = None if router is None else router.unselected(x)
             x, loss, statistics = checkpoint(
-                self.run_keeping, x, mask, [kept], use_reentrant=False, preserve_rng_state=False
+                self.run_keeping, x, documents, [kept], use_reentrant=False, preserve_rng_state=False
             )
         else:
-            x, loss, statistics, _ = self.run(self, x, mask)
+            x, loss, statistics, _ = self.run(self, x, documents)
         return x if loss is None else attach_loss(x, loss, statistics, router.statistics)
 
-    def run_keeping(self, x, mask, kept):
+    def run_keeping(self, x, documents, kept):
         """``run``, which replaces the one item of ``kept`` so that the next call has the same selection."""
-        x, loss, statistics, selection = self.run(self, x, mask, *kept)
+        x, loss, statistics, selection = self.run(self, x, documents, *kept)
         kept[:] = [None if selection is None else (selection.new_ones((), dtype=torch.bool), selection)]
         return x, loss, statistics
 
-    def block(self, x, mask, kept=None):
-        attention, *router = self.self_attn(self.input_layernorm(x), mask, kept)
+    def block(self, x, documents, kept=None):
+        attention, *router = self.self_attn(self.input_layernorm(x), documents, kept)
         x = x + attention
         return x + self.mlp(self.post_attention_layernorm(x)), *router
 
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config, loss_terms, recompute, group, attention_backend):
         super().__init__()
-        self.documents = Documents()
+        self.documents = Documents(attention_backend)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, INIT_STD, group)
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, loss_terms, recompute, group, self.documents, attention_backend)

@@ -1,0 +1,38 @@
+"""Where the documents of a window begin and end: attention that stays inside them.
+
+A token attends to the keys from the start of its document to its own position: a range, as in causal attention, with a
+lower bound besides the upper one. Neither bound descends along the sequence, so that what a block of queries or of keys
+needs is a range too.
+
+Shapes: s sequence, b batch.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Boundaries(NamedTuple):
+    """starts, ends: int32 [b, s], positions of the first token of each token's document, and of the token after its
+    last one. mask: bool [b, 1, s, s], of ``document_mask``, for layers that compute densely; None: each makes it."""
+
+    starts: torch.Tensor
+    ends: torch.Tensor
+    mask: torch.Tensor | None
+
+
+def boundaries(positions, masked):
+    """``Boundaries`` of documents from the positions of their tokens in them, int64 [b, s]. masked: make the mask.
+
+    The first document may have begun before the window.
+    """
+    token = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device).expand_as(positions)
+    starts = (token - positions).to(torch.int32).clamp_min(0)
+    ends = torch.searchsorted(starts, token.contiguous(), right=True, out_int32=True)
+    return Boundaries(starts, ends, document_mask(starts) if masked else None)
+
+
+def document_mask(starts):
+    """Which tokens attend to which: those of their document up to themselves; bool [b, 1, s, s], query by key."""
+    token = torch.arange(starts.shape[1], device=starts.device)
+    return ((token >= starts[:, :, None]) & (token <= token[:, None])).unsqueeze(1)
