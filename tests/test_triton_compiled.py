@@ -12,11 +12,13 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from moh_lm.kernels import triton_attention, triton_kernels  # noqa: E402
+from moh_lm.kernels import triton_attention  # noqa: E402
+from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel  # noqa: E402
+from moh_lm.kernels.triton_forward import forward_kernel  # noqa: E402
 
-KERNELS = {"forward": "forward_kernel", "query": "backward_query_kernel", "key": "backward_key_kernel"}
+KERNELS = {"forward": forward_kernel, "query": backward_query_kernel, "key": backward_key_kernel}
 POINTERS = {
-    **dict.fromkeys(("positions", "before"), "*i32"),
+    **dict.fromkeys(("positions", "before", "starts", "ends"), "*i32"),
     **dict.fromkeys(("gates", "dgates", "lse", "delta"), "*fp32"),
     **dict.fromkeys(("q", "k", "v", "out", "kept", "dout", "dq", "dk", "dv"), "*bf16"),
 }
@@ -24,17 +26,20 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 CASES = [(90, 64), (90, 96), (90, 128), (80, 96)]
 
 
-def compile_kernel(name, head_dim, arch, group=1):
+def compile_kernel(name, head_dim, arch, documents=False, group=1):
     """The kernel of bf16 tensors with contiguous rows, with the tiles that the backend takes on that GPU."""
-    kernel = getattr(triton_kernels, KERNELS[name])
+    kernel = KERNELS[name]
     tile = triton_attention.tiles(name, torch.bfloat16, head_dim, (arch // 10, arch % 10))
     constants = dict(
         GROUP=group, BM=tile.block_m, BN=tile.block_n, WIDE=triton.language.float32,
         **triton_attention.constants(head_dim),
     )  # fmt: skip
+    if not documents:
+        constants |= dict(starts=None, ends=None)
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
-    aligned = [i for i, n in enumerate(names) if n in POINTERS or n == "seq" or n[:7] == "stride_" and n[7] != "g"]
+    whole = [n for n in names if n == "seq" or n[:7] == "stride_" and n[7] != "g"]  # multiples of 16
+    aligned = [i for i, n in enumerate(names) if n in whole or signature[n] != "constexpr" and n in POINTERS]
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -47,14 +52,18 @@ def compile_kernel(name, head_dim, arch, group=1):
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton brings no cuobjdump")
 @pytest.mark.parametrize("arch, head_dim", CASES)
+@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_compiles_to_tensor_core_instructions_without_spilling_registers(name, arch, head_dim, tmp_path):
-    compiled = compile_kernel(name, head_dim, arch)
+def test_a_kernel_compiles_to_tensor_core_instructions_without_spilling_registers(
+    name, documents, arch, head_dim, tmp_path
+):
+    compiled = compile_kernel(name, head_dim, arch, documents)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     report = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
     shared = compiled.metadata.shared // 1024
-    print(f"{name} sm_{arch} e={head_dim}: {registers} registers, {stack} bytes spilled, {shared} KiB shared")
+    title = f"{name}{' with documents' * documents} sm_{arch} e={head_dim}"
+    print(f"{title}: {registers} registers, {stack} bytes spilled, {shared} KiB shared")
     assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in compiled.asm["ptx"]
     assert stack <= (24 if name == "key" else 0)  # dK/dV: 0 with Triton 3.9.0, up to 24 bytes with 3.6.0

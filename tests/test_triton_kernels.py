@@ -9,7 +9,15 @@ import os
 import pytest
 import torch
 
-from tests.attention_cases import ROUTINGS, assert_all_close, make_inputs, reference, with_gradients
+from tests.attention_cases import (
+    DOCUMENTS,
+    ROUTINGS,
+    assert_all_close,
+    make_boundaries,
+    make_inputs,
+    reference,
+    with_gradients,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -56,16 +64,17 @@ def attention(*arguments, **options):
     return moh_attention(*arguments, **options, backend="triton")
 
 
-def check(sizes, routing, dtype, tolerance):
+def check(sizes, routing, dtype, tolerance, lengths=None):
     *sizes, num_shared = sizes
+    documents = lengths and make_boundaries(lengths, *sizes[:2])
     *tensors, upstream, selected = make_inputs(*sizes, routing, dtype)
     if dtype.itemsize == 2:
         tensors[3] = tensors[3].float()  # gates are fp32 whatever the precision
     if dtype == torch.bfloat16:
         multiply_bf16()
     wide = [tensor.double() for tensor in (*tensors, upstream)]
-    expected = with_gradients(lambda *t: reference(*t, selected, num_shared), *wide)
-    got = with_gradients(lambda *t: attention(*t, selected, num_shared), *tensors, upstream)
+    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths), *wide)
+    got = with_gradients(lambda *t: attention(*t, selected, num_shared, documents), *tensors, upstream)
     assert_all_close(got, expected, tolerance)
 
 
@@ -77,6 +86,31 @@ def test_kernels_compute_the_reference_with_every_gradient(interpreter, shape):
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_kernels_compute_every_routing(interpreter, routing):
     interpreter(check, (130, 1, 4, 2, 16, 0), routing, torch.float32, 2e-6)
+
+
+@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
+@pytest.mark.parametrize("shape", ["16", "64, groups", "96"])
+def test_no_kernel_sees_beyond_a_document(interpreter, shape, lengths):
+    interpreter(check, SHAPES[shape], "odd_routing", torch.float64, 1e-12, lengths)
+
+
+@pytest.mark.parametrize("routing", ["varying_routing", "everything"])
+def test_documents_may_take_many_blocks_and_a_block_many_documents(interpreter, routing):
+    interpreter(check, (330, 1, 2, 1, 16, 0), routing, torch.float64, 1e-12, [[3, 190, 1, 1, 9, 1000]])
+
+
+def check_one_document():
+    *tensors, upstream, selected = make_inputs(150, 1, 4, 2, 16, "varying_routing", torch.float32)
+    one = make_boundaries([[150]], 150, 1)
+    found = [
+        with_gradients(lambda *t, d=documents: attention(*t, selected, 0, d), *tensors, upstream)
+        for documents in (None, one)
+    ]
+    assert all(map(torch.equal, *found))
+
+
+def test_one_document_gives_the_bits_of_none(interpreter):
+    interpreter(check_one_document)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 3e-3), (torch.bfloat16, 0.02)])
@@ -100,7 +134,7 @@ def test_results_repeat_bit_for_bit_ignore_later_tokens_and_are_zero_where_not_s
     interpreter(check_rows)
 
 
-def check_tiles():
+def check_tiles(lengths):
     """Products of the interpreter are counted: two per tile forward, three for dQ, four for dK/dV."""
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -108,6 +142,8 @@ def check_tiles():
     from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 
     count = 0
+    documents = lengths and make_boundaries(lengths, 300, 1)
+    starts, ends = (None, None) if documents is None else documents[:2]
     plain = InterpreterBuilder.create_dot
 
     def create_dot(*arguments):
@@ -119,22 +155,28 @@ def check_tiles():
     try:
         *tensors, upstream, selected = make_inputs(300, 1, 2, 2, 16, "bursty_routing", torch.float16)
         tensors[3] = tensors[3].float()
-        attention(*tensors, selected)
+        attention(*tensors, selected, 0, documents)
         forward, count = count, 0
-        with_gradients(lambda *t: attention(*t, selected), *tensors, upstream)
+        with_gradients(lambda *t: attention(*t, selected, 0, documents), *tensors, upstream)
         backward = count - forward
     finally:
         InterpreterBuilder.create_dot = plain
     tile = {name: triton_attention.tiles(name, torch.float16, 16, None)[:2] for name in ("forward", "query", "key")}
     compaction = compact(selected)
-    assert forward == 2 * key_blocks(compaction, *tile["forward"])[1].sum()
-    least = 3 * key_blocks(compaction, *tile["query"])[1].sum() + 4 * slot_blocks(compaction, *tile["key"]).sum()
+    tiles = {}
+    for name in ("forward", "query"):
+        begin, _, _, end = key_blocks(compaction, *tile[name], starts)
+        tiles[name] = (end - begin).sum().item()
+    assert forward == 2 * tiles["forward"]
+    least = 3 * tiles["query"] + 4 * slot_blocks(compaction, *tile["key"], ends).sum().item()
     # dK/dV takes its masked and its unmasked slots in whole blocks each, so at most one more per key block and head.
     assert least <= backward <= least + 4 * 2 * -(-300 // tile["key"][1])
+    return forward, backward
 
 
 def test_the_kernels_compute_the_tiles_that_the_ranges_of_the_compaction_say(interpreter):
-    interpreter(check_tiles)
+    whole, halves, short = (interpreter(check_tiles, lengths) for lengths in (None, [[150, 150]], [[30] * 10]))
+    assert all(a > b > c for a, b, c in zip(whole, halves, short, strict=True))
 
 
 def check_operator():
@@ -144,11 +186,12 @@ def check_operator():
 
     *tensors, upstream, selected = make_inputs(20, 1, 2, 1, 16)
     leaves = [tensor.requires_grad_() for tensor in tensors]
-    arguments = (*leaves, *compact(selected))
-    torch.library.opcheck(triton_attention.head_sparse_attention, arguments)
-    kept, lse = triton_attention.head_sparse_attention(*arguments)[1:]
-    arguments = [t.detach() for t in (upstream, *arguments, kept, lse)]
-    torch.library.opcheck(triton_attention.head_sparse_attention_backward, tuple(arguments))
+    for bounds in ((None, None), make_boundaries([[7, 9, 4]], 20, 1)[:2]):
+        arguments = (*leaves, *compact(selected), *bounds)
+        torch.library.opcheck(triton_attention.head_sparse_attention, arguments)
+        kept, lse = triton_attention.head_sparse_attention(*arguments)[1:]
+        arguments = [t if t is None else t.detach() for t in (upstream, *arguments, kept, lse)]
+        torch.library.opcheck(triton_attention.head_sparse_attention_backward, tuple(arguments))
 
 
 def test_the_operators_pass_the_checks_of_torch(interpreter):
@@ -156,20 +199,23 @@ def test_the_operators_pass_the_checks_of_torch(interpreter):
 
 
 def check_compilation():
-    """One graph for every routing of a shape, and for every layer that computes it."""
+    """One graph for every routing of a shape and all documents, and for every layer that computes it."""
     from torch._dynamo.utils import counters
 
     results = []
-    step = torch.compile(lambda *t: attention(*t[:-1], t[-1], 1) * 2, fullgraph=True, backend="aot_eager")
+    step = torch.compile(lambda *t: attention(*t[:-1], 1, t[-1]) * 2, fullgraph=True, backend="aot_eager")
     for layer, routing in enumerate(("random_routing", "odd_routing", "everything", "nothing")):
+        lengths = [[layer + 1, 10, 100]]
+        documents = make_boundaries(lengths, 40, 1)
         *tensors, upstream, selected = make_inputs(40, 1, 4, 2, 16, routing, seed=layer)
-        got = with_gradients(lambda *t, s=selected: step(*t, s), *tensors, upstream)
-        assert_all_close(got, with_gradients(lambda *t, s=selected: 2 * reference(*t, s, 1), *tensors, upstream), 1e-12)
+        got = with_gradients(lambda *t, s=selected, d=documents: step(*t, s, d), *tensors, upstream)
+        expected = with_gradients(lambda *t, s=selected, n=lengths: 2 * reference(*t, s, 1, n), *tensors, upstream)
+        assert_all_close(got, expected, 1e-12)
         results.append(counters["stats"]["unique_graphs"])
     assert results == [1] * 4
 
 
-def test_routing_anew_compiles_nothing_anew(interpreter):
+def test_routing_anew_and_new_documents_compile_nothing_anew(interpreter):
     interpreter(check_compilation)
 
 

@@ -1,7 +1,7 @@
 """The Triton backend as two operators of torch: ``moh_lm::head_sparse_attention`` and its backward pass.
 
 Both have fake versions, so ``torch.compile(fullgraph=True)`` sees through them; no shape depends on the routing, so
-routing anew never compiles anew, and a CUDA graph can be replayed. ``moh_lm.kernels.triton_kernels`` explains the
+routing anew never compiles anew, and a CUDA graph can be replayed. ``moh_lm.kernels.triton_forward`` explains the
 kernels.
 
 Shapes: s sequence, b batch, e head dimension, heads query heads, a multiple of the key/value heads.
@@ -16,7 +16,8 @@ import triton.language as tl
 
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.kernels.compaction import compact
-from moh_lm.kernels.triton_kernels import backward_key_kernel, backward_query_kernel, forward_kernel
+from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel
+from moh_lm.kernels.triton_forward import forward_kernel
 
 
 class Tiles(NamedTuple):
@@ -52,9 +53,10 @@ def tiles(kernel, dtype, head_dim, capability):
     return next(choice for limit, choice in table[kernel].items() if head_dim <= limit)
 
 
-def triton_heads(query, key, value, gates, selected):
+def triton_heads(query, key, value, gates, selected, documents=None):
     """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``."""
-    return head_sparse_attention(query, key, value, gates, *compact(selected))[0]
+    starts, ends = (None, None) if documents is None else documents[:2]
+    return head_sparse_attention(query, key, value, gates, *compact(selected), starts, ends)[0]
 
 
 @torch.library.custom_op("moh_lm::head_sparse_attention", mutates_args=())
@@ -65,21 +67,24 @@ def head_sparse_attention(
     gates: torch.Tensor,
     positions: torch.Tensor,
     before: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """g_i H_i where a token selects head i, else 0 [s, b, heads, e]; H in slots [b, heads, s, e]; log2 of the softmax
     sums in slots [b, heads, s].
 
     query: [s, b, heads, e]. key, value: [s, b, key_value_heads, e]. gates: fp32 [s, b, heads]. positions, before:
-    ``Compaction`` of the selection. Only the first result has a gradient.
+    ``Compaction`` of the selection. starts, ends: of ``Boundaries``, or None. Only the first result has a gradient.
     """
     query, key, value, gates = kernel_layout(query, key, value, gates)
     out, kept, lse = empty_results(query)
-    launch(forward_kernel, "forward", query, key, value, gates, positions, before, (out, kept, lse))
+    inputs = (query, key, value, gates, positions, before, starts, ends)
+    launch(forward_kernel, "forward", *inputs, (out, kept, lse))
     return out, kept, lse
 
 
 @head_sparse_attention.register_fake
-def _(query, key, value, gates, positions, before):
+def _(query, key, value, gates, positions, before, starts=None, ends=None):
     return empty_results(query)
 
 
@@ -98,6 +103,8 @@ def head_sparse_attention_backward(
     gates: torch.Tensor,
     positions: torch.Tensor,
     before: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
     kept: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,14 +113,14 @@ def head_sparse_attention_backward(
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
     dq, dk, dv, dgates = empty_gradients(query, key, value, gates)
     delta = torch.empty_like(lse)
-    inputs = (query, key, value, gates, positions, before)
+    inputs = (query, key, value, gates, positions, before, starts, ends)
     launch(backward_query_kernel, "query", *inputs, (kept, lse, gradient, dq, dgates, delta), gradient)
     launch(backward_key_kernel, "key", *inputs, (lse, gradient, delta, dk, dv), gradient)
     return dq, dk, dv, dgates
 
 
 @head_sparse_attention_backward.register_fake
-def _(gradient, query, key, value, gates, positions, before, kept, lse):
+def _(gradient, query, key, value, gates, positions, before, starts, ends, kept, lse):
     return empty_gradients(query, key, value, gates)
 
 
@@ -126,7 +133,7 @@ def keep_for_backward(ctx, inputs, output):
 
 
 def differentiate(ctx, gradient, *_):
-    return (*head_sparse_attention_backward(gradient, *ctx.saved_tensors), None, None)
+    return (*head_sparse_attention_backward(gradient, *ctx.saved_tensors), None, None, None, None)
 
 
 head_sparse_attention.register_autograd(differentiate, setup_context=keep_for_backward)
@@ -139,8 +146,8 @@ def kernel_layout(query, key, value, gates):
     return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value, gates))
 
 
-def launch(kernel, name, query, key, value, gates, positions, before, others, gradient=None):
-    """Run a kernel of moh_lm.kernels.triton_kernels; ``others``: its arguments between ``before`` and the strides."""
+def launch(kernel, name, query, key, value, gates, positions, before, starts, ends, others, gradient=None):
+    """Run a kernel of triton_forward or triton_backward; ``others``: its arguments between ``ends`` and the strides."""
     length, batch, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     if head_dim not in TRITON_HEAD_DIMS:
@@ -155,7 +162,7 @@ def launch(kernel, name, query, key, value, gates, positions, before, others, gr
     if gradient is not None:
         strides += gradient.stride()[:3]
     kernel[(blocks, batch * (kv_heads if by_keys else heads))](
-        query, key, value, gates, positions, before, *others, *strides, heads, length, batch,
+        query, key, value, gates, positions, before, starts, ends, *others, *strides, heads, length, batch,
         GROUP=heads // kv_heads, BM=tile.block_m, BN=tile.block_n,
         **constants(head_dim), WIDE=tl.float64 if query.dtype == torch.float64 else tl.float32,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
