@@ -2,15 +2,17 @@
 
     python benchmarks/attention.py [--shapes llm-s llm-b llama3-8b] [--lengths 512 1024 2048 4096] [--active 50 75]
                                    [--levels core layer] [--threads 1] [--rounds 7] [--micro-batch 1] [--dtype float32]
+                                   [--documents 300]
 
 The *core* is the attention of all heads from their queries, keys and values, routing given; the *layer* is the whole
 attention layer with projections, rotary embeddings and router. ``--active``: percent of the heads that a token uses,
-with the paper's budgets. Every contestant runs once per round; the first round does not count. Shown are the median
-times of the base, and of every contestant the median over the rounds of its time over that of the base in the same
-round: forward alone, and forward with backward. On a CPU they are taken by the clock on the wall and, on the right,
-by CPU time of the process, which a busy machine disturbs less. The base of the core is scaled dot-product attention
-without gates, that of the layer the MoH layer with the backend ``dense``; ``no router`` is ordinary attention. These
-are the figures that moh_lm/kernels/break_even.py keeps.
+with the paper's budgets. ``--documents``: attention stays inside documents of so many tokens in the mean. Every
+contestant runs once per round; the first round does not count. Shown are the median times of the base, and of every
+contestant the median over the rounds of its time over that of the base in the same round: forward alone, and forward
+with backward. On a CPU they are taken by the clock on the wall and, on the right, by CPU time of the process, which a
+busy machine disturbs less. The base of the core is scaled dot-product attention without gates, that of the layer the
+MoH layer with the backend ``dense``; ``no router`` is ordinary attention. These are the figures that
+moh_lm/kernels/break_even.py keeps.
 
 On a GPU the bases are FLASH and CUDNN separately, and benchmarks/attention_gpu.py is run first: errors, tiles, names of
 the kernels, synchronisation and CUDA graphs.
@@ -35,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels.attention import moh_attention
+from moh_lm.kernels.boundaries import boundaries
 from moh_lm.model.attention import Attention
 from moh_lm.model.router import RouterStatistics, attach_loss
 
@@ -61,7 +64,10 @@ def main():
         for shape in options.shapes:
             for active in options.active:
                 for length in options.lengths:
-                    functions = contestants(SHAPES[shape], active, length, options.micro_batch, device, dtype)
+                    documents = make_documents(options.documents, length, options.micro_batch, device)
+                    functions = contestants(
+                        SHAPES[shape], active, length, options.micro_batch, device, dtype, documents
+                    )
                     report(f"{level} {shape} {active}% T={length}", functions, options.rounds, device)
 
 
@@ -75,7 +81,18 @@ def read_options():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--documents", type=int, help="mean length in tokens; without, attention is causal only")
     return parser.parse_args()
+
+
+def make_documents(mean, length, batch, device):
+    """``Boundaries`` of documents that end after each token with a probability of 1 / mean."""
+    if mean is None:
+        return None
+    token = torch.arange(length)
+    begins = torch.rand(batch, length, generator=torch.Generator().manual_seed(0)) < 1 / mean
+    positions = token - torch.where(begins, token, 0).cummax(1).values
+    return boundaries(positions.to(device), True)
 
 
 def describe(device, dtype):
@@ -100,7 +117,7 @@ def budgets(heads, active):
     return (heads // 2 if active == 75 else heads // 4), heads // 4
 
 
-def core(shape, active, length, batch, device, dtype):
+def core(shape, active, length, batch, device, dtype, documents):
     """{name: (function of the inputs, inputs)}; the first, or on a GPU the first two, are bases."""
     _, heads, kv_heads, head_dim = shape
     num_shared, num_active = budgets(heads, active)
@@ -115,10 +132,10 @@ def core(shape, active, length, batch, device, dtype):
     selected = F.pad(routed, (num_shared, 0), value=1)
 
     def plain(query, key, value, gates):
-        return moh_attention(query, key, value)
+        return moh_attention(query, key, value, documents=documents, backend="dense")
 
     def with_backend(backend):
-        return lambda *tensors: moh_attention(*tensors, selected, num_shared, backend=backend)
+        return lambda *tensors: moh_attention(*tensors, selected, num_shared, documents, backend)
 
     names = {"dense, gates": "dense", "cpu_sparse": "cpu_sparse"}
     functions = {"dense": plain}
@@ -129,7 +146,7 @@ def core(shape, active, length, batch, device, dtype):
     return {name: (function, [*inputs, gates]) for name, function in functions.items()}
 
 
-def layer(shape, active, length, batch, device, dtype):
+def layer(shape, active, length, batch, device, dtype, documents):
     """The same for attention layers of equal weights; gradients of the input and of every parameter."""
     hidden, heads, kv_heads, head_dim = shape
     num_shared, num_active = budgets(heads, active)
@@ -144,7 +161,7 @@ def layer(shape, active, length, batch, device, dtype):
         module.to(device, dtype)
 
         def call(x, *_):
-            output, loss, statistics, _ = module(x)
+            output, loss, statistics, _ = module(x, documents)
             return output if loss is None else attach_loss(output, loss, statistics, RouterStatistics())
 
         return call, list(module.parameters())

@@ -131,8 +131,8 @@ def backward_key_kernel(
         dv2 = tl.zeros([BN, D2], WIDE)
     if starts is not None:
         starts += b * seq
-        first_end = tl.load(ends + b * seq + first_key)  # of the document of the first key, and of the last one
-        last_end = tl.load(ends + b * seq + tl.minimum(first_key + BN, seq) - 1)
+        end = tl.load(ends + b * seq + tl.minimum(first_key + BN, seq) - 1)  # of the document of the last key
+        alone = end == tl.load(ends + b * seq + first_key)  # in this block
     for member in range(0, GROUP):
         h = kv * GROUP + member
         bh = b * num_heads + h
@@ -140,24 +140,20 @@ def backward_key_kernel(
         count = tl.load(row + seq)
         first = tl.load(row + first_key)
         whole = tl.load(row + tl.minimum(first_key + BN - 1, seq))  # slots from here on see every key of the block
-        stop = count
         if starts is not None:
-            stop = tl.load(row + last_end)
-        middle = tl.minimum(first + tl.cdiv(whole - first, BM) * BM, stop)
-        late = stop
-        if starts is not None:
-            seen = tl.load(row + first_end)  # slots before see every key of the block, if they see its last one
-            late = tl.where(seen < stop, middle + tl.maximum(seen - middle, 0) // BM * BM, stop)
+            count = tl.load(row + end)  # slots from here on see no key of the block
+            whole = tl.where(alone, whole, count)
+        middle = tl.minimum(first + tl.cdiv(whole - first, BM) * BM, count)
         dk1, dk2, dv1, dv2 = differentiate_slots(
             dk1, dk2, dv1, dv2, k1, k2, v1, v2, keys, q + b * stride_qb + h * stride_qh, stride_qs,
             dout + b * stride_ob + h * stride_oh, stride_os, gates + b * stride_gb + h, stride_gs,
-            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, first, middle, late, stop, seq,
+            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, first, middle, count, seq,
             BM, BN, D1, D2, SCALE2, True,
         )  # fmt: skip
         dk1, dk2, dv1, dv2 = differentiate_slots(
             dk1, dk2, dv1, dv2, k1, k2, v1, v2, keys, q + b * stride_qb + h * stride_qh, stride_qs,
             dout + b * stride_ob + h * stride_oh, stride_os, gates + b * stride_gb + h, stride_gs,
-            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, first, middle, late, stop, seq,
+            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, middle, count, count, seq,
             BM, BN, D1, D2, SCALE2, False,
         )  # fmt: skip
     at = (b * kv_heads + kv) * (D1 + D2)
@@ -172,19 +168,13 @@ def backward_key_kernel(
 @triton.jit
 def differentiate_slots(
     dk1, dk2, dv1, dv2, k1, k2, v1, v2, keys, q, stride_qs, dout, stride_os, gates, stride_gs, positions, lse, delta,
-    starts, first, middle, late, stop, seq,
+    starts, start, stop, count, seq,
     BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SCALE2: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the slots [middle, late) give to dK and dV, or, MASKED, the others of [first, stop); scores are
-    transposed, keys by slots."""
-    start, end = middle, late
-    if MASKED:
-        start, end = first, middle + (stop - late)  # those from ``late`` on are taken as if they began at ``middle``
-    for step in range(start, end, BM):
-        slots = step + tl.arange(0, BM)
-        if MASKED and starts is not None:
-            slots += tl.where(step < middle, 0, late - middle)
-        selected = slots < stop
+    """Add what the slots [start, stop) give to dK and dV; scores are transposed, keys by slots."""
+    for first in range(start, stop, BM):
+        slots = first + tl.arange(0, BM)
+        selected = slots < count
         position = tl.load(positions + slots, mask=selected, other=seq)
         gate = tl.load(gates + position.to(tl.int64) * stride_gs, mask=selected, other=0.0)
         top = tl.load(lse + slots, mask=selected, other=float("inf"))  # p = 0 beyond the selected slots

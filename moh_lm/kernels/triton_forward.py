@@ -9,8 +9,9 @@ What differs from FlashAttention-2:
 2. Causality. Positions ascend with the slots, but skip. Keys up to the position of the first row need no mask, those up
    to the position of the last row do; dK/dV starts at the first slot that is not before its keys.
 3. Documents. Where windows hold several, ``starts`` and ``ends`` (``moh_lm.kernels.boundaries``) bound the keys and the
-   slots from the other side too, and what is seen wholly, without a mask, lies between two masked ranges, which one
-   loop takes together. Without, they are None, and nothing of this is compiled.
+   slots from the other side too. Keys that all rows see then lie between two masked ranges, which one loop takes
+   together; a block with parts of several documents is masked throughout. Without, they are None, and nothing of this
+   is compiled.
 4. Stores. The slots are a permutation of the sequence, so every row of ``out``, dQ and dGates is written once: results
    where the head is selected, zeros elsewhere. No atomics, no filling beforehand, the same bits every time.
 5. Gates. out = g H, and H itself is kept for the backward pass (``moh_lm.kernels.triton_backward``), in slots.
