@@ -126,8 +126,8 @@ def test_documents_may_take_many_blocks_and_a_block_many_documents(interpreter, 
 
 
 def check_one_document():
-    *tensors, upstream, selected = make_inputs(150, 1, 2, 1, 16, "varying_routing", torch.float32)
-    one = make_boundaries([[150]], 150, 1)
+    *tensors, upstream, selected = make_inputs(90, 1, 2, 1, 16, "varying_routing", torch.float32)
+    one = make_boundaries([[90]], 90, 1)
     with small_tiles():
         found = [
             with_gradients(lambda *t, d=documents: attention(*t, selected, 0, d), *tensors, upstream)
@@ -168,7 +168,7 @@ def check_tiles(lengths):
     from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 
     count = 0
-    documents = lengths and make_boundaries(lengths, 300, 1)
+    documents = lengths and make_boundaries(lengths, 130, 1)
     starts, ends = (None, None) if documents is None else documents[:2]
     plain = InterpreterBuilder.create_dot
 
@@ -179,7 +179,7 @@ def check_tiles(lengths):
 
     InterpreterBuilder.create_dot = create_dot
     try:
-        *tensors, upstream, selected = make_inputs(300, 1, 2, 2, 16, "bursty_routing", torch.float16)
+        *tensors, upstream, selected = make_inputs(130, 1, 2, 2, 16, "bursty_routing", torch.float16)
         tensors[3] = tensors[3].float()
         with small_tiles():
             attention(*tensors, selected, 0, documents)
@@ -199,7 +199,7 @@ def check_tiles(lengths):
 
 
 def test_the_kernels_compute_the_tiles_that_the_ranges_of_the_compaction_say(interpreter):
-    whole, halves, short = (interpreter(check_tiles, lengths) for lengths in (None, [[150, 150]], [[30] * 10]))
+    whole, halves, short = (interpreter(check_tiles, lengths) for lengths in (None, [[65, 65]], [[26] * 5]))
     assert all(a > b > c for a, b, c in zip(whole, halves, short, strict=True))
 
 
