@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from moh_lm.kernels import triton_attention
 from moh_lm.kernels.attention import moh_attention
+from moh_lm.kernels.boundaries import boundaries
 from moh_lm.kernels.compaction import compact
 from moh_lm.kernels.triton_attention import Tiles
 
@@ -37,6 +38,7 @@ def check_and_tune(shapes, lengths, device, dtype):
         tune(shape, max(lengths), device, dtype)
     for shape in shapes.values():
         errors(shape, device, dtype)
+        errors(shape, device, dtype, of_documents=300)
     shape = next(iter(shapes.values()))
     kernel_names(shape, device, dtype)
     never_waits(shape, device, dtype)
@@ -69,23 +71,25 @@ def with_gradients(function, tensors, upstream):
     return [output, *torch.autograd.grad(output, tensors, upstream)]
 
 
-def triton(selected, num_shared):
-    return lambda *tensors: moh_attention(*tensors, selected, num_shared, backend="triton")
+def triton(selected, num_shared, documents=None):
+    return lambda *tensors: moh_attention(*tensors, selected, num_shared, documents, "triton")
 
 
-def errors(shape, device, dtype, length=1000):
-    """Largest error of every result over that of the dense backend, both against float64."""
+def errors(shape, device, dtype, length=1000, of_documents=None):
+    """Largest error of every result over that of the dense backend, both against float64. of_documents: their length;
+    None: one."""
     tensors, upstream, selected = make(shape, length, device, dtype)
     num_shared = shape[1] // 4
+    documents = of_documents and boundaries(torch.arange(length, device=device)[None] % of_documents, True)
 
     def dense(*tensors):
-        return moh_attention(*tensors, selected, num_shared, backend="dense")
+        return moh_attention(*tensors, selected, num_shared, documents, "dense")
 
     with sdpa_kernel(SDPBackend.MATH):
         wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
         exact = with_gradients(dense, wide, upstream.double())
-    ours, theirs = (with_gradients(f, tensors, upstream) for f in (triton(selected, num_shared), dense))
-    again = with_gradients(triton(selected, num_shared), tensors, upstream)
+    sparse = triton(selected, num_shared, documents)
+    ours, theirs, again = (with_gradients(f, tensors, upstream) for f in (sparse, dense, sparse))
     ratios = [
         ((a.double() - e).abs().max() / (b.double() - e).abs().max()).item()
         for a, b, e in zip(ours, theirs, exact, strict=True)
@@ -93,7 +97,8 @@ def errors(shape, device, dtype, length=1000):
     shown = ", ".join(f"{name} {value:.2f}" for name, value in zip(NAMES, ratios, strict=True))
     same = all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
     verdict = "as it should be" if max(ratios) <= 2 and same else "WRONG"
-    print(f"errors e={shape[3]} T={length}, triton / dense {dtype}: {shown}; repeats bit for bit: {same}: {verdict}")
+    title = f"e={shape[3]} T={length}{f', documents of {of_documents}' * bool(documents)}"
+    print(f"errors {title}, triton / dense {dtype}: {shown}; repeats bit for bit: {same}: {verdict}")
 
 
 def tune(shape, length, device, dtype):
@@ -105,7 +110,7 @@ def tune(shape, length, device, dtype):
     groups = num_shared * shape[2] // shape[1]
     first = groups * shape[1] // shape[2]
     routed = [tensors[0][:, :, first:], *(t[:, :, groups:] for t in tensors[1:3]), tensors[3][..., first:]]
-    inputs = [tensor.detach() for tensor in (*routed, *compact(selected[..., first:]))]
+    inputs = [*(tensor.detach() for tensor in (*routed, *compact(selected[..., first:]))), None, None]
     gradient = upstream[:, :, first:]
     kept = triton_attention.head_sparse_attention(*inputs)[1:]
     calls = {
