@@ -34,12 +34,12 @@ HEADS = {
 }
 
 
-def make_model(recompute=False, **heads):
+def make_model(recompute=False, backend="auto", head_dim=4, **heads):
     config = ModelConfig(
-        num_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
-        vocab_size=50, heads=HeadsConfig(**heads),
+        num_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=head_dim, vocab_size=50, heads=HeadsConfig(**heads),
     )  # fmt: skip
-    model = CausalLM(config, recompute=recompute)
+    model = CausalLM(config, recompute=recompute, attention_backend=backend)
     model.initialize(seed=3)
     model.double()
     with torch.no_grad():

@@ -243,6 +243,28 @@ def test_routing_anew_and_new_documents_compile_nothing_anew(interpreter):
     interpreter(check_compilation)
 
 
+def check_layers(heads, positions):
+    """A whole model whose layers are compiled and computed again, with these kernels, against the plain dense one."""
+    from torch._dynamo.utils import counters
+
+    from moh_lm.model.transformer import compile_layers
+    from tests.test_compile import HEADS, make_model, step
+
+    dense = make_model(backend="dense", head_dim=16, **HEADS[heads])
+    compiled = make_model(recompute=True, backend="triton", head_dim=16, **HEADS[heads])
+    compile_layers(compiled, backend="aot_eager")
+    counters.clear()
+    for got, expected in zip(step(compiled, 0, positions), step(dense, 0, positions), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("positions", [None, [[*range(5), *range(11)], [*range(9), *range(7)]]])
+@pytest.mark.parametrize("heads", ["paper", "query norm"])
+def test_compiled_and_recomputed_layers_take_the_kernels_into_their_graph(interpreter, heads, positions):
+    assert interpreter(check_layers, heads, None if positions is None else torch.tensor(positions)) == 1
+
+
 def test_without_a_gpu_the_backend_says_so():
     from moh_lm.kernels.attention import moh_attention
 

@@ -25,9 +25,9 @@ class SelectedRows:
     """Where the rows of a selection [s, b, heads] (bool or 0 and 1) are. starts: of ``Boundaries``, or None.
 
     token: int64 [rows], t b + j of position t in sequence j. position: int64 [rows], t. start: int64 [rows], first
-    position of its document, or None. heads: (head, start, stop) of
-    the rows of each head. sequences: (head, j, start, stop) of those of each sequence in each head. shares: for every
-    thread of torch, a share of the tokens: (head, start, stop) of their rows.
+    position of its document, or None. heads: (head, start, stop) of the rows of each head. sequences: (head, j, start,
+    stop) of those of each sequence in each head. shares: for every thread of torch, a share of the tokens: (head,
+    start, stop) of their rows.
     """
 
     def __init__(self, selected, starts=None):
