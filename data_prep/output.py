@@ -11,10 +11,12 @@ import re
 import tempfile
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from data_prep.encoding import Tokenizer
-from data_prep.inputs import Source
+from data_prep.inputs import Source, same_content
 from data_prep.units import Unit
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, publish
@@ -54,11 +56,21 @@ def replaced_shards(
 ) -> list[Path]:
     """Sidecars of shards that an earlier run made of inputs of ``sources``, in other units.
 
-    Raises ConfigError, before any work is done, if such a shard holds other files too, which would be lost with it, and
+    An input is the same file, or one with its content: it has been moved, or is a copy. Raises ConfigError, before any work is done, if such a shard holds other files too, which would be lost with it, and
     if a shard was made with another tokenizer than ``tokenizer``.
     """
     planned = {(unit.source, unit.name) for unit in units}
     inputs = {(name, piece.origin) for name, source in sources.items() for piece in source.pieces + source.copies}
+    contents = {(name, piece.size, piece.sample): piece for name, source in sources.items() for piece in source.pieces}
+
+    @cache
+    def is_input(source, path, size, sample):
+        piece = contents.get((source, size, sample)) if size else None
+        if (source, path) in inputs or piece is None:
+            return (source, path) in inputs
+        unchanged = os.path.isfile(path) and os.path.getsize(path) == size
+        return not unchanged or same_content(piece, replace(piece, path=path))
+
     replaced = []
     for path in sorted(output.glob("[!.]*/*.json")):
         source = path.parent.name
@@ -74,7 +86,10 @@ def replaced_shards(
                 f"--output {output}: source {source} was made with another tokenizer, SHA-256 {used}; --tokenizer has "
                 f"{given}; choose another directory, or the same tokenizer"
             ])
-        named = {made_of["path"]: (source, made_of["path"]) in inputs for made_of in sidecar["inputs"]}
+        named = {
+            made_of["path"]: is_input(source, made_of["path"], made_of["size"], made_of["sample"])
+            for made_of in sidecar["inputs"]
+        }
         if not any(named.values()):
             continue
         others = [file for file in named if not named[file] and os.path.exists(file)]

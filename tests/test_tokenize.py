@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -248,6 +249,29 @@ def test_copies_of_a_file_are_left_out_aloud_and_a_shard_made_of_one_is_replaced
     assert f"left out, as copies of other files: {tmp_path}/b.jsonl" in stdout
     assert "replaced 1 shards" in stdout
     assert decoded(tmp_path / "out", "a", model) == ["once"]
+
+
+@pytest.mark.parametrize("then", ["moved", "copied", "linked"])
+def test_a_file_that_comes_again_from_elsewhere_in_other_units_is_not_there_twice(then, model, tmp_path):
+    long = [f"{number} {os.urandom(100_000).hex()}" for number in range(3)]  # the ends of the file do not hold all of it
+    (tmp_path / "in/deep").mkdir(parents=True)
+    (tmp_path / "in/deep/b.jsonl").write_bytes(json_lines(long))
+    (tmp_path / "in/deep/c.jsonl").write_bytes(json_lines(["other"]))
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/deep/*.jsonl")
+    again = tmp_path / "again"
+    {"moved": os.rename, "copied": shutil.copytree, "linked": os.symlink}[then](tmp_path / "in", again)
+    stdout, _ = tokenize(model, tmp_path / "out", f"a={again}/**/b.jsonl", unit_size="300K")
+    assert "replaced 1 shards" in stdout
+    assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([*long, "other"])
+
+
+def test_a_file_that_differs_from_an_earlier_one_in_its_middle_only_leaves_its_shard(model, tmp_path):
+    texts = ["x" * 200_000, "first", "y" * 200_000]
+    (tmp_path / "b.jsonl").write_bytes(json_lines(texts))
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/b.jsonl")
+    (tmp_path / "c.jsonl").write_bytes(json_lines([texts[0], "later", texts[2]]))
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/c.jsonl")
+    assert sorted(text for text in decoded(tmp_path / "out", "a", model) if len(text) < 9) == ["first", "later"]
 
 
 def test_a_source_without_any_document_is_a_failure_that_says_why(model, tmp_path):
