@@ -36,6 +36,8 @@ ONE_JSON_VALUE = re.compile(rb"\[\s*\{|[\[{]\s*\n")
 ARCHIVE_NAME = re.compile(r"\.(gz|zst|zstd|parquet)$")
 JSON_LINES_NAME = re.compile(r"\.(jsonl|json|ndjson)(\.|$)")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+FAILURES = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
+FAILURES += (ValueError, OverflowError, KeyError)  # of pyarrow: values that Python cannot hold, a column twice
 
 
 class InputError(Exception):
@@ -47,7 +49,7 @@ def reading(path: str):
     """Whatever goes wrong with a file becomes an InputError that names it."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException) as error:
+    except FAILURES as error:
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 

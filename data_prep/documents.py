@@ -217,15 +217,15 @@ def column_documents(piece, text_key):
                 sets = [(name, batch.column(name)) for name in columns[1:]]
                 for i, value in enumerate(batch.column(text_key)):
                     done += 1
-                    record = {name: column[i].as_py() for name, column in sets}
-                    text, dropped = text_of_row(value, record, piece.source)
+                    text, dropped = text_of_row(value, {name: column[i] for name, column in sets}, piece.source)
                     yield document(text, dropped, piece.num_bytes * done // total, row, None)
                     row += 1
 
 
 def text_of_row(value, record, source):
+    """``text_of_line`` of the value of the text column and those that tell the set, as pyarrow's scalars."""
     try:
-        text = value.as_py()
+        text, record = value.as_py(), {name: scalar.as_py() for name, scalar in record.items()}
         return text.decode() if isinstance(text, bytes) else text, other_set(record, source)
     except UnicodeDecodeError:
         return None, "bad UTF-8"

@@ -236,13 +236,28 @@ def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, 
     given = program.parse_arguments(
         ["--model", str(model), "--suite", "llm6", "--compare", str(tmp_path / "one.json"), str(tmp_path / "two.json")]
     )
-    program.print_table([program.result_of(path, given) for path in given.compare], given)
+    program.print_table([program.result_in(path, given) for path in given.compare], given)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["model", *(row["column"] for row in result["tasks"]), "Average"]
     assert lines[1].split()[0] == str(model) and lines[3].split()[0] == "somewhere/other"
     assert lines[1].split()[1:7] == [f"{row['value']:.1f}" for row in result["tasks"]]
     assert lines[3].split()[-1] == "12.3"
     assert len({len(line) for line in lines}) == 1
+
+
+def test_a_file_of_other_tasks_or_questions_stands_in_no_table(programs, model, result, tmp_path, capsys):
+    files = {
+        "other": {**result, "tasks": result["tasks"][1:2]},  # as many columns as asked for, but another one
+        "fewer": {**result, "tasks": result["tasks"][:1], "limit": 5},
+        "foreign": {"results": {}},
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    given = ["--model", model, "--suite", "llm6", "--tasks", result["tasks"][0]["task"]]
+    said = ["has other columns", "--limit 5", "neither a model nor a file", "neither a model nor a file"]
+    for name, message in zip([*files, "absent"], said, strict=True):
+        assert call(programs["evaluate"], *given, "--compare", tmp_path / f"{name}.json") == 2
+        assert message in capsys.readouterr().err
 
 
 def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_path, capsys):

@@ -331,3 +331,23 @@ def test_the_recipe_is_the_mix_of_both_launch_scripts_and_adds_up_to_a_hundred()
         launched = text.split("--data-mix")[1].split(")")[0]
         assert dict(re.findall(r"^ +([a-z0-9-]+)=([0-9.]+)", launched, re.MULTILINE)) == mix
     assert set(mix) <= {source for _, source in FILES.values()}
+
+
+def test_a_value_that_python_cannot_hold_fails_the_file_by_name_and_a_bad_set_costs_its_row(tmp_path):
+    far = pyarrow.array([300_000_000_000], pyarrow.timestamp("s"))  # the year 11476
+    table = pyarrow.table({"id": ["1"], "text": ["a"], "source": ["common-crawl"], "created": far})
+    (tmp_path / "dolma").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "dolma/x.parquet")
+    found, unreadable, _ = recognized_sources([str(tmp_path)], "text", set(), [])
+    assert not found and len(unreadable) == 1 and "dolma/x.parquet: " in unreadable[0]
+
+    name = b'{"redpajama_set_name": "RedPajamaC4"}'
+    data = pyarrow.array([name, name.replace(b"C4", b"\xff\xfe")], pyarrow.binary()).buffers()
+    table = pyarrow.table({"text": ["a", "b"], "meta": pyarrow.Array.from_buffers(pyarrow.string(), 2, data)})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    (tmp_path / "dolma/x.parquet").unlink()
+    found, _, _ = recognized_sources([str(tmp_path)], "text", set(), ["slimpajama-c4"])
+    (piece,) = found["slimpajama-c4"]
+    assert [(document.text, document.dropped) for document in documents(piece, "text")] == [
+        ("a", None), (None, "bad UTF-8"),
+    ]

@@ -50,8 +50,9 @@ def main():
             raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
         arguments = parse_arguments(sys.argv[1:])
         if arguments.compare:
+            files = {path: result_in(path, arguments) for path in arguments.compare if not is_model(path)}
             models = [arguments.model, *arguments.compare]
-            print_table([result_of(model, arguments) for model in models], arguments)
+            print_table([files.get(model) or result_of(model, arguments) for model in models], arguments)
         else:
             with contextlib.redirect_stdout(sys.stderr):  # the harness prints beside the table
                 result = evaluate(arguments)
@@ -86,7 +87,7 @@ def parse_arguments(texts):
     problems += [
         f"--compare {path}: is neither a model nor a file of --output"
         for path in arguments.compare
-        if not is_model(path) and path.suffix != ".json"
+        if not is_model(path) and not path.is_file()
     ]
     if arguments.compare and arguments.output:
         problems.append("--output: is the file of one model; leave --compare out")
@@ -170,13 +171,27 @@ def table_row(entry, metrics):
     }
 
 
-def result_of(path, arguments):
-    """The result in a file of --output, or of a model evaluated in a process of its own with the same arguments."""
-    if path.is_file():
+def result_in(path, arguments):
+    """The result in a file of --output. Raises ConfigError if it is not of the tasks and questions asked for."""
+    try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        if result.get("suite") != arguments.suite:
-            raise ConfigError([f"--compare {path}: is no result of --suite {arguments.suite}"])
-        return result
+        found = [(row["task"], row["shots"], row["metric"]) for row in result["tasks"]]
+        suite, limit = result["suite"], result["limit"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError([f"--compare {path}: is neither a model nor a file of --output"]) from error
+    if suite != arguments.suite:
+        raise ConfigError([f"--compare {path}: is no result of --suite {arguments.suite}"])
+    if found != [(entry.task, entry.shots, entry.metric) for entry in entries_of(arguments.suite, arguments.tasks)]:
+        tasks = " ".join(task for task, _, _ in found)
+        raise ConfigError([f"--compare {path}: has other columns, those of --tasks {tasks}; give the same --tasks"])
+    if limit != arguments.limit:
+        given = f"--limit {limit}" if limit else "no --limit"
+        raise ConfigError([f"--compare {path}: was made with {given}; a table needs the same questions for all"])
+    return result
+
+
+def result_of(path, arguments):
+    """The result of a model evaluated in a process of its own with the same arguments."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "result.json"
         given = {"suite": arguments.suite, "data": arguments.data, "limit": arguments.limit, "dtype": arguments.dtype}
@@ -191,7 +206,7 @@ def result_of(path, arguments):
 
 
 def print_table(results, arguments):
-    """Every model's numbers in percent with standard errors; after the first the difference to the first."""
+    """Every model's numbers in percent, and below them their standard errors."""
     columns = [row["column"] + (f" ({row['shots']})" if row["shots"] else "") for row in results[0]["tasks"]]
     lines = [["model", *columns, "Average"]]
     for result in results:
