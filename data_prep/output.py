@@ -56,8 +56,9 @@ def replaced_shards(
 ) -> list[Path]:
     """Sidecars of shards that an earlier run made of inputs of ``sources``, in other units.
 
-    An input is the same file, or one with its content: it has been moved, or is a copy. Raises ConfigError, before any work is done, if such a shard holds other files too, which would be lost with it, and
-    if a shard was made with another tokenizer than ``tokenizer``.
+    A file of the same content is the same input: it was moved, or is a copy. Raises ConfigError, before any work is
+    done, if such a shard holds other files too, which would be lost with it, and if a shard was made with another
+    tokenizer than ``tokenizer``.
     """
     planned = {(unit.source, unit.name) for unit in units}
     inputs = {(name, piece.origin) for name, source in sources.items() for piece in source.pieces + source.copies}

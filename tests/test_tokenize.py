@@ -253,7 +253,7 @@ def test_copies_of_a_file_are_left_out_aloud_and_a_shard_made_of_one_is_replaced
 
 @pytest.mark.parametrize("then", ["moved", "copied", "linked"])
 def test_a_file_that_comes_again_from_elsewhere_in_other_units_is_not_there_twice(then, model, tmp_path):
-    long = [f"{number} {os.urandom(100_000).hex()}" for number in range(3)]  # the ends of the file do not hold all of it
+    long = [f"{number} {os.urandom(100_000).hex()}" for number in range(3)]  # larger than what is sampled
     (tmp_path / "in/deep").mkdir(parents=True)
     (tmp_path / "in/deep/b.jsonl").write_bytes(json_lines(long))
     (tmp_path / "in/deep/c.jsonl").write_bytes(json_lines(["other"]))
