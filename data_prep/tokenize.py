@@ -59,6 +59,9 @@ def main(arguments: list[str]) -> int:
         for problem in error.problems:
             print(f"tokenize.py: {problem}", file=sys.stderr)
         return 2
+    except OSError as error:  # of a model that cannot be written, or a tokenizer that cannot be read
+        print(f"tokenize.py: failed: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\ntokenize.py: stopped; the same command goes on from here", file=sys.stderr)
         return 130

@@ -269,6 +269,7 @@ def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_
         ([*good, "--data", data, "--tasks", "mmlu"], ["mmlu: is not in llm6"]),
         ([*good, "--data", tmp_path, "--tasks", "sciq", "piqa"], ["line 1 has no support, correct", "piqa/validation"]),
         ([*good, "--compare", tmp_path], ["is neither a model nor"]),
+        ([*good, "--output", tmp_path / "absent/a.json"], ["there is no directory"]),
         (["--model", model, "--suite", "llama14", "--data", data, "--tasks", "boolq"], ["validation", "boolq/train"]),
     ]
     for given, messages in cases:

@@ -562,3 +562,17 @@ def test_what_has_to_be_mended_is_said(tools, capsys, run, corpus, tmp_path, mon
     monkeypatch.setattr(sys.modules["head_report"], "head_map", None)
     code, _, err = call(tools, capsys, *flags)
     assert code == 2 and "pip install matplotlib" in err
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tools, capsys, run, corpus, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    flags = ("--model", run, "--tokens", 64, "--data", f"a={corpus}/a.jsonl")
+    code, _, err = call(tools, capsys, *flags, "--output", tmp_path / "file")
+    assert code == 2 and f"--output {tmp_path}/file: cannot be made" in err  # before anything is measured
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tools["report"], "publish", full)
+    code, _, err = call(tools, capsys, *flags, "--output", tmp_path / "out")
+    assert code == 1 and err.splitlines()[-1] == f"head_report: {tmp_path}/out: No space left on device"

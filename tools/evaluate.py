@@ -91,6 +91,8 @@ def parse_arguments(texts):
     ]
     if arguments.compare and arguments.output:
         problems.append("--output: is the file of one model; leave --compare out")
+    if arguments.output and not arguments.output.parent.is_dir():
+        problems.append(f"--output {arguments.output}: there is no directory {arguments.output.parent}; make it")
     if problems:
         raise ConfigError(problems)
     return arguments

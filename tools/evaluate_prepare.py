@@ -18,6 +18,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizer_json import read_model, special_ids
 
 from moh_lm.config import ConfigError
+from moh_lm.data.files import publish
 from moh_lm.flags import Parser
 
 try:
@@ -36,7 +37,7 @@ def main():
     except ConfigError as error:
         print("\n".join(f"evaluate_prepare: {problem}" for problem in error.problems), file=sys.stderr)
         sys.exit(2)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         print(f"evaluate_prepare: {error}", file=sys.stderr)
         sys.exit(1)
 
@@ -49,7 +50,10 @@ def parse_arguments(texts):
     parser.add_argument("--data", type=Path, metavar="DIR", help="local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these of the suite, by the harness's names")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each task")
-    return parser.parse_args(texts)
+    arguments = parser.parse_args(texts)
+    if not arguments.output.parent.is_dir():
+        raise ConfigError([f"--output {arguments.output}: there is no directory {arguments.output.parent}; make it"])
+    return arguments
 
 
 def prepare(arguments):
@@ -72,7 +76,7 @@ def prepare(arguments):
                 counts[entry.task] = counts.get(entry.task, 0) + len(rows)
     if not counts:
         raise ConfigError(["--tasks: none of them has choices; choose others"])
-    arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    publish(arguments.output, ("\n".join(lines) + "\n").encode())
     for entry in entries:
         print(f"{entry.task}: {counts.get(entry.task, 'no choices, left out')}")
 

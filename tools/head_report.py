@@ -10,7 +10,7 @@ said in head_measures.py, head_findings.py and head_ablation.py, and on the page
 DIR gets index.html, one file that needs no other, its pictures as PNG, and heads.json with all numbers. Dense and
 static models have no loads: their heads are told by attention, redundancy and importance (--ablation-tokens).
 
-Exit codes: 0; 1 a shard is damaged; 2 an argument has to be mended.
+Exit codes: 0; 1 a shard is damaged, or the report cannot be written; 2 an argument has to be mended.
 """
 
 import os
@@ -46,7 +46,7 @@ from head_text import frequency_ranks, read_domains, repeated_sequences
 from tqdm import tqdm
 
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError
+from moh_lm.data.files import ShardError, publish
 from moh_lm.flags import Parser
 
 try:
@@ -77,12 +77,15 @@ def main(texts):
         print(f"head_report: {error}", file=sys.stderr)
         return 1
     report, pictures = report_of(arguments, model, tokenizer, domains)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    for name, themes in pictures.items():
-        (arguments.output / f"{name}.png").write_bytes(themes["light"])
     text = page(report, pictures, tokenizer.model.decode)
-    (arguments.output / "index.html").write_text(text, encoding="utf-8")
-    (arguments.output / "heads.json").write_text(json.dumps(plain(report)) + "\n", encoding="utf-8")
+    files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
+    files |= {"heads.json": json.dumps(plain(report)).encode() + b"\n", "index.html": text.encode()}
+    try:
+        for name, content in files.items():
+            publish(arguments.output / name, content)
+    except OSError as error:
+        print(f"head_report: {error.filename or arguments.output}: {error.strerror}", file=sys.stderr)
+        return 1
     print(f"{arguments.output / 'index.html'}: {len(text) / 1e6:.1f} MB, {len(pictures)} pictures")
     return 0
 
@@ -105,6 +108,11 @@ def parse_arguments(texts):
     arguments = parser.parse_args(texts)
     if head_map is None:
         raise ConfigError(["pictures are drawn by matplotlib, which is not installed: pip install matplotlib"])
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"--output {arguments.output}: cannot be made ({error.strerror}); give another directory"
+        raise ConfigError([problem]) from error
     return arguments
 
 
