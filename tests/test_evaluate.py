@@ -263,8 +263,11 @@ def test_a_file_of_other_tasks_or_questions_stands_in_no_table(programs, model, 
 def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_path, capsys):
     (tmp_path / "sciq").mkdir()
     (tmp_path / "sciq" / "test.jsonl").write_text('{"question": "x"}\n')
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "moh_llama"}')
     good = ["--model", model, "--suite", "llm6"]
     cases = [
+        (["--model", tmp_path / "bare", "--suite", "llm6"], ["bare: has no tokenizer.json"]),
         (["--model", tmp_path, "--suite", "llm6"], ["has no config.json"]),
         ([*good, "--data", data, "--tasks", "mmlu"], ["mmlu: is not in llm6"]),
         ([*good, "--data", tmp_path, "--tasks", "sciq", "piqa"], ["line 1 has no support, correct", "piqa/validation"]),

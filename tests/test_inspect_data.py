@@ -1,5 +1,6 @@
 """tools/inspect_data.py as a user runs it: counts by hand, text that comes back, damage that is named."""
 
+import base64
 import importlib
 import io
 import json
@@ -18,6 +19,7 @@ import sentencepiece
 from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.shards import ShardWriter, write_manifest
+from tests.tokenizing import tokenize
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box five very old jars of quinces".split()
@@ -228,6 +230,18 @@ def test_what_is_damaged_does_not_hide_what_is_sound(corpus, tmp_path):
     assert {row["name"]: row["documents"] for row in report["sources"]} == {"books": 40, "wiki": 40}
     assert len(report["problems"]) == 1
     assert "b-1.idx" in report["problems"][0]
+
+
+def test_text_in_the_tokens_of_llama_3_is_decoded(tmp_path):
+    pytest.importorskip("tiktoken")
+    tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the"]
+    lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+    (tmp_path / "llama.model").write_bytes(b"".join(lines))
+    text = "the text and the 文字"
+    (tmp_path / "a.txt").write_text(text)
+    tokenize(tmp_path / "llama.model", tmp_path / "data", f"a={tmp_path}/a.txt")
+    (document,) = run_json(tmp_path / "data", "--document", "a:0")["documents"]
+    assert (document["text"], document["ids"][0], document["ids"][-1]) == (text, 257, 260)  # 260: end of text
 
 
 def test_the_command_works_from_anywhere_and_ends_quietly_with_its_reader(corpus, tmp_path):

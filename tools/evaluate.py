@@ -91,6 +91,9 @@ def parse_arguments(texts):
     ]
     if arguments.compare and arguments.output:
         problems.append("--output: is the file of one model; leave --compare out")
+    for path in filter(is_model, [arguments.model, *arguments.compare]):
+        if is_export(path) and not (path / "tokenizer.json").is_file():
+            problems.append(f"{path}: has no tokenizer.json; add the one that belongs to its tokenizer.model")
     if arguments.output and not arguments.output.parent.is_dir():
         problems.append(f"--output {arguments.output}: there is no directory {arguments.output.parent}; make it")
     if problems:

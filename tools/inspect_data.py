@@ -14,9 +14,14 @@ them. A run whose data changed on the way is described by the state of its check
 Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument has to be mended.
 """
 
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+
 import json
 import signal
-import sys
 import textwrap
 from bisect import bisect_right
 from collections import Counter
@@ -25,6 +30,7 @@ from pathlib import Path
 import sentencepiece
 from inspect_shards import open_directory, summarize, verify
 
+from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
@@ -58,7 +64,8 @@ def parse_arguments(texts):
     parser.add_argument("--sample", metavar="N", type=int, nargs="+", help="samples of a run, from 0 on, decoded")
     parser.add_argument("--state", metavar="FILE", help="state.json of a checkpoint: samples as its run read them")
     parser.add_argument("--document", metavar="SOURCE:N", nargs="+", help="documents of a source, from 0 on, decoded")
-    parser.add_argument("--tokenizer", metavar="MODEL", help="SentencePiece model (default: DIR/tokenizer.model)")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="SentencePiece model, or LLaMA-3's (default: "
+                        "DIR/tokenizer.model)")  # fmt: skip
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksums")
     parser.add_argument("--json", action="store_true", help="everything, as one JSON object")
     arguments, flags = parser.parse_known_args(texts)
@@ -108,6 +115,8 @@ def decoder(arguments):
     if not path.exists() and not arguments.tokenizer:
         return lambda ids: " ".join(map(str, ids))
     try:
+        if is_tiktoken(path):
+            return TiktokenModel(path).decode
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
         raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error
