@@ -332,14 +332,17 @@ def test_a_scaled_rotary_embedding_is_written_for_every_version(kind, tmp_path, 
     assert config["rope_parameters"] == {**scaling, "rope_theta": 500.0}
 
 
-def test_a_tokenizer_of_tiktoken_is_copied_and_said(tmp_path, export, without_transformers):
+def test_a_tokenizer_of_tiktoken_is_copied_and_converted(tmp_path, export):
+    pytest.importorskip("tiktoken")
+    pytest.importorskip("transformers")
     ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
     (tmp_path / "tokenizer.model").write_text(ranks)
     run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tmp_path / "tokenizer.model", False)
     code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    assert code == 0 and "copied, not converted" in printed
+    assert code == 0 and "checked: logits of transformers" in printed
     assert (tmp_path / "hf" / "tokenizer.model").read_text() == ranks
-    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == 257  # the second special token
 
 
 def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16(tmp_path, export):

@@ -1,8 +1,11 @@
 """tools/tokenizer_json.py: the converted tokenizer gives SentencePiece's ids, whatever the text."""
 
+import base64
+import importlib
 import io
 import random
 import unicodedata
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ pytest.importorskip("transformers")
 import sentencepiece
 from transformers import PreTrainedTokenizerFast
 
+from data_prep.tiktoken_model import TiktokenModel
 from tools.tokenizer_json import read_model, special_ids, tokenizer_config, write_tokenizer
 
 PROSE = [
@@ -134,3 +138,26 @@ def test_a_file_that_is_no_model_is_refused(tmp_path):
     (tmp_path / "m.model").write_bytes(b"not a model")
     with pytest.raises(ValueError, match="m.model"):
         read_model(tmp_path / "m.model")
+
+
+def test_ids_and_text_of_llama_3_s_vocabulary_are_those_of_tiktoken_also_behind_the_special_tokens(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("tiktoken")
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[1] / "tools")
+    converter = importlib.import_module("tiktoken_json")
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [b"aa", b"aaa", b"ab", b"ba", b"aba", b"bab", b" a", b"th", b"the", b"  ", b"\n\n"]
+    later = ["文".encode()[:2], "文".encode(), b" aab", b"abab"]  # of an extension: after the special tokens
+    ranks = [*enumerate(tokens), *enumerate(later, len(tokens) + 256)]
+    path = tmp_path / "llama.model"
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranks))
+    converter.write_tokenizer(path, tmp_path, 512)
+    original, converted = TiktokenModel(path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert converted.eos_token_id == original.eos_id() == converter.special_ids(path)["eos"] == len(tokens) + 1
+    chooser, parts = random.Random(5), [*"ab \n\t\r\0.'s12345文é\u0301\u2028\U0001f642", "the", "<|end_of_text|>"]
+    for _ in range(3000):
+        text = "".join(chooser.choice(parts) for _ in range(chooser.randrange(1, 30)))
+        ids = converted(text)["input_ids"]
+        assert ids == original.encode(text).tolist(), text
+        assert converted.decode(ids) == text

@@ -8,15 +8,21 @@ own precision). The format is described in moh_lm/tasks.py. Of llama14 the tasks
 generate text or ask whether a text would be generated (GSM8K, NQ, LAMBADA) are left out, and said.
 """
 
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+
 import hashlib
 import json
-import sys
 import tempfile
 from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
 from tokenizer_json import read_model, special_ids
 
+from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
 from moh_lm.flags import Parser
@@ -45,7 +51,7 @@ def main():
 def parse_arguments(texts):
     parser = Parser(prog="evaluate_prepare.py", description="Questions for --eval-tasks.", allow_abbrev=False)
     parser.add_argument("--suite", required=True, choices=SUITES, help="which of the paper's tables")
-    parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="SentencePiece model of the run")
+    parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="tokenizer.model of the run")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSON lines")
     parser.add_argument("--data", type=Path, metavar="DIR", help="local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these of the suite, by the harness's names")
@@ -83,13 +89,17 @@ def prepare(arguments):
 
 def encoder(path):
     """(context, continuation) -> their ids, as the harness splits them; EOS stands for an empty context."""
-    eos, tokenizer = special_ids(read_model(path))["eos"], SentencePieceProcessor(model_file=str(path))
+    if is_tiktoken(path):
+        tokenizer = TiktokenModel(path)
+        eos = tokenizer.eos_id()
+    else:
+        eos, tokenizer = special_ids(read_model(path))["eos"], SentencePieceProcessor(model_file=str(path))
 
     def encode(context, continuation):
         if not context:
-            return [eos], tokenizer.encode(continuation)
-        before = tokenizer.encode(context.rstrip())  # spaces at its end belong to the continuation
-        return before, tokenizer.encode(context + continuation)[len(before) :]
+            return [eos], list(map(int, tokenizer.encode(continuation)))
+        before = list(map(int, tokenizer.encode(context.rstrip())))  # spaces at its end belong to the continuation
+        return before, list(map(int, tokenizer.encode(context + continuation)))[len(before) :]
 
     return encode
 

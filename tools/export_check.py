@@ -12,10 +12,14 @@ since a process keeps the remote code of the first of two directories with the s
 [b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with SentencePiece on ``TEXTS``.
 """
 
-import functools
 import os
-import subprocess
 import sys
+
+if __name__ == "__main__":
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+
+import functools
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -25,6 +29,8 @@ from import_config import model_config
 from safetensors import safe_open
 from sentencepiece import SentencePieceProcessor
 
+from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
+from moh_lm.config import ConfigError
 from moh_lm.fragments import FragmentReader
 from moh_lm.manifest import read_json
 from moh_lm.model.transformer import CausalLM
@@ -147,15 +153,19 @@ def main():
 
 
 def check_tokenizer(export):
-    """Exit with a message if the tokenizer gives other ids than SentencePiece."""
+    """Exit with a message if the tokenizer gives other ids than SentencePiece or tiktoken."""
     if not (export / "tokenizer.json").is_file():
         return
-    original = SentencePieceProcessor(model_file=str(export / "tokenizer.model"))
+    path = export / "tokenizer.model"
+    try:
+        original = TiktokenModel(path) if is_tiktoken(path) else SentencePieceProcessor(model_file=str(path))
+    except ConfigError as error:  # the package is absent
+        sys.exit(error.problems[0])
     converted = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
     for text in TEXTS:
         ids = converted(text)["input_ids"]
-        if ids != original.encode(text):
-            sys.exit(f"tokenizer.json gives {text!r} the ids {ids}, tokenizer.model {original.encode(text)}")
+        if ids != list(original.encode(text)):
+            sys.exit(f"tokenizer.json gives {text!r} the ids {ids}, tokenizer.model {list(original.encode(text))}")
 
 
 @torch.no_grad()

@@ -17,19 +17,25 @@ Exit codes: 0 the export is in DIR; 1 it failed its check or could not be writte
 or the checkpoint has to be mended.
 """
 
-import argparse
 import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+
+import argparse
 import re
 import shutil
-import sys
 from pathlib import Path
 
+import tiktoken_json
 import torch
 from export_check import ExportError, check_export
 from model_card import model_card
 from safetensors import SafetensorError
 from tokenizer_json import read_model, special_ids, write_tokenizer
 
+from data_prep.tiktoken_model import is_tiktoken
 from moh_lm.checkpoint import find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
@@ -172,20 +178,14 @@ def export_tokenizer(model, directory, max_length):
     """Copy and convert a SentencePiece ``model``; returns the ids of its special tokens."""
     shutil.copyfile(model, directory / "tokenizer.model")
     if is_tiktoken(model):
-        print("tokenizer.model is tiktoken's: it is copied, not converted; add the tokenizer.json that belongs to it")
-        return {}
+        tiktoken_json.write_tokenizer(model, directory, max_length)
+        return tiktoken_json.special_ids(model)
     try:
         proto = read_model(model)
     except ValueError as error:
         raise ExportError(str(error)) from error
     write_tokenizer(proto, directory, max_length)
     return special_ids(proto)
-
-
-def is_tiktoken(path):
-    """Whether the file is a list of pieces in base64 with their ranks, as LLaMA-3's."""
-    with open(path, "rb") as file:
-        return re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\r?\n", file.readline(1000)) is not None
 
 
 def hugging_face_config(config, dtype, special):

@@ -79,9 +79,12 @@ def tokenizer_json(proto):
 
 def tokenizer_config(proto, max_length):
     """Content of tokenizer_config.json; ``max_length`` is the model's context in tokens."""
-    tokens = {
-        f"{name}_token": proto.pieces[index].piece for name, index in special_ids(proto).items() if index is not None
-    }
+    ids = {name: index for name, index in special_ids(proto).items() if index is not None}
+    return config_with({f"{name}_token": proto.pieces[index].piece for name, index in ids.items()}, max_length)
+
+
+def config_with(tokens, max_length):
+    """``tokenizer_config`` with ``tokens``, {"eos_token": its text, ...}."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **tokens,
@@ -96,10 +99,11 @@ def tokenizer_config(proto, max_length):
 
 def write_tokenizer(proto, directory, max_length):
     """Write both files. Equal models give equal bytes."""
-    for name, content in (
-        ("tokenizer.json", tokenizer_json(proto)),
-        ("tokenizer_config.json", tokenizer_config(proto, max_length)),
-    ):
+    write_files(directory, tokenizer_json(proto), tokenizer_config(proto, max_length))
+
+
+def write_files(directory, tokenizer, config):
+    for name, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):
         text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
         (Path(directory) / name).write_text(text, encoding="utf-8")
 
