@@ -453,6 +453,28 @@ def test_a_new_token_after_many_reads_the_keys_and_values_of_its_heads_only(chan
         assert torch.allclose(logits, expected.logits[:, -1], rtol=0, atol=1e-5) == same
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 12), (1, 4, 1, 12), (3, 1, 1, 12), (3, 4, 1, 12)])
+@pytest.mark.parametrize("attention, dtype", [("sdpa", bool), ("sdpa", float), ("eager", float)])
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}, GROUPS])
+@torch.no_grad()
+def test_a_mask_of_the_callers_own_holds_where_selected_heads_only_are_read(
+    changes, attention, dtype, shape, monkeypatch
+):
+    """Of each shape that attention broadcasts to [b, h, 1, k]."""
+    model, tokens = make_model(attention=attention, **changes), random_tokens(3, 12)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[..., -1] = True
+    if dtype is float:
+        mask = torch.zeros(shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    logits = []
+    for long in (modeling_moh.LONG, 1):
+        monkeypatch.setattr(modeling_moh, "LONG", long)
+        cache = model(tokens[:, :-1]).past_key_values
+        logits.append(model(tokens[:, -1:], past_key_values=cache, attention_mask=mask).logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+    assert not torch.allclose(logits[0][:, 0], model(tokens).logits[:, -1], rtol=0, atol=1e-2)  # it hides something
+
+
 @pytest.mark.parametrize("long", [modeling_moh.LONG, 1])
 @pytest.mark.parametrize("changes", CASES)
 @torch.no_grad()

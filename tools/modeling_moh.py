@@ -188,17 +188,20 @@ def attend_selected(query, key, value, selected, attention_mask, scaling):
     either function above. Returns [b, 1, h, head_dim], zeros for the other heads.
     """
     output = torch.zeros_like(query)
+    if attention_mask is not None:  # one that the caller made may hold for all rows, or be of single heads
+        attention_mask = attention_mask[..., : key.shape[2]].expand(*query.shape[:3], -1)  # [b, h, 1, k]
     shared_by = query.shape[1] // key.shape[1]  # query heads of a key/value head
     for row, used in enumerate(selected[:, 0]):
         heads = used.nonzero().flatten()
-        mask = None if attention_mask is None else attention_mask[row : row + 1, ..., : key.shape[2]]
+        mask = None if attention_mask is None else attention_mask[row, heads, 0]  # [heads, k]
         queries = query[row, :, 0].index_select(0, heads)[None, None]  # [1, 1, heads, head_dim]
         read, start = torch.empty_like(queries), 0
         for index, group in itertools.groupby(heads.tolist(), key=lambda head: head // shared_by):
             stop, at = start + len(list(group)), (slice(row, row + 1), slice(index, index + 1))
             read[:, :, start:stop] = F.scaled_dot_product_attention(
-                queries[:, :, start:stop], key[at], value[at], attn_mask=mask, scale=scaling
-            )
+                queries[:, :, start:stop], key[at], value[at], scale=scaling,
+                attn_mask=None if mask is None else mask[None, None, start:stop],
+            )  # fmt: skip
             start = stop
         output[row, :, 0] = output[row, :, 0].index_copy(0, heads, read[0, 0])
     return output.transpose(1, 2)
@@ -283,7 +286,6 @@ class MoHLlamaAttention(nn.Module):
         if self.gated:
             output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
         return self.o_proj(output.reshape(*shape, -1)), weights, gates, selected  # Eq. 4
-
 
     def saves_by_selection(self, query, key):
         """Whether to read the selected heads only, as ``attend_selected`` does: where it was measured to be faster."""
