@@ -55,6 +55,12 @@ def make_model(seed=0, attention="sdpa", **changes):
     return model
 
 
+@pytest.fixture
+def one_thread(threads):
+    """With more of them every head is read at once."""
+    torch.set_num_threads(1)
+
+
 def random_tokens(batch, length, seed=0):
     return torch.randint(1, SHAPE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
 
@@ -416,7 +422,7 @@ CASES = [
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("changes", CASES)
 @torch.no_grad()
-def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention, long, monkeypatch):
+def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention, long, monkeypatch, one_thread):
     model, tokens = make_model(attention=attention, **changes), random_tokens(2, 12)
     whole = model(tokens, use_cache=False).logits
     tolerance = 3e-6 * whole.abs().max().item()
@@ -440,11 +446,12 @@ def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention
 
 @pytest.mark.parametrize("changes", CASES)
 @torch.no_grad()
-def test_a_new_token_after_many_reads_the_keys_and_values_of_its_heads_only(changes, monkeypatch):
+def test_a_new_token_after_many_reads_the_keys_and_values_of_its_heads_only(changes, monkeypatch, threads):
     model, tokens = make_model(**changes), random_tokens(3, 12)
     expected = model(tokens, output_router_gates=True)
-    for long, same in ((12, True), (13, False)):  # the new token is the twelfth
+    for long, num_threads, same in ((12, 1, True), (13, 1, False), (12, 2, False)):  # the new token is the twelfth
         monkeypatch.setattr(modeling_moh, "LONG", long)
+        torch.set_num_threads(num_threads)
         cache = model(tokens[:, :-1]).past_key_values
         for layer, selected in zip(cache.layers, expected.router_selections, strict=True):
             unread = ~selected[:, -1].unflatten(-1, (layer.keys.shape[1], -1)).any(-1)  # [b, key/value heads]
@@ -453,12 +460,22 @@ def test_a_new_token_after_many_reads_the_keys_and_values_of_its_heads_only(chan
         assert torch.allclose(logits, expected.logits[:, -1], rtol=0, atol=1e-5) == same
 
 
+@torch.no_grad()
+def test_a_layer_in_which_every_token_uses_all_heads_attends_to_them_at_once(monkeypatch, one_thread):
+    monkeypatch.setattr(modeling_moh, "LONG", 1)
+    layers, attend = [], modeling_moh.attend_selected
+    monkeypatch.setattr(modeling_moh, "attend_selected", lambda *inputs: layers.append(inputs) or attend(*inputs))
+    budgets = {"num_shared_heads": [4, 1, 1], "num_active_routed_heads": [0, 3, 2]}
+    make_model(num_hidden_layers=3, **budgets)(random_tokens(1, 1))
+    assert len(layers) == 1
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1, 12), (1, 4, 1, 12), (3, 1, 1, 12), (3, 4, 1, 12)])
 @pytest.mark.parametrize("attention, dtype", [("sdpa", bool), ("sdpa", float), ("eager", float)])
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}, GROUPS])
 @torch.no_grad()
 def test_a_mask_of_the_callers_own_holds_where_selected_heads_only_are_read(
-    changes, attention, dtype, shape, monkeypatch
+    changes, attention, dtype, shape, monkeypatch, one_thread
 ):
     """Of each shape that attention broadcasts to [b, h, 1, k]."""
     model, tokens = make_model(attention=attention, **changes), random_tokens(3, 12)
@@ -478,7 +495,7 @@ def test_a_mask_of_the_callers_own_holds_where_selected_heads_only_are_read(
 @pytest.mark.parametrize("long", [modeling_moh.LONG, 1])
 @pytest.mark.parametrize("changes", CASES)
 @torch.no_grad()
-def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes, long, monkeypatch):
+def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes, long, monkeypatch, one_thread):
     monkeypatch.setattr(modeling_moh, "LONG", long)
     model, tokens = make_model(**changes), random_tokens(2, 7)
     expected = tokens

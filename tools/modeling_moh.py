@@ -10,8 +10,8 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
 
 Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 whatever the model's dtype;
 of equal scores the one with the lower head index is selected. Every head is computed and the inactive ones are weighted
-by zero, with one exception: from ``LONG`` cached tokens on, a new token on a CPU reads the keys and values of its heads
-only. The load-balance loss of Eq. 7-8 belongs to training.
+by zero, with one exception: from ``LONG`` cached tokens on, a new token on a CPU with one thread reads the keys and
+values of its heads only. The load-balance loss of Eq. 7-8 belongs to training.
 
 With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
 and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
@@ -289,8 +289,9 @@ class MoHLlamaAttention(nn.Module):
 
     def saves_by_selection(self, query, key):
         """Whether to read the selected heads only, as ``attend_selected`` does: where it was measured to be faster."""
+        fewest = self.num_shared + (self.num_active if self.config.routing_top_p is None else 0)
         return (
-            self.gated
+            fewest < self.config.num_attention_heads  # else every token uses all heads
             and self.config._attn_implementation in ("eager", "sdpa")  # asked first: vLLM traces this without tensors
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
@@ -299,6 +300,7 @@ class MoHLlamaAttention(nn.Module):
             and query.shape[1] == self.config.num_attention_heads  # no tensor parallelism
             and query.shape[2] == 1
             and key.shape[2] >= LONG
+            and torch.get_num_threads() == 1  # more share the heads, if these are attended to by one call
         )
 
 
