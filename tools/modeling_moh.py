@@ -185,23 +185,22 @@ def attend_selected(query, key, value, selected, attention_mask, scaling):
     """Attention of one token per row by its heads alone: the keys and values of the others are not read.
 
     query [b, h, 1, head_dim], key and value [b, h / groups, k, head_dim], selected [b, 1, h]; the mask has the form of
-    either function above. Returns [b, 1, h, head_dim], zeros for the other heads.
+    either function above, for all heads. Returns [b, 1, h, head_dim], zeros for the other heads.
     """
     output = torch.zeros_like(query)
-    if attention_mask is not None:  # one that the caller made may hold for all rows, or be of single heads
-        attention_mask = attention_mask[..., : key.shape[2]].expand(*query.shape[:3], -1)  # [b, h, 1, k]
+    if attention_mask is not None:  # one that the caller made may hold for all rows
+        attention_mask = attention_mask[..., : key.shape[2]].expand(len(query), -1, -1, -1)  # [b, 1, 1, k]
     shared_by = query.shape[1] // key.shape[1]  # query heads of a key/value head
     for row, used in enumerate(selected[:, 0]):
         heads = used.nonzero().flatten()
-        mask = None if attention_mask is None else attention_mask[row, heads, 0]  # [heads, k]
+        mask = None if attention_mask is None else attention_mask[row : row + 1]
         queries = query[row, :, 0].index_select(0, heads)[None, None]  # [1, 1, heads, head_dim]
         read, start = torch.empty_like(queries), 0
         for index, group in itertools.groupby(heads.tolist(), key=lambda head: head // shared_by):
             stop, at = start + len(list(group)), (slice(row, row + 1), slice(index, index + 1))
             read[:, :, start:stop] = F.scaled_dot_product_attention(
-                queries[:, :, start:stop], key[at], value[at], scale=scaling,
-                attn_mask=None if mask is None else mask[None, None, start:stop],
-            )  # fmt: skip
+                queries[:, :, start:stop], key[at], value[at], attn_mask=mask, scale=scaling
+            )
             start = stop
         output[row, :, 0] = output[row, :, 0].index_copy(0, heads, read[0, 0])
     return output.transpose(1, 2)
@@ -272,7 +271,7 @@ class MoHLlamaAttention(nn.Module):
         if past_key_values is not None:  # transformers 4 finds the slots of a static cache by cache_position
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
-        if self.saves_by_selection(query, key):
+        if self.saves_by_selection(query, key, attention_mask):
             output, weights = attend_selected(query, key, value, selected, attention_mask, self.scaling), None
         else:
             # vLLM recognises the attention by this assignment, and by the one call of the name that it assigns.
@@ -287,7 +286,7 @@ class MoHLlamaAttention(nn.Module):
             output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
         return self.o_proj(output.reshape(*shape, -1)), weights, gates, selected  # Eq. 4
 
-    def saves_by_selection(self, query, key):
+    def saves_by_selection(self, query, key, attention_mask):
         """Whether to read the selected heads only, as ``attend_selected`` does: where it was measured to be faster."""
         fewest = self.num_shared + (self.num_active if self.config.routing_top_p is None else 0)
         return (
@@ -300,6 +299,7 @@ class MoHLlamaAttention(nn.Module):
             and query.shape[1] == self.config.num_attention_heads  # no tensor parallelism
             and query.shape[2] == 1
             and key.shape[2] >= LONG
+            and (attention_mask is None or attention_mask.shape[1] == 1)  # not of single heads
             and torch.get_num_threads() == 1  # more share the heads, if these are attended to by one call
         )
 
