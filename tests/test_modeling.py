@@ -418,9 +418,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("long", [modeling_moh.LONG, 1])  # 1: every new token reads the selected heads only
+HALF = {"num_shared_heads": [1, 0], "num_active_routed_heads": [1, 2]}
+GROUPS_HALF = GROUPS | {"num_shared_heads": [0, 0], "num_active_routed_heads": [2, 2]}
+HALVES = [
+    HALF,
+    HALF | {"routing": "query_norm"},
+    HALF | {"head_selection": "static", "tie_word_embeddings": True},
+    GROUPS_HALF | {"routing_top_p": 0.7},
+]
+LENGTHS = [*((case, modeling_moh.LONG) for case in CASES), *((case, 1) for case in HALVES)]  # 1: selected heads only
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("changes", CASES)
+@pytest.mark.parametrize("changes, long", LENGTHS)
 @torch.no_grad()
 def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention, long, monkeypatch, one_thread):
     model, tokens = make_model(attention=attention, **changes), random_tokens(2, 12)
@@ -444,7 +454,7 @@ def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention
         torch.testing.assert_close(logits[row, -length:], whole[row, :length], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("changes", CASES)
+@pytest.mark.parametrize("changes", HALVES)
 @torch.no_grad()
 def test_a_new_token_after_many_reads_the_keys_and_values_of_its_heads_only(changes, monkeypatch, threads):
     model, tokens = make_model(**changes), random_tokens(3, 12)
@@ -460,19 +470,26 @@ def test_a_new_token_after_many_reads_the_keys_and_values_of_its_heads_only(chan
         assert torch.allclose(logits, expected.logits[:, -1], rtol=0, atol=1e-5) == same
 
 
+@pytest.mark.parametrize(
+    "changes, number",
+    [
+        ({"num_shared_heads": [4, 1, 1], "num_active_routed_heads": [0, 2, 1]}, 1),
+        ({"num_shared_heads": [1] * 3, "num_active_routed_heads": [1] * 3, "num_key_value_heads": 2}, 0),
+        (GROUPS | {"num_shared_heads": [0, 2, 0], "num_active_routed_heads": [2, 2, 2]}, 2),
+    ],
+)
 @torch.no_grad()
-def test_a_layer_in_which_every_token_uses_all_heads_attends_to_them_at_once(monkeypatch, one_thread):
+def test_only_layers_in_which_a_token_needs_half_of_the_keys_are_read_so(changes, number, monkeypatch, one_thread):
     monkeypatch.setattr(modeling_moh, "LONG", 1)
     layers, attend = [], modeling_moh.attend_selected
     monkeypatch.setattr(modeling_moh, "attend_selected", lambda *inputs: layers.append(inputs) or attend(*inputs))
-    budgets = {"num_shared_heads": [4, 1, 1], "num_active_routed_heads": [0, 3, 2]}
-    make_model(num_hidden_layers=3, **budgets)(random_tokens(1, 1))
-    assert len(layers) == 1
+    make_model(num_hidden_layers=3, **changes)(random_tokens(1, 1))
+    assert len(layers) == number
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 12), (1, 4, 1, 12), (3, 1, 1, 12), (3, 4, 1, 12)])
 @pytest.mark.parametrize("attention, dtype", [("sdpa", bool), ("sdpa", float), ("eager", float)])
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}, GROUPS])
+@pytest.mark.parametrize("changes", [HALF, GROUPS_HALF])
 @torch.no_grad()
 def test_a_mask_of_the_callers_own_holds_where_selected_heads_only_are_read(
     changes, attention, dtype, shape, monkeypatch, one_thread
@@ -492,8 +509,7 @@ def test_a_mask_of_the_callers_own_holds_where_selected_heads_only_are_read(
     assert not torch.allclose(logits[0][:, 0], model(tokens).logits[:, -1], rtol=0, atol=1e-2)  # it hides something
 
 
-@pytest.mark.parametrize("long", [modeling_moh.LONG, 1])
-@pytest.mark.parametrize("changes", CASES)
+@pytest.mark.parametrize("changes, long", LENGTHS)
 @torch.no_grad()
 def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes, long, monkeypatch, one_thread):
     monkeypatch.setattr(modeling_moh, "LONG", long)

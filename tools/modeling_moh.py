@@ -10,8 +10,9 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
 
 Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 whatever the model's dtype;
 of equal scores the one with the lower head index is selected. Every head is computed and the inactive ones are weighted
-by zero, with one exception: from ``LONG`` cached tokens on, a new token on a CPU with one thread reads the keys and
-values of its heads only. The load-balance loss of Eq. 7-8 belongs to training.
+by zero, with one exception: from ``LONG`` cached tokens on, where a token uses at most half of the heads, or of the
+groups below, a new one on a CPU with one thread reads the keys and values of its heads only. The load-balance loss of
+Eq. 7-8 belongs to training.
 
 With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
 and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
@@ -54,9 +55,7 @@ except ImportError:  # transformers before 4.53
     create_causal_mask = None
 
 
-# Cached tokens from which it is faster to read the selected heads alone: 12 heads of 64 features, 6 of them selected,
-# in fp32 on one core of an AMD EPYC. With grouped queries the length is smaller.
-LONG = 2048
+LONG = 4096  # cached tokens from which reading half of the heads was faster than all, on one core of an AMD EPYC
 
 
 def select(scores, num_active, top_p=None):
@@ -288,9 +287,9 @@ class MoHLlamaAttention(nn.Module):
 
     def saves_by_selection(self, query, key, attention_mask):
         """Whether to read the selected heads only, as ``attend_selected`` does: where it was measured to be faster."""
-        fewest = self.num_shared + (self.num_active if self.config.routing_top_p is None else 0)
         return (
-            fewest < self.config.num_attention_heads  # else every token uses all heads
+            2 * (self.num_shared + self.num_active) <= self.config.num_attention_heads
+            and (self.num_key_value_groups == 1 or self.config.heads_per_expert > 1)  # single heads read most groups
             and self.config._attn_implementation in ("eager", "sdpa")  # asked first: vLLM traces this without tensors
             and not torch.is_grad_enabled()
             and not torch.compiler.is_compiling()
