@@ -103,6 +103,16 @@ def replaced_shards(
     return replaced
 
 
+def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]:
+    """Those of ``shards``, of which sidecars are given, with an input that a finished unit of their source has too."""
+    made = {(unit.source, piece["size"], piece["sample"]) for unit in finished for piece in finished[unit]["inputs"]}
+    return [
+        path
+        for path in shards
+        if any((path.parent.name, piece["size"], piece["sample"]) in made for piece in read_sidecar(path)["inputs"])
+    ]
+
+
 def finished_sidecar(output: Path, unit: Unit) -> dict | None:
     """The sidecar of a unit whose shard is complete and not older than its inputs."""
     prefix = output / unit.source / unit.name

@@ -28,6 +28,7 @@ from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
 from data_prep.inputs import Source, named_source, recognized_sources, standard_input
 from data_prep.output import (
+    doubled_shards,
     finished_sidecar,
     only_run,
     record_groups,
@@ -108,11 +109,17 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
     absent = judge(units, finished, failures, flags)
     nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
     incomplete = {unit.source for unit in units if unit not in finished} | {name for name in sources if failures[name]}
+    doubled = doubled_shards([path for path in replaced if path.parent.name in incomplete], finished)
     replaced = [path for path in replaced if path.parent.name not in incomplete]
     for path in replaced + nothing:
         path.unlink()  # the sidecar; what is without one, the sweep removes
     sweep(output, sources, failed=[unit for unit in units if unit not in finished])
     try:
+        if doubled:
+            raise ShardError(
+                f"{doubled[0]} holds text that new shards hold too, and stays until all files of its source can be "
+                f"read: {output / 'manifest.json'} is left as it was; mend the files that failed, or leave them out"
+            )
         write_manifest(output)
     except ShardError as error:
         failures[""].append(str(error))

@@ -265,6 +265,22 @@ def test_a_file_that_comes_again_from_elsewhere_in_other_units_is_not_there_twic
     assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([*long, "other"])
 
 
+def test_a_moved_file_beside_one_that_cannot_be_read_is_not_listed_twice(model, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/b.jsonl").write_bytes(json_lines([os.urandom(100_000).hex() for _ in range(3)]))
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*.jsonl")
+    before = (tmp_path / "out/manifest.json").read_bytes()
+    os.rename(tmp_path / "in", tmp_path / "again")
+    (tmp_path / "again/c.jsonl.gz").write_bytes(gzip.compress(json_lines(["other"]))[:-9])
+    again = f"a={tmp_path}/again/*"
+    _, stderr = tokenize(model, tmp_path / "out", again, unit_size="300K", code=1)
+    assert "manifest.json is left as it was" in stderr
+    assert (tmp_path / "out/manifest.json").read_bytes() == before
+    (tmp_path / "again/c.jsonl.gz").write_bytes(gzip.compress(json_lines(["other"])))
+    tokenize(model, tmp_path / "out", again, unit_size="300K")
+    assert len(decoded(tmp_path / "out", "a", model)) == 4
+
+
 def test_a_file_that_differs_from_an_earlier_one_in_its_middle_only_leaves_its_shard(model, tmp_path):
     texts = ["x" * 200_000, "first", "y" * 200_000]
     (tmp_path / "b.jsonl").write_bytes(json_lines(texts))
