@@ -4,7 +4,7 @@
 
 DIRECTORY is filled on the first use (one gigabyte: indexes of 5,000 documents each, and .bin files that are holes on
 the disk, all zeros), and kept. A start is a fresh process: seconds of ``Dataset.open`` and ``fingerprint``, and what
-they add to the peak of its memory; the best of five. The cuts for a fraction of 0.001 are in the manifest, those for
+they add to the peak of its memory; the best of them. The cuts for a fraction of 0.001 are in the manifest, those for
 0.003 are looked up in the indexes. --cold has the system forget the contents of DIRECTORY's files before each start.
 Reading: windows per second on the first pass, which checks every shard that it meets, and again without the disk, with
 and without the checksums of blocks; and how long a training loop that computes for 0.2 s per step waits for its
