@@ -16,7 +16,6 @@ from triton.runtime.errors import OutOfResources
 from moh_lm.kernels import triton_attention
 from moh_lm.kernels.attention import moh_attention
 from moh_lm.kernels.boundaries import boundaries
-from moh_lm.kernels.compaction import compact
 from moh_lm.kernels.triton_attention import Tiles
 
 # block of slots, block of keys, warps, stages
@@ -110,13 +109,13 @@ def tune(shape, length, device, dtype):
     groups = num_shared * shape[2] // shape[1]
     first = groups * shape[1] // shape[2]
     routed = [tensors[0][:, :, first:], *(t[:, :, groups:] for t in tensors[1:3]), tensors[3][..., first:]]
-    inputs = [*(tensor.detach() for tensor in (*routed, *compact(selected[..., first:]))), None, None]
+    inputs = [tensor.detach() for tensor in routed]
     gradient = upstream[:, :, first:]
-    kept = triton_attention.head_sparse_attention(*inputs)[1:]
+    kept = triton_attention.head_sparse_attention(*inputs, selected[..., first:])[1:]
     calls = {
-        "forward": lambda: triton_attention.head_sparse_attention(*inputs),
-        "query": lambda: triton_attention.head_sparse_attention_backward(gradient, *inputs, *kept),
-        "key": lambda: triton_attention.head_sparse_attention_backward(gradient, *inputs, *kept),
+        "forward": lambda: triton_attention.head_sparse_attention(*inputs, selected[..., first:]),
+        "query": lambda: triton_attention.head_sparse_attention_backward(gradient, *inputs, None, None, None, *kept),
+        "key": lambda: triton_attention.head_sparse_attention_backward(gradient, *inputs, None, None, None, *kept),
     }
     for kernel, call in calls.items():
         found = []

@@ -221,14 +221,14 @@ def test_no_result_depends_on_later_tokens_and_unselected_rows_are_zero(backend,
     assert (out[:, :, :2].norm(dim=-1) > 0).sum() == 2 * 199  # a gate of 0 in one row
 
 
-def test_slots_are_a_permutation_of_the_sequence_with_the_selected_tokens_in_front():
+def test_slots_are_the_selected_tokens_in_order_and_then_the_others_in_reverse():
     for routing in ROUTINGS:
         *_, selected = make_inputs(75, 2, 4, 4, 8, routing)
         positions, before = compact(selected)
         for b in range(2):
             for h in range(4):
                 chosen = [t for t in range(75) if selected[t, b, h]]
-                assert positions[b, h].tolist() == chosen + [t for t in range(75) if t not in chosen]
+                assert positions[b, h].tolist() == chosen + [t for t in reversed(range(75)) if t not in chosen]
                 assert before[b, h].tolist() == [sum(c < t for c in chosen) for t in range(76)]
 
 

@@ -14,7 +14,9 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from moh_lm.kernels import triton_attention  # noqa: E402
 from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel  # noqa: E402
+from moh_lm.kernels.triton_compaction import TOKENS, compact_kernel  # noqa: E402
 from moh_lm.kernels.triton_forward import forward_kernel  # noqa: E402
+from moh_lm.kernels.triton_gates import ROWS, gate_kernel  # noqa: E402
 
 KERNELS = {"forward": forward_kernel, "query": backward_query_kernel, "key": backward_key_kernel}
 POINTERS = {
@@ -36,21 +38,37 @@ def compile_kernel(name, head_dim, arch, documents=False, group=1):
     )  # fmt: skip
     if not documents:
         constants |= dict(starts=None, ends=None)
+    whole = [n for n in kernel.arg_names if n == "seq" or n[:7] == "stride_" and n[7] != "g"]  # multiples of 16
+    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True)
+    return compile_for(kernel, arch, POINTERS, constants, whole, options)
+
+
+def compile_for(kernel, arch, pointers, constants, whole, options):
+    """pointers: types of the arguments that are; whole: integers that are multiples of 16."""
     names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
-    whole = [n for n in names if n == "seq" or n[:7] == "stride_" and n[7] != "g"]  # multiples of 16
-    aligned = [i for i, n in enumerate(names) if n in whole or signature[n] != "constexpr" and n in POINTERS]
+    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+    aligned = [i for i, n in enumerate(names) if n in whole or signature[n].startswith("*")]
     source = ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton brings no cuobjdump")
+def usage(compiled, directory):
+    """(registers of a thread, bytes of its stack)"""
+    cubin = directory / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    report = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
+
+
+needs_cuobjdump = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton brings no cuobjdump")
+
+
+@needs_cuobjdump
 @pytest.mark.parametrize("arch, head_dim", CASES)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("name", KERNELS)
@@ -58,12 +76,31 @@ def test_a_kernel_compiles_to_tensor_core_instructions_without_spilling_register
     name, documents, arch, head_dim, tmp_path
 ):
     compiled = compile_kernel(name, head_dim, arch, documents)
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    report = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
+    registers, stack = usage(compiled, tmp_path)
     shared = compiled.metadata.shared // 1024
     title = f"{name}{' with documents' * documents} sm_{arch} e={head_dim}"
     print(f"{title}: {registers} registers, {stack} bytes spilled, {shared} KiB shared")
     assert ("wgmma.mma_async" if arch == 90 else "mma.sync") in compiled.asm["ptx"]
     assert stack <= (24 if name == "key" else 0)  # dK/dV: 0 with Triton 3.9.0, up to 24 bytes with 3.6.0
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("selection", ["*i1", "*fp32", "*bf16"])
+def test_the_compaction_compiles_without_spilling_registers(selection, arch, tmp_path):
+    pointers = {"selected": selection, "positions": "*i32", "before": "*i32"}
+    compiled = compile_for(compact_kernel, arch, pointers, {"TOKENS": TOKENS}, [], {"enable_fp_fusion": True})
+    assert list(usage(compiled, tmp_path))[1] == 0
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_the_gates_compile_to_loads_of_sixteen_bytes_without_spilling_registers(head_dim, arch, tmp_path):
+    constants = dict(E=head_dim, WIDTH=triton.next_power_of_2(head_dim), ROWS=ROWS, WIDE=triton.language.float32)
+    constants |= dict.fromkeys(("stride_de", "stride_ce", "stride_gh"), 1)
+    pointers = {**dict.fromkeys(("dout", "context", "dcontext"), "*bf16"), "gates": "*fp32", "dgates": "*fp32"}
+    whole = ["stride_ds", "stride_db", "stride_dh", "stride_cs", "stride_cb", "stride_ch"]
+    compiled = compile_for(gate_kernel, arch, pointers, constants, whole, {"enable_fp_fusion": True})
+    assert list(usage(compiled, tmp_path))[1] == 0
+    assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 2 and "st.global.v4.b32" in compiled.asm["ptx"]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.attention_cases import (
     DOCUMENTS,
@@ -161,6 +162,54 @@ def test_results_repeat_bit_for_bit_ignore_later_tokens_and_are_zero_where_not_s
     interpreter(check_rows)
 
 
+def check_compaction(dtype):
+    from moh_lm.kernels import compaction, triton_compaction
+
+    for length in (1, 75, 1024, 2100):
+        *_, selected = make_inputs(length, 2, 4, 4, 8, "odd_routing" if length > 1 else "everything")
+        part = selected.to(dtype)[..., 1:]
+        assert all(map(torch.equal, triton_compaction.compact(part), compaction.compact(part)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_the_kernel_of_the_compaction_gives_what_torch_gives(interpreter, dtype):
+    interpreter(check_compaction, dtype)
+
+
+def check_joined(heads, kv_heads, num_shared, frozen):
+    *tensors, upstream, selected = make_inputs(40, 2, heads, kv_heads, 16, "varying_routing")
+    leaves = [tensor.requires_grad_(name not in frozen) for name, tensor in zip("qkvg", tensors, strict=True)]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    expected = reference(*leaves, selected, num_shared)
+    with Operations() as seen:
+        out = attention(*leaves, selected, num_shared)
+        gradients = torch.autograd.grad(out, wanted, upstream, retain_graph=True)
+    assert not {"cat", "zeros", "clone", "slice_backward", "add"} & seen.names
+    assert all(map(torch.equal, gradients, torch.autograd.grad(out, wanted, upstream)))
+    for got, right in zip((out, *gradients), (expected, *torch.autograd.grad(expected, wanted, upstream)), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.__name__.split(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, num_shared, frozen",
+    [(4, 4, 1, ""), (6, 3, 2, ""), (4, 4, 2, "q"), (4, 4, 2, "kv"), (4, 4, 2, "qkv"), (4, 4, 2, "g")],
+)
+def test_shared_and_routed_heads_are_joined_without_copies(interpreter, heads, kv_heads, num_shared, frozen):
+    interpreter(check_joined, heads, kv_heads, num_shared, frozen)
+
+
 def check_tiles(lengths):
     """Products of the interpreter are counted: two per tile forward, three for dQ, four for dK/dV."""
     from triton.runtime.interpreter import InterpreterBuilder
@@ -206,15 +255,14 @@ def test_the_kernels_compute_the_tiles_that_the_ranges_of_the_compaction_say(int
 def check_operator():
     """torch's own checks of the two operators: schema, fake results, autograd, compilation."""
     from moh_lm.kernels import triton_attention
-    from moh_lm.kernels.compaction import compact
 
-    *tensors, upstream, selected = make_inputs(20, 1, 2, 1, 16)
+    *tensors, upstream, selected = make_inputs(20, 1, 2, 1, 16, "everything")  # slots of others are not written
     leaves = [tensor.requires_grad_() for tensor in tensors]
     for bounds in ((None, None), make_boundaries([[7, 9, 4]], 20, 1)[:2]):
-        arguments = (*leaves, *compact(selected), *bounds)
+        arguments = (*leaves, selected, None, *bounds)
         torch.library.opcheck(triton_attention.head_sparse_attention, arguments)
-        kept, lse = triton_attention.head_sparse_attention(*arguments)[1:]
-        arguments = [t if t is None else t.detach() for t in (upstream, *arguments, kept, lse)]
+        saved = triton_attention.head_sparse_attention(*arguments)[1:]
+        arguments = [t if t is None else t.detach() for t in (upstream, *leaves, None, *bounds, *saved)]
         torch.library.opcheck(triton_attention.head_sparse_attention_backward, tuple(arguments))
 
 
@@ -243,26 +291,36 @@ def test_routing_anew_and_new_documents_compile_nothing_anew(interpreter):
     interpreter(check_compilation)
 
 
-def check_layers(heads, positions):
-    """A whole model whose layers are compiled and computed again, with these kernels, against the plain dense one."""
+def check_layers(heads, positions, compiling):
+    """A whole model whose layers are computed again, with these kernels, against the plain dense one."""
     from torch._dynamo.utils import counters
 
     from moh_lm.model.transformer import compile_layers
     from tests.test_compile import HEADS, make_model, step
 
     dense = make_model(backend="dense", head_dim=16, **HEADS[heads])
-    compiled = make_model(recompute=True, backend="triton", head_dim=16, **HEADS[heads])
-    compile_layers(compiled, backend="aot_eager")
+    again = make_model(recompute=True, backend="triton", head_dim=16, **HEADS[heads])
+    if compiling:
+        compile_layers(again, backend="aot_eager")
     counters.clear()
-    for got, expected in zip(step(compiled, 0, positions), step(dense, 0, positions), strict=True):
+    for got, expected in zip(step(again, 0, positions), step(dense, 0, positions), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("positions", [None, [[*range(5), *range(11)], [*range(9), *range(7)]]])
+POSITIONS = [None, torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])]
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("heads", ["paper", "query norm"])
 def test_compiled_and_recomputed_layers_take_the_kernels_into_their_graph(interpreter, heads, positions):
-    assert interpreter(check_layers, heads, None if positions is None else torch.tensor(positions)) == 1
+    assert interpreter(check_layers, heads, positions, True) == 1
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("heads", ["paper", "query norm"])
+def test_recomputed_layers_compute_with_the_kernels_what_dense_ones_do(interpreter, heads, positions):
+    assert interpreter(check_layers, heads, positions, False) == 0
 
 
 def test_without_a_gpu_the_backend_says_so():

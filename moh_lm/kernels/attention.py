@@ -41,28 +41,35 @@ def moh_attention(
     Returns [s, b, heads, head_dim] in the dtype of ``query``.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
+    wide = torch.promote_types(query.dtype, torch.float32)
     backend = choose_backend(backend, query.device, query.dtype, query.shape[0], active_share)
-    if selected is not None:
-        shared = torch.ones_like(selected[..., :num_shared])
-        selected = torch.cat((shared, selected[..., num_shared:]), dim=-1)
-        gates = selected if gates is None else gates * selected
     if backend == "dense" or (documents is None and (selected is None or num_shared == heads)):
+        if selected is not None:
+            selected = always_on(selected, num_shared)
+            gates = selected if gates is None else gates * selected
         return dense_heads(query, key, value, gates, documents)
     if selected is None:
         selected = query.new_ones(query.shape[:3], dtype=torch.bool)
-        gates = selected if gates is None else gates
+    gates = torch.ones_like(selected, dtype=wide) if gates is None else gates.to(wide)
     groups = 0 if documents else num_shared * kv_heads // heads  # key/value heads of shared heads alone, taken densely
     first = groups * heads // kv_heads
+    if first < num_shared:
+        selected = always_on(selected, num_shared)
+    if groups == 0:
+        return SPARSE[backend](query, key, value, gates, selected, documents)
+    if backend == "triton":
+        return triton_attention.joined_heads(query, key, value, gates, selected, first, groups, dense_heads)
     query, gates, selected = (part.split([first, heads - first], dim=2) for part in (query, gates, selected))
     key, value = (part.split([groups, kv_heads - groups], dim=2) for part in (key, value))
-    wide = torch.promote_types(query[1].dtype, torch.float32)
-    routed = SPARSE[backend](query[1], key[1], value[1], gates[1].to(wide), selected[1], documents)
-    if groups == 0:
-        return routed
+    routed = SPARSE[backend](query[1], key[1], value[1], gates[1], selected[1])
     return torch.cat((dense_heads(query[0], key[0], value[0], gates[0]), routed), dim=2)
 
 
-def dense_heads(query, key, value, gates, documents=None):
+def always_on(selected, num_shared):
+    return torch.cat((torch.ones_like(selected[..., :num_shared]), selected[..., num_shared:]), dim=-1)
+
+
+def dense_heads(query, key, value, gates=None, documents=None):
     """The reference: all heads, times their gates. Arguments as of ``moh_attention``."""
     mask = None
     if documents is not None:

@@ -1,8 +1,9 @@
 """The queries of every head, moved together: what the sparse backends compute instead of all of them.
 
 A routed head is needed by some tokens only. Its queries go into *slots*: first the tokens that select the head, in the
-order of the sequence, then those that do not. The slots of a head are a permutation of the sequence, so shapes never
-depend on the routing, nothing is dropped, and nobody waits for a number to come from the device.
+order of the sequence, then those that do not, from the last one back. The slots of a head are a permutation of the
+sequence, so shapes never depend on the routing, nothing is dropped, and nobody waits for a number to come from the
+device.
 
 Positions ascend over the selected slots, so causality stays a matter of ranges. With p(i) the position of slot i and
 n(t) the number of selected tokens before position t:
@@ -38,7 +39,7 @@ def compact(selected):
     before = F.pad(chosen.cumsum(-1, dtype=torch.int32), (1, 0))
     token = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device)
     rank = before[..., :-1]
-    slot = torch.where(chosen, rank, before[..., -1:] + token - rank)
+    slot = torch.where(chosen, rank, len(token) - 1 - (token - rank))
     return Compaction(torch.empty_like(slot).scatter(-1, slot.long(), token.expand_as(slot)), before)
 
 

@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
-from moh_lm.kernels.compaction import compact
 from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel
+from moh_lm.kernels.triton_compaction import compact
 from moh_lm.kernels.triton_forward import forward_kernel
+from moh_lm.kernels.triton_gates import differentiate_gates
 
 
 class Tiles(NamedTuple):
@@ -56,7 +58,36 @@ def tiles(kernel, dtype, head_dim, capability):
 def triton_heads(query, key, value, gates, selected, documents=None):
     """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``."""
     starts, ends = (None, None) if documents is None else documents[:2]
-    return head_sparse_attention(query, key, value, gates, *compact(selected), starts, ends)[0]
+    return head_sparse_attention(query, key, value, gates, selected, None, starts, ends)[0]
+
+
+def joined_heads(query, key, value, gates, selected, first, groups, attend_shared):
+    """g_i H_i of all heads, of which the ``first`` ones, on ``groups`` key/value heads, are shared by all tokens.
+
+    attend_shared: from query, key and value of those to their H [s, b, first, e].
+    """
+    q, query = Take.apply(query, first)
+    k, key = Take.apply(key, groups)
+    v, value = Take.apply(value, groups)
+    return head_sparse_attention(query, key, value, gates, selected, attend_shared(q, k, v))[0]
+
+
+class Take(torch.autograd.Function):
+    """The first heads [s, b, number, e] of a tensor [s, b, heads, e], and all of them for ``head_sparse_attention``.
+
+    Splitting and joining heads would copy whole tensors: the outputs, and the gradients of query, key and value. So the
+    operator makes these whole, and the gradients of the first heads are put into them here.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor, number):
+        return tensor[:, :, :number], tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, first, whole):
+        whole[:, :, : first.shape[2]] = first
+        return whole, None
 
 
 @torch.library.custom_op("moh_lm::head_sparse_attention", mutates_args=())
@@ -65,33 +96,61 @@ def head_sparse_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     gates: torch.Tensor,
-    positions: torch.Tensor,
-    before: torch.Tensor,
+    selected: torch.Tensor,
+    context: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """g_i H_i where a token selects head i, else 0 [s, b, heads, e]; H in slots [b, heads, s, e]; log2 of the softmax
-    sums in slots [b, heads, s].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """g_i H_i of the heads in ``context``; of the other heads where a token selects head i, else 0 [s, b, heads, e].
+    And what the backward pass needs of the others: positions and before of ``Compaction``, H in selected slots [b,
+    heads, s, e], log2 of the softmax sums in them [b, heads, s].
 
-    query: [s, b, heads, e]. key, value: [s, b, key_value_heads, e]. gates: fp32 [s, b, heads]. positions, before:
-    ``Compaction`` of the selection. starts, ends: of ``Boundaries``, or None. Only the first result has a gradient.
+    query: [s, b, heads, e]. key, value: [s, b, key_value_heads, e]. gates: fp32 [s, b, heads]. selected: [s, b, heads],
+    bool or 0 and 1. context: H_i of the first heads [s, b, first, e], which share no keys with others; None: of no
+    head. starts, ends: of ``Boundaries``, or None. Only the first result has a gradient; those of ``query``, ``key``
+    and ``value`` are not written where the heads of ``context`` are.
     """
-    query, key, value, gates = kernel_layout(query, key, value, gates)
-    out, kept, lse = empty_results(query)
+    check(query)
+    out = query.new_empty(query.shape)
+    first = 0 if context is None else context.shape[2]
+    if first:
+        torch.mul(context, gates[..., :first].unsqueeze(-1), out=out[:, :, :first])
+    query, key, value, gates = kernel_layout(*others(first, query, key, value, gates))
+    positions, before = compact(selected[..., first:])
+    kept, lse = empty_in_slots(query)
     inputs = (query, key, value, gates, positions, before, starts, ends)
-    launch(forward_kernel, "forward", *inputs, (out, kept, lse))
-    return out, kept, lse
+    out_of_others = out[:, :, first:]
+    launch(forward_kernel, "forward", *inputs, (out_of_others, kept, lse), out_of_others)
+    return out, positions, before, kept, lse
+
+
+def check(query):
+    """Raises ValueError or RuntimeError where there are no kernels for ``query`` [s, b, heads, e]."""
+    if query.shape[3] not in TRITON_HEAD_DIMS:
+        head_dim = query.shape[3]
+        raise ValueError(f"attention backend triton: head dimension {head_dim}, not of {TRITON_HEAD_DIMS}; use dense")
+    if isinstance(forward_kernel, triton.JITFunction) and not query.is_cuda:
+        raise RuntimeError(f"attention backend triton: the tensors are on {query.device}, not on a GPU; choose auto")
+
+
+def others(first, query, key, value, gates):
+    """The heads beyond the ``first`` query heads, views."""
+    groups = first * key.shape[2] // query.shape[2]
+    return query[:, :, first:], key[:, :, groups:], value[:, :, groups:], gates[:, :, first:]
+
+
+def empty_in_slots(query):
+    length, batch, heads, head_dim = query.shape
+    kept = query.new_empty(batch, heads, length, head_dim)
+    return kept, query.new_empty(kept.shape[:3], dtype=wide(query.dtype))
 
 
 @head_sparse_attention.register_fake
-def _(query, key, value, gates, positions, before, starts=None, ends=None):
-    return empty_results(query)
-
-
-def empty_results(query):
-    length, batch, heads, head_dim = query.shape
-    kept = query.new_empty(batch, heads, length, head_dim)
-    return query.new_empty(query.shape), kept, query.new_empty(kept.shape[:3], dtype=wide(query.dtype))
+def _(query, key, value, gates, selected, context=None, starts=None, ends=None):
+    routed = query if context is None else query[:, :, context.shape[2] :]
+    length, batch, heads, _ = routed.shape
+    positions, before = (selected.new_empty((batch, heads, n), dtype=torch.int32) for n in (length, length + 1))
+    return query.new_empty(query.shape), positions, before, *empty_in_slots(routed)
 
 
 @torch.library.custom_op("moh_lm::head_sparse_attention_backward", mutates_args=())
@@ -101,39 +160,51 @@ def head_sparse_attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     gates: torch.Tensor,
-    positions: torch.Tensor,
-    before: torch.Tensor,
+    context: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
+    positions: torch.Tensor,
+    before: torch.Tensor,
     kept: torch.Tensor,
     lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key, value and gates, from that of the first result of ``head_sparse_attention``."""
-    query, key, value, gates = kernel_layout(query, key, value, gates)
-    gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-    dq, dk, dv, dgates = empty_gradients(query, key, value, gates)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key, value, gates and context (of none if None), from that of the first result of
+    ``head_sparse_attention``."""
+    gradients = dq, dk, dv, dgates, dcontext = empty_gradients(query, key, value, gates, context)
+    first = 0 if context is None else context.shape[2]
+    if first:
+        differentiate_gates(gradient[:, :, :first], context, gates, dcontext, dgates)
+    dq, dk, dv, dgates = others(first, dq, dk, dv, dgates)
+    query, key, value, gates = kernel_layout(*others(first, query, key, value, gates))
+    gradient = gradient[:, :, first:] if gradient.stride(-1) == 1 else gradient[:, :, first:].contiguous()
     delta = torch.empty_like(lse)
     inputs = (query, key, value, gates, positions, before, starts, ends)
-    launch(backward_query_kernel, "query", *inputs, (kept, lse, gradient, dq, dgates, delta), gradient)
-    launch(backward_key_kernel, "key", *inputs, (lse, gradient, delta, dk, dv), gradient)
-    return dq, dk, dv, dgates
+    launch(backward_query_kernel, "query", *inputs, (kept, lse, gradient, dq, dgates, delta), dq, gradient)
+    launch(backward_key_kernel, "key", *inputs, (lse, gradient, delta, dk, dv), dk, gradient)
+    return gradients
 
 
 @head_sparse_attention_backward.register_fake
-def _(gradient, query, key, value, gates, positions, before, starts, ends, kept, lse):
-    return empty_gradients(query, key, value, gates)
+def _(gradient, query, key, value, gates, context, *_):
+    return empty_gradients(query, key, value, gates, context)
 
 
-def empty_gradients(*inputs):
-    return tuple(tensor.new_empty(tensor.shape) for tensor in inputs)
+def empty_gradients(query, key, value, gates, context):
+    shape, stride = ((0,), (1,)) if context is None else (context.shape, context.stride())
+    dcontext = query.new_empty_strided(shape, stride)
+    return *(tensor.new_empty(tensor.shape) for tensor in (query, key, value, gates)), dcontext
 
 
 def keep_for_backward(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output[1:])
+    query, key, value, gates, _, context, starts, ends = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, gates, context, starts, ends, *output[1:])
 
 
 def differentiate(ctx, gradient, *_):
-    return (*head_sparse_attention_backward(gradient, *ctx.saved_tensors), None, None, None, None)
+    saved = ctx.saved_tensors
+    dq, dk, dv, dgates, dcontext = head_sparse_attention_backward(gradient, *saved)
+    return dq, dk, dv, dgates, None, None if saved[4] is None else dcontext, None, None
 
 
 head_sparse_attention.register_autograd(differentiate, setup_context=keep_for_backward)
@@ -146,14 +217,11 @@ def kernel_layout(query, key, value, gates):
     return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value, gates))
 
 
-def launch(kernel, name, query, key, value, gates, positions, before, starts, ends, others, gradient=None):
-    """Run a kernel of triton_forward or triton_backward; ``others``: its arguments between ``ends`` and the strides."""
+def launch(kernel, name, query, key, value, gates, positions, before, starts, ends, others, result, gradient=None):
+    """Run a kernel of triton_forward or triton_backward; ``others``: its arguments between ``ends`` and the strides;
+    result: one that it writes."""
     length, batch, heads, head_dim = query.shape
     kv_heads = key.shape[2]
-    if head_dim not in TRITON_HEAD_DIMS:
-        raise ValueError(f"attention backend triton: head dimension {head_dim}, not of {TRITON_HEAD_DIMS}; use dense")
-    if isinstance(kernel, triton.JITFunction) and not query.is_cuda:
-        raise RuntimeError(f"attention backend triton: the tensors are on {query.device}, not on a GPU; choose auto")
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
     tile = tiles(name, query.dtype, head_dim, capability)
     by_keys = name == "key"
@@ -162,7 +230,8 @@ def launch(kernel, name, query, key, value, gates, positions, before, starts, en
     if gradient is not None:
         strides += gradient.stride()[:3]
     kernel[(blocks, batch * (kv_heads if by_keys else heads))](
-        query, key, value, gates, positions, before, starts, ends, *others, *strides, heads, length, batch,
+        query, key, value, gates, positions, before, starts, ends, *others, *strides,
+        heads, result.stride(1) // head_dim, length, batch,
         GROUP=heads // kv_heads, BM=tile.block_m, BN=tile.block_n,
         **constants(head_dim), WIDE=tl.float64 if query.dtype == torch.float64 else tl.float32,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,

@@ -20,7 +20,7 @@ from moh_lm.kernels.triton_forward import dot, key_block, key_range, key_steps, 
 def backward_query_kernel(
     q, k, v, gates, positions, before, starts, ends, kept, lse, dout, dq, dgates, delta,
     stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kh, stride_gs, stride_gb,
-    stride_os, stride_ob, stride_oh, num_heads, seq, batch,
+    stride_os, stride_ob, stride_oh, num_heads, width, seq, batch,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     SCALE: tl.constexpr, SCALE2: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -53,8 +53,8 @@ def backward_query_kernel(
         do2 = load_rows(dout, wanted, stride_os, seq, D1, D2, True)
         d += tl.sum(do2.to(WIDE) * load_rows(kept, slots, D1 + D2, count, D1, D2, True).to(WIDE), 1)
         dq2 = tl.zeros([BM, D2], WIDE)
-    tl.store(delta + bh * seq + slots, d, mask=slots < seq)
-    tl.store(dgates + (position.to(tl.int64) * batch + b) * num_heads + h, d, mask=slots < seq)
+    tl.store(delta + bh * seq + slots, d, mask=selected)
+    tl.store(dgates + (position.to(tl.int64) * batch + b) * width + h, d, mask=slots < seq)
     top = tl.load(lse + bh * seq + slots, mask=selected, other=float("inf"))
     dq1, dq2 = differentiate_keys(
         dq1, dq2, q1, q2, do1, do2, d, top, k, v, stride_ks, wanted, starts, begin, inner, full, stop, seq,
@@ -66,8 +66,8 @@ def backward_query_kernel(
     )  # fmt: skip
     gate = tl.load(gates + position.to(tl.int64) * stride_gs + b * stride_gb + h, mask=selected, other=0.0)
     factor = gate.to(WIDE) * SCALE
-    dq += (b * num_heads + h) * (D1 + D2)
-    stride_ds = batch * num_heads * (D1 + D2)
+    dq += (b * width + h) * (D1 + D2)
+    stride_ds = batch * width * (D1 + D2)
     store_rows(dq, position, stride_ds, slots < seq, dq1 * factor[:, None], 0, D1)
     if D2 > 0:
         store_rows(dq, position, stride_ds, slots < seq, dq2 * factor[:, None], D1, D2)
@@ -104,7 +104,7 @@ def differentiate_keys(
 def backward_key_kernel(
     q, k, v, gates, positions, before, starts, ends, lse, dout, delta, dk, dv,
     stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kh, stride_gs, stride_gb,
-    stride_os, stride_ob, stride_oh, num_heads, seq, batch,
+    stride_os, stride_ob, stride_oh, num_heads, width, seq, batch,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     SCALE: tl.constexpr, SCALE2: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -156,8 +156,8 @@ def backward_key_kernel(
             positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, middle, count, count, seq,
             BM, BN, D1, D2, SCALE2, False,
         )  # fmt: skip
-    at = (b * kv_heads + kv) * (D1 + D2)
-    stride_ds = batch * kv_heads * (D1 + D2)
+    at = (b * width + kv) * (D1 + D2)
+    stride_ds = batch * width * (D1 + D2)
     store_rows(dk + at, keys, stride_ds, keys < seq, dk1 * SCALE, 0, D1)
     store_rows(dv + at, keys, stride_ds, keys < seq, dv1, 0, D1)
     if D2 > 0:

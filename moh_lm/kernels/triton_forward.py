@@ -13,7 +13,8 @@ What differs from FlashAttention-2:
    together; a block with parts of several documents is masked throughout. Without, they are None, and nothing of this
    is compiled.
 4. Stores. The slots are a permutation of the sequence, so every row of ``out``, dQ and dGates is written once: results
-   where the head is selected, zeros elsewhere. No atomics, no filling beforehand, the same bits every time.
+   where the head is selected, zeros elsewhere. No atomics, no filling beforehand, the same bits every time. All of them
+   may be the last heads of a wider tensor, whose first heads somebody else computes: nothing is copied to join the two.
 5. Gates. out = g H, and H itself is kept for the backward pass (``moh_lm.kernels.triton_backward``), in slots.
 6. A head dimension that is no power of two is taken in two parts (96 = 64 + 32), not padded.
 
@@ -21,9 +22,10 @@ The softmax is kept in base 2, in fp32 (in fp64 for fp64, which only the interpr
 ``moh_lm.kernels.triton_attention`` launches the kernels.
 
 Names: q, k, v, gates, out as in Eq. 4 of the paper; kept is H in slots, lse the log2 of the softmax sums in slots;
-stride_qs, _qb, _qh: of the sequence, the batch and the heads of q (k and v share theirs, out and all gradients are
-contiguous). SCALE = 1 / sqrt(e), SCALE2 = SCALE / ln 2, for powers of two; D1 + D2 = e; GROUP query heads share a
-key/value head. A name that ends in 1 or 2 is the part of a matrix in the first D1 or the last D2 columns.
+stride_qs, _qb, _qh: of the sequence, the batch and the heads of q (k and v share theirs); out and all gradients are the
+last heads of contiguous tensors with ``width`` heads. SCALE = 1 / sqrt(e), SCALE2 = SCALE / ln 2, for powers of two;
+D1 + D2 = e; GROUP query heads share a key/value head. A name that ends in 1 or 2 is the part of a matrix in the first
+D1 or the last D2 columns.
 """
 
 import triton
@@ -129,7 +131,8 @@ def attend_keys(
 @triton.jit
 def forward_kernel(
     q, k, v, gates, positions, before, starts, ends, out, kept, lse,
-    stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kh, stride_gs, stride_gb, num_heads, seq, batch,
+    stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kh, stride_gs, stride_gb,
+    num_heads, width, seq, batch,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     SCALE: tl.constexpr, SCALE2: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -169,14 +172,14 @@ def forward_kernel(
     )  # fmt: skip
     gate = tl.load(gates + position.to(tl.int64) * stride_gs + b * stride_gb + h, mask=selected, other=0.0)
     total = tl.where(selected, total, 1.0)
-    out += (b * num_heads + h) * (D1 + D2)
+    out += (b * width + h) * (D1 + D2)
     kept += bh * seq * (D1 + D2)
-    stride_os = batch * num_heads * (D1 + D2)
+    stride_os = batch * width * (D1 + D2)
     head1 = tl.where(selected[:, None], sum1 / total[:, None], 0.0)
     store_rows(out, position, stride_os, slots < seq, head1 * gate[:, None], 0, D1)
-    store_rows(kept, slots, D1 + D2, slots < seq, head1, 0, D1)
+    store_rows(kept, slots, D1 + D2, selected, head1, 0, D1)
     if D2 > 0:
         head2 = tl.where(selected[:, None], sum2 / total[:, None], 0.0)
         store_rows(out, position, stride_os, slots < seq, head2 * gate[:, None], D1, D2)
-        store_rows(kept, slots, D1 + D2, slots < seq, head2, D1, D2)
-    tl.store(lse + bh * seq + slots, tl.where(selected, top + tl.log2(total), 0.0), mask=slots < seq)
+        store_rows(kept, slots, D1 + D2, selected, head2, D1, D2)
+    tl.store(lse + bh * seq + slots, top + tl.log2(total), mask=selected)
