@@ -19,22 +19,25 @@ from moh_lm.kernels.boundaries import boundaries
 from moh_lm.kernels.triton_attention import Tiles
 
 # block of slots, block of keys, warps, stages
-QUERY_TILES = [
-    (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
-    (64, 64, 8, 2),
-]  # fmt: skip
-KEY_TILES = [
-    (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (32, 128, 8, 2), (32, 128, 8, 3), (64, 128, 8, 2),
-    (128, 64, 8, 2),
-]  # fmt: skip
-CANDIDATES = {"forward": QUERY_TILES, "query": QUERY_TILES, "key": KEY_TILES}
+CANDIDATES = {
+    "forward": [
+        (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3),
+        (128, 128, 8, 2), (128, 128, 8, 3),
+    ],
+    "query": [
+        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2),
+    ],
+    "key": [
+        (32, 64, 4, 2), (32, 64, 4, 3), (64, 64, 4, 2), (32, 128, 8, 2), (32, 128, 8, 3), (64, 128, 8, 2),
+    ],
+}  # fmt: skip
 
 NAMES = ("output", "dq", "dk", "dv", "dgates")
 
 
 def check_and_tune(shapes, lengths, device, dtype):
-    for shape in shapes.values():
-        tune(shape, max(lengths), device, dtype)
+    for shape, length in itertools.product(shapes.values(), sorted(lengths)):
+        tune(shape, length, device, dtype)
     for shape in shapes.values():
         errors(shape, device, dtype)
         errors(shape, device, dtype, of_documents=300)
@@ -44,7 +47,7 @@ def check_and_tune(shapes, lengths, device, dtype):
     replays(shape, device, dtype)
 
 
-def make(shape, length, device, dtype, seed=0):
+def make(shape, length, device, dtype, seed=0, batch=1):
     """(query, key, value, gates), upstream gradient and selection at 50%, a quarter of the heads shared."""
     _, heads, kv_heads, head_dim = shape
     generator = torch.Generator(device).manual_seed(seed)
@@ -52,15 +55,15 @@ def make(shape, length, device, dtype, seed=0):
     def normal(*size):
         return torch.randn(*size, generator=generator, device=device)
 
-    tensors = [normal(length, 1, n, head_dim).to(dtype) for n in (heads, kv_heads, kv_heads)]
-    tensors.append(normal(length, 1, heads).abs())
-    upstream = normal(length, 1, heads, head_dim).to(dtype)
-    return [tensor.requires_grad_() for tensor in tensors], upstream, route(shape, length, normal)
+    tensors = [normal(length, batch, n, head_dim).to(dtype) for n in (heads, kv_heads, kv_heads)]
+    tensors.append(normal(length, batch, heads).abs())
+    upstream = normal(length, batch, heads, head_dim).to(dtype)
+    return [tensor.requires_grad_() for tensor in tensors], upstream, route(shape, length, batch, normal)
 
 
-def route(shape, length, normal):
+def route(shape, length, batch, normal):
     heads = shape[1]
-    scores = normal(length, 1, heads - heads // 4)
+    scores = normal(length, batch, heads - heads // 4)
     routed = torch.zeros_like(scores).scatter(-1, scores.topk(heads // 4, -1).indices, 1)
     return F.pad(routed, (heads // 4, 0), value=1)
 
@@ -101,8 +104,9 @@ def errors(shape, device, dtype, length=1000, of_documents=None):
 
 
 def tune(shape, length, device, dtype):
-    """Time every choice of tiles for each kernel, print them in order, and use the fastest from here on."""
-    tensors, upstream, selected = make(shape, length, device, dtype)
+    """Time every choice of tiles for each kernel, print them in order, and use the fastest from here on, for sequences
+    that are longer than those tuned before, up to ``length``."""
+    tensors, upstream, selected = make(shape, length, device, dtype, batch=max(1, 16384 // length))
     capability, head_dim = torch.cuda.get_device_capability(device), shape[3]
     table = triton_attention.HOPPER if capability[0] in (9, 10) else triton_attention.AMPERE
     num_shared = shape[1] // 4
@@ -119,14 +123,23 @@ def tune(shape, length, device, dtype):
     }
     for kernel, call in calls.items():
         found = []
+        usual = triton_attention.up_to(length, table[kernel])
         for choice in itertools.starmap(Tiles, CANDIDATES[kernel]):
-            table[kernel] = dict(sorted((table[kernel] | {head_dim: choice}).items()))
+            use(table, kernel, length, ascending(usual | {head_dim: choice}))
             with contextlib.suppress(OutOfResources):  # this GPU has not the shared memory
                 found.append((milliseconds(call), choice))
         found.sort()
-        table[kernel][head_dim] = found[0][1]
+        use(table, kernel, length, ascending(usual | {head_dim: found[0][1]}))
         shown = "; ".join(f"{time:.3f} ms {tuple(choice)}" for time, choice in found[:4])
         print(f"tiles {kernel} e={head_dim} T={length}, with the rest of its pass: {shown}", flush=True)
+
+
+def use(table, kernel, length, by_head_dim):
+    table[kernel] = ascending(table[kernel] | {length: by_head_dim})
+
+
+def ascending(choices):
+    return dict(sorted(choices.items()))
 
 
 def milliseconds(call, repeats=5):

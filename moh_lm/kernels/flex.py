@@ -31,7 +31,7 @@ def flex_heads(query, key, value, gates, selected, documents=None):
     compaction = compact(F.pad(selected, (0, 0, 0, 0, 0, padding)))
     starts = documents and F.pad(documents.starts, (0, padding), value=length)
     slot = torch.arange(query.shape[0], device=query.device)
-    used = slot < compaction.before[..., -1:]  # [b, heads, s]
+    used = slot < compaction.after[..., :1]  # [b, heads, s]
     token = compaction.positions.long().unsqueeze(-1).expand(-1, -1, -1, query.shape[-1])  # [b, heads, s, e]
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, heads, s, e]
     grouped = q.shape[1] != k.shape[1]
@@ -48,22 +48,21 @@ def compiled():
 def block_mask(compaction, starts=None):
     """``BlockMask`` in which slots attend to the keys up to their position, from the start of their document on; the
     sequence is a multiple of BLOCK. starts: of ``Boundaries``, or None."""
-    # [b, heads, n], ascending over the blocks with selected slots
+    # [b, heads, n], descending over the blocks with selected slots
     begin, inner, full, end = key_blocks(compaction, BLOCK, BLOCK, starts)
-    positions, before = compaction
+    positions, after = compaction
     length = positions.shape[-1]
     block = torch.arange(full.shape[-1], dtype=torch.int32, device=full.device)
     slot = torch.arange(length, device=full.device)
-    count = before[..., -1:]
+    count = after[..., :1]
     # Slots beyond the selected ones of a block see what its last selected slot sees: they add no block to its list.
     last = torch.minimum((slot // BLOCK + 1) * BLOCK, count).clamp_min(1) - 1
     seen = torch.where(slot < count, positions, positions.gather(-1, last.long()))
     seen_from = torch.zeros_like(seen) if starts is None else at_positions(starts, seen)
 
-    used = (end > 0).unsqueeze(-1)
     # [b, heads, n] over key blocks: those of [q_begin, q_end) see one, those of [q_inner, q_full) wholly
     q_begin, q_inner, q_full, q_end = (
-        ((bound.unsqueeze(-1) <= block) & used).sum(-2, dtype=torch.int32) for bound in (end, full, inner, begin)
+        (bound.unsqueeze(-1) > block).sum(-2, dtype=torch.int32) for bound in (begin, inner, full, end)
     )
 
     def indices(first, gap_at, gap_stop):

@@ -31,28 +31,39 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Chosen so that registers do not spill (tests/test_triton_compiled.py) and that few tiles are computed in vain; no GPU
-# has been timed. {head dimension up to: tiles}: for Hopper, for other tensor cores, for fp32 (which spills at 128).
+ANY = 2**31  # length
+
+# Chosen so that registers do not spill, products wait for nothing (tests/test_triton_compiled.py), and few tiles are
+# computed in vain: blocks of 128 slots halve what is read of keys and values, but are too coarse for short sequences.
+# No GPU has been timed. {length up to: {head dimension up to: tiles}}: for Hopper, for other tensor cores, for fp32
+# (which spills at 128).
 HOPPER = {
-    "forward": {128: Tiles(64, 64, 4, 3)},
-    "query": {128: Tiles(64, 64, 4, 2)},
-    "key": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2)},
+    "forward": {
+        1024: {128: Tiles(64, 64, 4, 3)},
+        ANY: {64: Tiles(128, 64, 4, 2), 96: Tiles(128, 128, 8, 2), 128: Tiles(128, 64, 8, 3)},
+    },
+    "query": {ANY: {128: Tiles(64, 64, 4, 2)}},
+    "key": {ANY: {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2)}},
 }
 AMPERE = {
-    "forward": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)},
-    "query": {128: Tiles(64, 64, 8, 2)},
-    "key": {64: Tiles(32, 64, 4, 2), 128: Tiles(32, 64, 8, 2)},
+    "forward": {ANY: {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)}},
+    "query": {ANY: {128: Tiles(64, 64, 8, 2)}},
+    "key": {ANY: {64: Tiles(32, 64, 4, 2), 128: Tiles(32, 64, 8, 2)}},
 }
-FP32 = {kernel: {128: Tiles(32, 32, 4, 1)} for kernel in ("forward", "query", "key")}
+FP32 = {kernel: {ANY: {128: Tiles(32, 32, 4, 1)}} for kernel in ("forward", "query", "key")}
 
 
-def tiles(kernel, dtype, head_dim, capability):
+def tiles(kernel, dtype, length, head_dim, capability):
     """``Tiles`` of "forward", "query" (dQ) or "key" (dK/dV). capability: of the GPU, (9, 0); None: interpreted."""
     if capability is None:
         table = HOPPER
     else:
         table = FP32 if dtype.itemsize >= 4 else HOPPER if capability[0] in (9, 10) else AMPERE
-    return next(choice for limit, choice in table[kernel].items() if head_dim <= limit)
+    return up_to(head_dim, up_to(length, table[kernel]))
+
+
+def up_to(size, choices):
+    return next(choice for limit, choice in choices.items() if size <= limit)
 
 
 def triton_heads(query, key, value, gates, selected, documents=None):
@@ -102,7 +113,7 @@ def head_sparse_attention(
     ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """g_i H_i of the heads in ``context``; of the other heads where a token selects head i, else 0 [s, b, heads, e].
-    And what the backward pass needs of the others: positions and before of ``Compaction``, H in selected slots [b,
+    And what the backward pass needs of the others: positions and after of ``Compaction``, H in selected slots [b,
     heads, s, e], log2 of the softmax sums in them [b, heads, s].
 
     query: [s, b, heads, e]. key, value: [s, b, key_value_heads, e]. gates: fp32 [s, b, heads]. selected: [s, b, heads],
@@ -116,12 +127,12 @@ def head_sparse_attention(
     if first:
         torch.mul(context, gates[..., :first].unsqueeze(-1), out=out[:, :, :first])
     query, key, value, gates = kernel_layout(*others(first, query, key, value, gates))
-    positions, before = compact(selected[..., first:])
+    positions, after = compact(selected[..., first:])
     kept, lse = empty_in_slots(query)
-    inputs = (query, key, value, gates, positions, before, starts, ends)
+    inputs = (query, key, value, gates, positions, after, starts, ends)
     out_of_others = out[:, :, first:]
     launch(forward_kernel, "forward", *inputs, (out_of_others, kept, lse), out_of_others)
-    return out, positions, before, kept, lse
+    return out, positions, after, kept, lse
 
 
 def check(query):
@@ -149,8 +160,8 @@ def empty_in_slots(query):
 def _(query, key, value, gates, selected, context=None, starts=None, ends=None):
     routed = query if context is None else query[:, :, context.shape[2] :]
     length, batch, heads, _ = routed.shape
-    positions, before = (selected.new_empty((batch, heads, n), dtype=torch.int32) for n in (length, length + 1))
-    return query.new_empty(query.shape), positions, before, *empty_in_slots(routed)
+    positions, after = (selected.new_empty((batch, heads, n), dtype=torch.int32) for n in (length, length + 1))
+    return query.new_empty(query.shape), positions, after, *empty_in_slots(routed)
 
 
 @torch.library.custom_op("moh_lm::head_sparse_attention_backward", mutates_args=())
@@ -164,7 +175,7 @@ def head_sparse_attention_backward(
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
     positions: torch.Tensor,
-    before: torch.Tensor,
+    after: torch.Tensor,
     kept: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -178,7 +189,7 @@ def head_sparse_attention_backward(
     query, key, value, gates = kernel_layout(*others(first, query, key, value, gates))
     gradient = gradient[:, :, first:] if gradient.stride(-1) == 1 else gradient[:, :, first:].contiguous()
     delta = torch.empty_like(lse)
-    inputs = (query, key, value, gates, positions, before, starts, ends)
+    inputs = (query, key, value, gates, positions, after, starts, ends)
     launch(backward_query_kernel, "query", *inputs, (kept, lse, gradient, dq, dgates, delta), dq, gradient)
     launch(backward_key_kernel, "key", *inputs, (lse, gradient, delta, dk, dv), dk, gradient)
     return gradients
@@ -217,25 +228,34 @@ def kernel_layout(query, key, value, gates):
     return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value, gates))
 
 
-def launch(kernel, name, query, key, value, gates, positions, before, starts, ends, others, result, gradient=None):
+def launch(kernel, name, query, key, value, gates, positions, after, starts, ends, others, result, gradient=None):
     """Run a kernel of triton_forward or triton_backward; ``others``: its arguments between ``ends`` and the strides;
     result: one that it writes."""
     length, batch, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
-    tile = tiles(name, query.dtype, head_dim, capability)
+    tile = tiles(name, query.dtype, length, head_dim, capability)
     by_keys = name == "key"
     blocks = triton.cdiv(length, tile.block_n if by_keys else tile.block_m)
     strides = [*query.stride()[:3], *key.stride()[:3], *gates.stride()[:2]]
     if gradient is not None:
         strides += gradient.stride()[:3]
     kernel[(blocks, batch * (kv_heads if by_keys else heads))](
-        query, key, value, gates, positions, before, starts, ends, *others, *strides,
+        query, key, value, gates, positions, after, starts, ends, *others, *strides,
         heads, result.stride(1) // head_dim, length, batch,
         GROUP=heads // kv_heads, BM=tile.block_m, BN=tile.block_n,
         **constants(head_dim), WIDE=tl.float64 if query.dtype == torch.float64 else tl.float32,
+        INDEX=index_type([tensor for tensor in (query, key, gradient, result) if tensor is not None]),
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
+
+
+LARGEST_INT32 = 2**31 - 1
+
+
+def index_type(tensors):
+    """Of the product of a position and the stride of the sequence in ``tensors`` [s, b, heads, e]."""
+    return tl.int32 if max(tensor.shape[0] * tensor.stride(0) for tensor in tensors) < LARGEST_INT32 else tl.int64
 
 
 def constants(head_dim):

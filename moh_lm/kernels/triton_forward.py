@@ -6,8 +6,8 @@ What differs from FlashAttention-2:
    from [s, b, heads, e] inside the kernel; keys and values stay where they are. The grid covers all s slots and each
    program reads the number of selected ones from device memory: no capacity, no dropped token, no synchronisation, and
    a CUDA graph can be replayed with another routing.
-2. Causality. Positions ascend with the slots, but skip. Keys up to the position of the first row need no mask, those up
-   to the position of the last row do; dK/dV starts at the first slot that is not before its keys.
+2. Causality. Positions descend over the slots, and skip. Keys up to the position of the last row need no mask, those up
+   to the position of the first row do; dK/dV ends at the last slot that is not before its keys.
 3. Documents. Where windows hold several, ``starts`` and ``ends`` (``moh_lm.kernels.boundaries``) bound the keys and the
    slots from the other side too. Keys that all rows see then lie between two masked ranges, which one loop takes
    together; a block with parts of several documents is masked throughout. Without, they are None, and nothing of this
@@ -25,7 +25,8 @@ Names: q, k, v, gates, out as in Eq. 4 of the paper; kept is H in slots, lse the
 stride_qs, _qb, _qh: of the sequence, the batch and the heads of q (k and v share theirs); out and all gradients are the
 last heads of contiguous tensors with ``width`` heads. SCALE = 1 / sqrt(e), SCALE2 = SCALE / ln 2, for powers of two;
 D1 + D2 = e; GROUP query heads share a key/value head. A name that ends in 1 or 2 is the part of a matrix in the first
-D1 or the last D2 columns.
+D1 or the last D2 columns. INDEX: int32, or int64 for tensors that rows of 32 bits times a stride do not reach: half of
+the instructions for addresses depend on it.
 """
 
 import triton
@@ -34,8 +35,8 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(matrix, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constexpr):
-    """[len(rows), WIDTH]: columns from FIRST on; if CHECKED, zeros for rows from ``limit`` on."""
-    at = matrix + rows.to(tl.int64)[:, None] * stride + (FIRST + tl.arange(0, WIDTH))[None, :]
+    """[len(rows), WIDTH]: columns from FIRST on; if CHECKED, zeros for rows from ``limit`` on. rows: of type INDEX."""
+    at = matrix + rows[:, None] * stride + (FIRST + tl.arange(0, WIDTH))[None, :]
     if CHECKED:
         return tl.load(at, mask=(rows < limit)[:, None], other=0.0)
     else:
@@ -44,7 +45,7 @@ def load_rows(matrix, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def store_rows(matrix, rows, stride, mask, values, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    at = matrix + rows.to(tl.int64)[:, None] * stride + (FIRST + tl.arange(0, WIDTH))[None, :]
+    at = matrix + rows[:, None] * stride + (FIRST + tl.arange(0, WIDTH))[None, :]
     tl.store(at, values.to(matrix.dtype.element_ty), mask=mask[:, None])
 
 
@@ -54,14 +55,14 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def key_range(position, before, starts, first_slot, seq, BM: tl.constexpr, BN: tl.constexpr):
+def key_range(position, after, starts, first_slot, BM: tl.constexpr, BN: tl.constexpr):
     """(count, begin, inner, full, stop) for the slots from ``first_slot`` on: how many slots of the head are selected;
     keys [inner, full) are visible to all selected rows, the others of [begin, stop) to some. Without a selected row all
     but count are 0."""
-    count = tl.load(before + seq)
+    count = tl.load(after)
     some = first_slot < count
-    lowest = tl.load(position + first_slot, mask=some, other=-1)
-    highest = tl.load(position + tl.minimum(first_slot + BM, count) - 1, mask=some, other=-1)
+    highest = tl.load(position + first_slot, mask=some, other=-1)
+    lowest = tl.load(position + tl.minimum(first_slot + BM, count) - 1, mask=some, other=-1)
     full = (lowest + 1) // BN * BN
     if starts is None:
         return count, 0, 0, full, highest + 1
@@ -85,11 +86,11 @@ def key_steps(starts, position, begin, inner, full, stop, seq, MASKED: tl.conste
 
 
 @triton.jit
-def key_block(starts, step, inner, full, BN: tl.constexpr, MASKED: tl.constexpr):
+def key_block(starts, step, inner, full, BN: tl.constexpr, MASKED: tl.constexpr, INDEX: tl.constexpr):
     """The keys [BN] of a step of ``key_steps``."""
     if MASKED and starts is not None:
         step = tl.where(step < full, step - (full - inner), step)
-    return step + tl.arange(0, BN)
+    return (step + tl.arange(0, BN)).to(INDEX)
 
 
 @triton.jit
@@ -104,12 +105,13 @@ def visible(keys, position, oldest, starts):
 @triton.jit
 def attend_keys(
     sum1, sum2, top, total, q1, q2, k, v, stride, position, starts, begin, inner, full, stop, seq,
-    BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SCALE2: tl.constexpr, MASKED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SCALE2: tl.constexpr, INDEX: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [inner, full), or, MASKED, over the others of [begin, stop)."""
     start, end, oldest = key_steps(starts, position, begin, inner, full, stop, seq, MASKED)
     for step in range(start, end, BN):
-        keys = key_block(starts, step, inner, full, BN, MASKED)
+        keys = key_block(starts, step, inner, full, BN, MASKED, INDEX)
         scores = tl.zeros([BM, BN], top.dtype)
         scores = dot(q1, tl.trans(load_rows(k, keys, stride, seq, 0, D1, MASKED)), scores)
         if D2 > 0:
@@ -130,23 +132,23 @@ def attend_keys(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, gates, positions, before, starts, ends, out, kept, lse,
+    q, k, v, gates, positions, after, starts, ends, out, kept, lse,
     stride_qs, stride_qb, stride_qh, stride_ks, stride_kb, stride_kh, stride_gs, stride_gb,
     num_heads, width, seq, batch,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    SCALE: tl.constexpr, SCALE2: tl.constexpr, WIDE: tl.constexpr,
+    SCALE: tl.constexpr, SCALE2: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """out, H in slots, and log2 of the softmax sums, for BM slots of one head. Grid: (blocks of slots, b * heads)."""
-    first_slot = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # the longest rows first
+    first_slot = tl.program_id(0) * BM  # the longest rows first
     bh = tl.program_id(1).to(tl.int64)
     b, h = bh // num_heads, bh % num_heads
     positions += bh * seq
     if starts is not None:
         starts += b * seq
-    count, begin, inner, full, stop = key_range(positions, before + bh * (seq + 1), starts, first_slot, seq, BM, BN)
+    count, begin, inner, full, stop = key_range(positions, after + bh * (seq + 1), starts, first_slot, BM, BN)
     slots = first_slot + tl.arange(0, BM)
     selected = slots < count
-    position = tl.load(positions + slots, mask=slots < seq, other=0)
+    position = tl.load(positions + slots, mask=slots < seq, other=0).to(INDEX)
     wanted = tl.where(selected, position, seq)  # rows beyond the sequence are read as zeros
     q += b * stride_qb + h * stride_qh
     k += b * stride_kb + (h // GROUP) * stride_kh
@@ -164,13 +166,13 @@ def forward_kernel(
     total = tl.zeros([BM], WIDE)
     sum1, sum2, top, total = attend_keys(
         sum1, sum2, top, total, q1, q2, k, v, stride_ks, wanted, starts, begin, inner, full, stop, seq,
-        BM, BN, D1, D2, SCALE2, False,
+        BM, BN, D1, D2, SCALE2, INDEX, False,
     )  # fmt: skip
     sum1, sum2, top, total = attend_keys(
         sum1, sum2, top, total, q1, q2, k, v, stride_ks, wanted, starts, begin, inner, full, stop, seq,
-        BM, BN, D1, D2, SCALE2, True,
+        BM, BN, D1, D2, SCALE2, INDEX, True,
     )  # fmt: skip
-    gate = tl.load(gates + position.to(tl.int64) * stride_gs + b * stride_gb + h, mask=selected, other=0.0)
+    gate = tl.load(gates + position * stride_gs + b * stride_gb + h, mask=selected, other=0.0)
     total = tl.where(selected, total, 1.0)
     out += (b * width + h) * (D1 + D2)
     kept += bh * seq * (D1 + D2)
