@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from moh_lm.kernels.wide_linear import wide_linear
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.layers import make_parameter
 from moh_lm.parallel.mappings import replicate
@@ -72,11 +73,11 @@ class HeadRouter(nn.Module):
         experts are selected, 0 or 1 [s/tp, b, E]. The last three are None if the layer has no routed heads.
         """
         if self.routing == "query_norm":
-            shared = torch.ones_like(query_norms[..., : self.num_shared])
+            shared, kinds = torch.ones_like(query_norms[..., : self.num_shared]), None
             scores = self.query_norm_scores(query_norms)
         else:
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            shared, scores = self.softmax(x, self.w_shared), self.scores(x, self.w_routed)
+            shared, scores, kinds = self.scores(x)
+            shared = shared.softmax(-1)
         if self.num_routed == 0:
             return self.per_head(self.scale_shared(shared)), None, None, None
         selected = self.select(scores, kept)  # [s/tp, b, E]
@@ -86,7 +87,7 @@ class HeadRouter(nn.Module):
         if self.num_shared == 0:
             gates = routed
         else:
-            a1, a2 = self.type_weights(x)
+            a1, a2 = self.type_weights(kinds)
             gates = torch.cat((self.scale_shared(shared) * a1, routed * a2), dim=-1)  # [s/tp, b, n]
         balance_loss, statistics = self.load_balance(probability, selected, a1)
         loss = self.balance_scale * balance_loss
@@ -116,18 +117,19 @@ class HeadRouter(nn.Module):
         selected = select(scores.detach(), self.num_active, self.top_p)
         return selected if kept is None else torch.where(*kept, selected)
 
-    def scores(self, x, weight):
-        """W x: [s/tp, b, d] -> [s/tp, b, rows of W]; None without W."""
-        return None if weight is None else F.linear(x, replicate(weight, self.group).to(x.dtype))
+    def scores(self, x):
+        """W_s x, W_r x and W_h x: [s/tp, b, d] -> [s/tp, b, n_s], [s/tp, b, E] and [s/tp, b, 2], or 0 where there is no
+        weight."""
+        weights = [self.w_shared, self.w_routed, self.w_type]
+        rows = [0 if weight is None else weight.shape[0] for weight in weights]
+        weight = replicate(torch.cat([weight for weight in weights if weight is not None]), self.group)
+        return wide_linear(x, weight.to(x.dtype)).split(rows, dim=-1)
 
-    def softmax(self, x, weight):
-        return None if weight is None else self.scores(x, weight).softmax(-1)
-
-    def type_weights(self, x):
+    def type_weights(self, kinds):
         """[a1, a2] of Eq. 6, each [s/tp, b, 1]; 1 without the second stage. The released code doubles them."""
         if self.w_type is None:
             return 1, 1
-        weights = self.softmax(x, self.w_type)
+        weights = kinds.softmax(-1)
         return (weights * 2 if self.routing == "released" else weights).split(1, dim=-1)
 
     def scale_shared(self, shared):

@@ -1,0 +1,41 @@
+"""x W^T in fp32, where x and W are bf16 or fp16: the scores of the router, without a copy of x in fp32.
+
+A product of two such numbers is exact in fp32, and the tensor cores of a GPU add in fp32: only the result has to be
+kept so. With W of few rows, reading and writing copies of x would take many times what the products take. Backward, the
+gradient is fp32; it is split into two numbers of the lower precision, high + low, whose sum has twice the bits, and
+each of the two products is one with both.
+
+Shapes: n rows of W, d hidden size.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def wide_linear(x, weight):
+    """x [..., d], weight [n, d] of the same dtype -> [..., n], in fp32, or fp64 for fp64."""
+    if x.dtype.itemsize > 2:
+        return F.linear(x, weight)
+    return WideLinear.apply(x, weight)
+
+
+class WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return product(x.flatten(0, -2), weight.t()).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        gradient = gradient.flatten(0, -2)  # [tokens, n]
+        high = gradient.to(x.dtype)
+        parts = torch.cat((high, (gradient - high).to(x.dtype)), dim=1)  # [tokens, 2 n]
+        dx = torch.mm(parts, weight.repeat(2, 1)).view(x.shape)
+        dweight = product(parts.t(), x.flatten(0, -2)).unflatten(0, (2, -1)).sum(0)  # [2 n, d] -> [n, d]
+        return dx, dweight.to(weight.dtype)
+
+
+def product(a, b):
+    """The matrix product in fp32."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
