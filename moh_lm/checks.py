@@ -199,8 +199,6 @@ def compile_problems(config):
     if not config.run.compile:
         return []
     found = []
-    if config.parallel.zero_stage == 3:
-        found.append("--compile: does not know --zero-stage 3, where weights come and go; choose 2")
     if not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
         found.append("--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out")
     if config.run.attention_backend == "cpu_sparse":

@@ -15,10 +15,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import set_z3_leaf_modules
 
 from moh_lm.guard import DIVERGENCE, GRADIENT, Divergence, Guard
 from moh_lm.model.pipeline import PipelineCausalLM
-from moh_lm.model.transformer import CausalLM, compile_layers
+from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
 from moh_lm.optimizer import Fragment, ShardedAdamW, make_adamw
 from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parallel.groups import group_rank, group_size
@@ -68,6 +69,8 @@ class Engine:
         self.model = self.build_model()
         if config.run.compile:
             compile_layers(self.model)
+            if config.parallel.zero_stage == 3:  # a layer's weights come and go together, outside its graph
+                set_z3_leaf_modules(self.model, [DecoderLayer])
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.register_forward_hook(self.watch_gradient)

@@ -74,14 +74,16 @@ class ColumnParallelLinear(nn.Module):
     """Y = X A^T with A = [A_1; ...; A_tp] split by outputs: x [s, b, input] -> [s, b, output/tp].
 
     ``product`` of (x, weight) may be another than the whole one: the weight is there inside ``forward`` only (ZeRO-3).
+    By default it is the ``F.linear`` of the moment: DeepSpeed puts one in its place under ZeRO-3 that does not keep the
+    gathered weight until the backward pass.
     """
 
     def __init__(self, input_size, output_size, init_std, partition):
         super().__init__()
         self.weight = make_parameter((output_size, input_size), init_std, partition)
 
-    def forward(self, x, product=F.linear):
-        return product(x, self.weight)
+    def forward(self, x, product=None):
+        return (product or F.linear)(x, self.weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -95,8 +97,8 @@ class RowParallelLinear(nn.Module):
         self.weight = make_parameter((output_size, input_size), init_std, partition)
         self.group = group
 
-    def forward(self, x, product=F.linear):
-        return scatter_sum(product(x, self.weight), self.group)
+    def forward(self, x, product=None):
+        return scatter_sum((product or F.linear)(x, self.weight), self.group)
 
 
 class VocabParallelEmbedding(nn.Module):
