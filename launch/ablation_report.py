@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 from moh_lm.config import Config
-from moh_lm.estimate import flops_per_token, parameter_counts
+from moh_lm.estimate import parameter_counts
+from moh_lm.flops import flops_per_token
 from moh_lm.metrics import complete
 
 try:

@@ -1,4 +1,4 @@
-"""What a configuration costs before it runs: parameters, FLOPs per token, memory of each rank.
+"""What a configuration costs before it runs: parameters and the memory of each rank.
 
 Parameter counts come from the model itself, built on the meta device. The memory of activations counts the tensors that
 autograd keeps for the backward pass; tests compare it with the tensors that it really keeps.
@@ -16,14 +16,6 @@ from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 
-BACKWARD = 2  # a backward pass multiplies every matrix twice
-
-# Dense bf16 TFLOPS by a part of the name, the first that fits; from the vendors' data sheets.
-PEAK_TFLOPS = {
-    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312, "A800": 312,
-    "L40S": 362, "L40": 181, "A40": 150, "A10G": 70, "MI300X": 1307,
-}
-
 
 @functools.lru_cache(maxsize=8)
 def parameter_counts(model):
@@ -35,42 +27,6 @@ def parameter_counts(model):
         "embedding": sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name),
         "router": sum(size for name, size in sizes.items() if ".router." in name),
     }
-
-
-def flops_per_token(model, seq_length, measured=None):
-    """FLOPs of training on one token, forward and backward: {"dense", "active"}.
-
-    A multiplication and an addition are two FLOPs; causal attention sees half of the sequence on average. "dense"
-    computes every head, as this code does; "active" leaves out the queries, scores and outputs of the heads that a
-    token does not select, which is what MoH promises to save. measured: {layer: heads that a token selects on average},
-    for --routing-top-p; a layer that it does not have counts the most that a token may select.
-    """
-    measured = measured or {}
-    d, h, e = model.hidden_size, model.num_attention_heads, model.head_dim
-    per_head = 2 * d * e * 2 + 2 * (seq_length / 2) * e * 2  # query and output projections, scores and their sum
-    shared_by_all = 2 * d * model.num_key_value_heads * e * 2 + 2 * 3 * d * model.intermediate_size
-    total = {"dense": 2 * d * model.vocab_size, "active": 2 * d * model.vocab_size}
-    for layer in range(model.num_layers):
-        total["dense"] += shared_by_all + h * per_head + router_flops(model, layer)
-        active = measured.get(layer, model.active_heads(layer))
-        total["active"] += shared_by_all + active * per_head + router_flops(model, layer)
-    return {key: (1 + BACKWARD) * value for key, value in total.items()}
-
-
-def peak_flops(run, device):
-    """FLOP/s of one device: --peak-tflops, or of a known GPU in bf16; None where neither is there. run: RunConfig."""
-    if run.peak_tflops is not None:
-        return run.peak_tflops * 1e12
-    if device.type != "cuda" or run.precision != "bf16":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
-
-
-def router_flops(model, layer):
-    if model.heads.head_selection != "mixture" or model.heads.routing == "query_norm":
-        return 0
-    return 2 * model.hidden_size * (model.num_attention_heads // model.heads_per_expert + 2)
 
 
 def memory_estimate(config, world_size):

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from moh_lm.boards import Boards
-from moh_lm.estimate import flops_per_token, peak_flops
+from moh_lm.flops import flops_per_token, peak_flops
 from moh_lm.heads import head_map
 from moh_lm.interval import ratio
 from moh_lm.journal import Rows

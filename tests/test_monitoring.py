@@ -19,8 +19,8 @@ from moh_lm.checks import config_problems
 from moh_lm.config import ModelConfig
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.engine import Engine
-from moh_lm.estimate import flops_per_token, peak_flops
 from moh_lm.flags import parse_config
+from moh_lm.flops import flops_per_token, peak_flops
 from moh_lm.heads import head_figures, head_map
 from moh_lm.metrics import rounded
 from moh_lm.model.router import HeadRouter

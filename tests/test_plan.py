@@ -10,8 +10,9 @@ import torch
 
 from moh_lm.checks import config_problems
 from moh_lm.engine import make_engine
-from moh_lm.estimate import activation_bytes, flops_per_token, memory_estimate, parameter_counts, stage_memory
+from moh_lm.estimate import activation_bytes, memory_estimate, parameter_counts, stage_memory
 from moh_lm.flags import parse_config
+from moh_lm.flops import flops_per_token
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.processes import start_process_group

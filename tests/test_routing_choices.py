@@ -11,8 +11,9 @@ import torch
 from moh_lm.alarms import Alarms
 from moh_lm.checkpoint import find_step
 from moh_lm.config import AlarmConfig, Config, HeadsConfig, ModelConfig
-from moh_lm.estimate import flops_per_token, parameter_counts
+from moh_lm.estimate import parameter_counts
 from moh_lm.flags import parse_config
+from moh_lm.flops import flops_per_token
 from moh_lm.heads import head_figures, head_map
 from moh_lm.manifest import read_json
 from moh_lm.model.router import HeadRouter

@@ -23,8 +23,9 @@ from dataclasses import replace
 
 from moh_lm.checks import below, layout_problems, model_problems, optimizer_problems
 from moh_lm.config import ConfigError
-from moh_lm.estimate import flops_per_token, memory_estimate, parameter_counts, stage_shares
+from moh_lm.estimate import memory_estimate, parameter_counts, stage_shares
 from moh_lm.flags import Parser, parse_config
+from moh_lm.flops import flops_per_token
 from moh_lm.summary import short
 
 USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
