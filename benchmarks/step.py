@@ -8,7 +8,8 @@ AdamW (fused on a GPU), no engine and no recomputation. dense, moh-75 and moh-50
 head budgets of the paper; hf is LlamaForCausalLM (sdpa) of the installed transformers. A name with -compiled behind it
 is the same under torch.compile, ours by layers as with ``--compile``. A step's time is the median over the rounds,
 after one that does not count; a ratio is the median of the ratios within a round. On a CPU it is that by the clock on
-the wall and, behind it, by CPU time, which other programs disturb less, but where threads count that wait for work.
+the wall and, behind it, by CPU time, which other programs disturb less, but where threads count that wait for work. GiB
+on a GPU: the most that a contestant needs during a step, with its own weights and moments.
 
 MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, once for all heads and once for those that
 are active. The backends that ``auto`` chose are printed.
@@ -55,6 +56,7 @@ def main():
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--peak-tflops", type=float, help="of the device in this precision, for the MFU")
     arguments = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # a run that is cut off has shown the lengths that it finished
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {arguments.threads} threads"
@@ -64,17 +66,25 @@ def main():
 
 
 def compare(arguments, length, device):
-    contestants = {name: make(name, arguments, length, device) for name in arguments.contestants}
+    torch.compiler.reset()  # every length is compiled as if it were the only one
+    contestants, own = {}, {}  # own: bytes that stay between steps
+    for name in arguments.contestants:
+        before = allocated(device)
+        contestants[name] = make(name, arguments, length, device)
+        own[name] = allocated(device) - before
     generator = torch.Generator().manual_seed(0)
     vocab = VOCAB.get(arguments.shape, 65536)
     times, losses, memory = {name: [] for name in contestants}, {}, {}
     for round in range(arguments.rounds + 1):
         tokens = torch.randint(vocab, (arguments.micro_batch_size, length + 1), generator=generator).to(device)
         for name, (step, _) in contestants.items():
+            before = allocated(device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             taken, losses[name] = timed(lambda step=step, tokens=tokens: step(tokens), device)
-            memory[name] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+            if device.type == "cuda":
+                memory[name] = (own[name] + torch.cuda.max_memory_allocated() - before) / 2**30
+            own[name] += allocated(device) - before  # the first step makes the moments
             times[name].append(taken)
             print(f"round {round}, {name}: {taken[0]:.3f} s, loss {losses[name]:.3f}", file=sys.stderr, flush=True)
     first, *_ = contestants
@@ -89,7 +99,11 @@ def compare(arguments, length, device):
         if arguments.peak_tflops:
             flops = {key: value * length * arguments.micro_batch_size for key, value in config.items()}
             line += "".join(f"  MFU {key} {flops[key] / taken / arguments.peak_tflops / 1e12:.1%}" for key in flops)
-        print(line + (f"  {memory[name]:.1f} GiB" if memory[name] else ""))
+        print(line + (f"  {memory[name]:.1f} GiB" if memory else ""))
+
+
+def allocated(device):
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
 def make(name, arguments, length, device):
@@ -103,10 +117,14 @@ def make(name, arguments, length, device):
     config = ModelConfig(**sizes, heads=heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if kind == "hf":
-        model, loss_of = hugging_face(sizes, length, kind != name), hugging_face_loss
+        with device:
+            model, loss_of = hugging_face(sizes, length, kind != name), hugging_face_loss
     else:
-        model, loss_of = CausalLM(config, attention_backend=arguments.backend), our_loss
-        model.initialize(seed=0)
+        with device:  # drawn there, billions of weights take no time
+            model, loss_of = CausalLM(config, attention_backend=arguments.backend), our_loss
+        for parameter in model.parameters():
+            constant = parameter.init_std is None
+            torch.nn.init.ones_(parameter) if constant else torch.nn.init.normal_(parameter, std=parameter.init_std)
         if kind != name:
             compile_layers(model)
         share = config.active_heads(0) / config.num_attention_heads
@@ -148,7 +166,7 @@ def hugging_face(sizes, length, compiled):
     )
     model = transformers.LlamaForCausalLM(config)
     print(f"hf: transformers {transformers.__version__}", file=sys.stderr)
-    return torch.compile(model) if compiled else model
+    return torch.compile(model, dynamic=False) if compiled else model
 
 
 def hugging_face_loss(model, tokens):
