@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo as dynamo
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from moh_lm.kernels import attention, break_even, flex
@@ -233,6 +234,22 @@ def test_slots_are_the_selected_tokens_from_the_last_one_back_and_then_the_other
 
 
 FLEX_DOCUMENTS = [[[1000]], [[100, 300, 1000], [1, 140, 200, 1000]], [[128, 256, 1000], [127, 2, 1000]], [[3] * 200]]
+
+
+def test_flex_has_a_graph_for_each_of_many_shapes(monkeypatch):
+    graphs = []
+
+    def run_as_it_is(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = flex.compiled(run_as_it_is)
+    monkeypatch.setattr(flex, "compiled", lambda: compiled)
+    dynamo.reset()
+    for blocks in range(1, 11):
+        query = torch.randn(blocks * flex.BLOCK, 1, 2, 16)
+        flex.flex_heads(query, query, query, torch.ones(query.shape[:3]), torch.ones(query.shape[:3]))
+    assert len(graphs) == 10
 
 
 @pytest.mark.parametrize("lengths", [None, *FLEX_DOCUMENTS])
