@@ -14,10 +14,11 @@ busy machine disturbs less. The base of the core is scaled dot-product attention
 MoH layer with the backend ``dense``; ``no router`` is ordinary attention. These are the figures that
 moh_lm/kernels/break_even.py keeps.
 
-On a GPU the bases are FLASH and CUDNN separately, and benchmarks/attention_gpu.py is run first: errors, tiles, names of
-the kernels, synchronisation and CUDA graphs. ``unfused`` there is attention in separate operations, against which the
-paper may have measured. The micro-batch is 1 on a CPU, and as many sequences as make 16,384 tokens
-on a GPU, unless ``--micro-batch`` says another.
+On a GPU times are taken from replayed CUDA graphs, the bases are FLASH (with documents, which it cannot mask,
+EFFICIENT) and CUDNN separately, and benchmarks/attention_gpu.py is run first: errors, tiles, names of the kernels,
+synchronisation and CUDA graphs. ``unfused`` there is attention in separate operations, against which the paper may have
+measured. The micro-batch is 1 on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch``
+says another.
 """
 
 import os
@@ -37,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.cuda_graphs import record, seconds
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels.attention import moh_attention
 from moh_lm.kernels.boundaries import boundaries
@@ -48,7 +50,12 @@ SHAPES = {  # hidden size, query heads, key/value heads, head dimension
     "llm-b": (1536, 16, 16, 96),
     "llama3-8b": (4096, 32, 8, 128),
 }
-BASES = {"FLASH": SDPBackend.FLASH_ATTENTION, "CUDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def bases(documents):
+    """The kernels of scaled dot-product attention on a GPU; FLASH cannot mask documents."""
+    first = "FLASH" if documents is None else "EFFICIENT"
+    return {name: getattr(SDPBackend, f"{name}_ATTENTION") for name in (first, "CUDNN")}
 
 
 def main():
@@ -60,6 +67,7 @@ def main():
     if device.type == "cuda":
         from benchmarks.attention_gpu import check_and_tune
 
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # unfused: in the precision that is asked for
         check_and_tune(SHAPES, options.lengths, device, dtype)
     for level in options.levels:
         contestants = core if level == "core" else layer
@@ -69,7 +77,9 @@ def main():
                     batch = options.micro_batch or (max(1, 16384 // length) if device.type == "cuda" else 1)
                     documents = make_documents(options.documents, length, batch, device)
                     functions = contestants(SHAPES[shape], active, length, batch, device, dtype, documents)
-                    report(f"{level} {shape} {active}% T={length} b={batch}", functions, options.rounds, device)
+                    first = list(bases(documents)) if device.type == "cuda" else ["dense"]
+                    title = f"{level} {shape} {active}% T={length} b={batch}"
+                    report(title, functions, first, options.rounds, device)
 
 
 def read_options():
@@ -142,7 +152,7 @@ def core(shape, active, length, batch, device, dtype, documents):
     functions = {"dense": plain}
     if device.type == "cuda":
         names = {"dense, gates": "dense", "flex": "flex", "triton": "triton"}
-        functions = {name: restricted(plain, backend) for name, backend in BASES.items()}
+        functions = {name: restricted(plain, backend) for name, backend in bases(documents).items()}
         if length <= 2048:  # beyond, its scores fill the memory
             functions["unfused"] = restricted(plain, SDPBackend.MATH)
     functions |= {name: with_backend(backend) for name, backend in names.items()}
@@ -177,7 +187,7 @@ def layer(shape, active, length, batch, device, dtype, documents):
     found = {name: (function, [x, *parameters]) for name, (function, parameters) in modules.items()}
     if device.type == "cuda":
         dense = found.pop("dense")
-        found = {name: (restricted(dense[0], backend), dense[1]) for name, backend in BASES.items()} | found
+        found = {name: (restricted(dense[0], backend), dense[1]) for name, backend in bases(documents).items()} | found
     return found
 
 
@@ -191,21 +201,27 @@ def restricted(function, backend):
     return call
 
 
-def report(title, functions, rounds, device):
-    """Take the contestants in turns, and print a line for each."""
-    bases = list(BASES) if device.type == "cuda" else ["dense"]
-    times = {name: {"forward": [], "both": []} for name in functions}
+def report(title, functions, first, rounds, device):
+    """Take the contestants in turns, and print a line for each under each base (``first``); those that cannot run here
+    say so."""
+    clocks = {}
+    for name, (function, inputs) in functions.items():
+        try:
+            clocks[name] = {part: stopwatch(device, function, inputs, part == "both") for part in ("forward", "both")}
+        except RuntimeError as error:
+            print(f"{title}: {name} does not run here: {str(error).splitlines()[0]}")
+    times = {name: {"forward": [], "both": []} for name in clocks}
     for number in range(rounds + 1):
-        for name, (function, inputs) in functions.items():
-            for part in ("forward", "both"):
-                spent = seconds(run, device, function, inputs, part == "both")
+        for name, parts in clocks.items():
+            for part, clock in parts.items():
+                spent = clock()
                 if number:
                     times[name][part].append(spent)
-    for base in bases:
+    for base in (name for name in first if name in clocks):
         shown = [f"{part} {1e3 * median(time[0] for time in found):.2f} ms" for part, found in times[base].items()]
         print(f"{title}: {base} {', '.join(shown)}")
-        for name in functions:
-            if name not in bases:
+        for name in clocks:
+            if name not in first:
                 ratios = [
                     "  ".join(ratio(times[name][part], times[base][part], clock) for part in ("forward", "both"))
                     for clock in range(len(times[name]["both"][0]))
@@ -225,19 +241,19 @@ def run(function, inputs, backward):
             torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
 
 
-def seconds(function, device, *arguments, repeats=10):
-    """(seconds on the wall, CPU seconds of the process), or on a GPU (seconds on the device,)."""
+def stopwatch(device, function, inputs, backward):
+    """What runs it when called, and gives (seconds on the wall, CPU seconds of the process), or on a GPU (seconds on
+    the device,)."""
     if device.type == "cuda":
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            function(*arguments)
-        stop.record()
-        stop.synchronize()
-        return (start.elapsed_time(stop) / 1e3 / repeats,)
-    wall, cpu = time.perf_counter(), time.process_time()
-    function(*arguments)
-    return time.perf_counter() - wall, time.process_time() - cpu
+        graph = record(lambda: run(function, inputs, backward))
+        return lambda: (seconds(graph, repeats=10),)
+
+    def clock():
+        wall, cpu = time.perf_counter(), time.process_time()
+        run(function, inputs, backward)
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    return clock
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.cuda_graphs import record, seconds
 from moh_lm.kernels import triton_attention
 from moh_lm.kernels.attention import moh_attention
 from moh_lm.kernels.boundaries import boundaries
@@ -162,20 +163,7 @@ def ascending(choices):
 
 
 def milliseconds(call, repeats=5):
-    """On the device, from a CUDA graph: launched one by one, small kernels wait for Python."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            call()
-    graph.replay()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / repeats
+    return 1e3 * seconds(record(call, repeats)) / repeats
 
 
 def kernel_names(shape, device, dtype, length=2048):
@@ -213,14 +201,8 @@ def replays(shape, device, dtype, length=1024):
     the bit in the heads of our kernels."""
     tensors, upstream, selected = make(shape, length, device, dtype)
     function = triton(selected, shape[1] // 4)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        with_gradients(function, tensors, upstream)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = with_gradients(function, tensors, upstream)
+    results = []
+    graph = record(lambda: results.append(with_gradients(function, tensors, upstream)))
     others, _, other_selected = make(shape, length, device, dtype, seed=1)
     with torch.no_grad():
         for tensor, other in zip(tensors, others, strict=True):
@@ -228,5 +210,5 @@ def replays(shape, device, dtype, length=1024):
         selected.copy_(other_selected)
     graph.replay()
     expected = with_gradients(triton(other_selected, shape[1] // 4), others, upstream)
-    same = equal_bits(results, expected, shape[1] // 4)
+    same = equal_bits(results[-1], expected, shape[1] // 4)
     print(f"a CUDA graph replayed with another routing gives the eager bits: {same}")
