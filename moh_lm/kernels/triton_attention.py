@@ -77,28 +77,29 @@ def joined_heads(query, key, value, gates, selected, first, groups, attend_share
 
     attend_shared: from query, key and value of those to their H [s, b, first, e].
     """
-    q, query = Take.apply(query, first)
-    k, key = Take.apply(key, groups)
-    v, value = Take.apply(value, groups)
-    return head_sparse_attention(query, key, value, gates, selected, attend_shared(q, k, v))[0]
+    *shared, query, key, value = Take.apply(query, key, value, first, groups)
+    return head_sparse_attention(query, key, value, gates, selected, attend_shared(*shared))[0]
 
 
 class Take(torch.autograd.Function):
-    """The first heads [s, b, number, e] of a tensor [s, b, heads, e], and all of them for ``head_sparse_attention``.
+    """Query, key and value of the first heads [s, b, first or groups, e]; and whole, for ``head_sparse_attention``.
 
     Splitting and joining heads would copy whole tensors: the outputs, and the gradients of query, key and value. So the
     operator makes these whole, and the gradients of the first heads are put into them here.
     """
 
     @staticmethod
-    def forward(ctx, tensor, number):
-        return tensor[:, :, :number], tensor.view_as(tensor)
+    def forward(ctx, query, key, value, first, groups):
+        whole = (query.view_as(query), key.view_as(key), value.view_as(value))
+        return query[:, :, :first], key[:, :, :groups], value[:, :, :groups], *whole
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, first, whole):
-        whole[:, :, : first.shape[2]] = first
-        return whole, None
+    def backward(ctx, *gradients):
+        whole = gradients[3:]
+        for part, gradient in zip(gradients[:3], whole, strict=True):
+            gradient[:, :, : part.shape[2]] = part
+        return *whole, None, None
 
 
 @torch.library.custom_op("moh_lm::head_sparse_attention", mutates_args=())
