@@ -2,33 +2,32 @@
 
 Keys and values of all heads are computed and kept, since a later token may select any of them; so the cache is that of
 a dense model. What a step saves is reading it: a token reads the keys and values of its shared heads and of the routed
-ones that it selects; where query heads share them, of the groups in which it selects one. On the CPU these are loops
-over the selected heads, which touch no other memory. On a GPU every head is computed and multiplied by its gate, until
-a kernel has been measured to be better.
+ones that it selects; where query heads share them, of the groups in which it selects one. How, is said in
+``moh_lm.kernels.decode``.
 
 Shapes: b rows (prompts), s new tokens, h query heads, k key/value heads, T room for tokens, e head dimension, d hidden
 size. One rank; the model is a ``CausalLM`` without tensor parallelism.
 """
 
-from itertools import groupby
-
 import torch
 import torch.nn.functional as F
 
 from moh_lm.kernels.attention import moh_attention
+from moh_lm.kernels.decode import decode_attention
 from moh_lm.model.rotary import rotary_table, rotate
 
 
 class Cache:
     """Keys and values of every layer and row, and how many tokens of each row they hold.
 
-    max_length: T, room for a prompt and what follows it.
+    max_length: T, room for a prompt and what follows it. lengths: int32 [rows], where the keys are, so that a step
+    copies nothing from the host.
     """
 
     def __init__(self, model, rows, max_length):
         weight = model.model.embed_tokens.weight
         self.max_length = max_length
-        self.lengths = [0] * rows
+        self.lengths = torch.zeros(rows, dtype=torch.int32, device=weight.device)
         self.keys, self.values = [], []
         for layer in model.model.layers:
             heads, size = layer.self_attn.k_proj.weight.shape[0], layer.self_attn.head_dim
@@ -54,28 +53,24 @@ def read_prompt(model, cache, row, tokens):
 
 
 @torch.no_grad()
-def read_token(model, cache, tokens):
-    """Go on by one token in every row, int64 [b]; logits of what follows, [b, vocab]."""
-    positions = torch.tensor(cache.lengths, device=tokens.device)
-    rows = torch.arange(len(tokens), device=tokens.device)
+def read_token(model, cache, tokens, attention_backend="auto"):
+    """Go on by one token in every row, int64 [b]; logits of what follows, [b, vocab].
+
+    attention_backend: of ``decode_attention``. On a GPU the step neither waits for the device nor depends in any shape
+    on what is there: a CUDA graph of it can be replayed, token after token.
+    """
+    positions = cache.lengths.long()
+    rows, lengths = torch.arange(len(tokens), device=tokens.device), cache.lengths + 1
 
     def attend(attention, layer, x):
         query, key, value, gates, active = project(attention, x, positions[None], cache.max_length)
         keys, values = cache.keys[layer], cache.values[layer]
         keys[rows, :, positions], values[rows, :, positions] = key[0], value[0]
-        if x.device.type == "cpu":
-            heads = [row.nonzero().flatten().tolist() for row in active[0]]
-            read = [
-                attend_selected(query[0, row], keys[row, :, : length + 1], values[row, :, : length + 1], heads[row])
-                for row, length in enumerate(cache.lengths)
-            ]
-            context = torch.stack(read)[None]  # [1, b, h, e]
-        else:
-            context = attend_all(query, keys, values, positions)
-        return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
+        gates = gates if gates is None else gates[0]
+        return decode_attention(query[0], keys, values, lengths, active[0], gates, attention_backend)[None]
 
     logits = last_logits(model, tokens[:, None], attend)
-    cache.lengths = [length + 1 for length in cache.lengths]
+    cache.lengths += 1
     return logits
 
 
@@ -118,29 +113,6 @@ def gates_of(attention, x, query):
     return gates, every if selection is None else attention.local_selection(selection) != 0
 
 
-def attend_selected(query, keys, values, heads):
-    """Attention of one token by ``heads`` alone: query [h, e], keys and values [k, t, e] -> [h, e], else zeros."""
-    context = torch.zeros_like(query)
-    chosen = torch.tensor(heads, dtype=torch.long)
-    queries = query.index_select(0, chosen) / query.shape[-1] ** 0.5
-    read, start = torch.empty_like(queries), 0
-    for key_head, group in groupby(heads, key=lambda head: head // (len(query) // len(keys))):
-        stop = start + len(list(group))
-        scores = queries[start:stop] @ keys[key_head].t()  # [heads of the group, t]
-        torch.mm(scores.softmax(-1, dtype=wide(query)).to(query.dtype), values[key_head], out=read[start:stop])
-        start = stop
-    return context.index_copy(0, chosen, read)
-
-
-def attend_all(query, keys, values, positions):
-    """Attention of a token per row by all heads: query [1, b, h, e], keys and values [b, k, T, e] -> [1, b, h, e]."""
-    visible = torch.arange(keys.shape[2], device=keys.device) <= positions[:, None]  # [b, T]
-    context = F.scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3), keys, values, attn_mask=visible[:, None, None], enable_gqa=True
-    )  # [b, h, 1, e]
-    return context.permute(2, 0, 1, 3)
-
-
 def wide(tensor):
     return torch.promote_types(tensor.dtype, torch.float32)
 
@@ -158,11 +130,15 @@ def sample(logits, temperature, top_p, generator):
     return order.gather(-1, torch.multinomial(kept, 1, generator=generator)).squeeze(-1)
 
 
-def generate(model, prompts, max_new_tokens, eos_id, temperature=0.0, top_p=1.0, seed=0, num_pieces=None):
+def generate(
+    model, prompts, max_new_tokens, eos_id, temperature=0.0, top_p=1.0, seed=0, num_pieces=None,
+    attention_backend="auto",
+):  # fmt: skip
     """Continue ``prompts``, lists of token ids; yields, for each new token, a list with that of each row.
 
     A row that has ended with ``eos_id`` gives None from then on. The generation ends when all rows have, or after
     ``max_new_tokens``. Ids from ``num_pieces`` on, rows of the vocabulary without a piece, are never drawn.
+    attention_backend: of ``decode_attention``.
     """
     device = model.model.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -175,4 +151,5 @@ def generate(model, prompts, max_new_tokens, eos_id, temperature=0.0, top_p=1.0,
         yield [None if row in ended else token for row, token in enumerate(ids)]
         if len(ended) == len(prompts) or count == max_new_tokens - 1:
             return
-        tokens = sample(read_token(model, cache, tokens)[:, :num_pieces], temperature, top_p, generator)
+        logits = read_token(model, cache, tokens, attention_backend)
+        tokens = sample(logits[:, :num_pieces], temperature, top_p, generator)

@@ -1,5 +1,7 @@
-"""Fixtures shared by the tests: a small data directory, and a machine left as it was found."""
+"""Fixtures shared by the tests: a small data directory, Triton's interpreter, and a machine left as it was found."""
 
+import multiprocessing
+import os
 from pathlib import Path
 
 import numpy as np
@@ -42,3 +44,16 @@ def threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    """Runs a function of the tests with its arguments where Triton interprets, in a process of its own: the interpreter
+    is chosen when Triton is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        pool = multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,))
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+    with pool:
+        yield lambda function, *arguments: pool.apply(function, arguments)

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moh_lm import generation
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.generation import Cache, generate, read_prompt, read_token, sample
+from moh_lm.kernels import decode
+from moh_lm.model.rotary import kept_table
 from moh_lm.model.transformer import CausalLM
 from tests.distributed import run_ranks
 from tests.test_export import PAPER, write_checkpoint
@@ -42,9 +45,9 @@ MODELS = {
 }  # fmt: skip
 
 
-def make_model(name):
+def make_model(name, **others):
     heads, sizes = MODELS[name]
-    model = CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)))
+    model = CausalLM(ModelConfig(**(SIZES | sizes | others), heads=HeadsConfig(**heads)))
     model.initialize(seed=5)
     with torch.no_grad():
         for parameter in model.double().parameters():
@@ -86,21 +89,14 @@ def test_logits_with_a_cache_are_those_of_the_whole_text_in_rows_of_any_length(m
             torch.testing.assert_close(logits[row], expected[row][length + step], rtol=1e-9, atol=1e-11)
 
 
-def test_the_form_for_a_gpu_gives_the_same(model, monkeypatch):
+def test_all_heads_computed_give_the_same_whatever_lies_behind_the_last_token(model):
     tokens = torch.tensor([1, 2, 3])
     expected = read_token(model, read(model, PROMPTS)[0], tokens)
-    scattered = []
-
-    def attend_selected(query, keys, values, heads):
-        position = torch.tensor([keys.shape[1] - 1])
-        room = torch.full_like(keys[:, :3], math.nan)  # what lies behind the last token
-        keys, values = torch.cat((keys, room), 1)[None], torch.cat((values, room.nan_to_num(9.0)), 1)[None]
-        scattered.append(heads)
-        return generation.attend_all(query[None, None], keys.nan_to_num(9.0), values, position)[0, 0]
-
-    monkeypatch.setattr(generation, "attend_selected", attend_selected)
-    torch.testing.assert_close(read_token(model, read(model, PROMPTS)[0], tokens), expected, rtol=1e-9, atol=1e-11)
-    assert scattered
+    cache, _ = read(model, PROMPTS)
+    for row, length in enumerate(PROMPTS):
+        for layer in (*cache.keys, *cache.values):
+            layer[row, :, length:] = 9.0
+    torch.testing.assert_close(read_token(model, cache, tokens, "dense"), expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["paper", "released, budgets per layer", "static", "groups", "top-p"])
@@ -112,16 +108,50 @@ def test_a_token_reads_the_keys_and_values_of_its_selected_heads_only(name, monk
     def poisoned(query, keys, values, heads):
         numbers.append(len(heads))
         shared_by = 8 // len(keys)
-        others = [key_head for key_head in range(len(keys)) if key_head not in {head // shared_by for head in heads}]
+        read = {head // shared_by for head in heads.tolist()}
+        others = [key_head for key_head in range(len(keys)) if key_head not in read]
         keys, values = keys.clone(), values.clone()
         keys[others] = values[others] = math.nan
-        return attend_selected(query, keys, values, heads)
+        return attend_row(query, keys, values, heads)
 
-    attend_selected = generation.attend_selected
-    monkeypatch.setattr(generation, "attend_selected", poisoned)
+    attend_row = decode.attend_row
+    monkeypatch.setattr(decode, "attend_row", poisoned)
     assert torch.equal(read_token(model, read(model, PROMPTS)[0], torch.tensor([1, 2, 3])), expected)
     assert len(numbers) == 2 * 3  # layers and rows
     assert {"groups": numbers == [4, 4, 4, 2, 2, 2], "top-p": len(set(numbers)) > 1}.get(name, True)
+
+
+class Names(TorchDispatchMode):
+    """The names of the operations inside."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.names = set()
+        return super().__enter__()
+
+
+@pytest.mark.parametrize("backend", ["dense", "triton"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_on_a_gpu_takes_nothing_from_the_device_nor_from_the_host(name, backend):
+    """Tensors without contents raise DataDependentOutputException when asked for them."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    heads, sizes = MODELS[name]
+    try:
+        with FakeTensorMode():
+            model = CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)))
+            cache, tokens = Cache(model, 3, 12), torch.zeros(3, dtype=torch.long)
+            with Names() as step:
+                logits = read_token(model, cache, tokens, backend)
+            assert logits.shape == (3, 37)
+            with pytest.raises(DataDependentOutputException):
+                read_token(model, cache, tokens)
+    finally:
+        kept_table.cache_clear()  # of tables without contents
+    assert "aten::lift_fresh" not in step.names  # torch.tensor of numbers
+    assert ("moh_lm::decode_selected_heads" in step.names) == (backend == "triton")
 
 
 def test_greedy_text_is_the_most_likely_token_again_and_again_up_to_the_end(model):
@@ -178,7 +208,7 @@ def command(*flags, text=None):
 
 
 def test_the_command_continues_prompts_and_the_text_in_pieces_is_the_text_at_once(run):
-    flags = ("--model", run, "--max-new-tokens", 9, "--temperature", 1, "--seed", 3)
+    flags = ("--model", run, "--max-new-tokens", 9, "--temperature", 1, "--seed", 3, "--attention-backend", "dense")
     code, out, err = command(*flags, "--prompt", "the quick", "--json")
     assert code == 0 and "tokens/s" in err
     row = json.loads(out)
@@ -188,11 +218,13 @@ def test_the_command_continues_prompts_and_the_text_in_pieces_is_the_text_at_onc
 
 
 def test_what_cannot_be_generated_is_said(run, tmp_path):
+    triton = ("--model", run, "--prompt", "a", "--device", "cpu", "--attention-backend", "triton")
     for flags, words in [
         (("--model", tmp_path / "no", "--prompt", "a"), "no such directory"),
         (("--model", run, "--prompt", "a", "--max-new-tokens", 500), "500 new ones; the model was trained on 32"),
         (("--model", run, "--prompt", ""), "has no token"),
         (("--model", run, "--prompt", "a", "--top-p", 0), "--top-p above 0"),
+        (triton, "--attention-backend triton: needs a CUDA GPU, and --device is cpu; choose auto"),
     ]:
         code, out, err = command(*flags)
         assert (code, out) == (2, "") and words in err and "Traceback" not in err, err

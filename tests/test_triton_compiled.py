@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from moh_lm.kernels import triton_attention  # noqa: E402
+from moh_lm.kernels import triton_attention, triton_decode  # noqa: E402
 from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel  # noqa: E402
 from moh_lm.kernels.triton_compaction import TOKENS, compact_kernel  # noqa: E402
 from moh_lm.kernels.triton_forward import forward_kernel  # noqa: E402
@@ -20,8 +20,9 @@ from moh_lm.kernels.triton_gates import ROWS, gate_kernel  # noqa: E402
 
 KERNELS = {"forward": forward_kernel, "query": backward_query_kernel, "key": backward_key_kernel}
 POINTERS = {
-    **dict.fromkeys(("positions", "after", "starts", "ends"), "*i32"),
-    **dict.fromkeys(("gates", "dgates", "lse", "delta"), "*fp32"),
+    **dict.fromkeys(("positions", "after", "starts", "ends", "lengths"), "*i32"),
+    **dict.fromkeys(("gates", "dgates", "lse", "delta", "parts"), "*fp32"),
+    "active": "*i1",
     **dict.fromkeys(("q", "k", "v", "out", "kept", "dout", "dq", "dk", "dv"), "*bf16"),
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -40,11 +41,30 @@ def compile_kernel(name, length, head_dim, arch, documents=False, group=1):
     if not documents:
         constants |= dict(starts=None, ends=None)
     whole = [n for n in kernel.arg_names if n == "seq" or n[:7] == "stride_" and n[7] != "g"]  # multiples of 16
-    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True)
-    return compile_for(kernel, arch, POINTERS, constants, whole, options)
+    return compile_for(kernel, arch, POINTERS, constants, whole, options(tile))
 
 
-def compile_for(kernel, arch, pointers, constants, whole, options):
+def options(tile):
+    return dict(num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True)
+
+
+def compile_decoding(head_dim, arch, group, dtype):
+    """The two kernels of decoding, with as many splits as there may be."""
+    tile = triton_decode.tiles(dtype)
+    parts = {name: value for name, value in triton_attention.constants(head_dim).items() if name != "SCALE"}
+    attend = dict(GROUP=group, BM=tile.block_m, BN=tile.block_n, WIDE=triton.language.float32, **parts)
+    columns = triton.next_power_of_2(head_dim)
+    combine = dict(E=head_dim, COLUMNS=columns, SPLITS=triton_decode.MAX_SPLITS, BN=tile.block_n)
+    pointers = POINTERS | dict.fromkeys(("q", "k", "v", "out"), "*bf16" if dtype == torch.bfloat16 else "*fp32")
+    for kernel, constants, warps in (
+        (triton_decode.attend_split_kernel, attend, tile.num_warps),
+        (triton_decode.combine_kernel, combine, triton_decode.COMBINE_WARPS),
+    ):
+        whole = [n for n in kernel.arg_names if n == "seq" or n[:7] == "stride_" and n[7] != "g"]
+        yield compile_for(kernel, arch, pointers, constants, whole, options(tile._replace(num_warps=warps)))
+
+
+def compile_for(kernel, arch, pointers, constants, whole, chosen):
     """pointers: types of the arguments that are; whole: integers that are multiples of 16."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
@@ -55,7 +75,7 @@ def compile_for(kernel, arch, pointers, constants, whole, options):
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=chosen)
 
 
 def usage(compiled, directory):
@@ -107,3 +127,16 @@ def test_the_gates_compile_to_loads_of_sixteen_bytes_without_spilling_registers(
     compiled = compile_for(gate_kernel, arch, pointers, constants, whole, {"enable_fp_fusion": True})
     assert list(usage(compiled, tmp_path))[1] == 0
     assert compiled.asm["ptx"].count("ld.global.v4.b32") >= 2 and "st.global.v4.b32" in compiled.asm["ptx"]
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize("dtype, group", [(torch.bfloat16, 4), (torch.float32, 1)], ids=str)
+@pytest.mark.parametrize("arch, head_dim", [*GPUS, (80, 128)])
+def test_the_kernels_of_decoding_load_ahead_and_spill_no_registers(arch, head_dim, dtype, group, tmp_path):
+    attend, combine = compile_decoding(head_dim, arch, group, dtype)
+    for name, compiled in {"attend": attend, "combine": combine}.items():
+        registers, stack = usage(compiled, tmp_path)
+        title = f"decode {name} {dtype} sm_{arch} e={head_dim}"
+        print(f"{title}: {registers} registers, {stack} bytes spilled, {compiled.metadata.shared // 1024} KiB shared")
+        assert stack == 0
+    assert "mma.sync" in attend.asm["ptx"] and "cp.async.cg.shared.global" in attend.asm["ptx"]

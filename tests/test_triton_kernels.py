@@ -1,10 +1,8 @@
 """The Triton kernels in Triton's interpreter, on the CPU, against head-by-head float64 arithmetic.
 
-The interpreter is chosen when Triton is imported, so the tests run in a process of their own.
+The fixture ``interpreter`` runs a test in a process of its own.
 """
 
-import multiprocessing
-import os
 from contextlib import contextmanager
 from unittest import mock
 
@@ -33,18 +31,6 @@ SHAPES = {  # length, batch, heads, key/value heads, head dimension, shared head
     "a whole block": (64, 1, 3, 3, 32, 0),
     "shorter than a block": (9, 2, 3, 1, 16, 0),
 }
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    """Runs a function of this file with its arguments where Triton interprets."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        pool = multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,))
-    finally:
-        del os.environ["TRITON_INTERPRET"]
-    with pool:
-        yield lambda function, *arguments: pool.apply(function, arguments)
 
 
 def multiply_bf16():

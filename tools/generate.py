@@ -4,9 +4,9 @@
     python tools/generate.py --model DIR --prompt A --prompt B ... --temperature 0.8 --top-p 0.95 --seed 1
     python tools/generate.py --model DIR < FILE                 the file is the prompt
 
-The model is the trainer's own with a key/value cache (moh_lm/generation.py): on the CPU a new token reads the keys and
-values of its selected heads only. Text goes to standard output, tokens per second to standard error. --json prints an
-object for each prompt instead. Greedy unless there is a --temperature.
+The model is the trainer's own with a key/value cache (moh_lm/generation.py): a new token reads the keys and values of
+its selected heads only on the CPU, and with --attention-backend triton on a GPU. Text goes to standard output, tokens
+per second to standard error. --json prints an object for each prompt instead. Greedy unless there is a --temperature.
 
 Exit codes: 0; 2 an argument has to be mended.
 """
@@ -18,6 +18,7 @@ if __name__ == "__main__":
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
 
 import argparse
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -32,6 +33,8 @@ from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
 from moh_lm.fragments import full_parameters
 from moh_lm.generation import generate
+from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
+from moh_lm.kernels.decode import BACKENDS
 from moh_lm.model.transformer import CausalLM
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,6 +67,8 @@ def parse_arguments(texts):
     add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     add("--dtype", default="float32", choices=DTYPES, help="of weights and cache (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
+    backends = "a new token reads its selected heads (triton), all (dense), or what was measured faster"
+    add("--attention-backend", default="auto", choices=BACKENDS, help=f"{backends} (default: %(default)s)")
     add("--json", action="store_true", help="an object for each prompt: prompt, text, tokens")
     arguments = parser.parse_args(texts)
     if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
@@ -94,6 +99,7 @@ def load(arguments):
         directory = find_step(directory)
         run = Config.load(directory / "config.json")
         config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
+    check_backend(arguments, config.head_dim)
     tokenizer = Tokenizer(str(directory / "tokenizer.model"))
     with torch.device("meta"):
         model = CausalLM(config).to(DTYPES[arguments.dtype])
@@ -113,6 +119,21 @@ def exported(directory):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dictionary
                 yield name, file.get_tensor(name)
+
+
+def check_backend(arguments, head_dim):
+    if arguments.attention_backend != "triton":
+        return
+    problems = []
+    if torch.device(arguments.device).type != "cuda":
+        problems.append(f"needs a CUDA GPU, and --device is {arguments.device}; choose auto")
+    if importlib.util.find_spec("triton") is None:
+        problems.append("the package triton is not installed; pip install triton, or choose auto")
+    if head_dim not in TRITON_HEAD_DIMS:
+        allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
+        problems.append(f"has no kernels for head dimension {head_dim}, only for {allowed}; choose auto")
+    if problems:
+        raise ConfigError([f"--attention-backend triton: {problem}" for problem in problems])
 
 
 def check_lengths(arguments, prompts, limit):
@@ -137,7 +158,9 @@ def write(arguments, model, tokenizer, prompts):
     if stream:
         print(arguments.prompt[0], end="", flush=True)
     started, first = time.perf_counter(), None
-    settings = (arguments.temperature, arguments.top_p, arguments.seed, tokenizer.vocab_size())
+    settings = (
+        arguments.temperature, arguments.top_p, arguments.seed, tokenizer.vocab_size(), arguments.attention_backend,
+    )  # fmt: skip
     for tokens in generate(model, prompts, arguments.max_new_tokens, tokenizer.eos_id(), *settings):
         first = first or time.perf_counter()
         for row, token in enumerate(tokens):

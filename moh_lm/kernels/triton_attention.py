@@ -122,7 +122,7 @@ def head_sparse_attention(
     head. starts, ends: of ``Boundaries``, or None. Only the first result has a gradient; those of ``query``, ``key``
     and ``value`` are not written where the heads of ``context`` are.
     """
-    check(query)
+    check_runs(forward_kernel, query)
     out = query.new_empty(query.shape)
     first = 0 if context is None else context.shape[2]
     if first:
@@ -134,15 +134,6 @@ def head_sparse_attention(
     out_of_others = out[:, :, first:]
     launch(forward_kernel, "forward", *inputs, (out_of_others, kept, lse), out_of_others)
     return out, positions, after, kept, lse
-
-
-def check(query):
-    """Raises ValueError or RuntimeError where there are no kernels for ``query`` [s, b, heads, e]."""
-    if query.shape[3] not in TRITON_HEAD_DIMS:
-        head_dim = query.shape[3]
-        raise ValueError(f"attention backend triton: head dimension {head_dim}, not of {TRITON_HEAD_DIMS}; use dense")
-    if isinstance(forward_kernel, triton.JITFunction) and not query.is_cuda:
-        raise RuntimeError(f"attention backend triton: the tensors are on {query.device}, not on a GPU; choose auto")
 
 
 def others(first, query, key, value, gates):
@@ -257,6 +248,15 @@ LARGEST_INT32 = 2**31 - 1
 def index_type(tensors):
     """Of the product of a position and the stride of the sequence in ``tensors`` [s, b, heads, e]."""
     return tl.int32 if max(tensor.shape[0] * tensor.stride(0) for tensor in tensors) < LARGEST_INT32 else tl.int64
+
+
+def check_runs(kernel, query):
+    """Raise ValueError for a head dimension [..., e] without kernels, RuntimeError for tensors that are on no GPU."""
+    head_dim = query.shape[-1]
+    if head_dim not in TRITON_HEAD_DIMS:
+        raise ValueError(f"attention backend triton: head dimension {head_dim}, not of {TRITON_HEAD_DIMS}; use dense")
+    if isinstance(kernel, triton.JITFunction) and not query.is_cuda:
+        raise RuntimeError(f"attention backend triton: the tensors are on {query.device}, not on a GPU; choose auto")
 
 
 def constants(head_dim):
