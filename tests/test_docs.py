@@ -62,6 +62,7 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"benchmarks/checkpoint", f"{MODEL} --seq-length 32 --batch-tokens 64 --repeats 2"),
     (r"benchmarks/loader", "--shards 30 --starts 1"),
     (r"benchmarks/attention", "--shapes llm-s --lengths 32 --active 50 --rounds 1"),
+    (r"benchmarks/decode", "--shapes llm-s --lengths 32 --batches 1 --active 50 --rounds 1"),
     (r"benchmarks/step", "--shape tiny --seq-length 32 --rounds 1 --threads 1"),
     (r"benchmarks/tokenize", "--corpus 'corpus/*.zst' --tokenizer tokenizer.model --rounds 1 --workers 1"),
     (r"tests/run.sh$", "tests/test_rotary.py -n 0"),

@@ -1,0 +1,227 @@
+"""Attention of one new token per row to a cache: all heads against the selected ones, in turns in one process.
+
+    python benchmarks/decode.py [--shapes llm-s llm-b llama3-8b] [--lengths 2048 8192 32768] [--batches 1 4]
+                                [--active 50 75] [--threads 1] [--rounds 9] [--dtype float32]
+
+One layer of a model, without projections and router. --active: percent of the heads that a token uses, with the paper's
+budgets, drawn at random for each row; in ``llama3-8b`` four query heads share keys and values, and a token selects
+heads or (``groups``) whole groups of them. Every contestant reads one cache after another, as a model reads those of
+its layers, so many that none stays in the processor's own (``CACHES_BYTES``). It runs once per round; the first does
+not count. Shown are which share of the keys and values is read, the median time of a token in a layer, and the median
+over the rounds of its ratio to the base in the same round.
+
+    all, equal lengths     scaled dot-product attention without a mask: the base
+    all, mask              the same under a mask of each row's length: what generation computes with ``dense``
+    all, as selected       the next one with every head selected
+    selected               on a CPU loops over rows and heads (``auto``), on a GPU the backend triton
+
+On a CPU times are by the clock on the wall and, on the right, by CPU time. On a GPU they are those of the device, eager
+and, on the right, replayed from a CUDA graph. The kernels are checked first: errors, synchronisation, and a CUDA graph
+replayed with another routing and other lengths. Then the fastest tiles and number of splits are sought at the longest
+length, one row, 50%, printed, and used.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Python put this file's directory first, where tokenize.py hides the standard module of that name.
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import argparse
+import contextlib
+import itertools
+from math import ceil
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.attention import SHAPES, budgets, describe, ratio, seconds
+from moh_lm.kernels import decode
+from moh_lm.kernels.decode import decode_attention
+from moh_lm.model.router import select
+
+CACHES_BYTES = 256 * 2**20  # more than a processor's cache, or an H200's of 50 MB
+BASE = "all, equal lengths"
+TILES = [(16, 32, 4, 3), (16, 32, 4, 4), (16, 32, 8, 4), (16, 64, 4, 3), (16, 64, 8, 3), (16, 128, 8, 2)]
+PROGRAMS = (4, 8, 16)  # per multiprocessor
+
+
+def main():
+    options = read_options()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    torch.set_num_threads(options.threads)
+    print(describe(device, dtype))
+    for shape in options.shapes:
+        if device.type == "cuda":
+            check(SHAPES[shape], device, dtype)
+            tune(SHAPES[shape], max(options.lengths), device, dtype)
+        for length in options.lengths:
+            for batch in options.batches:
+                inputs = make_inputs(SHAPES[shape], length, batch, device, dtype)
+                found = contestants(SHAPES[shape], options.active, inputs)
+                report(f"{shape} T={length} b={batch}", found, options.rounds, device)
+
+
+def read_options():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llm-s", "llm-b", "llama3-8b"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--active", nargs="+", type=int, choices=(50, 75), default=[50, 75])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    return parser.parse_args()
+
+
+def make_inputs(shape, length, batch, device, dtype, seed=0):
+    """(query [b, h, e], [(keys, values) of each layer], lengths): caches without room left."""
+    _, heads, kv_heads, head_dim = shape
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator, device=device).to(dtype)
+
+    size = (batch, kv_heads, length, head_dim)
+    layers = ceil(CACHES_BYTES / (2 * batch * kv_heads * length * head_dim * dtype.itemsize))
+    caches = [(normal(*size), normal(*size)) for _ in range(layers)]
+    return normal(batch, heads, head_dim), caches, torch.full((batch,), length, dtype=torch.int32, device=device)
+
+
+def route(shape, active, batch, device, unit=1, seed=0):
+    """(active heads, gates) of a token per row, both [b, h], of experts of ``unit`` heads."""
+    heads = shape[1]
+    num_shared, num_active = (number // unit for number in budgets(heads, active))
+    scores = torch.rand(batch, heads // unit, generator=torch.Generator().manual_seed(seed))
+    routed = select(scores[:, num_shared:], num_active)
+    on = F.pad(routed, (num_shared, 0), value=1).repeat_interleave(unit, 1) > 0
+    return on.to(device), (on * (scores.repeat_interleave(unit, 1) + 0.1)).to(device)
+
+
+def contestants(shape, percents, inputs):
+    """{name: (function that reads every cache, its layers, share of the keys and values that it reads)}."""
+    query, caches, lengths = inputs
+    batch, heads = query.shape[:2]
+    group = heads // shape[2]
+    sparse = "triton" if query.is_cuda else "auto"
+    everything = torch.ones(batch, heads, dtype=torch.bool, device=query.device)
+    gates = torch.rand(batch, heads, device=query.device)
+
+    def plain():
+        return [
+            F.scaled_dot_product_attention(query.unsqueeze(2), keys, values, enable_gqa=True).squeeze(2)
+            * gates.unsqueeze(-1).to(query.dtype)
+            for keys, values in caches
+        ]
+
+    def attend(active, gates, backend):
+        return lambda: [decode_attention(query, *cache, lengths, active, gates, backend) for cache in caches]
+
+    found = {
+        BASE: (plain, everything),
+        "all, mask": (attend(everything, gates, "dense"), everything),
+        "all, as selected": (attend(everything, gates, sparse), everything),
+    }
+    for percent in percents:
+        for unit in sorted({1, group}):
+            name = f"selected {percent}%{', groups' * (unit > 1)}"
+            routing = route(shape, percent, batch, query.device, unit)
+            found[name] = (attend(*routing, sparse), routing[0])
+    return {
+        name: (function, len(caches), active.unflatten(1, (-1, group)).any(-1).float().mean().item())
+        for name, (function, active) in found.items()
+    }
+
+
+def report(title, functions, rounds, device):
+    """Take the contestants in turns, and print a line for each."""
+    times = {name: [] for name in functions}
+    graphs = {}
+    if device.type == "cuda":
+        graphs = {name: captured(function)[0] for name, (function, *_) in functions.items()}
+    for number in range(rounds + 1):
+        for name, (function, *_) in functions.items():
+            spent = seconds(function, device)
+            if graphs:
+                spent += seconds(graphs[name].replay, device)
+            if number:
+                times[name].append(spent)
+    print(title)
+    for name, (_, layers, share) in functions.items():
+        columns = ""
+        for clock in range(2):
+            middle = median(time[clock] for time in times[name]) / layers
+            columns += f"  {1e6 * middle:9.1f} us {ratio(times[name], times[BASE], clock)}"
+        print(f"    {name:22s} reads {share:4.0%}{columns}", flush=True)
+
+
+# --- What only a GPU can tell ---
+
+
+def captured(function):
+    """(CUDA graph of a function, its results)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+def check(shape, device, dtype, room=5000, batch=3):
+    """Errors against float64 beside those of ``dense``; nothing waits; a replayed CUDA graph computes what is there."""
+    query, [cache, *_], _ = make_inputs(shape, room, batch, device, dtype)
+    lengths, others = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([1, 4097, room], [room, 33, 700]))
+    active, gates = route(shape, 50, batch, device)
+
+    def attend(backend, tensors=(query, *cache)):
+        return decode_attention(*tensors, lengths, active, gates, backend)
+
+    exact = attend("dense", [tensor.double() for tensor in (query, *cache)])
+    ours, theirs = ((attend(backend).double() - exact).abs().max().item() for backend in ("triton", "dense"))
+    verdict = "as it should be" if ours <= 2 * theirs and torch.equal(attend("triton"), attend("triton")) else "WRONG"
+    print(f"errors e={shape[3]}, triton {ours:.1e}, dense {theirs:.1e}; repeats bit for bit: {verdict}")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend("triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph, result = captured(lambda: attend("triton"))
+    other_active, other_gates = route(shape, 75, batch, device, seed=1)
+    for tensor, other in ((lengths, others), (active, other_active), (gates, other_gates)):
+        tensor.copy_(other)
+    graph.replay()
+    same = torch.equal(result, attend("triton"))
+    print(f"nothing waits; a CUDA graph replayed with another routing and other lengths gives the eager bits: {same}")
+
+
+def tune(shape, length, device, dtype):
+    """Time every choice of tiles and number of programs, print the fastest, and use it from here on."""
+    triton_decode = decode.triton_decode
+    too_large = triton_decode.triton.runtime.errors.OutOfResources  # for the shared memory of this GPU
+    function = contestants(shape, [50], make_inputs(shape, length, 1, device, dtype))["selected 50%"][0]
+    found = []
+    for tile, programs in itertools.product(TILES, PROGRAMS):
+        use(triton_decode, dtype, tile, programs)
+        with contextlib.suppress(too_large):
+            function()
+            found.append((seconds(captured(function)[0].replay, device)[0], tile, programs))
+    found.sort()
+    use(triton_decode, dtype, *found[0][1:])
+    shown = "; ".join(f"{time / found[0][0]:.2f} {tile} {programs}" for time, tile, programs in found[:5])
+    print(f"tiles and programs per multiprocessor, e={shape[3]} T={length}, fastest = 1: {shown}", flush=True)
+
+
+def use(triton_decode, dtype, tile, programs):
+    triton_decode.TILES[min(dtype.itemsize, 4)] = triton_decode.Tiles(*tile)
+    triton_decode.PROGRAMS_PER_MULTIPROCESSOR = programs
+
+
+if __name__ == "__main__":
+    main()
