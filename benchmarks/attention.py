@@ -31,14 +31,13 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import platform
-import time
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.cuda_graphs import record, seconds
+from benchmarks.timing import recorded, seconds
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels.attention import moh_attention
 from moh_lm.kernels.boundaries import boundaries
@@ -242,18 +241,14 @@ def run(function, inputs, backward):
 
 
 def stopwatch(device, function, inputs, backward):
-    """What runs it when called, and gives (seconds on the wall, CPU seconds of the process), or on a GPU (seconds on
-    the device,)."""
-    if device.type == "cuda":
-        graph = record(lambda: run(function, inputs, backward))
-        return lambda: (seconds(graph, repeats=10),)
+    """What runs it when called, and gives its ``seconds``."""
 
-    def clock():
-        wall, cpu = time.perf_counter(), time.process_time()
+    def call():
         run(function, inputs, backward)
-        return time.perf_counter() - wall, time.process_time() - cpu
 
-    return clock
+    if device.type == "cuda":
+        call = recorded(call).replay
+    return lambda: seconds(call, device)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cuda_graphs import record, seconds
+from benchmarks.timing import recorded, seconds
 from moh_lm.kernels import triton_attention
 from moh_lm.kernels.attention import moh_attention
 from moh_lm.kernels.boundaries import boundaries
@@ -144,7 +144,7 @@ def tune(shape, length, device, dtype):
         for choice in itertools.starmap(Tiles, CANDIDATES[kernel]):
             use(table, kernel, length, ascending(usual | {head_dim: choice}))
             try:
-                found.append((milliseconds(call), choice))
+                found.append((1e3 * seconds(recorded(call).replay, device)[0], choice))
             except Exception as error:  # this GPU has not the shared memory, or Triton cannot compile it
                 print(f"tiles {kernel} e={head_dim} {tuple(choice)}: {type(error).__name__}")
         found.sort()
@@ -160,10 +160,6 @@ def use(table, kernel, length, by_head_dim):
 
 def ascending(choices):
     return dict(sorted(choices.items()))
-
-
-def milliseconds(call, repeats=5):
-    return 1e3 * seconds(record(call, repeats)) / repeats
 
 
 def kernel_names(shape, device, dtype, length=2048):
@@ -202,7 +198,7 @@ def replays(shape, device, dtype, length=1024):
     tensors, upstream, selected = make(shape, length, device, dtype)
     function = triton(selected, shape[1] // 4)
     results = []
-    graph = record(lambda: results.append(with_gradients(function, tensors, upstream)))
+    graph = recorded(lambda: results.append(with_gradients(function, tensors, upstream)))
     others, _, other_selected = make(shape, length, device, dtype, seed=1)
     with torch.no_grad():
         for tensor, other in zip(tensors, others, strict=True):

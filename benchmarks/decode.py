@@ -37,7 +37,8 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from benchmarks.attention import SHAPES, budgets, describe, ratio, seconds
+from benchmarks.attention import SHAPES, budgets, describe, ratio
+from benchmarks.timing import recorded, seconds
 from moh_lm.kernels import decode
 from moh_lm.kernels.decode import decode_attention
 from moh_lm.model.router import select
@@ -141,7 +142,7 @@ def report(title, functions, rounds, device):
     times = {name: [] for name in functions}
     graphs = {}
     if device.type == "cuda":
-        graphs = {name: captured(function)[0] for name, (function, *_) in functions.items()}
+        graphs = {name: recorded(function) for name, (function, *_) in functions.items()}
     for number in range(rounds + 1):
         for name, (function, *_) in functions.items():
             spent = seconds(function, device)
@@ -159,19 +160,6 @@ def report(title, functions, rounds, device):
 
 
 # --- What only a GPU can tell ---
-
-
-def captured(function):
-    """(CUDA graph of a function, its results)."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
 
 
 def check(shape, device, dtype, room=5000, batch=3):
@@ -192,12 +180,13 @@ def check(shape, device, dtype, room=5000, batch=3):
         attend("triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    graph, result = captured(lambda: attend("triton"))
+    results = []
+    graph = recorded(lambda: results.append(attend("triton")))
     other_active, other_gates = route(shape, 75, batch, device, seed=1)
     for tensor, other in ((lengths, others), (active, other_active), (gates, other_gates)):
         tensor.copy_(other)
     graph.replay()
-    same = torch.equal(result, attend("triton"))
+    same = torch.equal(results[-1], attend("triton"))
     print(f"nothing waits; a CUDA graph replayed with another routing and other lengths gives the eager bits: {same}")
 
 
@@ -211,7 +200,7 @@ def tune(shape, length, device, dtype):
         use(triton_decode, dtype, tile, programs)
         with contextlib.suppress(too_large):
             function()
-            found.append((seconds(captured(function)[0].replay, device)[0], tile, programs))
+            found.append((seconds(recorded(function).replay, device)[0], tile, programs))
     found.sort()
     use(triton_decode, dtype, *found[0][1:])
     shown = "; ".join(f"{time / found[0][0]:.2f} {tile} {programs}" for time, tile, programs in found[:5])

@@ -104,12 +104,9 @@ def activation_bytes(model, width, tp):
     product.
     """
     d, e, h, k = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_key_value_heads
-    mixture = model.heads.head_selection == "mixture"
     gated = model.heads.head_selection != "all"
     local = 2 * 4 * d + width * 2 * d
-    if mixture and model.heads.routing == "query_norm":
+    if model.heads.head_selection == "mixture" and model.heads.routing == "query_norm":
         local += 4 * h * e
-    elif mixture and width < 4:
-        local += 4 * d  # the router's fp32 copy of its input
     sliced = width * ((2 * h + 2 * k) * e + gated * h * e + 4 * model.intermediate_size)
     return (local + sliced) / tp + width * 2 * d
