@@ -44,7 +44,7 @@ UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet
 def main(texts):
     try:
         arguments = parse_arguments(texts)
-        model, limit, encoder = load(arguments)
+        model, limit, encoder = load(arguments, arguments.attention_backend)
         tokenizer = encoder.model
         prompts = [tokenizer.encode(prompt, out_type=int) for prompt in arguments.prompt]
         check_lengths(arguments, prompts, limit)
@@ -87,7 +87,7 @@ def count(text):
 # --- The model ---
 
 
-def load(arguments):
+def load(arguments, attention_backend="auto"):
     """(model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
     directory = arguments.model
     if not directory.is_dir():
@@ -99,7 +99,8 @@ def load(arguments):
         directory = find_step(directory)
         run = Config.load(directory / "config.json")
         config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
-    check_backend(arguments, config.head_dim)
+    if attention_backend == "triton":
+        check_triton(arguments.device, config.head_dim)
     tokenizer = Tokenizer(str(directory / "tokenizer.model"))
     with torch.device("meta"):
         model = CausalLM(config).to(DTYPES[arguments.dtype])
@@ -121,12 +122,10 @@ def exported(directory):
                 yield name, file.get_tensor(name)
 
 
-def check_backend(arguments, head_dim):
-    if arguments.attention_backend != "triton":
-        return
+def check_triton(device, head_dim):
     problems = []
-    if torch.device(arguments.device).type != "cuda":
-        problems.append(f"needs a CUDA GPU, and --device is {arguments.device}; choose auto")
+    if torch.device(device).type != "cuda":
+        problems.append(f"needs a CUDA GPU, and --device is {device}; choose auto")
     if importlib.util.find_spec("triton") is None:
         problems.append("the package triton is not installed; pip install triton, or choose auto")
     if head_dim not in TRITON_HEAD_DIMS:
