@@ -126,6 +126,7 @@ def tune(shape, length, device, dtype):
     tensors, upstream, selected = make(shape, length, device, dtype, batch=max(1, 16384 // length))
     capability, head_dim = torch.cuda.get_device_capability(device), shape[3]
     table = triton_attention.HOPPER if capability[0] in (9, 10) else triton_attention.AMPERE
+    table = triton_attention.FP32 if dtype.itemsize >= 4 else table
     num_shared = shape[1] // 4
     groups = num_shared * shape[2] // shape[1]
     first = groups * shape[1] // shape[2]

@@ -201,6 +201,8 @@ def tune(shape, length, device, dtype):
         with contextlib.suppress(too_large):
             function()
             found.append((seconds(recorded(function).replay, device)[0], tile, programs))
+    if not found:
+        return print(f"no tiles fit, e={shape[3]}")
     found.sort()
     use(triton_decode, dtype, *found[0][1:])
     shown = "; ".join(f"{time / found[0][0]:.2f} {tile} {programs}" for time, tile, programs in found[:5])

@@ -1,8 +1,8 @@
-"""Generation with a key/value cache: after the prompt, a token costs the heads that it selects and no others.
+"""Generation with a key/value cache: after the prompt, a token need read no heads but those that it selects.
 
 Keys and values of all heads are computed and kept, since a later token may select any of them; so the cache is that of
-a dense model. What a step saves is reading it: a token reads the keys and values of its shared heads and of the routed
-ones that it selects; where query heads share them, of the groups in which it selects one. How, is said in
+a dense model. What a step can save is reading it: a token needs the keys and values of its shared heads and of the
+routed ones that it selects; where query heads share them, of the groups in which it selects one. How, is said in
 ``moh_lm.kernels.decode``.
 
 Shapes: b rows (prompts), s new tokens, h query heads, k key/value heads, T room for tokens, e head dimension, d hidden

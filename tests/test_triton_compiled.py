@@ -53,7 +53,8 @@ def compile_decoding(head_dim, arch, group, dtype):
     """The two kernels of decoding, with as many splits as there may be."""
     tile = triton_decode.tiles(dtype)
     parts = {name: value for name, value in triton_attention.constants(head_dim).items() if name != "SCALE"}
-    attend = dict(GROUP=group, BM=tile.block_m, BN=tile.block_n, WIDE=triton.language.float32, **parts)
+    parts |= dict(WIDE=triton.language.float32, INDEX=triton.language.int32)
+    attend = dict(GROUP=group, BM=tile.block_m, BN=tile.block_n, **parts)
     columns = triton.next_power_of_2(head_dim)
     combine = dict(E=head_dim, COLUMNS=columns, SPLITS=triton_decode.MAX_SPLITS, BN=tile.block_n)
     pointers = POINTERS | dict.fromkeys(("q", "k", "v", "out"), "*bf16" if dtype == torch.bfloat16 else "*fp32")

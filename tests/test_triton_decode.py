@@ -264,5 +264,25 @@ def check_strides(inputs):
         decode(query, keys.transpose(1, 2).contiguous().transpose(1, 2), *others)
 
 
+def check_layouts(inputs):
+    from moh_lm.kernels import triton_attention, triton_decode
+
+    query, keys, values, lengths, active, gates = inputs
+    expected = decode(*inputs)
+    strided = [tensor.repeat_interleave(2, -1)[..., ::2] for tensor in (query, lengths, active, gates)]
+    by_tokens = [tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in (keys, values)]
+    assert torch.equal(decode(strided[0], *by_tokens, *strided[1:]), expected)
+    types, plain = set(), triton_decode.index_type
+    triton_decode.index_type = lambda tensors: types.add(plain(tensors)) or plain(tensors)
+    triton_attention.LARGEST_INT32, limit = 10 * keys.shape[2] * keys.shape[3], triton_attention.LARGEST_INT32
+    assert all(torch.equal(decode(query, *cache, *inputs[3:]), expected) for cache in ((keys, values), by_tokens))
+    triton_decode.index_type, triton_attention.LARGEST_INT32 = plain, limit
+    assert types == {triton_attention.tl.int32, triton_attention.tl.int64}
+
+
+def test_inputs_may_have_any_layout_and_size(interpreter):
+    interpreter(check_layouts, make_inputs((4, 2, 16), [1, 33, 70, 101, 5, 64, 9]))
+
+
 def test_keys_and_values_of_different_layouts_are_refused(interpreter):
     interpreter(check_strides, make_inputs((4, 2, 16)))

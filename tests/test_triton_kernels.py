@@ -3,6 +3,7 @@
 The fixture ``interpreter`` runs a test in a process of its own.
 """
 
+import itertools
 from contextlib import contextmanager
 from unittest import mock
 
@@ -129,9 +130,67 @@ def test_one_document_gives_the_bits_of_none(interpreter):
     interpreter(check_one_document)
 
 
+@pytest.mark.parametrize("num_shared", [1, 2])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 3e-3), (torch.bfloat16, 0.02)])
-def test_kernels_stay_near_the_reference_in_lower_precision(interpreter, dtype, tolerance):
-    interpreter(check, (70, 1, 4, 2, 32, 1), "random_routing", dtype, tolerance)
+def test_kernels_stay_near_the_reference_in_lower_precision(interpreter, dtype, tolerance, num_shared):
+    interpreter(check, (70, 1, 4, 2, 32, num_shared), "random_routing", dtype, tolerance)
+
+
+def heads_first(tensor):
+    """The same numbers, laid out [b, heads, s, ...]."""
+    return tensor.movedim(0, 2).contiguous().movedim(2, 0)
+
+
+def last_first(tensor):
+    """The same numbers, the last dimension outermost."""
+    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def of_one_sequence(tensor):
+    """The first sequence for all: a stride of 0."""
+    return tensor[:, :1].expand_as(tensor)
+
+
+LAYOUTS = (torch.Tensor.contiguous, heads_first, last_first, of_one_sequence)
+
+
+def check_layouts(lengths, num_shared):
+    """Every layout of one tensor beside every layout of the next, and upstream gradients of each."""
+    *tensors, upstream, selected = make_inputs(40, 2, 4, 2, 16, "varying_routing")
+    documents = lengths and make_boundaries(lengths, 40, 2)
+    if documents:
+        documents = documents._replace(starts=last_first(documents.starts), ends=last_first(documents.ends))
+    for first, second in itertools.product(LAYOUTS, repeat=2):
+        laid_out = [layout(tensor) for layout, tensor in zip((first, second) * 2, tensors, strict=True)]
+        found = []
+        for function in (reference, attention):
+            leaves = [tensor.detach().requires_grad_() for tensor in laid_out]
+            extra = documents if function is attention else lengths
+            out = function(*leaves, first(selected), num_shared, extra)
+            found.append([out, *torch.autograd.grad(out, leaves, second(upstream))])
+        assert_all_close(*found[::-1], 1e-12)
+
+
+@pytest.mark.parametrize("lengths, num_shared", [(None, 0), (None, 2), ([[9, 40], [30, 40]], 2)])
+def test_inputs_and_gradients_may_have_any_layout(interpreter, lengths, num_shared):
+    interpreter(check_layouts, lengths, num_shared)
+
+
+def check_gates_of_shared_heads(dtype):
+    """dg = rowsum(dOut * H) in fp32: no rounding but that of the inputs."""
+    from moh_lm.kernels.triton_gates import differentiate_gates
+
+    generator = torch.Generator().manual_seed(0)
+    gradient, context = (torch.randn(30, 2, 3, 96, generator=generator).to(dtype) for _ in range(2))
+    gates, dgates = torch.rand(30, 2, 3), torch.empty(30, 2, 5)
+    differentiate_gates(gradient, context, gates, torch.empty_like(context), dgates)
+    exact = (gradient.double() * context.double()).sum(-1)
+    torch.testing.assert_close(dgates[..., :3].double(), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_the_gates_of_shared_heads_are_added_up_in_fp32(interpreter, dtype):
+    interpreter(check_gates_of_shared_heads, dtype)
 
 
 def check_index_type():
@@ -197,6 +256,21 @@ def check_joined(heads, kv_heads, num_shared, frozen):
     assert all(map(torch.equal, gradients, torch.autograd.grad(out, wanted, upstream)))
     for got, right in zip((out, *gradients), (expected, *torch.autograd.grad(expected, wanted, upstream)), strict=True):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+
+
+def check_anomalies():
+    *tensors, upstream, selected = make_inputs(20, 1, 4, 4, 16)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            with_gradients(lambda *t: attention(*t, selected, 2), *tensors, upstream)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly")
+def test_no_gradient_on_the_way_looks_like_an_anomaly(interpreter):
+    interpreter(check_anomalies)
 
 
 class Operations(TorchDispatchMode):
@@ -271,6 +345,13 @@ def check_operator():
         saved = triton_attention.head_sparse_attention(*arguments)[1:]
         arguments = [t if t is None else t.detach() for t in (upstream, *leaves, None, *bounds, *saved)]
         torch.library.opcheck(triton_attention.head_sparse_attention_backward, tuple(arguments))
+
+
+    context = torch.rand(2, 1, 20, 16, dtype=torch.float64).permute(2, 1, 0, 3).requires_grad_()
+    parts = [tensor.repeat_interleave(2, 2).detach().requires_grad_() for tensor in leaves]
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # the rest compares what is not written
+    arguments = (*parts, selected.repeat_interleave(2, 2), context)
+    torch.library.opcheck(triton_attention.head_sparse_attention, arguments, test_utils=checks)
 
 
 def test_the_operators_pass_the_checks_of_torch(interpreter):

@@ -67,7 +67,7 @@ def parse_arguments(texts):
     add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     add("--dtype", default="float32", choices=DTYPES, help="of weights and cache (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    backends = "a new token reads its selected heads (triton), all (dense), or what was measured faster"
+    backends = "a new token reads its selected heads (triton; on a CPU auto), or all (dense; on a GPU auto)"
     add("--attention-backend", default="auto", choices=BACKENDS, help=f"{backends} (default: %(default)s)")
     add("--json", action="store_true", help="an object for each prompt: prompt, text, tokens")
     arguments = parser.parse_args(texts)

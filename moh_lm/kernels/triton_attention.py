@@ -36,7 +36,7 @@ ANY = 2**31  # length
 # Chosen so that registers do not spill, products wait for nothing (tests/test_triton_compiled.py), and few tiles are
 # computed in vain: blocks of 128 slots halve what is read of keys and values, but are too coarse for short sequences.
 # No GPU has been timed. {length up to: {head dimension up to: tiles}}: for Hopper, for other tensor cores, for fp32
-# (which spills at 128).
+# (which spills from 96 on).
 HOPPER = {
     "forward": {
         1024: {128: Tiles(64, 64, 4, 3)},
@@ -70,7 +70,7 @@ def up_to(size, choices):
 
 def triton_heads(query, key, value, gates, selected, documents=None):
     """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``."""
-    starts, ends = (None, None) if documents is None else documents[:2]
+    starts, ends = (None, None) if documents is None else (bound.contiguous() for bound in documents[:2])
     return head_sparse_attention(query, key, value, gates, selected, None, starts, ends)[0]
 
 
@@ -130,11 +130,12 @@ def head_sparse_attention(
     if first:
         torch.mul(context, gates[..., :first].unsqueeze(-1), out=out[:, :, :first])
     query, key, value, gates = kernel_layout(*others(first, query, key, value, gates))
-    positions, after = compact(selected[..., first:])
     kept, lse = empty_in_slots(query)
-    inputs = (query, key, value, gates, positions, after, starts, ends)
     out_of_others = out[:, :, first:]
-    launch(forward_kernel, "forward", *inputs, (out_of_others, kept, lse), out_of_others)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        positions, after = compact(selected[..., first:])
+        inputs = (query, key, value, gates, positions, after, starts, ends)
+        launch(forward_kernel, "forward", *inputs, (out_of_others, kept, lse), out_of_others)
     return out, positions, after, kept, lse
 
 
@@ -176,16 +177,20 @@ def head_sparse_attention_backward(
     """Gradients of query, key, value, gates and context (of none if None), from that of the first result of
     ``head_sparse_attention``."""
     gradients = dq, dk, dv, dgates, dcontext = empty_gradients(query, key, value, gates, context)
-    first = 0 if context is None else context.shape[2]
-    if first:
-        differentiate_gates(gradient[:, :, :first], context, gates, dcontext, dgates)
-    dq, dk, dv, dgates = others(first, dq, dk, dv, dgates)
-    query, key, value, gates = kernel_layout(*others(first, query, key, value, gates))
-    gradient = gradient[:, :, first:] if gradient.stride(-1) == 1 else gradient[:, :, first:].contiguous()
-    delta = torch.empty_like(lse)
-    inputs = (query, key, value, gates, positions, after, starts, ends)
-    launch(backward_query_kernel, "query", *inputs, (kept, lse, gradient, dq, dgates, delta), dq, gradient)
-    launch(backward_key_kernel, "key", *inputs, (lse, gradient, delta, dk, dv), dk, gradient)
+    if torch.is_anomaly_enabled():  # which would find NaN where ``Take`` is still to write
+        for tensor in (dq, dk, dv):
+            tensor.zero_()
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        first = 0 if context is None else context.shape[2]
+        if first:
+            differentiate_gates(gradient[:, :, :first], context, gates, dcontext, dgates)
+        dq, dk, dv, dgates = others(first, dq, dk, dv, dgates)
+        query, key, value, gates = kernel_layout(*others(first, query, key, value, gates))
+        gradient = gradient[:, :, first:] if gradient.stride(-1) == 1 else gradient[:, :, first:].contiguous()
+        delta = torch.empty_like(lse)
+        inputs = (query, key, value, gates, positions, after, starts, ends)
+        launch(backward_query_kernel, "query", *inputs, (kept, lse, gradient, dq, dgates, delta), dq, gradient)
+        launch(backward_key_kernel, "key", *inputs, (lse, gradient, delta, dk, dv), dk, gradient)
     return gradients
 
 
@@ -239,7 +244,7 @@ def launch(kernel, name, query, key, value, gates, positions, after, starts, end
         heads, result.stride(1) // head_dim, length, batch,
         GROUP=heads // kv_heads, BM=tile.block_m, BN=tile.block_n,
         **constants(head_dim), WIDE=tl.float64 if query.dtype == torch.float64 else tl.float32,
-        INDEX=index_type([tensor for tensor in (query, key, gradient, result) if tensor is not None]),
+        INDEX=index_type([tensor for tensor in (query, key, gates, gradient, result) if tensor is not None]),
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -248,7 +253,7 @@ LARGEST_INT32 = 2**31 - 1
 
 
 def index_type(tensors):
-    """Of the product of a position and the stride of the sequence in ``tensors`` [s, b, heads, e]."""
+    """Of the product of a position and the stride of the sequence in ``tensors`` [s, ...]."""
     return tl.int32 if max(tensor.shape[0] * tensor.stride(0) for tensor in tensors) < LARGEST_INT32 else tl.int64
 
 

@@ -64,7 +64,7 @@ def backward_query_kernel(
         dq1, dq2, q1, q2, do1, do2, d, top, k, v, stride_ks, wanted, starts, begin, inner, full, stop, seq,
         BM, BN, D1, D2, SCALE2, INDEX, True,
     )  # fmt: skip
-    gate = tl.load(gates + position.to(tl.int64) * stride_gs + b * stride_gb + h, mask=selected, other=0.0)
+    gate = tl.load(gates + position * stride_gs + b * stride_gb + h, mask=selected, other=0.0)
     factor = gate.to(WIDE) * SCALE
     dq += (b * width + h) * (D1 + D2)
     stride_ds = batch * width * (D1 + D2)

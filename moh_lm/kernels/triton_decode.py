@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moh_lm.kernels.triton_attention import Tiles, check_runs, constants, wide
+from moh_lm.kernels.triton_attention import Tiles, check_runs, constants, index_type, wide
 from moh_lm.kernels.triton_forward import attend_keys, load_rows, store_rows
 
 # Chosen so that registers do not spill at e = 64, 96, 128 (tests/test_triton_compiled.py); no GPU has been timed.
@@ -59,25 +59,26 @@ def decode_selected_heads(
     (batch, heads, head_dim), (kv_heads, room) = query.shape, keys.shape[1:3]
     tile = tiles(query.dtype)
     num_splits = num_splits or choose_splits(batch * kv_heads, triton.cdiv(room, tile.block_n), query.device)
-    query, active = query.contiguous(), active.contiguous()
+    query, lengths, active = query.contiguous(), lengths.contiguous(), active.contiguous()
     gates = gates if gates is None else gates.contiguous()
     dtype, group = wide(query.dtype), heads // kv_heads
     parts = query.new_empty(num_splits, batch, heads, head_dim, dtype=dtype)
     lse = query.new_empty(num_splits, batch, heads, dtype=dtype)
     out = torch.empty_like(query)
     part = constants(head_dim)
-    attend_split_kernel[(batch * kv_heads, num_splits)](
-        query, keys, values, lengths, active, parts, lse, *keys.stride()[:3], batch, kv_heads,
-        GROUP=group, BM=max(tile.block_m, triton.next_power_of_2(group)), BN=tile.block_n,
-        D1=part["D1"], D2=part["D2"], SCALE2=part["SCALE2"],
-        WIDE=tl.float64 if dtype == torch.float64 else tl.float32,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
-    )  # fmt: skip
-    combine_kernel[(batch * heads,)](
-        parts, lse, lengths, active, gates, out, batch, heads, num_splits,
-        E=head_dim, COLUMNS=triton.next_power_of_2(head_dim), SPLITS=triton.next_power_of_2(num_splits),
-        BN=tile.block_n, num_warps=COMBINE_WARPS, enable_fp_fusion=True,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        attend_split_kernel[(batch * kv_heads, num_splits)](
+            query, keys, values, lengths, active, parts, lse, *keys.stride()[:3], batch, kv_heads,
+            GROUP=group, BM=max(tile.block_m, triton.next_power_of_2(group)), BN=tile.block_n,
+            D1=part["D1"], D2=part["D2"], SCALE2=part["SCALE2"],
+            WIDE=tl.float64 if dtype == torch.float64 else tl.float32, INDEX=index_type([keys.movedim(2, 0)]),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+        )  # fmt: skip
+        combine_kernel[(batch * heads,)](
+            parts, lse, lengths, active, gates, out, batch, heads, num_splits,
+            E=head_dim, COLUMNS=triton.next_power_of_2(head_dim), SPLITS=triton.next_power_of_2(num_splits),
+            BN=tile.block_n, num_warps=COMBINE_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
@@ -107,7 +108,7 @@ def split_size(length, num_splits, BN: tl.constexpr):
 def attend_split_kernel(
     q, k, v, lengths, active, parts, lse, stride_kb, stride_kh, stride_kt, batch, kv_heads,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SCALE2: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """H of the selected heads of a group from a split of the cache, and log2 of its softmax sums, both [splits, b, h].
     Grid: (b * k, splits)."""
@@ -139,11 +140,11 @@ def attend_split_kernel(
     full = begin + (stop - begin) // BN * BN
     sum1, sum2, top, total = attend_keys(
         sum1, sum2, top, total, q1, q2, k, v, stride_kt, last, None, begin, begin, full, stop, stop,
-        BM, BN, D1, D2, SCALE2, tl.int32, False,
+        BM, BN, D1, D2, SCALE2, INDEX, False,
     )  # fmt: skip
     sum1, sum2, top, total = attend_keys(
         sum1, sum2, top, total, q1, q2, k, v, stride_kt, last, None, begin, begin, full, stop, stop,
-        BM, BN, D1, D2, SCALE2, tl.int32, True,
+        BM, BN, D1, D2, SCALE2, INDEX, True,
     )  # fmt: skip
     results = (split * batch + b) * num_heads + kv * GROUP + rows
     store_rows(parts, results, D1 + D2, on, sum1 / total[:, None], 0, D1)

@@ -6,8 +6,9 @@ What differs from FlashAttention-2:
    from [s, b, heads, e] inside the kernel; keys and values stay where they are. The grid covers all s slots and each
    program reads the number of selected ones from device memory: no capacity, no dropped token, no synchronisation, and
    a CUDA graph can be replayed with another routing.
-2. Causality. Positions descend over the slots, and skip. Keys up to the position of the last row need no mask, those up
-   to the position of the first row do; dK/dV ends at the last slot that is not before its keys.
+2. Causality. Positions descend over the slots, and skip: the block that is not filled is the one with the fewest keys.
+   Keys up to the position of the last row need no mask, those up to the position of the first row do; dK/dV ends at the
+   last slot that is not before its keys.
 3. Documents. Where windows hold several, ``starts`` and ``ends`` (``moh_lm.kernels.boundaries``) bound the keys and the
    slots from the other side too. Keys that all rows see then lie between two masked ranges, which one loop takes
    together; a block with parts of several documents is masked throughout. Without, they are None, and nothing of this
@@ -22,11 +23,12 @@ The softmax is kept in base 2, in fp32 (in fp64 for fp64, which only the interpr
 ``moh_lm.kernels.triton_attention`` launches the kernels.
 
 Names: q, k, v, gates, out as in Eq. 4 of the paper; kept is H in slots, lse the log2 of the softmax sums in slots;
-stride_qs, _qb, _qh: of the sequence, the batch and the heads of q (k and v share theirs); out and all gradients are the
-last heads of contiguous tensors with ``width`` heads. SCALE = 1 / sqrt(e), SCALE2 = SCALE / ln 2, for powers of two;
-D1 + D2 = e; GROUP query heads share a key/value head. A name that ends in 1 or 2 is the part of a matrix in the first
-D1 or the last D2 columns. INDEX: int32, or int64 for tensors that rows of 32 bits times a stride do not reach: half of
-the instructions for addresses depend on it.
+wanted are positions, and ``seq`` for rows that are not selected. stride_qs, _qb, _qh: of the sequence, the batch and
+the heads of q; stride_k of k and v, stride_g of gates, stride_o of out and of its gradient. What the kernels write are
+the last heads of contiguous tensors with ``width`` heads, query or key/value heads. SCALE = 1 / sqrt(e), SCALE2 = SCALE
+/ ln 2, for powers of two; D1 + D2 = e; GROUP query heads share a key/value head. A name that ends in 1 or 2 is the part
+of a matrix in the first D1 or the last D2 columns. WIDE: fp32 or fp64. INDEX: int32, or int64 for tensors that rows of
+32 bits times a stride do not reach: half of the instructions for addresses depend on it.
 """
 
 import triton

@@ -1,9 +1,9 @@
-"""x W^T in fp32, where x and W are bf16 or fp16: the scores of the router, without a copy of x in fp32.
+"""x W^T in fp32, where x and W are bf16: the scores of the router, without a copy of x in fp32.
 
-A product of two such numbers is exact in fp32, and the tensor cores of a GPU add in fp32: only the result has to be
+A product of two bf16 numbers is exact in fp32, and the tensor cores of a GPU add in fp32: only the result has to be
 kept so. With W of few rows, reading and writing copies of x would take many times what the products take. Backward, the
-gradient is fp32; it is split into two numbers of the lower precision, high + low, whose sum has twice the bits, and
-each of the two products is one with both.
+gradient is fp32; it is split into two bf16 numbers, high + low, whose sum has twice the bits, and each of the two
+products is one with both.
 
 Shapes: n rows of W, d hidden size.
 """
@@ -13,10 +13,11 @@ import torch.nn.functional as F
 
 
 def wide_linear(x, weight):
-    """x [..., d], weight [n, d] of the same dtype -> [..., n], in fp32, or fp64 for fp64."""
-    if x.dtype.itemsize > 2:
-        return F.linear(x, weight)
-    return WideLinear.apply(x, weight)
+    """x [..., d], weight [n, d] -> [..., n], in fp32, or in fp64 if one of them is."""
+    if x.dtype == weight.dtype == torch.bfloat16:
+        return WideLinear.apply(x, weight)
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    return F.linear(x.to(wide), weight.to(wide))
 
 
 class WideLinear(torch.autograd.Function):

@@ -123,7 +123,7 @@ class HeadRouter(nn.Module):
         weights = [self.w_shared, self.w_routed, self.w_type]
         rows = [0 if weight is None else weight.shape[0] for weight in weights]
         weight = replicate(torch.cat([weight for weight in weights if weight is not None]), self.group)
-        return wide_linear(x, weight.to(x.dtype)).split(rows, dim=-1)
+        return wide_linear(x, weight).split(rows, dim=-1)
 
     def type_weights(self, kinds):
         """[a1, a2] of Eq. 6, each [s/tp, b, 1]; 1 without the second stage. The released code doubles them."""
