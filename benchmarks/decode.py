@@ -13,7 +13,7 @@ over the rounds of its ratio to the base in the same round.
     all, equal lengths     scaled dot-product attention without a mask: the base
     all, mask              the same under a mask of each row's length: what generation computes with ``dense``
     all, as selected       the next one with every head selected
-    selected               on a CPU loops over rows and heads (``auto``), on a GPU the backend triton
+    selected               on a CPU loops over rows and heads, on a GPU the backend triton
 
 On a CPU times are by the clock on the wall and, on the right, by CPU time. On a GPU they are those of the device, eager
 and, on the right, replayed from a CUDA graph. The kernels are checked first: errors, synchronisation, and a CUDA graph
@@ -107,13 +107,13 @@ def contestants(shape, percents, inputs):
     query, caches, lengths = inputs
     batch, heads = query.shape[:2]
     group = heads // shape[2]
-    sparse = "triton" if query.is_cuda else "auto"
+    sparse = "triton" if query.is_cuda else "loops"
     everything = torch.ones(batch, heads, dtype=torch.bool, device=query.device)
     gates = torch.rand(batch, heads, device=query.device)
 
     def plain():
         return [
-            F.scaled_dot_product_attention(query.unsqueeze(2), keys, values, enable_gqa=True).squeeze(2)
+            F.scaled_dot_product_attention(query.unflatten(1, (shape[2], group)), keys, values).flatten(1, 2)
             * gates.unsqueeze(-1).to(query.dtype)
             for keys, values in caches
         ]

@@ -84,7 +84,7 @@ def test_logits_with_a_cache_are_those_of_the_whole_text_in_rows_of_any_length(m
         torch.testing.assert_close(first[row], expected[row][length - 1], rtol=1e-9, atol=1e-11)
     for step in range(3):
         tokens = torch.tensor([text[length + step] for text, length in zip(TEXTS, PROMPTS, strict=True)])
-        logits = read_token(model, cache, tokens)
+        logits = read_token(model, cache, tokens, "loops")
         for row, length in enumerate(PROMPTS):
             torch.testing.assert_close(logits[row], expected[row][length + step], rtol=1e-9, atol=1e-11)
 
@@ -102,7 +102,7 @@ def test_all_heads_computed_give_the_same_whatever_lies_behind_the_last_token(mo
 @pytest.mark.parametrize("name", ["paper", "released, budgets per layer", "static", "groups", "top-p"])
 def test_a_token_reads_the_keys_and_values_of_its_selected_heads_only(name, monkeypatch):
     model = make_model(name)
-    expected = read_token(model, read(model, PROMPTS)[0], torch.tensor([1, 2, 3]))
+    expected = read_token(model, read(model, PROMPTS)[0], torch.tensor([1, 2, 3]), "loops")
     numbers = []  # of heads in each call
 
     def poisoned(query, keys, values, heads):
@@ -116,9 +116,23 @@ def test_a_token_reads_the_keys_and_values_of_its_selected_heads_only(name, monk
 
     attend_row = decode.attend_row
     monkeypatch.setattr(decode, "attend_row", poisoned)
-    assert torch.equal(read_token(model, read(model, PROMPTS)[0], torch.tensor([1, 2, 3])), expected)
+    assert torch.equal(read_token(model, read(model, PROMPTS)[0], torch.tensor([1, 2, 3]), "loops"), expected)
     assert len(numbers) == 2 * 3  # layers and rows
     assert {"groups": numbers == [4, 4, 4, 2, 2, 2], "top-p": len(set(numbers)) > 1}.get(name, True)
+
+
+def test_auto_loops_on_a_cpu_where_enough_keys_need_not_be_read(monkeypatch):
+    looped = []
+    attend = decode.attend_selected
+    monkeypatch.setattr(decode, "attend_selected", lambda *arguments: looped.append(1) or attend(*arguments))
+    query, cache = torch.ones(2, 4, 8), torch.ones(2, 2, 9, 8)
+    lengths = torch.tensor([9, 3], dtype=torch.int32)
+    one_off = torch.tensor([[True, True, False, False], [True, False, True, False]])  # a group of one row: 9 x 8 / 2
+    for worth_it, expected in ((36, 1), (37, 0)):
+        monkeypatch.setattr(decode, "WORTH_IT", worth_it)
+        looped.clear()
+        decode.decode_attention(query, cache, cache, lengths, one_off)
+        assert len(looped) == expected
 
 
 class Names(TorchDispatchMode):
@@ -219,11 +233,13 @@ def test_the_command_continues_prompts_and_the_text_in_pieces_is_the_text_at_onc
 
 def test_what_cannot_be_generated_is_said(run, tmp_path):
     triton = ("--model", run, "--prompt", "a", "--device", "cpu", "--attention-backend", "triton")
+    loops = ("--model", run, "--prompt", "a", "--device", "cuda", "--attention-backend", "loops")
     for flags, words in [
         (("--model", tmp_path / "no", "--prompt", "a"), "no such directory"),
         (("--model", run, "--prompt", "a", "--max-new-tokens", 500), "500 new ones; the model was trained on 32"),
         (("--model", run, "--prompt", ""), "has no token"),
         (("--model", run, "--prompt", "a", "--top-p", 0), "--top-p above 0"),
+        (loops, "--attention-backend loops: needs a CPU, and --device is cuda; choose auto"),
         (triton, "--attention-backend triton: needs a CUDA GPU, and --device is cpu; choose auto"),
     ]:
         code, out, err = command(*flags)

@@ -216,8 +216,8 @@ def check_text(name):
 
     model = make_model(name, head_dim=16)
     texts = [list(text) for text in (TEXTS[0], TEXTS[1][:1], TEXTS[2][:5])]
-    found = {backend: list(generate(model, texts, 4, -1, attention_backend=backend)) for backend in ("triton", "auto")}
-    assert found["triton"] == found["auto"]
+    found = {backend: list(generate(model, texts, 4, -1, attention_backend=backend)) for backend in ("triton", "loops")}
+    assert found["triton"] == found["loops"]
     for row, text in enumerate(texts):
         for tokens in found["triton"]:
             assert tokens[row] == whole(model, text)[-1].argmax()
@@ -254,7 +254,7 @@ def test_what_cannot_be_computed_here_is_said():
         decode_attention(*inputs, backend="triton")
     with pytest.raises(ValueError, match="triton: head dimension 24, not of"):
         decode_attention(*make_inputs((4, 2, 24)), backend="triton")
-    with pytest.raises(ValueError, match="backend flex: choose one of auto, dense, triton"):
+    with pytest.raises(ValueError, match="backend flex: choose one of auto, dense, loops, triton"):
         decode_attention(*inputs, backend="flex")
 
 

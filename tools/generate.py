@@ -67,7 +67,7 @@ def parse_arguments(texts):
     add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     add("--dtype", default="float32", choices=DTYPES, help="of weights and cache (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
-    backends = "a new token reads its selected heads (triton; on a CPU auto), or all (dense; on a GPU auto)"
+    backends = "a new token reads its selected heads (triton; on a CPU loops), all (dense), or what was faster"
     add("--attention-backend", default="auto", choices=BACKENDS, help=f"{backends} (default: %(default)s)")
     add("--json", action="store_true", help="an object for each prompt: prompt, text, tokens")
     arguments = parser.parse_args(texts)
@@ -101,6 +101,8 @@ def load(arguments, attention_backend="auto"):
         config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
     if attention_backend == "triton":
         check_triton(arguments.device, config.head_dim)
+    if attention_backend == "loops" and torch.device(arguments.device).type != "cpu":
+        raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {arguments.device}; choose auto"])
     tokenizer = Tokenizer(str(directory / "tokenizer.model"))
     with torch.device("meta"):
         model = CausalLM(config).to(DTYPES[arguments.dtype])

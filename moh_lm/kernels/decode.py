@@ -4,7 +4,9 @@
 
     dense    every head by scaled dot-product attention, times the gate: the reference
     triton   own kernels, which read the keys and values of the selected heads only (CUDA)
-    auto     on a CPU loops over the selected heads, which touch no other memory; on a GPU dense, since no GPU was timed
+    loops    loops over rows and selected heads, which touch no other memory (CPU)
+    auto     on a CPU loops, where what they need not read was measured to be worth it, or dense; on a GPU dense, since
+             no GPU was timed
 
 Shapes: b rows, h query heads, k key/value heads, T room for tokens, e head dimension.
 """
@@ -19,7 +21,11 @@ try:
 except ModuleNotFoundError:
     triton_decode = None  # no Triton on this machine; asked for by name, it is an error
 
-BACKENDS = ("auto", "dense", "triton")
+BACKENDS = ("auto", "dense", "loops", "triton")
+
+# Numbers of the keys that a row need not read, and their share of all, from which on loops are faster than dense by
+# more than noise. By benchmarks/decode.py (docs/benchmarks.md): equal at 200,000 to 330,000, slower at 0.22.
+WORTH_IT, SHARE = 2**19, 0.24
 
 
 def decode_attention(query, keys, values, lengths, active, gates=None, backend="auto"):
@@ -36,20 +42,27 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
         if triton_decode is None:
             raise RuntimeError("attention backend triton: the package triton is not installed; install it, or auto")
         return triton_decode.decode_selected_heads(query, keys, values, lengths, active, gates)
+    if backend == "loops" and query.device.type != "cpu":
+        raise RuntimeError(f"attention backend loops: the tensors are on {query.device}, not on a CPU; choose auto")
     if backend == "auto" and query.device.type == "cpu":
-        context = attend_selected(query, keys, values, lengths, active)
-    else:
-        context = attend_all(query, keys, values, lengths)
+        backend = "loops" if worth_looping(keys, lengths, active) else "dense"
+        keys, values = (cache[:, :, : lengths.max()] for cache in (keys, values))
+    attend = attend_selected if backend == "loops" else attend_all
+    context = attend(query, keys, values, lengths, active)
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 
-def attend_all(query, keys, values, lengths):
-    """H of every head, [b, h, e]."""
+def worth_looping(keys, lengths, active):
+    needless = ~active.unflatten(1, (keys.shape[1], -1)).any(-1)  # [b, k]
+    unread = (needless.sum(1) * lengths).float().mean() * keys.shape[3]
+    return bool(unread >= WORTH_IT and needless.float().mean() >= SHARE)
+
+
+def attend_all(query, keys, values, lengths, active=None):
+    """H of every head, [b, h, e]. The query heads of a key/value head are rows of one product: no key is copied."""
     visible = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]  # [b, T]
-    context = F.scaled_dot_product_attention(
-        query.unsqueeze(2), keys, values, attn_mask=visible[:, None, None], enable_gqa=True
-    )  # [b, h, 1, e]
-    return context.squeeze(2)
+    queries = query.unflatten(1, (keys.shape[1], -1))  # [b, k, h / k, e]
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible[:, None, None]).flatten(1, 2)
 
 
 def attend_selected(query, keys, values, lengths, active):
