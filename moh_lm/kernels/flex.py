@@ -10,7 +10,6 @@ Shapes: s sequence, b batch, e head dimension, n blocks of the sequence.
 import functools
 
 import torch
-import torch._dynamo.config as dynamo_config
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -45,7 +44,8 @@ def flex_heads(query, key, value, gates, selected, documents=None):
 def compiled(backend="inductor"):
     """``flex_attention``, compiled for every shape, with gradients and without. Once torch has compiled a function too
     often it runs the function itself, whose scores fill the memory: an error here."""
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 64)
+    settings = torch._dynamo.config  # loaded at its first use: it takes a second
+    settings.recompile_limit = max(settings.recompile_limit, 64)
     return torch.compile(flex_attention, backend=backend, dynamic=False, fullgraph=True)
 
 

@@ -8,7 +8,6 @@ import hashlib
 import math
 
 import torch
-import torch._dynamo.config as dynamo_config
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -160,7 +159,8 @@ def compile_layers(model, backend="inductor"):
     micro-batch, and again for evaluation. What is no graph, or one graph too many, raises an error of torch.
     """
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 8 + 4 * len(layers))
+    settings = torch._dynamo.config  # loaded here: it takes a second, which most commands need not wait
+    settings.recompile_limit = max(settings.recompile_limit, 8 + 4 * len(layers))
     block = torch.compile(DecoderLayer.block, backend=backend, fullgraph=True, dynamic=False)
     for layer in layers:
         layer.run = block
