@@ -10,6 +10,7 @@ setup(
     description="Pretraining of language models with Mixture-of-Head attention (arXiv 2410.11842) on DeepSpeed",
     python_requires=">=3.10",
     packages=find_packages(include=["moh_lm", "moh_lm.*"]),
+    package_data={"moh_lm.kernels": ["measured.json"]},
     install_requires=[
         "torch>=2.8",
         "deepspeed~=0.19.8",  # its optimizers are read through private attributes, so not any newer series

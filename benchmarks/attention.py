@@ -2,7 +2,7 @@
 
     python benchmarks/attention.py [--shapes llm-s llm-b llama3-8b] [--lengths 512 1024 2048 4096] [--active 50 75]
                                    [--levels core layer] [--threads 1] [--rounds 7] [--micro-batch N] [--dtype float32]
-                                   [--documents 300]
+                                   [--documents 300] [--save]
 
 The *core* is the attention of all heads from their queries, keys and values, routing given; the *layer* is the whole
 attention layer with projections, rotary embeddings and router. ``--active``: percent of the heads that a token uses,
@@ -11,14 +11,16 @@ contestant runs once per round; the first round does not count. Shown are the me
 contestant the median over the rounds of its time over that of the base in the same round: forward alone, and forward
 with backward. On a CPU they are taken by the clock on the wall and, on the right, by CPU time of the process, which a
 busy machine disturbs less. The base of the core is scaled dot-product attention without gates, that of the layer the
-MoH layer with the backend ``dense``; ``no router`` is ordinary attention. These are the figures that
-moh_lm/kernels/break_even.py keeps.
+MoH layer with the backend ``dense``; ``no router`` is ordinary attention.
 
-On a GPU times are taken from replayed CUDA graphs, the bases are FLASH (with documents, which it cannot mask,
-EFFICIENT) and CUDNN separately, and benchmarks/attention_gpu.py is run first: errors, tiles, names of the kernels,
-synchronisation and CUDA graphs. ``unfused`` there is attention in separate operations, against which the paper may have
-measured. The micro-batch is 1 on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch``
-says another.
+On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls, which wait for Python where
+their kernels are short. The bases are FLASH (with documents, which it cannot mask, EFFICIENT) and CUDNN separately, and
+benchmarks/attention_gpu.py is run first: errors, tiles, names of the kernels, synchronisation and CUDA graphs.
+``unfused`` there is attention in separate operations, against which the paper may have measured. The micro-batch is 1
+on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch`` says another.
+
+With ``--save`` training goes by the figures of this machine from then on: its tiles, and its layers, by which
+``--attention-backend auto`` chooses (moh_lm/kernels/break_even.py). Leave the machine to it alone.
 """
 
 import os
@@ -29,8 +31,8 @@ if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
-import contextlib
 import platform
+from datetime import date
 from statistics import median
 
 import torch
@@ -39,6 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.timing import recorded, seconds
 from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.kernels import break_even
 from moh_lm.kernels.attention import moh_attention
 from moh_lm.kernels.boundaries import boundaries
 from moh_lm.model.attention import Attention
@@ -62,12 +65,16 @@ def main():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     torch.set_num_threads(options.threads)
-    print(describe(device, dtype))
+    print(conditions := describe(device, dtype))
+    new = break_even.Measurement(*break_even.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
     if device.type == "cuda":
         from benchmarks.attention_gpu import check_and_tune
 
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # unfused: in the precision that is asked for
-        check_and_tune(SHAPES, options.lengths, device, dtype)
+        new, passed = check_and_tune(new, SHAPES, options.lengths, device, dtype)
+        if options.save and not passed:
+            sys.exit("--save: nothing is written, since auto must not take kernels that failed a check (see above)")
+    sparse, ratios, elements = "triton" if device.type == "cuda" else "cpu_sparse", {}, []
     for level in options.levels:
         contestants = core if level == "core" else layer
         for shape in options.shapes:
@@ -78,7 +85,16 @@ def main():
                     functions = contestants(SHAPES[shape], active, length, batch, device, dtype, documents)
                     first = list(bases(documents)) if device.type == "cuda" else ["dense"]
                     title = f"{level} {shape} {active}% T={length} b={batch}"
-                    report(title, functions, first, options.rounds, device)
+                    found = report(title, functions, first, options.rounds, device)
+                    if level == "layer":
+                        row = length, active / 100
+                        ratios[row] = max(ratios.get(row, 0), worst(found, sparse, device))
+                        elements.append(length * batch * SHAPES[shape][1] * SHAPES[shape][3])
+    if options.save:
+        rows = [[*row, round(value, 3)] for row, value in sorted(ratios.items()) if value < float("inf")]
+        break_even.keep(new._replace(elements=min(elements), ratios=rows))
+        break_even.save()
+        print(f"written to {break_even.FILE}")
 
 
 def read_options():
@@ -92,7 +108,11 @@ def read_options():
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--documents", type=int, help="mean length in tokens; without, attention is causal only")
-    return parser.parse_args()
+    parser.add_argument("--save", action="store_true", help="let auto go by these figures on this machine")
+    options = parser.parse_args()
+    if options.save and (options.documents or "layer" not in options.levels):
+        parser.error("--save: auto goes by whole layers without --documents; leave that out, and --levels core")
+    return options
 
 
 def make_documents(mean, length, batch, device):
@@ -108,18 +128,12 @@ def make_documents(mean, length, batch, device):
 def describe(device, dtype):
     """The machine, the versions and the command."""
     if device.type == "cuda":
-        machine = f"{torch.cuda.get_device_name(device)}, cuDNN {torch.backends.cudnn.version()}"
+        machine = f"{break_even.machine(device)}, cuDNN {torch.backends.cudnn.version()}"
     else:
         load = f"{torch.get_num_threads()} threads, load of the machine {os.getloadavg()[0]:.1f}"
-        machine = f"{processor()}, {os.cpu_count()} cores, {load}"
+        machine = f"{break_even.machine(device)}, {os.cpu_count()} cores, {load}"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}"
     return f"{machine}; {versions}\n$ python {' '.join(sys.argv)}"
-
-
-def processor():
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
-    return platform.processor() or "CPU"
 
 
 def budgets(heads, active):
@@ -202,7 +216,7 @@ def restricted(function, backend):
 
 def report(title, functions, first, rounds, device):
     """Take the contestants in turns, and print a line for each under each base (``first``); those that cannot run here
-    say so."""
+    say so. Returns {(base, name): [(forward, both) by each clock]}, ratios."""
     clocks = {}
     for name, (function, inputs) in functions.items():
         try:
@@ -216,20 +230,30 @@ def report(title, functions, first, rounds, device):
                 spent = clock()
                 if number:
                     times[name][part].append(spent)
+    found = {}
     for base in (name for name in first if name in clocks):
-        shown = [f"{part} {1e3 * median(time[0] for time in found):.2f} ms" for part, found in times[base].items()]
+        shown = [f"{part} {1e3 * median(time[0] for time in spent):.2f} ms" for part, spent in times[base].items()]
         print(f"{title}: {base} {', '.join(shown)}")
-        for name in clocks:
-            if name not in first:
-                ratios = [
-                    "  ".join(ratio(times[name][part], times[base][part], clock) for part in ("forward", "both"))
-                    for clock in range(len(times[name]["both"][0]))
-                ]
-                print(f"    {name:14s} forward, both: {'   by CPU time: '.join(ratios)}", flush=True)
+        for name in (name for name in clocks if name not in first):
+            found[base, name] = [
+                tuple(ratio(times[name][part], times[base][part], clock) for part in ("forward", "both"))
+                for clock in range(2)
+            ]
+            other = "   eager: " if device.type == "cuda" else "   by CPU time: "
+            columns = other.join(f"{forward:.2f}  {both:.2f}" for forward, both in found[base, name])
+            print(f"    {name:14s} forward, both: {columns}", flush=True)
+    return found
+
+
+def worst(found, sparse, device):
+    """The largest ratio of the sparse backend, forward and backward, to a base; infinity if it cannot run here."""
+    clocks = slice(2) if device.type == "cuda" else slice(1)
+    rows = [clock for (_, name), columns in found.items() if name == sparse for clock in columns[clocks]]
+    return max((both for _, both in rows), default=float("inf"))
 
 
 def ratio(mine, base, clock):
-    return f"{median(m[clock] / b[clock] for m, b in zip(mine, base, strict=True)):.2f}"
+    return median(m[clock] / b[clock] for m, b in zip(mine, base, strict=True))
 
 
 def run(function, inputs, backward):
@@ -247,7 +271,8 @@ def stopwatch(device, function, inputs, backward):
         run(function, inputs, backward)
 
     if device.type == "cuda":
-        call = recorded(call).replay
+        graph = recorded(call)
+        return lambda: seconds(graph.replay, device) + seconds(call, device)
     return lambda: seconds(call, device)
 
 

@@ -14,10 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.timing import recorded, seconds
-from moh_lm.kernels import triton_attention
+from moh_lm.kernels import break_even, triton_attention
 from moh_lm.kernels.attention import moh_attention
 from moh_lm.kernels.boundaries import boundaries
-from moh_lm.kernels.triton_attention import Tiles
 
 # block of slots, block of keys, warps, stages
 CANDIDATES = {
@@ -36,23 +35,27 @@ CANDIDATES = {
 NAMES = ("output", "dq", "dk", "dv", "dgates")
 
 
-def check_and_tune(shapes, lengths, device, dtype):
+def check_and_tune(new, shapes, lengths, device, dtype):
+    """``new`` with the fastest tiles, which the kernels take from here on, and whether every check was passed."""
     for shape, length in itertools.product(shapes.values(), sorted(lengths)):
-        attempt(tune, shape, length, device, dtype)
-    for shape in shapes.values():
-        attempt(errors, shape, device, dtype)
-        attempt(errors, shape, device, dtype, of_documents=300)
+        attempt(tune, new, shape, length, device, dtype)
+    passed = [
+        attempt(errors, shape, device, dtype, of_documents=mean)
+        for shape, mean in itertools.product(shapes.values(), (None, 300))
+    ]
     shape = next(iter(shapes.values()))
-    for check in (kernel_names, never_waits, replays):
-        attempt(check, shape, device, dtype)
+    passed += [attempt(check, shape, device, dtype) for check in (never_waits, replays)]
+    attempt(kernel_names, shape, device, dtype)
+    return new, all(passed)
 
 
 def attempt(check, *arguments, **options):
-    """Print why a check failed and go on: time on a GPU is scarce, and the others tell as much."""
+    """What ``check`` returns; or print why it failed, and go on: time on a GPU is scarce, and the others count too."""
     try:
-        check(*arguments, **options)
+        return check(*arguments, **options)
     except Exception:
         print(f"{check.__name__} FAILED\n{traceback.format_exc()}", flush=True)
+        return False
 
 
 def make(shape, length, device, dtype, seed=0, batch=1):
@@ -106,9 +109,11 @@ def errors(shape, device, dtype, length=1000, of_documents=None):
     ]
     shown = ", ".join(f"{name} {value:.2f}" for name, value in zip(NAMES, ratios, strict=True))
     same = equal_bits(ours, again, 0 if documents else num_shared)
-    verdict = "as it should be" if max(ratios) <= 2 and same else "WRONG"
+    passed = max(ratios) <= 2 and same
     title = f"e={shape[3]} T={length}{f', documents of {of_documents}' * bool(documents)}"
+    verdict = "as it should be" if passed else "WRONG"
     print(f"errors {title}, triton / dense {dtype}: {shown}; repeats bit for bit: {same}: {verdict}")
+    return passed
 
 
 def equal_bits(results, others, num_shared):
@@ -120,13 +125,9 @@ def equal_bits(results, others, num_shared):
     return all(torch.equal(a[:, :, n:], b[:, :, n:]) for a, b, n in zip(results, others, own, strict=True))
 
 
-def tune(shape, length, device, dtype):
-    """Time every choice of tiles for each kernel, print them in order, and use the fastest from here on, for sequences
-    that are longer than those tuned before, up to ``length``."""
+def tune(new, shape, length, device, dtype):
+    """Time every choice of tiles for each kernel, print them in order, and add the fastest to ``new.tiles``."""
     tensors, upstream, selected = make(shape, length, device, dtype, batch=max(1, 16384 // length))
-    capability, head_dim = torch.cuda.get_device_capability(device), shape[3]
-    table = triton_attention.HOPPER if capability[0] in (9, 10) else triton_attention.AMPERE
-    table = triton_attention.FP32 if dtype.itemsize >= 4 else table
     num_shared = shape[1] // 4
     groups = num_shared * shape[2] // shape[1]
     first = groups * shape[1] // shape[2]
@@ -141,26 +142,17 @@ def tune(shape, length, device, dtype):
     }
     for kernel, call in calls.items():
         found = []
-        usual = triton_attention.up_to(length, table[kernel])
-        for choice in itertools.starmap(Tiles, CANDIDATES[kernel]):
-            use(table, kernel, length, ascending(usual | {head_dim: choice}))
+        for choice in CANDIDATES[kernel]:
+            break_even.keep(new._replace(tiles=[*new.tiles, [kernel, length, shape[3], choice]]))
             try:
                 found.append((1e3 * seconds(recorded(call).replay, device)[0], choice))
             except Exception as error:  # this GPU has not the shared memory, or Triton cannot compile it
-                print(f"tiles {kernel} e={head_dim} {tuple(choice)}: {type(error).__name__}")
+                print(f"tiles {kernel} e={shape[3]} {choice}: {type(error).__name__}")
         found.sort()
-        best = found[0][1] if found else triton_attention.up_to(head_dim, usual)
-        use(table, kernel, length, ascending(usual | {head_dim: best}))
-        shown = "; ".join(f"{time:.3f} ms {tuple(choice)}" for time, choice in found[:4])
-        print(f"tiles {kernel} e={head_dim} T={length}, with the rest of its pass: {shown}", flush=True)
-
-
-def use(table, kernel, length, by_head_dim):
-    table[kernel] = ascending(table[kernel] | {length: by_head_dim})
-
-
-def ascending(choices):
-    return dict(sorted(choices.items()))
+        new.tiles.extend([kernel, length, shape[3], choice] for _, choice in found[:1])
+        break_even.keep(new)
+        shown = "; ".join(f"{time:.3f} ms {choice}" for time, choice in found[:4])
+        print(f"tiles {kernel} e={shape[3]} T={length}, with the rest of its pass: {shown}", flush=True)
 
 
 def kernel_names(shape, device, dtype, length=2048):
@@ -191,6 +183,7 @@ def never_waits(shape, device, dtype, length=1024):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     print("forward and backward never wait for the device")
+    return True
 
 
 def replays(shape, device, dtype, length=1024):
@@ -209,3 +202,4 @@ def replays(shape, device, dtype, length=1024):
     expected = with_gradients(triton(other_selected, shape[1] // 4), others, upstream)
     same = equal_bits(results[-1], expected, shape[1] // 4)
     print(f"a CUDA graph replayed with another routing gives the eager bits: {same}")
+    return same

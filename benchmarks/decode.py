@@ -155,7 +155,7 @@ def report(title, functions, rounds, device):
         columns = ""
         for clock in range(2):
             middle = median(time[clock] for time in times[name]) / layers
-            columns += f"  {1e6 * middle:9.1f} us {ratio(times[name], times[BASE], clock)}"
+            columns += f"  {1e6 * middle:9.1f} us {ratio(times[name], times[BASE], clock):.2f}"
         print(f"    {name:22s} reads {share:4.0%}{columns}", flush=True)
 
 

@@ -130,7 +130,8 @@ def make(name, arguments, length, device):
         share = config.active_heads(0) / config.num_attention_heads
         chosen = arguments.backend
         if chosen == "auto":
-            chosen = fastest(device.type, dtype, length, share) if kind == name else "dense"
+            queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
+            chosen = fastest(device, dtype, queries, share) if kind == name or device.type == "cuda" else "dense"
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)

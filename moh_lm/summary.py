@@ -1,13 +1,20 @@
 """What a run will do, in a few lines: printed before it starts, and by ``--dry-run``."""
 
+from collections import Counter
+
+import torch
+
 from moh_lm.config import walk
 from moh_lm.estimate import memory_estimate, parameter_counts
+from moh_lm.kernels.attention import choose_backend
+from moh_lm.kernels.break_even import machine, measurement
 
 
 def describe_run(config, dataset, world_size):
     """Lines that say what the run is: model, heads, batches, data, memory. dataset: None if there is no data yet."""
     return [
         *describe_model(config.model),
+        *describe_attention(config),
         *describe_batches(config, world_size),
         *describe_data(config, dataset),
         *describe_memory(config, world_size),
@@ -61,6 +68,31 @@ def routing_facts(model):
         yield f"whole key/value groups of {model.heads_per_expert}"
     if heads.routing_top_p is not None:
         yield f"top-p {heads.routing_top_p:g}"
+
+
+def describe_attention(config):
+    """What ``auto`` chooses on the machine at hand; and, where it cannot know, how it can learn."""
+    run, model = config.run, config.model
+    if model.heads.head_selection == "all" or run.attention_backend != "auto":
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    heads = model.num_attention_heads
+    queries = (run.seq_length, run.micro_batch_size, heads // config.parallel.tensor_parallel_size, model.head_dim)
+    shares = [model.active_heads(index) / heads for index in range(model.num_layers)]
+    if device.type == "cpu" and run.compile:
+        backends = Counter(dense=len(shares))
+    else:
+        backends = Counter(choose_backend("auto", device, dtype, queries, share) for share in shares)
+    chosen = ", ".join(f"{backend} in {count} of {len(shares)} layers" for backend, count in backends.items())
+    found = measurement(device, dtype)
+    if found:
+        yield f"attention  auto: {chosen}, by what was measured on {found.machine}"
+    else:
+        flags = f"--dtype {str(dtype).removeprefix('torch.')}"
+        flags += f" --threads {torch.get_num_threads()}" if device.type == "cpu" else ""
+        yield f"attention  auto: {chosen}, since {machine(device)} was not measured with {flags};"
+        yield f"           python benchmarks/attention.py --levels layer {flags} --save does that"
 
 
 def describe_batches(config, world_size):

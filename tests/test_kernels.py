@@ -1,5 +1,6 @@
 """The attention backends that run anywhere, against head-by-head float64 arithmetic: outputs and every gradient."""
 
+import json
 import os
 import signal
 import subprocess
@@ -311,24 +312,68 @@ def test_a_backend_that_cannot_run_says_so(monkeypatch):
     with pytest.raises(RuntimeError, match="flex: has no backward pass on the CPU"):
         moh_attention(*(t.requires_grad_() for t in tensors), selected, backend="flex")
     with pytest.raises(RuntimeError, match="cpu_sparse: the tensors are on meta"):
-        choose_backend("cpu_sparse", torch.device("meta"), torch.float32, 64, 0.5)
+        choose_backend("cpu_sparse", torch.device("meta"), torch.float32, (64, 1, 4, 8), 0.5)
     with pytest.raises(ValueError, match="choose one of auto, dense, triton"):
         moh_attention(*tensors, selected, backend="fast")
 
 
-def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_measured(monkeypatch):
-    rows = [(1024, 0.5, 0.98), (2048, 0.5, 0.8), (2048, 0.75, 0.95), (4096, 0.5, 0.7), (4096, 0.75, 1.1)]
-    slower = break_even.Measured(3, 1024, 1.0, 1.3)
-    monkeypatch.setattr(break_even, "CPU", (slower, *(break_even.Measured(2, *row) for row in rows)))
+@pytest.fixture
+def measured(monkeypatch):
+    """No machine is measured but the ones that a test gives to ``break_even.keep``; the machine at hand is "here"."""
+    monkeypatch.setattr(break_even, "MEASURED", [])
+    monkeypatch.setattr(break_even, "machine", lambda device: "here")
+    yield
+    break_even.measured_tiles.cache_clear()
+
+
+def chosen(device, dtype, length, share, batch=1, head_dim=64):
+    return break_even.fastest(torch.device(device), dtype, (length, batch, 12, head_dim), share)
+
+
+def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_measured(measured, monkeypatch):
+    rows = [[1024, 0.5, 0.98], [2048, 0.5, 0.8], [2048, 0.75, 0.95], [4096, 0.5, 0.7], [4096, 0.75, 1.1]]
+    break_even.keep(break_even.Measurement("there", "cpu", "float32", 2, "", 0, rows, []))
+    break_even.keep(break_even.Measurement("there", "cpu", "float32", 3, "", 0, [[1024, 1.0, 1.3]], []))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     expected = {
         (512, 0.5): "dense", (1024, 0.5): "dense", (2047, 0.3): "dense", (2048, 0.3): "cpu_sparse",
         (3000, 0.7): "cpu_sparse", (3000, 0.8): "dense", (4096, 0.75): "dense", (9999, 0.5): "cpu_sparse",
     }  # fmt: skip
     for (length, share), backend in expected.items():
-        assert break_even.fastest("cpu", torch.float32, length, share) == backend
-    assert break_even.fastest("cpu", torch.bfloat16, 4096, 0.5) == "dense"
-    assert break_even.fastest("cuda", torch.float32, 4096, 0.5) == "dense"  # no GPU has been measured
+        assert chosen("cpu", torch.float32, length, share) == backend
+    assert chosen("cpu", torch.bfloat16, 4096, 0.5) == "dense"
+    break_even.keep(break_even.Measurement("here", "cpu", "float32", 2, "", 0, [[4096, 0.5, 0.97]], []))
+    assert chosen("cpu", torch.float32, 4096, 0.5) == "dense"  # its own figures come before those of another
     for others in (1, 3, 4):  # not measured, slower, not measured
         monkeypatch.setattr(torch, "get_num_threads", lambda number=others: number)
-        assert break_even.fastest("cpu", torch.float32, 4096, 0.5) == "dense"
+        assert chosen("cpu", torch.float32, 4096, 0.5) == "dense"
+
+
+def test_a_gpu_goes_by_its_own_figures_and_not_below_the_size_that_was_measured(measured):
+    rows, size = [[1024, 0.5, 0.9]], 1024 * 4 * 12 * 64
+    break_even.keep(break_even.Measurement("there", "cuda", "bfloat16", 0, "", size, rows, []))
+    assert chosen("cuda", torch.bfloat16, 1024, 0.5, batch=4) == "dense"
+    break_even.keep(break_even.Measurement("here", "cuda", "bfloat16", 0, "", size, rows, []))
+    assert chosen("cuda", torch.bfloat16, 1024, 0.5, batch=4) == "triton"
+    assert chosen("cuda", torch.bfloat16, 1024, 0.5, batch=3) == "dense"
+    assert chosen("cuda", torch.float16, 1024, 0.5, batch=4) == "dense"
+    assert chosen("cuda", torch.bfloat16, 1024, 0.5, batch=4, head_dim=112) == "dense"  # no kernels for it
+    assert chosen("cpu", torch.bfloat16, 1024, 0.5, batch=4) == "dense"
+
+
+def test_what_is_measured_is_written_and_read_and_replaces_what_was_measured_before(measured, monkeypatch, tmp_path):
+    monkeypatch.setattr(break_even, "FILE", tmp_path / "measured.json")
+    for ratio in (0.9, 0.7):
+        tiles = [["forward", 512, 64, [64, 64, 4, 2]], ["forward", 2048, 64, [128, 64, 8, 3]]]
+        rows = [[512, 0.5, ratio]]
+        break_even.keep(break_even.Measurement("here", "cuda", "bfloat16", 0, "when\n$ how", 5, rows, tiles))
+    break_even.keep(break_even.Measurement("here", "cpu", "float32", 1, "", 0, [], []))
+    break_even.save()
+    entries = [break_even.Measurement(**entry) for entry in json.loads(break_even.FILE.read_text())]
+    assert sorted(entries) == sorted(break_even.MEASURED)
+    assert sorted(entry.ratios for entry in entries) == [[], [[512, 0.5, 0.7]]]
+    gpu = torch.device("cuda"), torch.bfloat16
+    for length, tile in {1: [64, 64, 4, 2], 512: [64, 64, 4, 2], 513: [128, 64, 8, 3], 9999: [128, 64, 8, 3]}.items():
+        assert break_even.measured_tiles(*gpu, "forward", length, 64) == tile
+    assert break_even.measured_tiles(*gpu, "forward", 512, 96) is None
+    assert break_even.measured_tiles(*gpu, "query", 512, 64) is None

@@ -142,3 +142,12 @@ def test_the_kernels_of_decoding_load_ahead_and_spill_no_registers(arch, head_di
         print(f"{title}: {registers} registers, {stack} bytes spilled, {compiled.metadata.shared // 1024} KiB shared")
         assert stack == 0
     assert "mma.sync" in attend.asm["ptx"] and "cp.async.cg.shared.global" in attend.asm["ptx"]
+
+
+def test_tiles_that_were_measured_come_before_those_of_the_table(monkeypatch):
+    monkeypatch.setattr(triton_attention, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_attention, "measured_tiles", lambda *case: (16, 32, 4, 1) if "query" in case else None)
+    query = torch.empty(300, 1, 2, 96, dtype=torch.bfloat16)
+    assert triton_attention.fastest_tiles("query", query) == triton_attention.Tiles(16, 32, 4, 1)
+    of_the_table = triton_attention.tiles("key", torch.bfloat16, 300, 96, (9, 0))
+    assert triton_attention.fastest_tiles("key", query) == of_the_table

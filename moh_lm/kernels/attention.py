@@ -42,7 +42,7 @@ def moh_attention(
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
-    backend = choose_backend(backend, query.device, query.dtype, query.shape[0], active_share)
+    backend = choose_backend(backend, query.device, query.dtype, query.shape, active_share)
     if backend == "dense" or (documents is None and (selected is None or num_shared == heads)):
         if selected is not None:
             selected = always_on(selected, num_shared)
@@ -86,10 +86,14 @@ def dense_heads(query, key, value, gates=None, documents=None):
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 
-def choose_backend(backend, device, dtype, seq_length, active_share):
-    """The backend that computes: never ``auto``. Raises RuntimeError if the one asked for by name cannot run here."""
+def choose_backend(backend, device, dtype, shape, active_share):
+    """The backend that computes queries of ``shape`` [s, b, heads, head_dim]: never ``auto``. Raises RuntimeError if
+    the one asked for by name cannot run here."""
     if backend == "auto":
-        return fastest(device.type, dtype, seq_length, active_share)
+        if device.type == "cpu" and torch.compiler.is_compiling():
+            return "dense"  # the graph would break at cpu_sparse
+        chosen = fastest(device, dtype, tuple(shape), active_share)
+        return "dense" if chosen == "triton" and triton_attention is None else chosen
     if backend == "triton" and triton_attention is None:
         raise RuntimeError("attention backend triton: the package triton is not installed; install it, or choose auto")
     if backend == "cpu_sparse" and device.type != "cpu":

@@ -1,63 +1,116 @@
 """Where a sparse backend is faster than the dense one: measured figures, and the choice that ``auto`` makes by them.
 
-    python benchmarks/attention.py --levels layer --threads N
+    python benchmarks/attention.py --levels layer --save
 
-gives them: time of the attention layer, forward and backward, by the sparse backend over that by the dense one, with
-the paper's budgets of shared and routed heads. Inside documents (``--documents``) the ratios are lower from T = 1024
-on, and where the sparse backend is taken it is not slower at T = 512 either.
+measures the machine at hand and writes measured.json beside this file, a list of ``Measurement``: the time of the
+attention layer, forward and backward, by the sparse backend over that by the dense one, with the paper's budgets of
+shared and routed heads; and the fastest tiles of a GPU. A GPU goes by its own figures only, a CPU without its own by
+those of another with as many threads. Inside documents (``--documents``) the ratios are lower from T = 1024 on, and
+where a CPU takes the sparse backend it is not slower at T = 512 either.
 """
 
+import contextlib
+import functools
+import json
+import math
+import os
+import platform
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 
-class Measured(NamedTuple):
-    """num_threads: of torch. active_share: share of its heads that a token uses. ratio: sparse / dense, the largest of
-    the shapes measured."""
+class Measurement(NamedTuple):
+    """One machine in one precision.
 
+    machine: name of the GPU or processor. device: "cpu" or "cuda". dtype: "float32" and so on. num_threads: of torch
+    on a CPU, 0 for a GPU. conditions: date, versions, command. elements: of the queries [s, b, heads, e] in the
+    smallest call. ratios: [sequence length, share of its heads that a token uses, sparse / dense, the largest of the
+    shapes]. tiles: [kernel, sequence length, head dimension, ``Tiles`` of moh_lm.kernels.triton_attention].
+    """
+
+    machine: str
+    device: str
+    dtype: str
     num_threads: int
-    seq_length: int
-    active_share: float
-    ratio: float
+    conditions: str
+    elements: int
+    ratios: list
+    tiles: list
+
+    @property
+    def key(self):
+        return self[:4]
 
 
-# AMD EPYC (Zen 4), torch 2.13.0, fp32, micro-batch 1. One thread: LLM-S, LLM-B, and layers of width 256 with 8 heads x
-# 32 and 4 x 64 up to T = 2048, by CPU time on a busy machine; at 50% and T = 2048 the clock of an idle one said more.
-# Two threads, on two cores: LLM-S and LLM-B, by the clock, idle machine.
-CPU = (
-    Measured(1, 512, 0.50, 0.87),
-    Measured(1, 1024, 0.50, 0.82),
-    Measured(1, 2048, 0.50, 0.75),
-    Measured(1, 4096, 0.50, 0.70),
-    Measured(1, 512, 0.75, 1.10),
-    Measured(1, 1024, 0.75, 0.99),
-    Measured(1, 2048, 0.75, 0.94),
-    Measured(2, 512, 0.50, 0.89),
-    Measured(2, 1024, 0.50, 0.84),
-    Measured(2, 2048, 0.50, 0.77),
-    Measured(2, 4096, 0.50, 0.69),
-    Measured(2, 512, 0.75, 1.00),
-    Measured(2, 1024, 0.75, 0.97),
-    Measured(2, 2048, 0.75, 0.91),
-    Measured(2, 4096, 0.75, 0.85),
-)
-# No GPU has been measured: auto is dense there.
+FILE = Path(__file__).with_name("measured.json")
+MEASURED = [Measurement(**entry) for entry in json.loads(FILE.read_text(encoding="utf-8"))]
 
 TRITON_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)  # what moh_lm.kernels.triton_attention has kernels for
 
 WORTH_IT = 0.96  # a ratio above is within the noise of the measurement
 
 
-def fastest(device_type, dtype, seq_length, active_share):
-    """"cpu_sparse" or "dense" for a layer: by the longest length not above its own that was measured with as many
-    threads, and the least activation not below its own. Inside torch.compile "dense": the graph would break at the
-    other."""
-    if device_type != "cpu" or dtype != torch.float32 or torch.compiler.is_compiling():
+@torch.compiler.assume_constant_result
+def fastest(device, dtype, shape, active_share):
+    """"triton" (GPU), "cpu_sparse" or "dense" for queries of ``shape`` [s, b, heads, head_dim]: by the longest length
+    not above theirs that was measured, and the least activation not below ``active_share``."""
+    found = measurement(device, dtype)
+    if found is None or math.prod(shape) < found.elements:
         return "dense"
-    measured = [row for row in CPU if row.num_threads == torch.get_num_threads()]
-    like = [row for row in measured if row.seq_length <= seq_length and row.active_share >= active_share]
-    if not like:
+    like = [(length, -share, ratio) for length, share, ratio in found.ratios if length <= shape[0]]
+    like = [row for row in like if -row[1] >= active_share]
+    if not like or max(like)[2] > WORTH_IT:
         return "dense"
-    nearest = max(like, key=lambda row: (row.seq_length, -row.active_share))
-    return "cpu_sparse" if nearest.ratio <= WORTH_IT else "dense"
+    if found.device == "cpu":
+        return "cpu_sparse"
+    return "triton" if shape[3] in TRITON_HEAD_DIMS else "dense"
+
+
+def measurement(device, dtype):
+    """The ``Measurement`` that holds for ``device``, or None."""
+    key = key_of(device, dtype)
+    own = [one for one in MEASURED if one.key == key]
+    others = [one for one in MEASURED if one.key[1:] == key[1:] and one.device == "cpu"]
+    return next(iter(own + others), None)
+
+
+def key_of(device, dtype):
+    """``Measurement.key`` of one that is taken here."""
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    return machine(device), device.type, str(dtype).removeprefix("torch."), threads
+
+
+@functools.cache
+def machine(device):
+    """The name of the GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
+    return platform.processor() or "CPU"
+
+
+@functools.cache
+def measured_tiles(device, dtype, kernel, length, head_dim):
+    """The tiles that were fastest there: of the shortest sequence not below ``length`` that was measured, or of the
+    longest; None if none was."""
+    found = measurement(device, dtype)
+    rows = found.tiles if found else []
+    tiles = {seq: tile for name, seq, size, tile in rows if (name, size) == (kernel, head_dim)}
+    return tiles[min((seq for seq in tiles if seq >= length), default=max(tiles))] if tiles else None
+
+
+def keep(new):
+    """Go by ``new`` from here on, in place of what was measured on its machine before."""
+    MEASURED[:] = [one for one in MEASURED if one.key != new.key] + [new]
+    measured_tiles.cache_clear()
+
+
+def save():
+    """Write what ``keep`` was given to measured.json."""
+    entries = ",\n".join(json.dumps(one._asdict()) for one in sorted(MEASURED, key=lambda one: one.key))
+    new = FILE.with_suffix(".json.new")
+    new.write_text(f"[\n{entries}\n]\n", encoding="utf-8")
+    os.replace(new, FILE)

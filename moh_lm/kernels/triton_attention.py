@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
+from torch.cuda import get_device_capability
 
-from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
+from moh_lm.kernels.break_even import TRITON_HEAD_DIMS, measured_tiles
 from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel
 from moh_lm.kernels.triton_compaction import compact
 from moh_lm.kernels.triton_forward import forward_kernel
@@ -35,8 +36,8 @@ ANY = 2**31  # length
 
 # Chosen so that registers do not spill, products wait for nothing (tests/test_triton_compiled.py), and few tiles are
 # computed in vain: blocks of 128 slots halve what is read of keys and values, but are too coarse for short sequences.
-# No GPU has been timed. {length up to: {head dimension up to: tiles}}: for Hopper, for other tensor cores, for fp32
-# (which spills from 96 on).
+# Of GPUs that were not measured. {length up to: {head dimension up to: tiles}}: for Hopper, for other tensor cores, for
+# fp32 (which spills from 96 on).
 HOPPER = {
     "forward": {
         1024: {128: Tiles(64, 64, 4, 3)},
@@ -62,6 +63,13 @@ def tiles(kernel, dtype, length, head_dim, capability):
     else:
         table = FP32 if dtype.itemsize >= 4 else HOPPER if capability[0] in (9, 10) else AMPERE
     return up_to(head_dim, up_to(length, table[kernel]))
+
+
+def fastest_tiles(kernel, query):
+    """Those that were measured on the GPU of ``query`` [s, ..., e], or those chosen without."""
+    case = (query.shape[0], query.shape[-1])
+    measured = measured_tiles(query.device, query.dtype, kernel, *case)
+    return Tiles(*measured) if measured else tiles(kernel, query.dtype, *case, get_device_capability(query.device))
 
 
 def up_to(size, choices):
@@ -232,8 +240,7 @@ def launch(kernel, name, query, key, value, gates, positions, after, starts, end
     result: one that it writes."""
     length, batch, heads, head_dim = query.shape
     kv_heads = key.shape[2]
-    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else None
-    tile = tiles(name, query.dtype, length, head_dim, capability)
+    tile = fastest_tiles(name, query) if query.is_cuda else tiles(name, query.dtype, length, head_dim, None)
     by_keys = name == "key"
     blocks = triton.cdiv(length, tile.block_n if by_keys else tile.block_m)
     strides = [*query.stride()[:3], *key.stride()[:3], *gates.stride()[:2]]

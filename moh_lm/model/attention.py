@@ -53,7 +53,8 @@ class Attention(nn.Module):
         """
         gates = loss = statistics = selection = selected = None
         length = x.shape[0] * group_size(self.group)
-        backend = choose_backend(self.backend, x.device, x.dtype, length, self.active_share)
+        shape = (length, x.shape[1], self.heads.num_heads // group_size(self.group), self.head_dim)  # of the queries
+        backend = choose_backend(self.backend, x.device, x.dtype, shape, self.active_share)
         learned = self.router is not None and self.router.routing != "query_norm"
         if learned:
             gates, loss, statistics, selection = self.router(x, kept)  # [s/tp, b, h]
