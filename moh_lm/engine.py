@@ -132,8 +132,8 @@ class Engine:
         copies: gradients that are not in the norm; see moh_lm.gradient_norm.
         """
         losses = self.reduce(self.sums, self.groups.data, self.groups.pipeline)
-        self.grad_norm = float(norm)
-        total, tokens, _ = losses.sum(0).tolist()  # waits for the backward pass
+        numbers = torch.cat((losses.sum(0), norm.to(losses).reshape(1)))
+        total, tokens, _, self.grad_norm = numbers.tolist()  # waits for the backward pass
         self.gradients_done = time.perf_counter()
         self.mean = total / tokens
         verdict = self.guard.judge(self.mean, self.grad_norm)
@@ -331,4 +331,5 @@ def deepspeed_config(config, micro_batches):
         "bf16": {"enabled": config.run.precision == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 2**62,
+        "timers": {"throughput": {"enabled": False}},  # DeepSpeed's waits for the device in every micro-batch
     }

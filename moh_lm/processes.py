@@ -72,6 +72,7 @@ def start_process_group(timeout):
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed_logger.setLevel("WARNING")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # it is this rank's: set below
     accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
     gpu = accelerator.device_name() == "cuda"
     if gpu and local_rank >= accelerator.device_count():

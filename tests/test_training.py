@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moh_lm import pretrain
 from moh_lm.checkpoint import find_step
 from moh_lm.config import Config, OptimizerConfig
+from moh_lm.engine import Engine
 from moh_lm.flags import parse_config
 from moh_lm.fragments import FragmentReader, full_parameters
 from moh_lm.metrics import RunLog
@@ -115,6 +117,28 @@ def test_a_stopped_run_resumes_bit_for_bit(data_dir, tmp_path, world_size, more)
     assert rows(stopped) == rows(whole)
     for name, value in parameters(whole).items():
         assert torch.equal(parameters(stopped)[name], value), name
+
+
+def waits_in_steps(flags):
+    """How often each training step of a run waited until the device had done all that it was given."""
+    calls, waits, train_step = [], [], Engine.train_step
+
+    def watched_step(*arguments, **more):
+        before = len(calls)
+        result = train_step(*arguments, **more)
+        waits.append(len(calls) - before)
+        return result
+
+    get_accelerator().synchronize = lambda *_: calls.append(None)
+    Engine.train_step = watched_step
+    run(flags)
+    return waits
+
+
+@pytest.mark.parametrize("pipeline, more", [(1, ("--precision", "bf16", "--zero-stage", "2")), (2, ())])
+def test_a_step_waits_for_the_device_only_at_its_end(data_dir, tmp_path, pipeline, more):
+    flags = arguments(data_dir, tmp_path, "--pipeline-parallel-size", str(pipeline), *more)
+    assert run_ranks(waits_in_steps, pipeline, flags) == [[1] * 7] * pipeline  # of 4 micro-batches
 
 
 def test_data_parallel_size_changes_nothing(data_dir, straight, tmp_path):
