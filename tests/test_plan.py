@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from moh_lm import estimate
 from moh_lm.checks import config_problems
 from moh_lm.engine import make_engine
-from moh_lm.estimate import activation_bytes, memory_estimate, parameter_counts, stage_memory
+from moh_lm.estimate import activation_bytes, loss_bytes, memory_estimate, parameter_counts, stage_memory
 from moh_lm.flags import parse_config
 from moh_lm.flops import flops_per_token
 from moh_lm.model.transformer import CausalLM
+from moh_lm.parallel import cross_entropy
 from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.parallel.layers import even_partition
 from moh_lm.processes import start_process_group
 from tests.distributed import run_ranks
 
@@ -96,6 +101,37 @@ def kept_by_second_layer(model, tokens):
         before = set(sizes)
         model.model.layers[1](x)
     return sum(size for key, size in sizes.items() if key not in before)
+
+
+class HeldBytes(TorchDispatchMode):
+    """``peak``: the most bytes that tensors made in this context held at the end of any operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **kwargs or {})
+        given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in given:
+            storage = result.untyped_storage()
+            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_estimate_is_what_the_loss_holds_at_its_peak(dtype, monkeypatch):
+    for module in (cross_entropy, estimate):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 2048 * 200)  # five chunks, and a smaller one
+    tokens, model = 1024, parse(f"{LLM_B} --vocab-size 2048 --hidden-size 32").model
+    x = torch.randn(tokens, 32, dtype=dtype, requires_grad=True)
+    weight = torch.randn(2048, 32, dtype=dtype, requires_grad=True)
+    labels, partition = torch.randint(0, 2048, (tokens,)), even_partition(0, 2048, None)
+    with HeldBytes() as held:
+        cross_entropy.linear_cross_entropy(x, weight, labels, partition, None)
+    assert held.peak == pytest.approx(loss_bytes(model, dtype.itemsize, tokens, tp=1), rel=0.05)
 
 
 @pytest.mark.parametrize("flags, world_size", [("", 2), ("--tensor-parallel-size 2", 2), ("--zero-stage 3", 2)])

@@ -47,6 +47,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(gradient, weight, out=x_gradient[rows])
                 product = gradient.t() @ x[rows]
                 weight_gradient = product if weight_gradient is None else weight_gradient.to(wide).add_(product)
+            z = gradient = product = None  # before the next chunk has its own
         ctx.gradients = x_gradient, weight_gradient
         ctx.mark_non_differentiable(losses)
         return losses.mean(), losses
