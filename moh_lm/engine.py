@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
+from moh_lm.estimate import REDUCE_BUCKET
 from moh_lm.guard import DIVERGENCE, GRADIENT, Divergence, Guard
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
@@ -79,7 +80,7 @@ class Engine:
             self.engine, *_ = deepspeed.initialize(
                 model=self.model,
                 optimizer=make_adamw(self.model.parameters(), config.optimizer),
-                config=deepspeed_config(config, self.micro_batches),
+                config=deepspeed_config(config, self.micro_batches, sum(p.numel() for p in self.model.parameters())),
                 mpu=self.mpu(),
                 dist_init_required=False,
             )
@@ -314,14 +315,15 @@ def make_engine(config, groups, device, num_sources):
     return engine(config, groups, device, num_sources)
 
 
-def deepspeed_config(config, micro_batches):
-    """DeepSpeed's settings, derived; there is no second file to keep in step."""
+def deepspeed_config(config, micro_batches, num_parameters):
+    """DeepSpeed's settings, derived; there is no second file to keep in step. num_parameters: of this rank."""
     return {
         "train_micro_batch_size_per_gpu": config.run.micro_batch_size,
         "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": config.optimizer.gradient_clipping,  # DeepSpeed would clip at 1.0 unasked
         "zero_optimization": {
             "stage": config.parallel.zero_stage,
+            "reduce_bucket_size": min(REDUCE_BUCKET, num_parameters),  # allocated, however small the model
             **({"offload_optimizer": {"device": "cpu"}} if config.parallel.offload_optimizer else {}),
         },
         "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs a compiler and gives other numbers

@@ -16,6 +16,8 @@ from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 
+REDUCE_BUCKET = 500_000_000  # gradients at most that DeepSpeed sums over the ranks at once
+
 
 @functools.lru_cache(maxsize=8)
 def parameter_counts(model):
@@ -32,7 +34,7 @@ def parameter_counts(model):
 def memory_estimate(config, world_size):
     """Bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "loss"}.
 
-    Not counted: the allocator's fragmentation, communication buffers, the CUDA context (about 1 GiB together).
+    Not counted: the allocator's fragmentation, the CUDA context, buffers of NCCL (about 1 GiB together).
     """
     return max(stage_memory(config, world_size), key=lambda parts: sum(parts.values()))
 
@@ -52,10 +54,12 @@ def stage_memory(config, world_size):
         input_bytes = tokens * width * model.hidden_size / tp
         kept = blocks * input_bytes * in_flight + layer_bytes if run.recompute else blocks * layer_bytes * in_flight
         is_last = stage == pp - 1
+        # Under ZeRO-1 in bf16 DeepSpeed sums the gradients in place.
+        bucket = width * min(REDUCE_BUCKET, parameters) if parallel.zero_stage > 1 or width == 4 else 0
         found.append(
             {
                 "weights": width * parameters / (dp if parallel.zero_stage == 3 else 1),
-                "gradients": 4 * parameters / (dp if parallel.zero_stage > 1 else 1),
+                "gradients": 4 * parameters / (dp if parallel.zero_stage > 1 else 1) + bucket,
                 "optimizer": 0 if parallel.offload_optimizer else 3 * 4 * parameters / dp,
                 "activations": kept,
                 "loss": is_last * loss_bytes(model, width, tokens, tp),
