@@ -17,11 +17,15 @@ from typing import NamedTuple
 
 
 class ConfigError(Exception):
-    """What the user has to mend; ``problems`` holds one sentence each. Programs print them and exit with code 2."""
+    """What the user has to mend; ``problems`` holds one sentence each. Programs print them and exit with code 2.
 
-    def __init__(self, problems: list[str]):
+    local_rank: of the first rank on a node that sees them, which says so.
+    """
+
+    def __init__(self, problems: list[str], local_rank: int = 0):
         super().__init__("\n".join(problems))
         self.problems = problems
+        self.local_rank = local_rank
 
 
 def option(default, help, **metadata):

@@ -56,7 +56,7 @@ START = 300  # seconds that the imports and the making of an engine may take bes
 
 def main():
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    code, problems = COMPLETE, []
+    code, problems, speaker = COMPLETE, [], 0
     try:
         config, dry_run = parse_config(sys.argv[1:])
         problems = config_problems(config, world_size) + contradictions(config, dry_run)
@@ -72,12 +72,12 @@ def main():
             device = start_process_group(config.reliability.hang_timeout + MARGIN)
             code = COMPLETE if train(config, dataset, device) else STOPPED
     except ConfigError as error:
-        code, problems = WRONG, error.problems
+        code, problems, speaker = WRONG, error.problems, error.local_rank
     except (NonFiniteState, BadNumbers) as error:
         code, problems = BROKEN, str(error).splitlines()
     except CheckpointError as error:
         code, problems = NOT_WRITTEN, error.problems
-    if int(os.environ.get("LOCAL_RANK", rank)) == 0:  # once per node: it may be wrong on one of them only
+    if int(os.environ.get("LOCAL_RANK", rank)) == speaker:  # once per node: it may be wrong on one of them only
         where = f" on {socket.gethostname()}" if rank else ""
         for text in problems:
             print(f"moh_lm.pretrain{where}: {text}", file=sys.stderr, flush=True)

@@ -77,7 +77,8 @@ def start_process_group(timeout):
     gpu = accelerator.device_name() == "cuda"
     if gpu and local_rank >= accelerator.device_count():
         gpus = accelerator.device_count()
-        raise ConfigError([f"LOCAL_RANK {local_rank}: this node has {gpus} GPUs; start one rank for each"])
+        problem = f"LOCAL_RANK {local_rank}: GPUs that this process sees: {gpus}; start one rank for each"
+        raise ConfigError([problem], local_rank=gpus)
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)

@@ -6,13 +6,14 @@ import math
 import os
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from moh_lm import pretrain
+from moh_lm import pretrain, processes
 from moh_lm.checkpoint import find_step
 from moh_lm.config import Config, OptimizerConfig
 from moh_lm.engine import Engine
@@ -183,6 +184,17 @@ def test_nodes_that_see_other_directories_or_data_are_refused_by_all_ranks(data_
     with pytest.raises(AssertionError, match="rank 1 on .* has another seed than rank 0"):
         run_ranks(run_with_own_seed, 2, arguments(data_dir, tmp_path))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_rank_without_a_gpu_of_its_own_says_so(data_dir, tmp_path, monkeypatch, capsys):
+    gpu = SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 1)
+    monkeypatch.setattr(processes, "get_accelerator", lambda: gpu)
+    monkeypatch.setattr("sys.argv", ["pretrain", *arguments(data_dir, tmp_path)])
+    for key, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main()
+    assert capsys.readouterr().err.endswith("LOCAL_RANK 1: GPUs that this process sees: 1; start one rank for each\n")
 
 
 def run_on_own_directory(flags):
