@@ -288,12 +288,18 @@ class PipelineEngine(Engine):
 
     def step(self, micro_batches):
         self.model.feed(micro_batches)
-        self.engine.train_batch(stage_inputs(micro_batches))
+        self.engine.train_batch(self.stage_inputs(micro_batches))
+
+    def stage_inputs(self, micro_batches):
+        """What DeepSpeed's first and last stage take: tokens, and what the loss needs. Copies of its own would wait."""
+        for batch in micro_batches:
+            tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
+            yield tokens, (labels, sources)
 
     def evaluation_forward(self, micro_batches):
         if micro_batches:
             self.model.feed(micro_batches)
-            self.engine.eval_batch(stage_inputs(micro_batches), num_micro_batches=len(micro_batches))
+            self.engine.eval_batch(self.stage_inputs(micro_batches), num_micro_batches=len(micro_batches))
 
     def named_parameters(self):
         return self.model.canonical_parameters()
@@ -302,11 +308,6 @@ class PipelineEngine(Engine):
 def one_hot(sources, num_sources):
     """[b] -> [num_sources, b] float64: 1 where a sequence is of the source."""
     return (sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)).double()
-
-
-def stage_inputs(micro_batches):
-    """What DeepSpeed's first and last stage take: tokens, and what the loss needs."""
-    return ((batch.tokens, (batch.labels, batch.sources)) for batch in micro_batches)
 
 
 def make_engine(config, groups, device, num_sources):

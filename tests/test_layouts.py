@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from moh_lm.checkpoint import Saver, find_step
-from moh_lm.engine import make_engine
+from moh_lm.data.loader import MicroBatch
+from moh_lm.engine import PipelineEngine, make_engine
 from moh_lm.flags import parse_config
 from moh_lm.fragments import FragmentReader, load_fragments
 from moh_lm.manifest import read_json
@@ -226,6 +227,13 @@ def test_a_tied_head_may_be_a_stage_of_its_own(precision, data_dir, tmp_path):
         run_ranks(run, pipeline, [*flags_of(layout, data_dir, tmp_path / str(pipeline)), *wide])
         losses.append([row["loss"] for row in rows(tmp_path / str(pipeline)) if "loss" in row])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 1e-4)
+
+
+def test_a_pipeline_takes_batches_that_are_on_its_device():
+    engine = PipelineEngine.__new__(PipelineEngine)
+    engine.device = torch.device("meta")
+    ((tokens, (labels, sources)),) = engine.stage_inputs([MicroBatch(*torch.zeros(3, 4, 2, dtype=torch.int64))])
+    assert {tensor.device.type for tensor in (tokens, labels, sources)} == {"meta"}
 
 
 def offload_device(flags):
