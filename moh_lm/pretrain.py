@@ -146,6 +146,7 @@ def run_steps(config, dataset, device, stop, watchdog):
         data_parallel_rank=dist.get_rank(groups.data),
         data_parallel_size=dist.get_world_size(groups.data),
         reset_at_documents=config.data.reset_at_documents,
+        pin_memory=device.type == "cuda",
     )
     tasks = Tasks.open(config, dataset.tokenizer_path)
     checkpoints = Path(run.checkpoint_dir) / "checkpoints"

@@ -440,3 +440,25 @@ def test_opening_reads_neither_tokens_nor_indexes_nor_sidecars(data_dir, tmp_pat
     one, other = (open_dataset(directory, fraction=0.05) for directory in (data_dir, tmp_path / "copy"))
     assert one.fingerprint() == other.fingerprint()
     assert one.plan(1000) == other.plan(1000)
+
+
+@pytest.mark.parametrize("reset_at_documents", [False, True])
+def test_a_gpu_is_given_pinned_memory_with_the_same_content(reset_at_documents, data_dir, monkeypatch):
+    pinned = []
+
+    def pin_memory(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    dataset = open_dataset(data_dir)
+    for read in (lambda it: it.train_step(24), lambda it: it.validation("wiki", 3)):
+        plain, fast = (loader(dataset, reset_at_documents=reset_at_documents, pin_memory=pin) for pin in (False, True))
+        pinned.clear()
+        expected, got = read(plain), read(fast)
+        memory = {tensor.untyped_storage().data_ptr() for tensor in pinned}
+        for batch, other in zip(got, expected, strict=True):
+            for tensor, same in zip(batch, other, strict=True):
+                assert tensor is same is None or tensor.equal(same)
+                assert tensor is None or tensor.untyped_storage().data_ptr() in memory
+        plain.close(), fast.close()

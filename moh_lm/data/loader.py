@@ -32,8 +32,9 @@ class MicroBatch(NamedTuple):
 class Loader:
     """The micro-batches of one data-parallel rank; ranks of the same rank in other dimensions read the same.
 
-    reset_at_documents: give positions, and no label to the last token of a document. A thread reads the steps that
-    follow the one asked for; ``close`` ends it.
+    reset_at_documents: give positions, and no label to the last token of a document. pin_memory: for a GPU, where
+    copies from other memory wait for the kernels before them. A thread reads the steps that follow the one asked for;
+    ``close`` ends it.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Loader:
         data_parallel_rank: int,
         data_parallel_size: int,
         reset_at_documents: bool = False,
+        pin_memory: bool = False,
     ):
         if global_batch_size % (micro_batch_size * data_parallel_size):
             raise ConfigError([
@@ -58,6 +60,7 @@ class Loader:
         self.rank = data_parallel_rank
         self.size = data_parallel_size
         self.reset_at_documents = reset_at_documents
+        self.pin_memory = pin_memory
         self.reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self.ahead = deque()  # (consumed_samples, future) of the steps that are being read, in order
 
@@ -118,7 +121,10 @@ class Loader:
         if self.reset_at_documents:
             labels[starts[:, 1:] > 0] = IGNORED
             arrays.append(np.arange(length) - np.maximum.accumulate(starts[:, :-1], axis=1))
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if self.pin_memory:
+            tensors = [tensor.pin_memory() for tensor in tensors]
         return [
-            MicroBatch(*(torch.from_numpy(array[start : start + self.micro_batch_size]) for array in arrays))
+            MicroBatch(*(tensor[start : start + self.micro_batch_size] for tensor in tensors))
             for start in range(0, len(position), self.micro_batch_size)
         ]
