@@ -1,8 +1,7 @@
 """The training engine: the model in DeepSpeed's hands.
 
-DeepSpeed shards the optimizer, sums and clips the gradients and keeps the fp32 masters. What it gets wrong unless
-told is set here, in one place. The learning rate and the position in the data are the caller's: DeepSpeed's own
-counters drift when a step is skipped.
+DeepSpeed shards the optimizer, sums and clips the gradients and keeps the fp32 masters. The learning rate and the
+position in the data are the caller's: DeepSpeed's own counters drift when a step is skipped.
 
 Shapes: s sequence, b batch, E routed experts of a layer, heads or key/value groups.
 """
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
-from moh_lm.estimate import REDUCE_BUCKET
+from moh_lm.deepspeed_config import deepspeed_config
 from moh_lm.guard import DIVERGENCE, GRADIENT, Divergence, Guard
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
@@ -314,25 +313,3 @@ def make_engine(config, groups, device, num_sources):
     """The engine of the layout that ``config`` asks for."""
     engine = Engine if config.parallel.pipeline_parallel_size == 1 else PipelineEngine
     return engine(config, groups, device, num_sources)
-
-
-def deepspeed_config(config, micro_batches, num_parameters):
-    """DeepSpeed's settings, derived; there is no second file to keep in step. num_parameters: of this rank."""
-    return {
-        "train_micro_batch_size_per_gpu": config.run.micro_batch_size,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": config.optimizer.gradient_clipping,  # DeepSpeed would clip at 1.0 unasked
-        "zero_optimization": {
-            "stage": config.parallel.zero_stage,
-            "reduce_bucket_size": min(REDUCE_BUCKET, num_parameters),  # allocated, however small the model
-            **({"offload_optimizer": {"device": "cpu"}} if config.parallel.offload_optimizer else {}),
-        },
-        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own needs a compiler and gives other numbers
-        # By default a stage sends 1/tp of an activation and the next one joins the parts of all tensor-parallel
-        # ranks: wrong for slices of a sequence, which differ between the ranks.
-        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
-        "bf16": {"enabled": config.run.precision == "bf16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "steps_per_print": 2**62,
-        "timers": {"throughput": {"enabled": False}},  # DeepSpeed's waits for the device in every micro-batch
-    }

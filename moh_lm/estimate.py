@@ -12,11 +12,10 @@ from itertools import pairwise
 
 import torch
 
+from moh_lm.deepspeed_config import REDUCE_BUCKET
 from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
-
-REDUCE_BUCKET = 500_000_000  # gradients at most that DeepSpeed sums over the ranks at once
 
 
 @functools.lru_cache(maxsize=8)
