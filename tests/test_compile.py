@@ -5,6 +5,7 @@ The graphs are executed by torch's own operations: the fused kernels of inductor
 
 import copy
 import functools
+import subprocess
 import sys
 
 import pytest
@@ -193,3 +194,13 @@ def test_what_has_no_graph_is_refused(flags, problem, monkeypatch):
     config, _ = parse_config(["--compile", *flags.split(), "--checkpoint-dir", "run", "--train-iters", "1"])
     found = [sentence for sentence in config_problems(config, 1) if "compile" in sentence]
     assert [sentence.startswith(problem) for sentence in found] == ([True] if problem else [])
+
+
+def test_a_command_that_compiles_nothing_does_not_load_torchs_compiler():
+    code = """
+import sys, deepspeed, torch
+before = "torch._dynamo" in sys.modules
+import moh_lm.pretrain, moh_lm.generation
+assert before or "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

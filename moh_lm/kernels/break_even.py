@@ -52,7 +52,6 @@ TRITON_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)  # what moh_lm.kernels.triton_a
 WORTH_IT = 0.96  # a ratio above is within the noise of the measurement
 
 
-@torch.compiler.assume_constant_result
 def fastest(device, dtype, shape, active_share):
     """"triton" (GPU), "cpu_sparse" or "dense" for queries of ``shape`` [s, b, heads, head_dim]: by the longest length
     not above theirs that was measured, and the least activation not below ``active_share``."""
@@ -82,11 +81,13 @@ def key_of(device, dtype):
     return machine(device), device.type, str(dtype).removeprefix("torch."), threads
 
 
-@functools.cache
 def machine(device):
     """The name of the GPU, or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else processor()
+
+
+@functools.cache
+def processor():
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
     return platform.processor() or "CPU"

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from moh_lm.kernels.break_even import fastest
 from moh_lm.model.attention import Attention
 from moh_lm.model.documents import Documents
 from moh_lm.model.router import attach_loss
@@ -159,6 +160,7 @@ def compile_layers(model, backend="inductor"):
     micro-batch, and again for evaluation. What is no graph, or one graph too many, raises an error of torch.
     """
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+    torch.compiler.assume_constant_result(fastest)  # the choice of ``auto``, which no graph needs to follow
     settings = torch._dynamo.config  # loaded here: it takes a second, which most commands need not wait
     settings.recompile_limit = max(settings.recompile_limit, 8 + 4 * len(layers))
     block = torch.compile(DecoderLayer.block, backend=backend, fullgraph=True, dynamic=False)
