@@ -68,8 +68,9 @@ def start_process_group(timeout):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    # Training never calls this op, and building it takes a compiler, a minute, and shared memory that nobody removes.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Which of DeepSpeed's own ops could be built: none, or it would ask a compiler about each. The one that it would
+    # build by itself, on a CPU, takes a minute and shared memory that nobody removes; training calls none of them.
+    deepspeed.ops.__compatible_ops__ = {}
     deepspeed_logger.setLevel("WARNING")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # it is this rank's: set below
