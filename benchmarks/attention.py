@@ -20,7 +20,8 @@ benchmarks/attention_gpu.py is run first: errors, tiles, names of the kernels, s
 on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch`` says another.
 
 With ``--save`` training goes by the figures of this machine from then on: its tiles, and its layers, by which
-``--attention-backend auto`` chooses (moh_lm/kernels/break_even.py). Leave the machine to it alone.
+``--attention-backend auto`` chooses (moh_lm/kernels/break_even.py); they replace earlier ones of the machine in this
+precision. Leave it to this alone.
 """
 
 import os
