@@ -53,8 +53,9 @@ def stage_memory(config, world_size):
         input_bytes = tokens * width * model.hidden_size / tp
         kept = blocks * input_bytes * in_flight + layer_bytes if run.recompute else blocks * layer_bytes * in_flight
         is_last = stage == pp - 1
-        # Under ZeRO-1 in bf16 DeepSpeed sums the gradients in place.
-        bucket = width * min(REDUCE_BUCKET, parameters) if parallel.zero_stage > 1 or width == 4 else 0
+        # DeepSpeed sums gradients in a buffer; in a pipeline it makes two; under ZeRO-1 in bf16 none, unless offloaded.
+        buffers = (1 if pp == 1 else 2) * (parallel.zero_stage > 1 or width == 4 or parallel.offload_optimizer)
+        bucket = buffers * (4 if parallel.zero_stage == 1 else width) * min(REDUCE_BUCKET, parameters)
         found.append(
             {
                 "weights": width * parameters / (dp if parallel.zero_stage == 3 else 1),

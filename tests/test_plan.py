@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_lm import estimate
 from moh_lm.checks import config_problems
+from moh_lm.data.loader import MicroBatch
 from moh_lm.engine import make_engine
-from moh_lm.estimate import activation_bytes, loss_bytes, memory_estimate, parameter_counts, stage_memory
+from moh_lm.estimate import activation_bytes, loss_bytes, memory_estimate, parameter_counts, stage_memory, stages
 from moh_lm.flags import parse_config
 from moh_lm.flops import flops_per_token
 from moh_lm.model.transformer import CausalLM
@@ -148,6 +149,42 @@ def optimizer_bytes(text):
     device = start_process_group(120)
     engine = make_engine(config, ParallelGroups.create(config.parallel.tensor_parallel_size, 1), device, 1)
     return sum(tensor.nbytes for fragment in engine.fragments() for tensor in fragment.tensors.values())
+
+
+@pytest.mark.parametrize("flags", [
+    "bf16", "bf16 --offload-optimizer", "bf16 --zero-stage 2", "bf16 --zero-stage 3", "fp32",
+    "fp32 --pipeline-parallel-size 2",
+])  # fmt: skip
+def test_the_gradient_estimate_counts_the_buffers_that_deepspeed_makes(flags):
+    text = f"""--num-layers 2 --hidden-size 64 --intermediate-size 128 --num-attention-heads 8 --vocab-size 128
+        --micro-batch-size 2 --seq-length 16 --batch-tokens 128 --train-iters 1 --precision {flags}"""
+    config = parse(text)
+    parallel = config.parallel
+    held = run_ranks(buffer_bytes, 2 * parallel.pipeline_parallel_size, text)
+    for stage, (_, parameters, _) in enumerate(stages(config.model, parallel.pipeline_parallel_size)):
+        sums = 4 * parameters / (2 if parallel.zero_stage > 1 else 1)
+        part = stage_memory(config, len(held))[stage]
+        assert part["gradients"] == sums + held[2 * stage] == sums + held[2 * stage + 1]
+
+
+def buffer_bytes(text):
+    """The most that tensors as large as DeepSpeed's bucket hold at a time, up to the end of a step."""
+    config = parse(text)
+    device = start_process_group(120)
+    made, peaks, empty = [], [0], torch.empty
+
+    def watched(*arguments, **options):
+        tensor = empty(*arguments, **options)
+        made.append((StorageWeakRef(tensor.untyped_storage()), tensor.numel(), tensor.nbytes))
+        peaks.append(sum(size for storage, n, size in made if n == bucket and not storage.expired()))
+        return tensor
+
+    torch.empty, bucket = watched, 0
+    engine = make_engine(config, ParallelGroups.create(1, config.parallel.pipeline_parallel_size), device, 1)
+    bucket = engine.engine.zero_reduce_bucket_size()
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    engine.train_step([MicroBatch(tokens, tokens, tokens[:, 0])] * engine.micro_batches, 1e-3)
+    return max(peaks)
 
 
 @pytest.mark.parametrize("text, gpus", [(LLM_B, 8), (LLAMA3_8B, 64)])
