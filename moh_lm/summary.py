@@ -81,9 +81,9 @@ def describe_attention(config):
     queries = (run.seq_length, run.micro_batch_size, heads // config.parallel.tensor_parallel_size, model.head_dim)
     shares = [model.active_heads(index) / heads for index in range(model.num_layers)]
     if device.type == "cpu" and run.compile:
-        backends = Counter(dense=len(shares))
-    else:
-        backends = Counter(choose_backend("auto", device, dtype, queries, share) for share in shares)
+        yield "attention  auto: dense in every layer, since cpu_sparse cannot be compiled"
+        return
+    backends = Counter(choose_backend("auto", device, dtype, queries, share) for share in shares)
     chosen = ", ".join(f"{backend} in {count} of {len(shares)} layers" for backend, count in backends.items())
     found = measurement(device, dtype)
     if found:
