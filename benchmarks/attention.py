@@ -14,14 +14,15 @@ busy machine disturbs less. The base of the core is scaled dot-product attention
 MoH layer with the backend ``dense``; ``no router`` is ordinary attention.
 
 On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls, which wait for Python where
-their kernels are short. The bases are FLASH (with documents, which it cannot mask, EFFICIENT) and CUDNN separately, and
-benchmarks/attention_gpu.py is run first: errors, tiles, names of the kernels, synchronisation and CUDA graphs.
-``unfused`` there is attention in separate operations, against which the paper may have measured. The micro-batch is 1
-on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch`` says another.
+their kernels are short. The bases are FLASH (EFFICIENT in fp32, and with documents, which it cannot mask) and CUDNN
+separately, as far as they run, and benchmarks/attention_gpu.py is run first: errors, tiles, names of the kernels,
+synchronisation and CUDA graphs. ``unfused`` there is attention in separate operations, against which the paper may have
+measured. The micro-batch is 1 on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch``
+says another.
 
 With ``--save`` training goes by the figures of this machine from then on: its tiles, and its layers, by which
-``--attention-backend auto`` chooses (moh_lm/kernels/break_even.py); they replace earlier ones of the machine in this
-precision. Leave it to this alone.
+``--attention-backend auto`` chooses (moh_lm/kernels/break_even.py). They replace what was saved on this machine before
+for the dtype and, on a CPU, the number of threads. Nothing else should run meanwhile.
 """
 
 import os
@@ -55,9 +56,9 @@ SHAPES = {  # hidden size, query heads, key/value heads, head dimension
 }
 
 
-def bases(documents):
-    """The kernels of scaled dot-product attention on a GPU; FLASH cannot mask documents."""
-    first = "FLASH" if documents is None else "EFFICIENT"
+def bases(documents, dtype):
+    """The kernels of scaled dot-product attention on a GPU; FLASH cannot mask documents, nor compute in fp32."""
+    first = "FLASH" if documents is None and dtype.itemsize < 4 else "EFFICIENT"
     return {name: getattr(SDPBackend, f"{name}_ATTENTION") for name in (first, "CUDNN")}
 
 
@@ -84,7 +85,7 @@ def main():
                     batch = options.micro_batch or (max(1, 16384 // length) if device.type == "cuda" else 1)
                     documents = make_documents(options.documents, length, batch, device)
                     functions = contestants(SHAPES[shape], active, length, batch, device, dtype, documents)
-                    first = list(bases(documents)) if device.type == "cuda" else ["dense"]
+                    first = list(bases(documents, dtype)) if device.type == "cuda" else ["dense"]
                     title = f"{level} {shape} {active}% T={length} b={batch}"
                     found = report(title, functions, first, options.rounds, device)
                     if level == "layer":
@@ -93,8 +94,9 @@ def main():
                         elements.append(length * batch * SHAPES[shape][1] * SHAPES[shape][3])
     if options.save:
         rows = [[*row, round(value, 3)] for row, value in sorted(ratios.items()) if value < float("inf")]
-        break_even.keep(new._replace(elements=min(elements), ratios=rows))
-        break_even.save()
+        if not rows:
+            sys.exit(f"--save: nothing is written, since no layer ran both by {sparse} and by a base (see above)")
+        break_even.save(new._replace(elements=min(elements), ratios=rows))
         print(f"written to {break_even.FILE}")
 
 
@@ -113,6 +115,8 @@ def read_options():
     options = parser.parse_args()
     if options.save and (options.documents or "layer" not in options.levels):
         parser.error("--save: auto goes by whole layers without --documents; leave that out, and --levels core")
+    if options.save and not os.access(break_even.FILE.parent, os.W_OK):
+        parser.error(f"--save: {break_even.FILE.parent} cannot be written to; run it in a checkout of your own")
     return options
 
 
@@ -166,7 +170,7 @@ def core(shape, active, length, batch, device, dtype, documents):
     functions = {"dense": plain}
     if device.type == "cuda":
         names = {"dense, gates": "dense", "flex": "flex", "triton": "triton"}
-        functions = {name: restricted(plain, backend) for name, backend in bases(documents).items()}
+        functions = {name: restricted(plain, backend) for name, backend in bases(documents, dtype).items()}
         if length <= 2048:  # beyond, its scores fill the memory
             functions["unfused"] = restricted(plain, SDPBackend.MATH)
     functions |= {name: with_backend(backend) for name, backend in names.items()}
@@ -201,7 +205,8 @@ def layer(shape, active, length, batch, device, dtype, documents):
     found = {name: (function, [x, *parameters]) for name, (function, parameters) in modules.items()}
     if device.type == "cuda":
         dense = found.pop("dense")
-        found = {name: (restricted(dense[0], backend), dense[1]) for name, backend in bases(documents).items()} | found
+        kernels = bases(documents, dtype).items()
+        found = {name: (restricted(dense[0], backend), dense[1]) for name, backend in kernels} | found
     return found
 
 

@@ -1,6 +1,5 @@
 """The attention backends that run anywhere, against head-by-head float64 arithmetic: outputs and every gradient."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,12 +11,14 @@ import torch
 import torch._dynamo as dynamo
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from moh_lm.flags import parse_config
 from moh_lm.kernels import attention, break_even, flex
 from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.boundaries import boundaries
 from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 from moh_lm.kernels.cpu_sparse import SelectedRows, add_up
 from moh_lm.kernels.threads import in_threads
+from moh_lm.summary import describe_attention
 from tests.attention_cases import (
     DOCUMENTS,
     ROUTINGS,
@@ -361,17 +362,36 @@ def test_a_gpu_goes_by_its_own_figures_and_not_below_the_size_that_was_measured(
     assert chosen("cpu", torch.bfloat16, 1024, 0.5, batch=4) == "dense"
 
 
+def test_a_run_says_what_auto_takes_and_how_to_measure_where_it_cannot_know(measured, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    flags = """--num-layers 2 --hidden-size 256 --num-attention-heads 8 --num-shared-heads 2 4
+        --num-active-routed-heads 2 --seq-length 1024 --precision fp32""".split()
+    config, _ = parse_config(flags)
+    first, second = describe_attention(config)
+    assert first.startswith("attention  auto: dense in 2 of 2 layers, since ")
+    assert second.endswith("attention.py --levels layer --dtype float32 --threads 2 --save does that")
+    rows = [[1024, 0.5, 0.9], [1024, 0.75, 0.99]]
+    break_even.keep(break_even.Measurement("there", "cpu", "float32", 2, "", 0, rows, []))
+    assert list(describe_attention(config)) == [
+        "attention  auto: cpu_sparse in 1 of 2 layers, dense in 1 of 2 layers, by what was measured on there"
+    ]
+    compiled, _ = parse_config([*flags, "--compile"])
+    assert [line.split(",")[0] for line in describe_attention(compiled)] == ["attention  auto: dense in every layer"]
+
+
 def test_what_is_measured_is_written_and_read_and_replaces_what_was_measured_before(measured, monkeypatch, tmp_path):
     monkeypatch.setattr(break_even, "FILE", tmp_path / "measured.json")
+    break_even.FILE.write_text("[]")
     for ratio in (0.9, 0.7):
         tiles = [["forward", 512, 64, [64, 64, 4, 2]], ["forward", 2048, 64, [128, 64, 8, 3]]]
         rows = [[512, 0.5, ratio]]
-        break_even.keep(break_even.Measurement("here", "cuda", "bfloat16", 0, "when\n$ how", 5, rows, tiles))
-    break_even.keep(break_even.Measurement("here", "cpu", "float32", 1, "", 0, [], []))
-    break_even.save()
-    entries = [break_even.Measurement(**entry) for entry in json.loads(break_even.FILE.read_text())]
-    assert sorted(entries) == sorted(break_even.MEASURED)
-    assert sorted(entry.ratios for entry in entries) == [[], [[512, 0.5, 0.7]]]
+        last = break_even.Measurement("here", "cuda", "bfloat16", 0, "when\n$ how", 5, rows, tiles)
+        break_even.save(last)
+    other = break_even.Measurement("here", "cpu", "float32", 1, "", 0, [], [])
+    break_even.save(other)  # by a process that has not read what the others wrote
+    assert break_even.read() == [other, last]
+    break_even.keep(last)
     gpu = torch.device("cuda"), torch.bfloat16
     for length, tile in {1: [64, 64, 4, 2], 512: [64, 64, 4, 2], 513: [128, 64, 8, 3], 9999: [128, 64, 8, 3]}.items():
         assert break_even.measured_tiles(*gpu, "forward", length, 64) == tile

@@ -45,7 +45,13 @@ class Measurement(NamedTuple):
 
 
 FILE = Path(__file__).with_name("measured.json")
-MEASURED = [Measurement(**entry) for entry in json.loads(FILE.read_text(encoding="utf-8"))]
+
+
+def read():
+    return [Measurement(**entry) for entry in json.loads(FILE.read_text(encoding="utf-8"))]
+
+
+MEASURED = read()
 
 TRITON_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)  # what moh_lm.kernels.triton_attention has kernels for
 
@@ -109,9 +115,11 @@ def keep(new):
     measured_tiles.cache_clear()
 
 
-def save():
-    """Write what ``keep`` was given to measured.json."""
-    entries = ",\n".join(json.dumps(one._asdict()) for one in sorted(MEASURED, key=lambda one: one.key))
-    new = FILE.with_suffix(".json.new")
-    new.write_text(f"[\n{entries}\n]\n", encoding="utf-8")
-    os.replace(new, FILE)
+def save(new):
+    """Write ``new`` to measured.json, in place of what was measured on its machine before. What other processes have
+    written there in the meantime stays."""
+    together = [one for one in read() if one.key != new.key] + [new]
+    entries = ",\n".join(json.dumps(one._asdict()) for one in sorted(together, key=lambda one: one.key))
+    file = FILE.with_suffix(f".{os.getpid()}.new")
+    file.write_text(f"[\n{entries}\n]\n", encoding="utf-8")
+    os.replace(file, FILE)
