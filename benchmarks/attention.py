@@ -56,6 +56,9 @@ SHAPES = {  # hidden size, query heads, key/value heads, head dimension
 }
 
 
+NEVER = 99  # a ratio that is worse than any: the sparse backend could not run
+
+
 def bases(documents, dtype):
     """The kernels of scaled dot-product attention on a GPU; FLASH cannot mask documents, nor compute in fp32."""
     first = "FLASH" if documents is None and dtype.itemsize < 4 else "EFFICIENT"
@@ -93,8 +96,8 @@ def main():
                         ratios[row] = max(ratios.get(row, 0), worst(found, sparse, device))
                         elements.append(length * batch * SHAPES[shape][1] * SHAPES[shape][3])
     if options.save:
-        rows = [[*row, round(value, 3)] for row, value in sorted(ratios.items()) if value < float("inf")]
-        if not rows:
+        rows = [[*row, round(min(value, NEVER), 3)] for row, value in sorted(ratios.items())]
+        if min(ratios.values()) > NEVER:
             sys.exit(f"--save: nothing is written, since no layer ran both by {sparse} and by a base (see above)")
         break_even.save(new._replace(elements=min(elements), ratios=rows))
         print(f"written to {break_even.FILE}")
