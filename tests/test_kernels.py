@@ -380,6 +380,17 @@ def test_a_run_says_what_auto_takes_and_how_to_measure_where_it_cannot_know(meas
     assert [line.split(",")[0] for line in describe_attention(compiled)] == ["attention  auto: dense in every layer"]
 
 
+def test_the_newest_measurement_of_a_machine_counts_at_once(measured):
+    gpu = torch.device("cuda"), torch.bfloat16
+    for ratio, tile in ((0.9, [64, 64, 4, 2]), (1.1, [128, 64, 8, 3])):
+        rows = [[1024, 0.5, ratio]]
+        break_even.keep(
+            break_even.Measurement("here", "cuda", "bfloat16", 0, "", 0, rows, [["query", 512, 64, tile]])
+        )
+        assert break_even.measurement(*gpu).ratios == rows
+        assert break_even.measured_tiles(*gpu, "query", 512, 64) == tile
+
+
 def test_what_is_measured_is_written_and_read_and_replaces_what_was_measured_before(measured, monkeypatch, tmp_path):
     monkeypatch.setattr(break_even, "FILE", tmp_path / "measured.json")
     break_even.FILE.write_text("[]")
