@@ -34,17 +34,18 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from moh_lm.checkpoint import Saver
+from moh_lm.checkpoint.fragments import load_fragments
+from moh_lm.checkpoint.manifest import flush, verify
+from moh_lm.checkpoint.saver import Saver
 from moh_lm.checks import layout_problems, model_problems
 from moh_lm.config import ConfigError
+from moh_lm.cost.summary import describe_batches, describe_model
 from moh_lm.data.loader import MicroBatch
-from moh_lm.engine import make_engine
 from moh_lm.flags import Parser, parse_config
-from moh_lm.fragments import load_fragments
-from moh_lm.manifest import flush, verify
+from moh_lm.parallel.agreement import from_rank_0, of_any_rank
 from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.processes import from_rank_0, leave, of_any_rank, say, start_process_group
-from moh_lm.summary import describe_batches, describe_model
+from moh_lm.run.launch import leave, say, start_process_group
+from moh_lm.training.engine import make_engine
 
 STATE = {"consumed_samples": 0}
 RATE = 1e-4

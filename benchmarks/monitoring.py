@@ -24,14 +24,14 @@ import numpy as np
 import torch
 
 from moh_lm import pretrain
-from moh_lm.alarms import Alarms
 from moh_lm.config import RunConfig
 from moh_lm.data.shards import ShardWriter, write_manifest
-from moh_lm.engine import Engine
 from moh_lm.flags import parse_config
-from moh_lm.interval import Interval
-from moh_lm.metrics import RunLog
-from moh_lm.processes import make_run_directory, start_process_group
+from moh_lm.monitor.alarms import Alarms
+from moh_lm.monitor.interval import Interval
+from moh_lm.monitor.log import RunLog
+from moh_lm.run.launch import make_run_directory, start_process_group
+from moh_lm.training.engine import Engine
 
 FLAGS = """--num-layers 8 --hidden-size 512 --intermediate-size 1408 --num-attention-heads 8 --vocab-size 16384
     --seq-length 128 --batch-tokens 512 --micro-batch-size 1 --warmup-iters 2 --precision fp32 --log-interval 1

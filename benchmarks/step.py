@@ -30,7 +30,7 @@ from statistics import median
 import torch
 
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.flops import flops_per_token
+from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.break_even import fastest
 from moh_lm.model.transformer import CausalLM, compile_layers
 

@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from tools.tokenizer_json import read_model, write_tokenizer
+from tools.hf.tokenizer_json import read_model, write_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_BYTES, LONGEST = 4_000_000, 400_000

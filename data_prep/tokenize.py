@@ -44,7 +44,8 @@ from data_prep.writing import too_many_bad
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
 from moh_lm.data.shards import write_manifest
-from moh_lm.flags import Parser, quantity
+from moh_lm.flags import Parser
+from moh_lm.quantities import quantity
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -16,7 +16,8 @@ from data_prep.documents import documents
 from data_prep.units import Unit, plan_units
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.mixture import data_problems
-from moh_lm.flags import name_and_weight, quantity
+from moh_lm.flags import name_and_weight
+from moh_lm.quantities import quantity
 
 SAMPLED_UNIT = 16 << 20  # bytes of input from whose beginning the sample takes its share
 LONGEST_SENTENCE = 4096  # bytes; SentencePiece would skip longer ones

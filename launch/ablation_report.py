@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 from moh_lm.config import Config
-from moh_lm.estimate import parameter_counts
-from moh_lm.flops import flops_per_token
-from moh_lm.metrics import complete
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import parameter_counts
+from moh_lm.monitor.log import complete
 
 try:
     import matplotlib

@@ -7,15 +7,11 @@ unreadable values are collected and shown together.
 
 import argparse
 import difflib
-import re
-from decimal import Decimal, InvalidOperation
 from itertools import pairwise
 
+from moh_lm.checkpoint.directory import newest_model
 from moh_lm.config import Config, ConfigError, flag, walk
-from moh_lm.steps import newest_model
-
-DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
-SUFFIXES = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
+from moh_lm.quantities import duration, quantity
 
 
 def parse_config(arguments):
@@ -116,31 +112,6 @@ def value_parser(entry):
         return name_and_weight
     parse = entry.metadata.get("parse", entry.type)
     return {bool: boolean, int: integer, float: real}.get(parse, parse)
-
-
-def quantity(base):
-    """A reader of counts such as 4M or 100B, whose suffixes are powers of ``base``."""
-
-    def read(text):
-        suffix = text[-1:].upper()
-        digits, power = (text[:-1], SUFFIXES[suffix]) if suffix in SUFFIXES else (text, 0)
-        try:
-            value = Decimal(digits) * base**power
-        except InvalidOperation:
-            value = Decimal("NaN")
-        if not value.is_finite() or value != int(value):
-            raise ValueError("write a whole number, or one with a suffix such as 4M or 100B")
-        return int(value)
-
-    return read
-
-
-def duration(text):
-    """Seconds from a number of seconds, or from parts such as 3h50m."""
-    parts = DURATION.fullmatch(text)
-    if not text or not parts:
-        raise ValueError("write seconds, or days, hours, minutes and seconds such as 3h50m")
-    return sum(int(part or 0) * seconds for part, seconds in zip(parts.groups(), (86400, 3600, 60, 1), strict=True))
 
 
 def integer(text):

@@ -17,37 +17,38 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moh_lm.alarms import Alarms
-from moh_lm.checkpoint import CheckpointError, NonFiniteState, Saver, check_space
+from moh_lm.checkpoint.manifest import write_json
+from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, check_space
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
+from moh_lm.cost.summary import describe_configuration, describe_run
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.data.loader import Loader
-from moh_lm.engine import make_engine
 from moh_lm.flags import parse_config
-from moh_lm.guard import BadNumbers
-from moh_lm.incidents import report
-from moh_lm.interval import Interval, of_ranks
-from moh_lm.journal import Journal
-from moh_lm.manifest import write_json
-from moh_lm.metrics import RunLog, training_row
+from moh_lm.monitor.alarms import Alarms
+from moh_lm.monitor.interval import Interval, of_ranks
+from moh_lm.monitor.journal import Journal
+from moh_lm.monitor.log import RunLog
+from moh_lm.monitor.row import training_row
+from moh_lm.monitor.tasks import Tasks
+from moh_lm.parallel.agreement import of_any_rank
 from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.processes import (
+from moh_lm.run.launch import (
     StopRequest,
     check_nodes,
     leave,
     lock_run_directory,
     make_run_directory,
-    of_any_rank,
     refuse_foreign_launcher,
     say,
     start_process_group,
 )
-from moh_lm.resume import contradictions, resume
-from moh_lm.summary import describe_configuration, describe_run
-from moh_lm.tasks import Tasks
-from moh_lm.watchdog import MARGIN, UNAVAILABLE, Watchdog
+from moh_lm.run.resume import contradictions, resume
+from moh_lm.run.watchdog import MARGIN, UNAVAILABLE, Watchdog
+from moh_lm.training.engine import make_engine
+from moh_lm.training.guard import BadNumbers
+from moh_lm.training.incidents import report
 
 COMPLETE, WRONG, BROKEN, NOT_WRITTEN, STOPPED = 0, 2, 70, 74, 75  # 70, 74, 75: EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL
 

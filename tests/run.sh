@@ -2,7 +2,7 @@
 # The whole test suite on the CPU, in the environment that it makes. Arguments go to pytest:
 #
 #     bash tests/run.sh
-#     bash tests/run.sh tests/test_launch.py -k corpus
+#     bash tests/run.sh tests/launch/test_launch.py -k corpus
 #
 # The exit code is pytest's, or 1 if ruff finds something.
 set -euo pipefail

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from moh_lm import pretrain
 from moh_lm.checks import config_problems
 from moh_lm.config import Config, ConfigError, walk
-from moh_lm.estimate import parameter_counts
+from moh_lm.cost.memory import parameter_counts
 from moh_lm.flags import make_parser, parse_config
 
 REQUIRED = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]

@@ -23,10 +23,10 @@ import sentencepiece
 import zstandard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.test_evaluate import made_rows
-from tests.test_launch import PYTHON, environment, run
-from tests.test_slurm import SCONTROL, SRUN
+from tests.launch.test_launch import PYTHON, environment, run
+from tests.launch.test_slurm import SCONTROL, SRUN
 from tests.tokenizing import ROOT
+from tests.tools.test_evaluate import made_rows
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = r"^```(?P<kind>bash|console)\n(?P<block>.*?)^```"
@@ -65,7 +65,7 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"benchmarks/decode", "--shapes llm-s --lengths 32 --batches 1 --active 50 --rounds 1"),
     (r"benchmarks/step", "--shape tiny --seq-length 32 --rounds 1 --threads 1"),
     (r"benchmarks/tokenize", "--corpus 'corpus/*.zst' --tokenizer tokenizer.model --rounds 1 --workers 1"),
-    (r"tests/run.sh$", "tests/test_rotary.py -n 0"),
+    (r"tests/run.sh$", "tests/model/test_rotary.py -n 0"),
     (r"tests/run.sh tests", "-n 0 -k balance"),
     (r"-m pytest", "--collect-only"),
 )  # fmt: skip

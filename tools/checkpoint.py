@@ -14,22 +14,36 @@ Exit codes: 0 done, or sound, or equal; 1 `verify` found damage, or `diff` a dif
 has to be mended, or a file could not be written, and nothing was.
 """
 
-import json
 import os
 import sys
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import json
 import time
 from pathlib import Path
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
 
-from checkpoint_read import KINDS, Step, changes, find_damage, find_gaps, layout, locate, norms, size_of, state_hash
-from checkpoint_write import WRITABLE, consolidate, copy
-
+from moh_lm.checkpoint.directory import STEP_NAME, list_steps
+from moh_lm.checkpoint.manifest import read_manifest
 from moh_lm.config import Config, ConfigError
+from moh_lm.cost.summary import describe_configuration
 from moh_lm.flags import Parser
-from moh_lm.manifest import read_manifest
-from moh_lm.steps import STEP_NAME, list_steps
-from moh_lm.summary import describe_configuration
+from tools.checkpoints.read import (
+    KINDS,
+    Step,
+    changes,
+    find_damage,
+    find_gaps,
+    layout,
+    locate,
+    norms,
+    size_of,
+    state_hash,
+)
+from tools.checkpoints.write import WRITABLE, consolidate, copy
 
 POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "data")  # of state.json: what goes on
 

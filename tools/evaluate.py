@@ -21,11 +21,16 @@ Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model fai
 has to be mended.
 """
 
+import os
+import sys
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 import contextlib
 import json
 import math
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -36,8 +41,9 @@ try:
     import lm_eval
     import torch
     import transformers
-    from evaluate_tasks import SEED, SUITES, entries_of, load_tasks, task_manager
     from lm_eval.models.huggingface import HFLM
+
+    from tools.tasks.suites import SEED, SUITES, entries_of, load_tasks, task_manager
 except ImportError as error:
     MISSING = error.name
 else:

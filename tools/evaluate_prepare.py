@@ -4,15 +4,15 @@
 
 The questions, prompts and choices are those that tools/evaluate.py puts to an export, and the ids are those of its
 tokenizer, so the run logs the numbers that the harness would give for the export of that step (computed in the run's
-own precision). The format is described in moh_lm/tasks.py. Of llama14 the tasks with choices are taken; those that
-generate text or ask whether a text would be generated (GSM8K, NQ, LAMBADA) are left out, and said.
+own precision). The format is described in moh_lm/monitor/tasks.py. Of llama14 the tasks with choices are taken;
+those that generate text or ask whether a text would be generated (GSM8K, NQ, LAMBADA) are left out, and said.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import hashlib
 import json
@@ -20,15 +20,15 @@ import tempfile
 from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
-from tokenizer_json import read_model, special_ids
 
 from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
 from moh_lm.flags import Parser
+from tools.hf.tokenizer_json import read_model, special_ids
 
 try:
-    from evaluate_tasks import SEED, SUITES, entries_of, load_tasks, task_manager
+    from tools.tasks.suites import SEED, SUITES, entries_of, load_tasks, task_manager
 except ImportError as error:
     MISSING = error.name
 else:
@@ -105,7 +105,7 @@ def encoder(path):
 
 
 def questions(task, entry, encode, limit):
-    """The rows of moh_lm/tasks.py for a ``task`` of the harness, without its name."""
+    """The rows of moh_lm/monitor/tasks.py for a ``task`` of the harness, without its name."""
     task.set_config("num_fewshot", entry.shots)
     task.set_fewshot_seed(SEED)
     task.build_all_requests(limit=limit, rank=0, world_size=1)

@@ -20,30 +20,30 @@ or the checkpoint has to be mended.
 import os
 import sys
 
-if __name__ == "__main__":
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
 import re
 import shutil
 from pathlib import Path
 
-import tiktoken_json
 import torch
-from export_check import ExportError, check_export
-from model_card import model_card
 from safetensors import SafetensorError
-from tokenizer_json import read_model, special_ids, write_tokenizer
 
 from data_prep.tiktoken_model import is_tiktoken
-from moh_lm.checkpoint import find_step
+from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
+from moh_lm.checkpoint.manifest import read_json, write_json
+from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
-from moh_lm.fragments import full_parameters, write_safetensors
-from moh_lm.manifest import read_json, write_json
 from moh_lm.model.transformer import CausalLM
+from tools.hf import tiktoken_json
+from tools.hf.export_check import ExportError, check_export
+from tools.hf.model_card import model_card
+from tools.hf.tokenizer_json import read_model, special_ids, write_tokenizer
 
-TOOLS = Path(__file__).resolve().parent
+HF = Path(__file__).resolve().parent / "hf"
 REMOTE_CODE = ("configuration_moh.py", "modeling_moh.py")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -167,7 +167,7 @@ def write_export(step, config, dtype, max_shard_size, directory):
         ids["pad_token_id"] = ids["eos_token_id"]
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     for name in REMOTE_CODE:
-        shutil.copyfile(TOOLS / name, directory / name)
+        shutil.copyfile(HF / name, directory / name)
     parameters = write_weights(step, config.model, dtype, max_shard_size, directory)
     card = model_card(step, config, read_json(step / "state.json"), dtype, parameters)
     (directory / "README.md").write_text(card, encoding="utf-8")

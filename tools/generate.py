@@ -4,9 +4,10 @@
     python tools/generate.py --model DIR --prompt A --prompt B ... --temperature 0.8 --top-p 0.95 --seed 1
     python tools/generate.py --model DIR < FILE                 the file is the prompt
 
-The model is the trainer's own with a key/value cache (moh_lm/generation.py): a new token reads the keys and values of
-its selected heads only on the CPU, and with --attention-backend triton on a GPU. Text goes to standard output, tokens
-per second to standard error. --json prints an object for each prompt instead. Greedy unless there is a --temperature.
+The model is the trainer's own with a key/value cache (moh_lm/model/generation.py): a new token reads the keys and
+values of its selected heads only on the CPU, and with --attention-backend triton on a GPU. Text goes to standard
+output, tokens per second to standard error. --json prints an object for each prompt instead. Greedy unless there is a
+--temperature.
 
 Exit codes: 0; 2 an argument has to be mended.
 """
@@ -14,8 +15,8 @@ Exit codes: 0; 2 an argument has to be mended.
 import os
 import sys
 
-if __name__ == "__main__":
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
 import importlib.util
@@ -24,18 +25,18 @@ import time
 from pathlib import Path
 
 import torch
-from import_config import model_config, read_config
 from safetensors import safe_open
 
 from data_prep.encoding import Tokenizer
-from moh_lm.checkpoint import find_step
+from moh_lm.checkpoint.fragments import full_parameters
+from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
-from moh_lm.fragments import full_parameters
-from moh_lm.generation import generate
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.kernels.decode import BACKENDS
+from moh_lm.model.generation import generate
 from moh_lm.model.transformer import CausalLM
+from tools.hf.import_config import model_config, read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet

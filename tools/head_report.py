@@ -16,8 +16,8 @@ Exit codes: 0; 1 a shard is damaged, or the report cannot be written; 2 an argum
 import os
 import sys
 
-if __name__ == "__main__":
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import json
 import math
@@ -25,9 +25,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from generate import DTYPES, count, load
-from head_ablation import measure_ablation
-from head_findings import (
+from tqdm import tqdm
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError, publish
+from moh_lm.flags import Parser
+from tools.generate import DTYPES, count, load
+from tools.heads.ablation import measure_ablation
+from tools.heads.findings import (
     CLASSES,
     alike,
     classes_of,
@@ -40,17 +45,12 @@ from head_findings import (
     specialisation,
     used_heads,
 )
-from head_measures import SEGMENT, measure_prefix, measure_rare, measure_text
-from head_page import page, picture_of
-from head_text import frequency_ranks, read_domains, repeated_sequences
-from tqdm import tqdm
-
-from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, publish
-from moh_lm.flags import Parser
+from tools.heads.measures import SEGMENT, measure_prefix, measure_rare, measure_text
+from tools.heads.page import page, picture_of
+from tools.heads.text import frequency_ranks, read_domains, repeated_sequences
 
 try:
-    from head_pictures import class_map, head_map, head_panels
+    from tools.heads.pictures import class_map, head_map, head_panels
 except ModuleNotFoundError:
     head_map = None  # no matplotlib
 

@@ -7,10 +7,11 @@
     python -m moh_lm.pretrain --checkpoint-dir RUN --data-dir DATA ...
 
 Shared heads are the first ones of the model, as in the paper, or with --select-shared importance those that matter most
-on sample text (tools/head_importance.py); they move to the front, which leaves the function of the model as it is.
+on sample text (tools/heads/importance.py); they move to the front, which leaves the function of the model as it is.
 
-RUN gets checkpoints/step-0 (tools/import_step.py): weights in fp32 and no moments. A run started there takes the model
-from it, and begins at sample 0 with fresh moments and the learning rate of its first iteration. Any layout loads it.
+RUN gets checkpoints/step-0 (tools/hf/import_step.py): weights in fp32 and no moments. A run started there takes the
+model from it, and begins at sample 0 with fresh moments and the learning rate of its first iteration. Any layout loads
+it.
 docs/continue.md goes through the whole way.
 
 Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be mended, or a file could
@@ -20,8 +21,8 @@ not be written, and nothing is there under the final name.
 import os
 import sys
 
-if __name__ == "__main__":
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
 
 import math
@@ -29,17 +30,18 @@ import time
 from dataclasses import fields, replace
 from pathlib import Path
 
-from head_importance import ranked, sample_shards, sample_text
-from import_config import model_config, own_heads, read_config
-from import_step import output_problems, write_step
-from import_vocabulary import NewRows, read_tokenizer, spelled
-from import_weights import Source, plan
 from tqdm import tqdm
 
+from moh_lm.checkpoint.manifest import describe
 from moh_lm.config import Config, ConfigError, HeadsConfig, RunConfig, flag
-from moh_lm.flags import Parser, is_list, placeholder, quantity, read_value
-from moh_lm.manifest import describe
-from moh_lm.summary import describe_model
+from moh_lm.cost.summary import describe_model
+from moh_lm.flags import Parser, is_list, placeholder, read_value
+from moh_lm.quantities import quantity
+from tools.heads.importance import ranked, sample_shards, sample_text
+from tools.hf.import_config import model_config, own_heads, read_config
+from tools.hf.import_step import output_problems, write_step
+from tools.hf.import_vocabulary import NewRows, read_tokenizer, spelled
+from tools.hf.import_weights import Source, plan
 
 TRAINING_ONLY = ("load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient")  # not of the function
 

@@ -17,8 +17,8 @@ Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument has t
 import os
 import sys
 
-if __name__ == "__main__":
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # for data_prep
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import json
 import signal
@@ -28,13 +28,13 @@ from collections import Counter
 from pathlib import Path
 
 import sentencepiece
-from inspect_shards import open_directory, summarize, verify
 
 from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.flags import Parser, parse_config
+from tools.shards.directory import open_directory, summarize, verify
 
 ANY_VOCABULARY = 2**31
 LENGTHS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)  # tokens; powers of two at which a column of the table begins

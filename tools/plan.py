@@ -3,7 +3,7 @@
     python tools/plan.py --gpus 64 [--gpu-memory 80 --gpu-tflops 989 ...] [flags of moh_lm.pretrain] [--json]
 
 For every legal combination of tensor, pipeline and data parallelism, ZeRO stage and recomputation, with micro-batches
-of 1, 2, 4, ... 64 sequences, it takes the memory of the fullest rank (moh_lm/estimate.py) and estimates the seconds
+of 1, 2, 4, ... 64 sequences, it takes the memory of the fullest rank (moh_lm/cost/memory.py) and estimates the seconds
 of a step:
 
     compute    the micro-batches on the slowest stage at --efficiency of the peak; a third more with recomputation
@@ -23,10 +23,10 @@ from dataclasses import replace
 
 from moh_lm.checks import below, layout_problems, model_problems, optimizer_problems
 from moh_lm.config import ConfigError
-from moh_lm.estimate import memory_estimate, parameter_counts, stage_shares
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import memory_estimate, parameter_counts, stage_shares
 from moh_lm.flags import Parser, parse_config
-from moh_lm.flops import flops_per_token
-from moh_lm.summary import short
+from moh_lm.quantities import short
 
 USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
 DAY = 24 * 3600

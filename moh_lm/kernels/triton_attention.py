@@ -34,8 +34,9 @@ class Tiles(NamedTuple):
 
 ANY = 2**31  # length
 
-# Chosen so that registers do not spill, products wait for nothing (tests/test_triton_compiled.py), and few tiles are
-# computed in vain: blocks of 128 slots halve what is read of keys and values, but are too coarse for short sequences.
+# Chosen so that registers do not spill, products wait for nothing (tests/kernels/test_triton_compiled.py), and few
+# tiles are computed in vain: blocks of 128 slots halve what is read of keys and values, but are too coarse for short
+# sequences.
 # Of GPUs that were not measured. {length up to: {head dimension up to: tiles}}: for Hopper, for other tensor cores, for
 # fp32 (which spills from 96 on).
 HOPPER = {

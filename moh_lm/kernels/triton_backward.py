@@ -146,7 +146,7 @@ def backward_key_kernel(
             start = tl.load(row + end)  # unless they are in a later document
             whole = tl.where(alone, whole, start)
         middle = start + (whole - start) // BM * BM
-        # In the other order ptxas waits for every single product (tests/test_triton_compiled.py).
+        # In the other order ptxas waits for every single product (tests/kernels/test_triton_compiled.py).
         dk1, dk2, dv1, dv2 = differentiate_slots(
             dk1, dk2, dv1, dv2, k1, k2, v1, v2, keys, q + b * stride_qb + h * stride_qh, stride_qs,
             dout + b * stride_ob + h * stride_oh, stride_os, gates + b * stride_gb + h, stride_gs,

@@ -29,7 +29,7 @@ import triton.language as tl
 from moh_lm.kernels.triton_attention import Tiles, check_runs, constants, index_type, wide
 from moh_lm.kernels.triton_forward import attend_keys, load_rows, store_rows
 
-# Chosen so that registers do not spill at e = 64, 96, 128 (tests/test_triton_compiled.py); no GPU has been timed.
+# Chosen so that registers do not spill at e = 64, 96, 128 (test_triton_compiled.py); no GPU has been timed.
 TILES = {2: Tiles(16, 32, 4, 4), 4: Tiles(16, 32, 8, 3)}  # by bytes of a number; block_n: tokens of the cache
 PROGRAMS_PER_MULTIPROCESSOR = 8  # four fit with their tiles at e = 128; where half of the heads are off, half return
 MAX_SPLITS = 64  # which the second kernel holds in registers

@@ -16,8 +16,9 @@ from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.cpu_sparse import AttendRows, ProjectRows, SelectedRows, SumRows, weigh
 from moh_lm.model.rotary import rotary_of, rotary_table, rotate
 from moh_lm.model.router import HeadRouter
-from moh_lm.parallel.groups import group_rank, group_size
-from moh_lm.parallel.layers import ColumnParallelLinear, Partition, RowParallelLinear
+from moh_lm.parallel.groups import group_size
+from moh_lm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from moh_lm.parallel.local_heads import LocalHeads
 from moh_lm.parallel.mappings import gather_heads, gather_sequence
 
 
@@ -118,40 +119,3 @@ class Attention(nn.Module):
 
     def split_heads(self, projected):
         return projected.unflatten(-1, (-1, self.head_dim))  # [s, b, heads/tp, e]
-
-
-class LocalHeads:
-    """The heads of a layer that this rank holds: its share of the ``leading`` ones at the front, then of the others.
-
-    ranges: (start, stop) of their canonical numbers, in local order; the first ``num_leading`` are leading ones.
-    """
-
-    def __init__(self, num_heads, leading, group):
-        self.num_heads, self.leading, self.group = num_heads, leading, group
-        self.num_leading = leading // group_size(group)
-        self.ranges, rank = [], group_rank(group)
-        for start, stop in ((0, leading), (leading, num_heads)):
-            share = (stop - start) // group_size(group)
-            if share:
-                self.ranges.append((start + rank * share, start + (rank + 1) * share))
-
-    def take(self, gates):
-        """Gates of all heads in canonical order [..., h] -> of this rank's [..., h/tp]."""
-        if self.group is None:
-            return gates
-        return torch.cat([gates[..., start:stop] for start, stop in self.ranges], dim=-1)
-
-    def in_canonical_order(self, gathered):
-        """[..., h] rank after rank -> canonical order: the leading heads of all ranks, then the others of all ranks."""
-        if self.group is None:
-            return gathered
-        of_ranks = gathered.unflatten(-1, (group_size(self.group), -1))  # [..., tp, h/tp]
-        return torch.cat([part.flatten(-2) for part in of_ranks.tensor_split([self.num_leading], dim=-1)], dim=-1)
-
-    def partition(self, dim, head_dim, queries_per_key=1):
-        """The rows or columns of these heads, or of the key/value heads that they share; None on one rank."""
-        if self.group is None:
-            return None
-        width = head_dim / queries_per_key  # of a query head in this projection
-        ranges = tuple((int(start * width), int(stop * width)) for start, stop in self.ranges)
-        return Partition(dim, int(self.num_heads * width), ranges)

@@ -16,7 +16,9 @@ from types import SimpleNamespace
 
 import torch
 
-from moh_lm import checkpoint, engine, manifest, pretrain
+from moh_lm import pretrain
+from moh_lm.checkpoint import manifest, saver
+from moh_lm.training import engine
 from tests.distributed import CONTEXT, free_port
 
 SLOTS = ("main", "writer", "remover")  # one thread each
@@ -144,11 +146,11 @@ def mark_phases(path, rank):
     around(pretrain, "make_engine", "main", "engine")
     around(pretrain, "resume", "main", "resume")
     around(pretrain, "evaluate", "main", "evaluation")
-    around(checkpoint.Saver, "save", "main", "save")
-    around(checkpoint.Saver, "commit", "main", "commit")
-    around(checkpoint.Writing, "run", "writer", "write")
-    checkpoint.shutil = SimpleNamespace(rmtree=shutil.rmtree, disk_usage=shutil.disk_usage)
-    around(checkpoint.shutil, "rmtree", "remover", "removal")
+    around(saver.Saver, "save", "main", "save")
+    around(saver.Saver, "commit", "main", "commit")
+    around(saver.Writing, "run", "writer", "write")
+    saver.shutil = SimpleNamespace(rmtree=shutil.rmtree, disk_usage=shutil.disk_usage)
+    around(saver.shutil, "rmtree", "remover", "removal")
 
 
 def slow_files(seed):
@@ -176,6 +178,6 @@ def save_again(directory):
     def adopt_and_save(an_engine, *arguments):
         adopt(an_engine, *arguments)
         step = an_engine.optimizer.steps  # none was skipped
-        checkpoint.Saver(directory).save(step, an_engine.fragments(), an_engine.config, {}, None)
+        saver.Saver(directory).save(step, an_engine.fragments(), an_engine.config, {}, None)
 
     engine.Engine.adopt = adopt_and_save

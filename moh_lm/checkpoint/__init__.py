@@ -1,0 +1,1 @@
+"""Checkpoints: saving, the files, their manifest, the directory of steps."""

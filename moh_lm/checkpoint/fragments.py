@@ -1,0 +1,202 @@
+"""The file that each rank adds to a checkpoint, and reading whole parameters, or any part of one, out of all of them.
+
+``rank-N.safetensors`` holds what one rank's optimizer owned: for a range of each flattened local parameter the fp32
+master weight and both Adam moments, under ``KIND/NAME``. The metadata key ``fragments`` is JSON, NAME -> address:
+
+    whole_shape    of the parameter
+    partition      which slices of it the writer's tensor-parallel shard was (``Partition``), or null
+    start, length  of the range in that shard, flattened
+
+The metadata key ``zero``, a JSON list, names kinds that are zero and left out: an imported model has no moments yet.
+
+A reader may be cut in any other way: it asks for a range of its own shard and gets it from whichever files hold it.
+"""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moh_lm.checkpoint.manifest import HashedFile, read_manifest
+from moh_lm.config import Config
+from moh_lm.model.transformer import CausalLM
+from moh_lm.parallel.layers import Partition
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def address_of(fragment):
+    """The metadata of one ``Fragment`` of moh_lm.training.optimizer."""
+    partition = fragment.parameter.tensor_partition
+    return {
+        "whole_shape": fragment.parameter.whole_shape,
+        "partition": None if partition is None else asdict(partition),
+        "start": fragment.start,
+        "length": fragment.tensors["master"].numel(),
+    }
+
+
+def write_safetensors(path, tensors, metadata, progress=lambda: None):
+    """Write ``tensors``, fp32 or bf16, in the safetensors format, hashing on the way; returns the manifest's entry.
+
+    Format: u64 length of the header, JSON header, the tensors end to end. ``progress`` is called after each tensor.
+    """
+    described = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
+    with HashedFile(path) as file:
+        file.write(safetensors_header(described, metadata))
+        for tensor in tensors.values():
+            file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+            progress()
+    return file.entry
+
+
+def safetensors_header(described, metadata):
+    """The bytes before the tensors. described: {name: (dtype, shape)} in the order of the tensors."""
+    header, offset = {"__metadata__": metadata}, 0
+    for name, (dtype, shape) in described.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+class Piece(NamedTuple):
+    """One range of one shard, in one file."""
+
+    file: safe_open
+    start: int
+    length: int
+
+
+class FragmentReader:
+    """Reads parameters out of the rank files of a step directory. Raises ValueError, with the path, if one is none."""
+
+    def __init__(self, step):
+        self.shapes = {}  # name -> shape of the whole parameter
+        self.shards = {}  # name -> {Partition or None: [Piece]}
+        self.zero = set()  # kinds that the files leave out
+        names = [name for name in read_manifest(Path(step)) if name.startswith("rank-")]
+        for path in (Path(step) / name for name in sorted(names)):
+            try:
+                file = safe_open(path, "pt")
+                self.zero |= set(json.loads(file.metadata().get("zero", "[]")))
+                for name, address in json.loads(file.metadata()["fragments"]).items():
+                    self.shapes[name] = tuple(address["whole_shape"])
+                    pieces = self.shards.setdefault(name, {}).setdefault(read_partition(address["partition"]), [])
+                    pieces.append(Piece(file, address["start"], address["length"]))
+            except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}: not a rank file of a checkpoint ({error})") from error
+
+    def read(self, kind, name, partition=None, start=0, length=None):
+        """Elements [start, start + length) of the flattened shard of ``name`` that ``partition`` describes; fp32.
+
+        By default the whole parameter, in its shape. kind: "master", "exp_avg" or "exp_avg_sq". Padding is zero.
+        Raises ValueError if elements are in none of the files.
+        """
+        if name not in self.shards:
+            raise ValueError(f"{kind} of {name}: is in none of the files")
+        whole = self.shapes[name]
+        rows, columns = matrix(shard_shape(whole, partition))
+        stop = rows * columns if length is None else start + length
+        is_whole = length is None and partition is None
+        if kind in self.zero:
+            return torch.zeros(whole if is_whole else stop - start)
+        first, last = start // columns, -(-stop // columns)  # rows that hold the range
+        block = torch.zeros(last - first, columns)
+        filled = 0
+        for owned, pieces in self.shards[name].items():
+            width = matrix(shard_shape(whole, owned))[1]
+            for source_row, row, count in shared_runs(owned, partition, 0, whole, first, last):
+                values = read_rows(pieces, f"{kind}/{name}", source_row, count, width)  # [count, width]
+                for source_column, column, size in shared_runs(owned, partition, 1, whole, 0, columns):
+                    part = values[:, source_column : source_column + size]
+                    block[row - first : row - first + count, column : column + size] = part
+                    filled += part.numel()
+        expected = covered(partition, 0, whole, first, last) * covered(partition, 1, whole, 0, columns)
+        if filled != expected:
+            raise ValueError(f"{kind} of {name}: {filled} of {expected} elements are in the files")
+        values = block.flatten()[start - first * columns : stop - first * columns]
+        return values.view(whole) if is_whole else values
+
+
+def read_rows(pieces, key, row, count, width):
+    """Rows [row, row + count) of a shard of ``width`` columns, fp32 [count, width], from the pieces it was cut into."""
+    first, last = row * width, (row + count) * width
+    values, position = torch.empty(last - first), first
+    for file, start, length in sorted(pieces, key=lambda piece: piece.start):
+        begin, end = max(first, start), min(last, start + length)
+        if begin == position < end:
+            values[begin - first : end - first] = file.get_slice(key)[begin - start : end - start]
+            position = end
+    if position != last:
+        raise ValueError(f"{key}: element {position} of a shard is in none of the files, or in two")
+    return values.view(count, width)
+
+
+def matrix(shape):
+    """A parameter as rows and columns: the first dimension by the others."""
+    return shape[0], math.prod(shape[1:])
+
+
+def shard_shape(whole, partition):
+    if partition is None:
+        return whole
+    return tuple(partition.local_size() if dim == partition.dim else size for dim, size in enumerate(whole))
+
+
+def runs(partition, dim, whole):
+    """(position in the shard, position in the whole parameter, length) of consecutive rows (dim 0) or columns (1)."""
+    if partition is None or partition.dim != dim:
+        return [(0, 0, matrix(whole)[dim])]
+    position, found = 0, []
+    for start, stop in partition.ranges:
+        found.append((position, start, stop - start))
+        position += stop - start
+    return found
+
+
+def shared_runs(source, target, dim, whole, first, last):
+    """(position in the source, position in the target, length) of what both hold, the target's in [first, last)."""
+    for there, whole_there, length_there in runs(source, dim, whole):
+        for here, whole_here, length_here in runs(target, dim, whole):
+            begin = max(whole_there, whole_here, whole_here + first - here)
+            end = min(whole_there + length_there, whole_here + length_here, whole_here + last - here)
+            if begin < end:
+                yield there + begin - whole_there, here + begin - whole_here, end - begin
+
+
+def covered(partition, dim, whole, first, last):
+    """Rows or columns in [first, last) of a shard that are not padding."""
+    return sum(max(0, min(last, here + size) - max(first, here)) for here, _, size in runs(partition, dim, whole))
+
+
+def read_partition(values):
+    if values is None:
+        return None
+    return Partition(values["dim"], values["size"], tuple(map(tuple, values["ranges"])), values["padding"])
+
+
+def full_parameters(step):
+    """(name, whole fp32 tensor) of every parameter of a step directory, in the order of the model."""
+    reader = FragmentReader(step)
+    with torch.device("meta"):
+        model = CausalLM(Config.load(Path(step) / "config.json").model)
+    for name, _ in model.named_parameters():
+        yield name, reader.read("master", name)
+
+
+@torch.no_grad()
+def load_fragments(step, fragments, progress=lambda: None):
+    """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them."""
+    reader = FragmentReader(step)
+    for fragment in fragments:
+        for kind, tensor in fragment.tensors.items():
+            partition = fragment.parameter.tensor_partition
+            tensor.copy_(reader.read(kind, fragment.name, partition, fragment.start, tensor.numel()))
+            progress()

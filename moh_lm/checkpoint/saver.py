@@ -1,0 +1,313 @@
+"""Checkpoints: complete or absent, verified before they are read, and free of the layout that wrote them.
+
+    checkpoints/step-N/    config.json, state.json, tokenizer.model, rank-R.safetensors of every rank (fragments.py) and
+                           manifest.json with the hashes of all of them (manifest.py); nothing is a pickle
+    checkpoints/latest     the name of the newest step, for people and other tools; a resume looks at the steps
+
+A save takes a snapshot of the optimizer's state, writes it to ``step-N.tmp``, in the background while training goes
+on, adds the manifest, renames the directory to ``step-N``, and replaces ``latest``. Every file is flushed to the disk
+before the rename that makes it count, so a crash at any moment leaves the checkpoints before it as they were.
+
+The number of steps that are kept counts only those whose files this run has verified, and removal begins with a
+rename, so that half a step never looks like a step.
+"""
+
+import json
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from moh_lm.checkpoint.directory import STEP_NAME, discard, list_steps, outdated, point_latest, remove_leftovers
+from moh_lm.checkpoint.fragments import address_of, write_safetensors
+from moh_lm.checkpoint.manifest import HashedFile, flush, verify, write_manifest
+from moh_lm.config import ConfigError
+from moh_lm.parallel.agreement import from_rank_0, of_all_ranks
+
+FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written; every rank raises it. ``problems`` holds one sentence each."""
+
+    def __init__(self, problems):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class NonFiniteState(CheckpointError):
+    """The state to be saved holds NaN or infinity."""
+
+
+def ignore(*_):
+    """Nobody listens."""
+
+
+class Saver:
+    """Writes the checkpoints of a run below ``directory``. Every rank calls its methods together.
+
+    keep_last: newest verified steps that are kept; 0 keeps all. keep_every: steps divisible by it are kept for ever;
+    0: none. background: write while training goes on. verified: steps known to be sound. on_saved: called on rank 0
+    with the step, its directory and {"bytes", "seconds", "stall_seconds"}. progress: called as the writing goes.
+    """
+
+    def __init__(
+        self,
+        directory,
+        *,
+        keep_last=0,
+        keep_every=0,
+        background=False,
+        verified=(),
+        on_saved=ignore,
+        progress=ignore,
+    ):
+        self.directory = Path(directory)
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.background = background
+        self.verified = set(verified)
+        self.on_saved = on_saved
+        self.progress = progress
+        self.buffers = {}
+        self.pending = None
+        self.removal = None
+
+    def save(self, step, fragments, config, state, tokenizer):
+        """Begin to write step-N; waits for the save before it, and to the end unless in the background.
+
+        fragments: what this rank owns (``Engine.fragments``). state: JSON-able, the same on every rank. tokenizer:
+        path of the SentencePiece model, or None. Raises CheckpointError; the steps on the disk are as they were.
+        """
+        self.finish()
+        self.started = time.perf_counter()
+        fragments = [fragment for fragment in fragments if not fragment.is_copy]
+        self.refuse(NonFiniteState, not_finite(step, fragments))
+        need = total_bytes(needed_bytes(fragments))
+        self.refuse(CheckpointError, self.make_room(step, need) if dist.get_rank() == 0 else [])
+        tensors = {f"{kind}/{f.name}": tensor.detach() for f in fragments for kind, tensor in f.tensors.items()}
+        self.pending = Writing(
+            self.directory / f"step-{step}.tmp",
+            self.snapshot(tensors) if self.background else tensors,
+            json.dumps({fragment.name: address_of(fragment) for fragment in fragments}),
+            rank_0_files(step, config, state, tokenizer) if dist.get_rank() == 0 else {},
+            need,
+            self.progress,
+        )
+        self.stall = time.perf_counter() - self.started
+        if not self.background:
+            self.finish()
+
+    def snapshot(self, tensors):
+        """Copies of ``tensors`` in CPU memory, which later saves use again."""
+        for key, tensor in tensors.items():
+            if key not in self.buffers:
+                self.buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.buffers[key].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        return self.buffers
+
+    def writing(self):
+        """Whether this rank still writes."""
+        return self.pending is not None and self.pending.is_alive()
+
+    def finish(self):
+        """Wait for the files of all ranks and make the step count; returns its directory, or None if there is none."""
+        if self.pending is None:
+            return None
+        written, self.pending = self.pending, None
+        written.join()
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, written.entries)
+        problems = of_all_ranks(written.problems)
+        final = written.directory.with_suffix("")
+        if dist.get_rank() == 0:
+            entries = {name: entry for part in parts for name, entry in part.items()}
+            absent = {f"rank-{rank}.safetensors" for rank in range(dist.get_world_size())} - entries.keys()
+            problems += [f"{written.directory / name}: was not written" for name in sorted(absent) if not problems]
+            problems = problems or self.commit(written.directory, final, entries)
+            if problems:
+                shutil.rmtree(written.directory, ignore_errors=True)
+        self.refuse(CheckpointError, problems)
+        if dist.get_rank() == 0:
+            seconds = time.perf_counter() - self.started
+            facts = {
+                "bytes": sum(entry["bytes"] for entry in entries.values()),
+                "seconds": round(seconds, 3),
+                "stall_seconds": round(self.stall if self.background else seconds, 3),
+            }
+            self.on_saved(int(STEP_NAME.fullmatch(final.name)[1]), final, facts)
+        return final
+
+    def commit(self, temporary, final, entries):
+        """Manifest, rename, ``latest``, and the removal of old steps; returns problems. Rank 0 only."""
+        try:
+            write_manifest(temporary, entries)
+            replaced = [discard(final)] if final.exists() else []  # put there by somebody else
+            temporary.rename(final)
+            flush(final.parent)
+            point_latest(final)
+        except OSError as error:
+            return [describe_failure(error, temporary, sum(entry["bytes"] for entry in entries.values()))]
+        self.verified.add(int(STEP_NAME.fullmatch(final.name)[1]))
+        self.remove(replaced)
+        return []
+
+    def remove(self, doomed):
+        """Remove the old steps, and the directories ``doomed``, in the background."""
+        numbers = [int(STEP_NAME.fullmatch(step.name)[1]) for step in list_steps(self.directory)]
+        for number in outdated(numbers, self.verified, self.keep_last, self.keep_every):
+            try:
+                doomed.append(discard(self.directory / f"step-{number}"))
+            except OSError as error:
+                print(f"{error.filename}: cannot be removed ({error.strerror})", file=sys.stderr, flush=True)
+        self.removal = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in doomed])
+        self.removal.start()
+
+    def make_room(self, step, need):
+        """Clear leftovers away and make the directory to write to; problems, if ``need`` bytes do not fit. Rank 0."""
+        temporary = self.directory / f"step-{step}.tmp"
+        if self.removal is not None:
+            self.removal.join()
+        try:
+            remove_leftovers(self.directory)
+            free = free_bytes(self.directory)
+            if free < need:
+                return [
+                    f"{temporary}: no space left on device: the checkpoint takes {need:,} bytes and {free:,} are free; "
+                    "make room, or keep fewer steps by --keep-last, and start the same command again"
+                ]
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            return [describe_failure(error, temporary, need)]
+        return []
+
+    def refuse(self, error, problems):
+        """Raise ``error`` on every rank if any rank has problems; each ends with what there is to go on from."""
+        problems = of_all_ranks(problems)
+        if problems:
+            newest = self.newest()
+            raise error([f"{problem}; {newest}" for problem in problems])
+
+    def newest(self):
+        """Words for what there is to go on from."""
+        steps = from_rank_0([str(step) for step in list_steps(self.directory)])
+        return f"the last checkpoint is {steps[0]}" if steps else "there is no checkpoint"
+
+    def close(self):
+        """Wait until everything is on the disk, or gone from it."""
+        self.finish()
+        if self.removal is not None:
+            self.removal.join()
+
+
+class Writing(threading.Thread):
+    """Writes one rank's files of a step; ``entries`` of the manifest, or ``problems``, when it has ended."""
+
+    def __init__(self, directory, tensors, addresses, texts, need, progress):
+        super().__init__(daemon=True)  # a run that dies does not wait for a checkpoint that cannot be completed
+        self.directory = directory
+        self.entries, self.problems = {}, []
+        self.work = (f"rank-{dist.get_rank()}.safetensors", tensors, addresses, texts, need, progress)
+        self.start()
+
+    def run(self):
+        name, tensors, addresses, texts, need, progress = self.work
+        try:
+            self.entries[name] = write_safetensors(
+                self.directory / name, tensors, {"fragments": addresses}, progress
+            )
+            for text_name, content in texts.items():
+                with HashedFile(self.directory / text_name) as file:
+                    file.write(content)
+                self.entries[text_name] = file.entry
+        except OSError as error:
+            self.problems.append(describe_failure(error, self.directory, need))
+        except Exception as error:  # whatever it is, the step must not count
+            self.problems.append(f"{self.directory / name}: {type(error).__name__}: {error}")
+
+
+def describe_failure(error, directory, need):
+    """A sentence with the file, the reason, and the sizes."""
+    reason, free = (error.strerror or str(error)).lower(), free_bytes(directory)
+    return (
+        f"{error.filename or directory}: {reason}: the checkpoint takes {need:,} bytes and {free:,} are left; "
+        "the partial one is removed"
+    )
+
+
+def rank_0_files(step, config, state, tokenizer):
+    """{name: content} of what is the same for all ranks."""
+    files = {
+        "config.json": (json.dumps(config.to_dict(), indent=1) + "\n").encode(),
+        "state.json": (json.dumps({"step": step, **state}, indent=1) + "\n").encode(),
+    }
+    if tokenizer is not None:
+        files["tokenizer.model"] = Path(tokenizer).read_bytes()
+    return files
+
+
+def not_finite(step, fragments):
+    """A sentence if a tensor of the ``fragments`` holds NaN or infinity."""
+    names = [f"{kind} of {fragment.name}" for fragment in fragments for kind in fragment.tensors]
+    tensors = [tensor for fragment in fragments for tensor in fragment.tensors.values()]
+    if not tensors:
+        return []
+    bounds = torch.stack([torch.stack(tensor.detach().aminmax()) for tensor in tensors])  # NaN comes through
+    bad = [name for name, finite in zip(names, bounds.isfinite().all(1).tolist(), strict=True) if not finite]
+    if not bad:
+        return []
+    return [f"step {step} is not saved: {bad[0]} is not finite on rank {dist.get_rank()} ({len(bad)} such tensors)"]
+
+
+def needed_bytes(fragments):
+    """Bytes of this rank's file of a checkpoint, at most."""
+    return FILE_OVERHEAD + sum(
+        tensor.nbytes for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()
+    )
+
+
+def total_bytes(own_bytes):
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own_bytes)
+    return sum(parts)
+
+
+def free_bytes(directory):
+    """Free bytes of the file system of ``directory``, which need not exist yet."""
+    path = Path(directory)
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def check_space(directory, fragments):
+    """Raise ConfigError unless there is room for two more checkpoints, or for one beside one that exists."""
+    need = total_bytes(needed_bytes(fragments))
+    copies = 1 if any(step.name != "step-0" for step in list_steps(directory)) else 2  # step 0 stays
+    free = free_bytes(directory)
+    if from_rank_0(free < copies * need):
+        raise ConfigError([
+            f"--checkpoint-dir {Path(directory).parent}: no space left: {free:,} bytes are free, and {copies} "
+            f"checkpoints of {need:,} bytes need room; make room, or give a directory on a larger disk"
+        ])
+
+
+def find_step(path):
+    """The step directory that ``path`` names: itself, or the newest one of a run directory. Its files are verified.
+
+    Raises ConfigError if there is none, or naming the file that is damaged.
+    """
+    path = Path(path)
+    steps = [path] if STEP_NAME.fullmatch(path.name) else list_steps(path / "checkpoints")
+    if not steps or not steps[0].is_dir():
+        raise ConfigError([f"{path}: no checkpoint here; give a run directory, or its checkpoints/step-N"])
+    damaged = verify(steps[0])
+    if damaged:
+        raise ConfigError([f"{problem}; restore it, or give an earlier checkpoint" for problem in damaged])
+    return steps[0]

@@ -1,0 +1,116 @@
+"""What a configuration costs before it runs: parameters and the memory of each rank.
+
+Parameter counts come from the model itself, built on the meta device. The memory of activations counts the tensors that
+autograd keeps for the backward pass; tests compare it with the tensors that it really keeps.
+
+Symbols: s sequence, b micro-batch, d hidden size, h query heads, k key/value heads, e head dimension, i intermediate
+size, V vocabulary, tp, pp, dp the degrees of tensor, pipeline and data parallelism.
+"""
+
+import functools
+from itertools import pairwise
+
+import torch
+
+from moh_lm.model.pipeline import layer_list, stage_bounds
+from moh_lm.model.transformer import CausalLM
+from moh_lm.parallel.cross_entropy import CHUNK_BYTES
+from moh_lm.training.deepspeed_config import REDUCE_BUCKET
+
+
+@functools.lru_cache(maxsize=8)
+def parameter_counts(model):
+    """Parameters of the whole ``ModelConfig``: {"total", "embedding" (with the output head), "router"}."""
+    with torch.device("meta"):
+        sizes = {name: parameter.numel() for name, parameter in CausalLM(model).named_parameters()}
+    return {
+        "total": sum(sizes.values()),
+        "embedding": sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name),
+        "router": sum(size for name, size in sizes.items() if ".router." in name),
+    }
+
+
+def memory_estimate(config, world_size):
+    """Bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "loss"}.
+
+    Not counted: the allocator's fragmentation, the CUDA context, buffers of NCCL (about 1 GiB together).
+    """
+    return max(stage_memory(config, world_size), key=lambda parts: sum(parts.values()))
+
+
+def stage_memory(config, world_size):
+    """``memory_estimate`` of a rank of every pipeline stage."""
+    model, run, parallel = config.model, config.run, config.parallel
+    tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.data_parallel_size(world_size)
+    micro_batches = config.gradient_accumulation_steps(world_size)
+    width = 2 if run.precision == "bf16" else 4
+    tokens = run.micro_batch_size * run.seq_length
+    found = []
+    for stage, (_, whole, blocks) in enumerate(stages(model, pp)):
+        parameters = whole / tp
+        in_flight = min(pp - stage, micro_batches)  # 1F1B: what stage 0 has started before its first backward pass
+        layer_bytes = tokens * activation_bytes(model, width, tp)
+        input_bytes = tokens * width * model.hidden_size / tp
+        kept = blocks * input_bytes * in_flight + layer_bytes if run.recompute else blocks * layer_bytes * in_flight
+        is_last = stage == pp - 1
+        # DeepSpeed sums gradients in a buffer; in a pipeline it makes two; under ZeRO-1 in bf16 none, unless offloaded.
+        buffers = (1 if pp == 1 else 2) * (parallel.zero_stage > 1 or width == 4 or parallel.offload_optimizer)
+        bucket = buffers * (4 if parallel.zero_stage == 1 else width) * min(REDUCE_BUCKET, parameters)
+        found.append(
+            {
+                "weights": width * parameters / (dp if parallel.zero_stage == 3 else 1),
+                "gradients": 4 * parameters / (dp if parallel.zero_stage > 1 else 1) + bucket,
+                "optimizer": 0 if parallel.offload_optimizer else 3 * 4 * parameters / dp,
+                "activations": kept,
+                "loss": is_last * loss_bytes(model, width, tokens, tp),
+            }
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def stages(model, num_stages):
+    """(cost, parameters, decoder layers) of each pipeline stage of the whole width; cost as in ``layer_list``."""
+    layers = layer_list(model, None, 1, False)
+    with torch.device("meta"):
+        sizes = [sum(parameter.numel() for parameter in spec.build().parameters()) for _, spec, _ in layers]
+    found = []
+    for start, stop in pairwise(stage_bounds(layers, num_stages)):
+        local = layers[start:stop]
+        blocks = sum(prefix.startswith("model.layers.") for prefix, _, _ in local)
+        found.append((sum(cost for _, _, cost in local), sum(sizes[start:stop]), blocks))
+    return found
+
+
+def stage_shares(model, num_stages):
+    """The largest of any stage: (share of the compute, share of the parameters, number of decoder layers)."""
+    costs, sizes, blocks = zip(*stages(model, num_stages), strict=True)
+    return max(costs) / sum(costs), max(sizes) / sum(sizes), max(blocks)
+
+
+def loss_bytes(model, width, tokens, tp):
+    """Bytes of the output head and the loss on one rank, at their peak: see moh_lm.parallel.cross_entropy.
+
+    The logits of a chunk in fp32, and in the model's precision unless that is fp32; the gradients of the hidden states
+    and of the weight, the latter summed in fp32 from products in the model's precision.
+    """
+    rows = model.vocab_size / tp
+    chunk = min(CHUNK_BYTES, 4 * tokens * rows)
+    gradients = model.hidden_size * (tokens * width + rows * (4 + width))
+    return chunk * (1.5 if width < 4 else 1) + gradients
+
+
+def activation_bytes(model, width, tp):
+    """Bytes that autograd keeps for one token and decoder layer, on one rank; weights in ``width`` bytes.
+
+    On the slice of the sequence: the inputs of both norms in fp32, and normalised. Whole: the gathered inputs of the
+    attention layer and of the MLP. On the rank's heads and columns: q, k, v, context, gated context; gate, up, silu,
+    product.
+    """
+    d, e, h, k = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_key_value_heads
+    gated = model.heads.head_selection != "all"
+    local = 2 * 4 * d + width * 2 * d
+    if model.heads.head_selection == "mixture" and model.heads.routing == "query_norm":
+        local += 4 * h * e
+    sliced = width * ((2 * h + 2 * k) * e + gated * h * e + 4 * model.intermediate_size)
+    return (local + sliced) / tp + width * 2 * d

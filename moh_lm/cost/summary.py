@@ -1,0 +1,138 @@
+"""What a run will do, in a few lines: printed before it starts, and by ``--dry-run``."""
+
+from collections import Counter
+
+import torch
+
+from moh_lm.config import walk
+from moh_lm.cost.memory import memory_estimate, parameter_counts
+from moh_lm.kernels.attention import choose_backend
+from moh_lm.kernels.break_even import machine, measurement
+from moh_lm.quantities import gibibytes, short
+
+
+def describe_run(config, dataset, world_size):
+    """Lines that say what the run is: model, heads, batches, data, memory. dataset: None if there is no data yet."""
+    return [
+        *describe_model(config.model),
+        *describe_attention(config),
+        *describe_batches(config, world_size),
+        *describe_data(config, dataset),
+        *describe_memory(config, world_size),
+    ]
+
+
+def describe_configuration(config):
+    """One line per field, resolved, under the title of its section."""
+    lines, title = [], None
+    for section, entry in walk(config):
+        if type(section) is not title:
+            title = type(section)
+            lines += ["", title.__doc__]
+        lines.append(f"  {entry.name:<29}{getattr(section, entry.name)}")
+    return [*lines[1:], ""]
+
+
+def describe_model(model):
+    counts = parameter_counts(model)
+    yield (
+        f"model      {model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
+        f"{model.num_attention_heads} heads x {model.head_dim}, {model.num_key_value_heads} key/value heads, "
+        f"vocabulary {model.vocab_size}"
+    )
+    yield (
+        f"parameters {short(counts['total'])} ({counts['total']:,}): embedding and output head "
+        f"{short(counts['embedding'])}, routers {short(counts['router'])}"
+    )
+    yield f"heads      {describe_heads(model)}"
+
+
+def describe_heads(model):
+    heads = model.heads
+    if heads.head_selection == "all":
+        return "all of them for every token"
+    on = [shared + active for shared, active in zip(heads.num_shared_heads, heads.num_active_routed_heads, strict=True)]
+    share = sum(on) / (len(on) * model.num_attention_heads)
+    most = "" if heads.routing_top_p is None else "at most "
+    budget = f"{span(heads.num_shared_heads)} shared + {most}{span(heads.num_active_routed_heads)} routed"
+    if heads.head_selection == "static":
+        return f"static: the first {span(on)} of {model.num_attention_heads} ({share:.1%})"
+    described = f"mixture: {budget} of {model.num_attention_heads} per token ({most}{share:.1%} active), "
+    return described + "routing " + ", ".join(routing_facts(model))
+
+
+def routing_facts(model):
+    """What the routers do, in a few words each."""
+    heads = model.heads
+    yield heads.routing
+    if heads.routing_unit == "key_value_group":
+        yield f"whole key/value groups of {model.heads_per_expert}"
+    if heads.routing_top_p is not None:
+        yield f"top-p {heads.routing_top_p:g}"
+
+
+def describe_attention(config):
+    """What ``auto`` chooses on the machine at hand; and, where it cannot know, how it can learn."""
+    run, model = config.run, config.model
+    if model.heads.head_selection == "all" or run.attention_backend != "auto":
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    heads = model.num_attention_heads
+    queries = (run.seq_length, run.micro_batch_size, heads // config.parallel.tensor_parallel_size, model.head_dim)
+    shares = [model.active_heads(index) / heads for index in range(model.num_layers)]
+    if device.type == "cpu" and run.compile:
+        yield "attention  auto: dense in every layer, since cpu_sparse cannot be compiled"
+        return
+    backends = Counter(choose_backend("auto", device, dtype, queries, share) for share in shares)
+    chosen = ", ".join(f"{backend} in {count} of {len(shares)} layers" for backend, count in backends.items())
+    found = measurement(device, dtype)
+    if found:
+        yield f"attention  auto: {chosen}, by what was measured on {found.machine}"
+    else:
+        flags = f"--dtype {str(dtype).removeprefix('torch.')}"
+        flags += f" --threads {torch.get_num_threads()}" if device.type == "cpu" else ""
+        yield f"attention  auto: {chosen}, since {machine(device)} was not measured with {flags};"
+        yield f"           python benchmarks/attention.py --levels layer {flags} --save does that"
+
+
+def describe_batches(config, world_size):
+    run, parallel = config.run, config.parallel
+    degrees = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.data_parallel_size(world_size))
+    product = " x ".join(f"{name} {size}" for name, size in zip(("tensor", "pipeline", "data"), degrees, strict=True))
+    yield f"processes  {world_size} = {product}, ZeRO-{parallel.zero_stage}, {run.precision}"
+    yield (
+        f"batch      {run.global_batch_size} sequences x {run.seq_length} = {run.tokens_per_iteration:,} tokens, "
+        f"{config.gradient_accumulation_steps(world_size)} micro-batches of {run.micro_batch_size} per rank"
+    )
+    warmup = config.optimizer.warmup_iters
+    short_run = f"; the warm-up of {warmup:,} iterations does not end" if warmup >= run.train_iters else ""
+    tokens = run.train_iters * run.tokens_per_iteration
+    yield f"budget     {run.train_iters:,} iterations = {tokens:,} tokens{short_run}"
+
+
+def describe_data(config, dataset):
+    if dataset is None:
+        yield f"data       {config.data.data_dir} does not exist yet: a run needs it, and so do the planned epochs"
+        return
+    rows = dataset.plan(config.run.train_iters * config.run.global_batch_size)
+    yield f"data       {config.data.data_dir}"
+    width = max(len("source"), *(len(row["name"]) for row in rows))
+    yield f"  {'source':<{width}}  {'share':>7}  {'tokens':>9}  {'samples':>11}  {'epochs':>8}  {'held-out':>8}"
+    for row in rows:
+        yield (
+            f"  {row['name']:<{width}}  {float(row['share']):>7.2%}  {short(row['tokens']):>9}  {row['samples']:>11,}  "
+            f"{row['epochs']:>8.3f}  {row['validation_windows']:>8,}"
+        )
+    yield from (f"  {note}" for note in dataset.notes)
+
+
+def describe_memory(config, world_size):
+    parts = memory_estimate(config, world_size)
+    shown = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
+    yield f"memory     about {gibibytes(sum(parts.values()))} per rank (estimated): {shown}"
+
+
+def span(numbers):
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"

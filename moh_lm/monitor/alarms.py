@@ -1,0 +1,169 @@
+"""Alarms: one line when something begins to go wrong, and one when it is over; nothing in between.
+
+    routing collapse    a routed head or group below --alarm-head-low, or above --alarm-head-high, of its fair load
+    balance loss        of a layer above --alarm-balance-loss times its running median
+    throughput          below --alarm-throughput times its running median
+    dead source         a source of the mix without a sample where the mix has one; or with a loss that is exactly 0,
+                        not finite, or of no token
+
+The first three ring when they hold for --alarm-intervals intervals of the log in a row, and are over when they do not
+hold for as many; the last rings, and is over, at once. A running median is over the last ``WINDOW`` intervals at which
+the alarm did not hold, and counts from ``ENOUGH`` of them on. What has rung is part of a checkpoint: a resumed run does
+not ring again.
+
+The mix has a sample of a source with the share w among any m samples with m w >= 2: moh_lm.data.mixture keeps the count
+of every prefix within less than one of its share.
+"""
+
+import statistics
+
+from moh_lm.monitor.head_load import ALWAYS, fair_load, high_load
+
+WINDOW, ENOUGH = 50, 5
+COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "throughput", "dead source"
+
+
+class Alarms:
+    """What rings, and for how long. A condition is (kind, place, head): layer or source, and routed head, or None.
+
+    settings: ``AlarmConfig``. layers: ``RoutedLayer``s. shares: {source: its share of the mix}.
+    """
+
+    def __init__(self, settings, layers, shares):
+        self.settings = settings
+        self.layers = layers
+        self.unit = layers[0].unit if layers else "head"
+        self.shares = shares
+        self.streaks = {}  # {condition: intervals that it has held for}
+        self.ringing = {}  # {condition: intervals that it has not held for}
+        self.history = {}  # {(kind, place): values at which it did not hold}
+        self.unseen = dict.fromkeys(shares, 0)  # samples of all sources since the last one of each
+
+    def check(self, interval, figures, ranks=()):
+        """[(text, facts for the journal)] of the alarms that begin, and of those that end, with ``interval``.
+
+        figures: of its heads, or None. ranks: ``of_ranks`` of moh_lm.monitor.interval.
+        """
+        held = dict(self.dead_sources(interval))
+        if interval.timed_tokens:
+            held.update(self.slow(interval, ranks))
+        known = {THROUGHPUT, SOURCE}
+        if figures:
+            held.update(self.collapsed(figures))
+            held.update(self.unbalanced(figures))
+            known |= {COLLAPSE, BALANCE}
+        # Of what this interval knows nothing about, all stays as it was.
+        unknown = {condition: number for condition, number in self.streaks.items() if condition[0] not in known}
+        self.streaks = unknown | {condition: self.streaks.get(condition, 0) + 1 for condition in held}
+        for condition in self.ringing:
+            if condition[0] in known:
+                self.ringing[condition] = 0 if condition in held else self.ringing[condition] + 1
+        begun = [c for c in held if c not in self.ringing and self.streaks[c] >= self.patience(c)]
+        ended = [c for c, quiet in self.ringing.items() if quiet >= self.patience(c)]
+        self.ringing = {c: quiet for c, quiet in self.ringing.items() if c not in ended} | dict.fromkeys(begun, 0)
+        return [
+            *grouped("ALARM", "alarm", begun, held, self.unit),
+            *grouped("alarm over:", "alarm over", sorted(ended, key=str), {}, self.unit),
+        ]
+
+    def patience(self, condition):
+        return 1 if condition[0] == SOURCE else self.settings.alarm_intervals
+
+    def collapsed(self, figures):
+        low, high = self.settings.alarm_head_low, self.settings.alarm_head_high
+        for layer, loads in zip(self.layers, figures["load"], strict=True):
+            fair = fair_load(layer, loads)
+            if fair > ALWAYS:
+                continue  # every head is selected by every token, or nearly so
+            for index, load in enumerate(loads):
+                if load < low * fair or (high and load > high_load(fair, high)):
+                    text = f"{layer.unit} {layer.num_shared + index} by {load:.1%} of the tokens, fair is {fair:.1%}"
+                    yield (COLLAPSE, layer.index, layer.num_shared + index), text
+
+    def unbalanced(self, figures):
+        for layer, loss in zip(self.layers, figures["balance_loss"], strict=True):
+            usual = self.beyond((BALANCE, layer.index), loss, self.settings.alarm_balance_loss, 1)
+            if usual is not None:
+                yield (BALANCE, layer.index, None), f"{loss:.4f} after a median of {usual:.4f}"
+
+    def slow(self, interval, ranks):
+        rate, seconds = interval.tokens_per_second(), interval.seconds_per_step()
+        usual = self.beyond((THROUGHPUT, None), rate, self.settings.alarm_throughput, -1)
+        if usual is not None:
+            text = f"{rate:,.0f} tokens/s after a median of {usual:,.0f}"
+            waits = [data for data, _ in ranks]
+            if waits and max(waits) > (sum(seconds.values()) - seconds["save"]) / 10:
+                text += f"; rank {waits.index(max(waits))} waits {max(waits):.2f} s per step for its data"
+            yield (THROUGHPUT, None, None), text
+
+    def beyond(self, key, value, factor, direction):
+        """The running median if ``value`` is above (1) or below (-1) ``factor`` times it; else None, and it counts."""
+        history = self.history.setdefault(key, [])
+        if factor and len(history) >= ENOUGH:
+            median = statistics.median(history)
+            if direction * (value - factor * median) > 0:
+                return median
+        history.append(value)
+        del history[:-WINDOW]
+        return None
+
+    def dead_sources(self, interval):
+        sequences = interval.sequences()
+        samples = sum(sequences.values())
+        losses = dict(zip(interval.names, interval.losses.tolist(), strict=True))
+        for name, share in self.shares.items():
+            self.unseen[name] = 0 if sequences[name] else self.unseen[name] + samples
+            total, tokens, seen = losses[name]
+            if share * self.unseen[name] >= 2:
+                text = f"no sample among {self.unseen[name]:,.0f}, its share of the mix is {share:.2%}"
+            elif name in interval.not_finite:
+                text = f"not finite; steps skipped for it: {interval.not_finite[name]}"
+            elif seen and not tokens:
+                text = f"no token of {seen:,.0f} sequences has a label"
+            elif seen and total == 0:
+                text = f"a loss of exactly 0 over {tokens:,.0f} tokens"
+            else:
+                continue
+            yield (SOURCE, name, None), text
+
+    def state(self):
+        """JSON-able; ``restore`` takes it back."""
+        return {
+            "streaks": [[*condition, number] for condition, number in self.streaks.items()],
+            "ringing": [[*condition, number] for condition, number in self.ringing.items()],
+            "history": [[*key, values] for key, values in self.history.items()],
+            "unseen": self.unseen,
+        }
+
+    def restore(self, state, same_data):
+        """same_data: whether the sources and their shares are those of the state."""
+        kept = [row for row in state["streaks"] if same_data or row[0] != SOURCE]
+        self.streaks = {tuple(condition): number for *condition, number in kept}
+        kept = [row for row in state["ringing"] if same_data or row[0] != SOURCE]
+        self.ringing = {tuple(condition): number for *condition, number in kept}
+        self.history = {tuple(key): values for *key, values in state["history"]}
+        if same_data:
+            self.unseen = dict(state["unseen"])
+
+
+def grouped(word, event, conditions, details, unit):
+    """One (text, facts) for all ``conditions`` of a kind and place; ``details``: {condition: what to say of it}.
+
+    unit: what an expert is called.
+    """
+    groups = {}
+    for condition in conditions:
+        groups.setdefault(condition[:2], []).append(condition)
+    found = []
+    for (kind, place), members in groups.items():
+        heads = sorted(head for _, _, head in members if head is not None)
+        where = {COLLAPSE: f" in layer {place}", BALANCE: f" in layer {place}", SOURCE: f" {place}"}.get(kind, "")
+        said = [details[condition] for condition in members if details.get(condition)]
+        if heads and not said:
+            said = [f"{unit} {head}" for head in heads]
+        more = f"; and {len(said) - 8} more" if len(said) > 8 else ""
+        text = f"{word} {kind}{where}" + (f": {'; '.join(said[:8])}{more}" if said else "")
+        facts = {"event": event, "alarm": kind, "details": said}
+        facts |= {"source": place} if kind == SOURCE else {"layer": place} if place is not None else {}
+        found.append((text, facts | ({f"{unit}s": heads} if heads else {})))
+    return found

@@ -1,0 +1,131 @@
+"""What a run says about itself: one console line per interval, ``metrics.jsonl``, TensorBoard and Weights & Biases.
+
+Rank 0 writes; a resumed run first drops what it wrote after its checkpoint. docs/monitoring.md has every figure with
+its formula.
+"""
+
+import math
+import time
+from pathlib import Path
+
+from moh_lm.monitor.boards import Boards
+from moh_lm.monitor.head_load import head_map
+from moh_lm.monitor.journal import Rows
+from moh_lm.monitor.row import bits_per_byte, finite, keep_rows
+from moh_lm.quantities import short, time_left
+
+SHOWN_HEADS = ("entropy", "unused", "overused", "a1", "balance_loss", "active_heads", "tensor_parallel_imbalance")
+
+
+class RunLog:
+    """The writer of rank 0: console, ``directory``/metrics.jsonl, and ``Boards``.
+
+    first_step: iterations done when the run starts or resumes; anything logged for later ones is dropped.
+    """
+
+    def __init__(self, directory, first_step, config):
+        self.first_step = first_step
+        self.train_iters = config.run.train_iters
+        self.model = config.model
+        self.started = time.perf_counter()
+        path = Path(directory) / "metrics.jsonl"
+        keep_rows(path, first_step)
+        self.rows = Rows(path)
+        self.boards = Boards(directory, first_step, config.run.wandb, config.to_dict())
+
+    def training(self, row, figures):
+        """Log an interval. row: ``training_row``. figures: ``head_figures``, or None."""
+        step = row["step"]
+        self.write(row)
+        runtime = row["runtime"]
+        scalars = {f"train/{key}": row[key] for key in ("loss", "load_balance_loss", "learning_rate", "grad_norm")}
+        scalars |= {f"train_loss/{name}": loss for name, loss in row["source_loss"].items()}
+        scalars |= {f"train_bits_per_byte/{name}": bits for name, bits in row["source_bits_per_byte"].items()}
+        scalars["runtime/tokens_per_second"] = row["tokens_per_second"]
+        scalars |= {f"runtime/mfu_{kind}": share for kind, share in runtime["mfu"].items()}
+        scalars |= {f"runtime/seconds_{part}": seconds for part, seconds in runtime["seconds"].items()}
+        scalars["runtime/seconds_data_slowest"] = runtime["slowest_data"]["seconds"]
+        scalars["runtime/memory_gib"] = runtime["memory"]["gib"]
+        scalars["train/skipped_steps"] = row["skipped_steps"]
+        self.boards.scalars(scalars | head_scalars(self.model, figures), step)
+        self.head_maps(figures, step)
+        print(self.line(row), flush=True)
+
+    def head_maps(self, figures, step):
+        """A picture of all layers and heads for the whole mix, and for each source."""
+        if figures:
+            columns = self.model.num_attention_heads // self.model.heads_per_expert
+            sources = {f"head_load_of_source/{name}": loads for name, loads in figures["source_load"].items()}
+            for tag, loads in {"head_load/all": figures["load"], **sources}.items():
+                picture = head_map(self.model.routed_layers(), loads, self.model.num_layers, columns)
+                self.boards.picture(tag, picture, step)
+
+    def line(self, row):
+        """The console's line of an interval."""
+        step, mfu = row["step"], row["runtime"]["mfu"]
+        seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
+        parts = [
+            f"step {step:>{len(str(self.train_iters))}}/{self.train_iters}",
+            f"{short(row['tokens'])} tokens",
+            f"loss {row['loss']:.4f}",
+            f"balance {row['load_balance_loss']:.4f}",
+            f"lr {row['learning_rate']:.3e}",
+            f"grad norm {row['grad_norm']:.3f}",
+            f"{row['tokens_per_second']:,.0f} tokens/s",
+            f"MFU {mfu['dense']:.1%}" if mfu else "",
+            f"skipped {row['skipped_steps']}" if row["skipped_steps"] else "",
+            f"{time_left((self.train_iters - step) * seconds_per_step)} left",
+        ]
+        return "  ".join(part for part in parts if part)
+
+    def evaluation(self, step, losses, bytes_per_token):
+        """Log the validation loss of each source, its exponential, the perplexity of a token, and its bits per byte."""
+        mean = sum(losses.values()) / len(losses)
+        perplexity = {name: perplexity_of(loss) for name, loss in losses.items()}
+        bits = bits_per_byte(losses, bytes_per_token)
+        self.write(
+            {
+                "step": step,
+                "evaluation": losses,
+                "evaluation_mean": mean,
+                "perplexity": perplexity,
+                "evaluation_bits_per_byte": bits,
+            }
+        )
+        scalars = {f"validation_loss/{name}": loss for name, loss in losses.items()}
+        scalars |= {f"validation_perplexity/{name}": value for name, value in perplexity.items()}
+        scalars |= {f"validation_bits_per_byte/{name}": value for name, value in bits.items()}
+        self.boards.scalars(scalars | {"validation/mean_of_sources": mean}, step)
+        shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        print(f"validation loss after {step} steps: {shown}", flush=True)
+
+    def tasks(self, step, scores):
+        """Log the scores of tasks: {task: {metric: share}}."""
+        self.write({"step": step, "tasks": scores})
+        scalars = {f"tasks/{name}/{metric}": value for name, found in scores.items() for metric, value in found.items()}
+        self.boards.scalars(scalars, step)
+        shown = "  ".join(f"{name} {list(metrics.values())[-1]:.1%}" for name, metrics in scores.items())
+        print(f"tasks after {step} steps: {shown}", flush=True)
+
+    def write(self, row):
+        self.rows.add(finite(row))
+
+    def close(self):
+        self.boards.close()
+
+
+def head_scalars(model, figures):
+    """{TensorBoard's tag: value} of ``head_figures``: the load of each routed head, and what sums it up, by layer."""
+    found = {}
+    for place, layer in enumerate(model.routed_layers() if figures else ()):
+        tag = f"heads/layer_{layer.index:02d}"
+        for index, load in enumerate(figures["load"][place]):
+            found[f"{tag}/load_{layer.unit}_{layer.num_shared + index:02d}"] = load
+        for key in SHOWN_HEADS:
+            if key in figures and figures[key][place] is not None:
+                found[f"{tag}/{key}"] = figures[key][place]
+    return found
+
+
+def perplexity_of(loss):
+    return math.exp(loss) if loss < 700 else math.inf  # which ``finite`` writes as null

@@ -1,0 +1,102 @@
+"""The rows of metrics.jsonl: what one of them holds, and which of them a resumed run keeps.
+
+docs/monitoring.md has every figure with its formula.
+"""
+
+import json
+import math
+
+from moh_lm.cost.flops import flops_per_token, peak_flops
+from moh_lm.monitor.interval import ratio
+
+
+def training_row(config, dataset, interval, step, rate, grad_norm, figures, ranks, device):
+    """The object of metrics.jsonl for the interval that ends after ``step``; its figures of heads are rounded.
+
+    figures: ``Interval.head_figures``. ranks: ``of_ranks`` of moh_lm.monitor.interval.
+    """
+    run, losses, speed = config.run, interval.source_losses(), interval.tokens_per_second()
+    data, memory = zip(*ranks, strict=True)
+    balance = figures["balance_loss"] if figures else []
+    return {
+        "step": step,
+        "loss": interval.loss(),
+        "load_balance_loss": ratio(sum(balance), len(balance)) if interval.layers else 0.0,
+        "learning_rate": rate,
+        "grad_norm": grad_norm,
+        "tokens": step * run.tokens_per_iteration,
+        "consumed_samples": step * run.global_batch_size,
+        "source_loss": losses,
+        "source_bits_per_byte": bits_per_byte(losses, dataset.bytes_per_token()),
+        "tokens_per_second": round(speed, 1),
+        "skipped_steps": interval.skipped_steps,
+        **({"heads": rounded(figures)} if figures else {}),
+        "runtime": {
+            "seconds": rounded(interval.seconds_per_step()),
+            "slowest_data": {"rank": data.index(max(data)), "seconds": rounded(max(data))},
+            "mfu": rounded(utilization(config, speed, len(ranks), device, figures or {})),
+            "memory": {"rank": memory.index(max(memory)), "gib": rounded(max(memory) / 2**30)},
+        },
+    }
+
+
+def utilization(config, tokens_per_second, world_size, device, figures):
+    """MFU: {"dense", "active"} of ``flops_per_token``, over the peak of all devices; {} where that is not known."""
+    peak = peak_flops(config.run, device)
+    if peak is None:
+        return {}
+    active = dict(zip(figures["layer"], figures["active_heads"], strict=True)) if "active_heads" in figures else {}
+    flops = flops_per_token(config.model, config.run.seq_length, active)
+    return {kind: value * tokens_per_second / (peak * world_size) for kind, value in flops.items()}
+
+
+def bits_per_byte(losses, bytes_per_token):
+    """{source: loss in bits over its bytes per token}, of the sources whose bytes are known."""
+    known = {name: size for name, size in bytes_per_token.items() if size}
+    return {name: loss / math.log(2) / known[name] for name, loss in losses.items() if name in known}
+
+
+def rounded(value):
+    """Numbers to five significant digits, so that rows stay small."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def finite(value):
+    """``value`` with null for numbers that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def keep_rows(path, last_step):
+    """Drop the rows of ``path`` that the run is about to write again: those after ``last_step``, or all if it is 0."""
+    if not path.exists():
+        return
+    if last_step == 0:
+        path.unlink()
+        return
+    rows = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [row for row in rows if complete(row) and json.loads(row)["step"] <= last_step]
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def last_step(path):
+    """The largest step of the rows of ``path``; 0 without any."""
+    rows = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return max((json.loads(row)["step"] for row in rows if complete(row)), default=0)
+
+
+def complete(row):
+    """Whether a line was written to its end."""
+    try:
+        return isinstance(json.loads(row)["step"], int)
+    except (ValueError, TypeError, KeyError):
+        return False

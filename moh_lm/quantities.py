@@ -1,0 +1,52 @@
+"""Numbers as people write and read them: 4M tokens, 3h50m, 1.25B parameters, 2.00 GiB."""
+
+import re
+from decimal import Decimal, InvalidOperation
+
+SUFFIXES = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
+DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
+
+
+def quantity(base):
+    """A reader of counts such as 4M or 100B, whose suffixes are powers of ``base``."""
+
+    def read(text):
+        suffix = text[-1:].upper()
+        digits, power = (text[:-1], SUFFIXES[suffix]) if suffix in SUFFIXES else (text, 0)
+        try:
+            value = Decimal(digits) * base**power
+        except InvalidOperation:
+            value = Decimal("NaN")
+        if not value.is_finite() or value != int(value):
+            raise ValueError("write a whole number, or one with a suffix such as 4M or 100B")
+        return int(value)
+
+    return read
+
+
+def duration(text):
+    """Seconds from a number of seconds, or from parts such as 3h50m."""
+    parts = DURATION.fullmatch(text)
+    if not text or not parts:
+        raise ValueError("write seconds, or days, hours, minutes and seconds such as 3h50m")
+    return sum(int(part or 0) * seconds for part, seconds in zip(parts.groups(), (86400, 3600, 60, 1), strict=True))
+
+
+def short(number):
+    """Such as 4M or 1.25B; suffixes are powers of 1000."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f}{unit}" if unit == "B" else f"{number / size:.0f}{unit}"
+    return str(number)
+
+
+def gibibytes(size):
+    return f"{size / 2**30:.2f} GiB"
+
+
+def time_left(seconds):
+    """Such as 3h 50m."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02d}h" if days else f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {seconds:02d}s"

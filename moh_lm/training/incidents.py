@@ -1,0 +1,53 @@
+"""The record of a step whose gradients were not applied, or that is a spike: which ranks, sources and samples."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from moh_lm.training.guard import REASONS
+
+
+def report(engine, loader, batches, journal, step, result):
+    """Record a step that was skipped, or is a spike: why, where, and with which samples. All ranks together.
+
+    Returns the names of the sources that had a loss or a gradient that is not finite.
+
+    engine, result: of the step with number ``step``; batches: this rank's micro-batches of it.
+    """
+    consumed = (step - 1) * loader.global_batch_size
+    first = consumed + loader.rank * loader.samples_per_step
+    sources = torch.cat([batch.sources for batch in batches]).tolist()
+    names = loader.dataset.source_names
+    mine = {
+        kind: [(first + place, names[sources[place]]) for place in places]
+        for kind, places in engine.bad_sequences().items()
+    }
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (mine, engine.differences))
+    found = {(rank, sample, source) for rank, (bad, _) in enumerate(ranks) for sample, source in sum(bad.values(), [])}
+    details = [text for _, differences in ranks for text in differences] + engine.guard.spikes(
+        result.loss, result.grad_norm
+    )
+    facts = {
+        "reason": REASONS[result.verdict],
+        "details": list(dict.fromkeys(details)),
+        "loss": result.loss if math.isfinite(result.loss) else str(result.loss),
+        "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else str(result.grad_norm),
+        "step_samples": [consumed, consumed + loader.global_batch_size - 1],
+        "ranks": sorted({rank for rank, _, _ in found}),
+        "samples": sorted({sample for _, sample, _ in found}),
+        "sources": sorted({source for _, _, source in found}),
+    }
+    where = "samples {} to {}".format(*facts["step_samples"])
+    if found:
+        where = f"rank {listing(facts['ranks'])}; sample {listing(facts['samples'])} of {listing(facts['sources'])}"
+    what = "SKIPPED" if result.skipped else "SPIKE"
+    text = f"{what} step {step}: {'; '.join([facts['reason'], *facts['details']])} ({where})"
+    journal.add("skipped" if result.skipped else "spike", step, text, **facts)
+    return facts["sources"]
+
+
+def listing(items):
+    """The items, or the first eight of many."""
+    return ", ".join(map(str, items[:8])) + (f" and {len(items) - 8} more" if items[8:] else "")

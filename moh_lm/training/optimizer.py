@@ -1,0 +1,115 @@
+"""AdamW sharded by ZeRO, and its state in addressable pieces.
+
+Under every ZeRO stage a rank owns, of some parameters, a range of the flattened elements: their fp32 masters and both
+Adam moments. DeepSpeed keeps these in flat buffers whose layout depends on the stage and on the number of ranks; here
+they become ``Fragment``s with canonical addresses, the optimizer's own memory, to be written to a checkpoint or
+filled from one.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from moh_lm.training.gradient_norm import examine_norms
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Fragment(NamedTuple):
+    """A range of one parameter that this rank's optimizer owns.
+
+    shape: of the local ``parameter``; start: first element of the range in it, flattened. tensors: "master", "exp_avg",
+    "exp_avg_sq", flat fp32, all of one length, the optimizer's own. is_copy: another rank has the same and speaks for
+    it.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    shape: tuple[int, ...]
+    start: int
+    is_copy: bool
+    tensors: dict[str, torch.Tensor]
+
+
+def make_adamw(parameters, settings):
+    """AdamW over ``parameters``; matrices decay, norms do not. settings: ``OptimizerConfig``."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=settings.learning_rate, betas=betas, eps=1e-8, fused=True
+    )
+
+
+class ShardedAdamW:
+    """DeepSpeed's optimizer of ``zero_stage``; its Adam state exists from the start, so that it can always be saved.
+
+    examine: sees the gradient norm of every step before the step is taken; see moh_lm.training.gradient_norm.
+    """
+
+    def __init__(self, optimizer, zero_stage, rank, examine):
+        self.optimizer = optimizer
+        self.whole_parameters = zero_stage < 3  # else each rank holds a slice of every parameter
+        self.rank = rank
+        for master in self.masters():
+            state = optimizer.optimizer.state[master]
+            state["step"] = torch.zeros((), device=master.device)
+            for moment in MOMENTS:
+                state[moment] = torch.zeros_like(master, requires_grad=False)
+        if self.whole_parameters:
+            # DeepSpeed does this after the first parameter group has stepped, and forgets the others.
+            optimizer._lazy_init_hp_params_optimizer_state()
+        examine_norms(optimizer, zero_stage, examine)
+
+    def masters(self):
+        """The flat fp32 tensors that AdamW steps."""
+        if not self.whole_parameters:
+            return self.optimizer.fp32_partitioned_groups_flat
+        return [master for group in self.optimizer.param_groups for master in group["params"]]
+
+    def set_learning_rate(self, rate):
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def fragment(self, parameter):
+        """(shape of the local parameter, start, tensors) of what this rank owns of it, or None; see ``Fragment``."""
+        if self.whole_parameters:
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                return None
+            tensors = {"master": mapping.get_hp_fragment(), **{key: mapping.get_hp_fragment(key) for key in MOMENTS}}
+            return tuple(parameter.shape), mapping.lp_fragment_address.start, tensors
+        start = self.rank * parameter.partition_numel()
+        length = min(parameter.partition_numel(), parameter.ds_numel - start)  # the rest is padding
+        if length <= 0:
+            return None
+        tensors = {}
+        for kind, key in (("master", None), *((key, key) for key in MOMENTS)):
+            owned, _ = self.optimizer._get_fp32_opt_state_partition(parameter, True, key)
+            tensors[kind] = owned[:length]
+        return tuple(parameter.ds_shape), start, tensors
+
+    @property
+    def steps(self):
+        """Steps that AdamW has taken; skipped ones do not count."""
+        return int(max(state["step"] for state in self.optimizer.optimizer.state.values()))
+
+    @torch.no_grad()
+    def adopt(self, steps):
+        """Go on after ``steps`` steps from fragments that were filled from a checkpoint."""
+        for state in self.optimizer.optimizer.state.values():
+            state["step"].fill_(steps)
+        self.refresh_weights()
+
+    @torch.no_grad()
+    def refresh_weights(self):
+        """Make the weights of the model follow their masters; all ranks together."""
+        if self.whole_parameters:
+            self.optimizer.update_lp_params()
+            return
+        for number, master in enumerate(self.masters()):
+            self.optimizer.fp16_partitioned_groups_flat[number].data.copy_(master.data)
+            self.optimizer._unflatten_partitioned_parameters(number)

@@ -1,0 +1,449 @@
+"""Checkpoints on the disk: damage, pointers, retention, full disks, and reading any part of any layout."""
+
+import contextlib
+import json
+import math
+import pickle
+import random
+import re
+import resource
+import shutil
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from moh_lm.checkpoint import fragments, manifest, saver
+from moh_lm.checkpoint.directory import list_steps, outdated
+from moh_lm.checkpoint.fragments import FragmentReader, full_parameters, write_safetensors
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, describe, verify
+from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, find_step
+from moh_lm.config import Config, ConfigError
+from moh_lm.parallel.layers import Partition, make_parameter
+from moh_lm.training.optimizer import Fragment
+from tests.distributed import run_ranks
+from tests.training.test_training import arguments, rows, run
+
+
+@pytest.fixture(scope="module")
+def saved(data_dir, tmp_path_factory):
+    """The run directory of a run of two ranks that was left after step 6, with steps 3 and 6."""
+    directory = tmp_path_factory.mktemp("saved")
+    run_ranks(run, 2, arguments(data_dir, directory), 6)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(data_dir, tmp_path_factory):
+    """The same run, never stopped."""
+    directory = tmp_path_factory.mktemp("whole")
+    run_ranks(run, 2, arguments(data_dir, directory))
+    return directory
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "run")
+    return tmp_path / "run"
+
+
+# --- Damage ---
+
+
+def test_every_flipped_bit_of_every_file_is_found_and_placed(copy):
+    step, generator = copy / "checkpoints" / "step-6", random.Random(0)
+    for path in sorted(step.iterdir()):
+        content = path.read_bytes()
+        for position in [0, len(content) - 1, *(generator.randrange(len(content)) for _ in range(40))]:
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << generator.randrange(8)
+            path.write_bytes(damaged)
+            found = verify(step)
+            assert found and all(str(path) in sentence for sentence in found), (path, position)
+        path.write_bytes(content)
+    assert verify(step) == []
+
+
+def test_the_block_of_the_damage_is_named(tmp_path):
+    path, generator = tmp_path / "file", random.Random(0)
+    path.write_bytes(generator.randbytes(2 * BLOCK_BYTES + 5))
+    entry = describe(path)
+    damaged = bytearray(path.read_bytes())
+    damaged[BLOCK_BYTES] ^= 1
+    path.write_bytes(damaged)
+    (sentence,) = manifest.difference(path, entry)
+    assert "block 1 (bytes 4,194,304 to 8,388,608)" in sentence
+
+
+def truncate(step, path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(step, path):
+    path.write_bytes(path.read_bytes() + b"0")
+
+
+def empty(step, path):
+    path.write_bytes(b"")
+
+
+def remove(step, path):
+    path.unlink()
+
+
+def replace_by_directory(step, path):
+    path.unlink()
+    path.mkdir()
+
+
+def swap_ranks(step, path):
+    one, other = step / "rank-0.safetensors", step / "rank-1.safetensors"
+    one.rename(step / "x")
+    other.rename(one)
+    (step / "x").rename(other)
+
+
+def add_a_rank(step, path):
+    shutil.copy(step / "rank-1.safetensors", step / "rank-2.safetensors")
+
+
+@pytest.mark.parametrize(
+    "harm", [truncate, lengthen, empty, remove, replace_by_directory, swap_ranks, add_a_rank], ids=lambda f: f.__name__
+)
+def test_a_damaged_step_is_set_aside_and_the_one_before_it_gives_the_same_run(copy, whole, data_dir, harm):
+    steps = copy / "checkpoints"
+    harm(steps / "step-6", steps / "step-6" / "rank-1.safetensors")
+    with pytest.raises(ConfigError, match="step-6/rank-"):
+        find_step(copy)
+    run_ranks(run, 2, arguments(data_dir, copy))
+    assert rows(copy) == rows(whole)
+    assert (steps / "damaged-step-6").is_dir()
+    assert json.loads((copy / "events.jsonl").read_text().splitlines()[-5])["event"] == "damaged"
+    assert (steps / "latest").read_text() == "step-7\n"
+    assert find_step(copy).name == "step-7"
+
+
+def test_a_run_without_a_sound_step_is_refused_and_left_as_it_is(copy, data_dir):
+    steps = copy / "checkpoints"
+    empty(None, steps / "step-3" / "state.json")
+    remove(None, steps / "step-6" / "manifest.json")
+    before = {path: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+    with pytest.raises(AssertionError, match=r"(?s)6/manifest.json: cannot be read.*step-3/state.json: has 0 byte"):
+        run_ranks(run, 2, arguments(data_dir, copy))
+    assert before == {path: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_started_afresh(copy, data_dir):
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(AssertionError, match="step 6 was saved .* and is not there: restore it"):
+        run_ranks(run, 1, arguments(data_dir, copy))
+    (copy / "events.jsonl").unlink()
+    (copy / "checkpoints").mkdir()
+    (copy / "checkpoints" / "latest").write_text("step-6\n")
+    with pytest.raises(AssertionError, match="latest: is all that is left"):
+        run_ranks(run, 1, arguments(data_dir, copy))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again_and_logs_every_step_once(whole, copy, data_dir):
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "events.jsonl").unlink()
+    (copy / "checkpoints" / "step-3.tmp").mkdir(parents=True)  # a save that was killed
+    (copy / "checkpoints" / "latest.tmp").touch()
+    run_ranks(run, 2, arguments(data_dir, copy))
+    assert rows(copy) == rows(whole)
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["latest", "step-3", "step-6", "step-7"]
+
+
+@pytest.mark.parametrize("pointer", [b"", b"step-3\n", b"step-9\n", b"../../etc\n", b"\xff\xfe", None])
+def test_a_wrong_pointer_does_not_send_a_run_elsewhere(copy, data_dir, pointer):
+    latest = copy / "checkpoints" / "latest"
+    latest.unlink()
+    if pointer is not None:
+        latest.write_bytes(pointer)
+    assert find_step(copy).name == "step-6"
+    if pointer in (b"step-3\n", b"\xff\xfe"):
+        run_ranks(run, 1, arguments(data_dir, copy))
+        assert latest.read_text() == "step-7\n"
+        events = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
+        assert [event["step"] for event in events if event["event"] == "resumed"] == [6]
+
+
+class Canary:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_no_file_that_is_read_can_run_code(copy, data_dir, tmp_path):
+    canary = tmp_path / "canary"
+    payload = pickle.dumps(Canary(canary))
+    pickle.loads(payload).close()
+    canary.unlink()  # the payload works
+    step = copy / "checkpoints" / "step-6"
+    entries = json.loads((step / "manifest.json").read_text())["files"]
+    others = [step / "manifest.json", copy / "checkpoints" / "latest", copy / "events.jsonl", copy / "config.json"]
+    for path in [*(step / name for name in entries), *others]:
+        content = path.read_bytes()
+        path.write_bytes(payload)
+        if path.name in entries:  # with a manifest that agrees
+            manifest.write_manifest(step, {**entries, path.name: describe(path)})
+        with contextlib.suppress(AssertionError):
+            run_ranks(run, 1, arguments(data_dir, copy))
+        with contextlib.suppress(ConfigError, ValueError):
+            list(full_parameters(find_step(copy)))
+        assert not canary.exists(), path
+        if step.exists():
+            path.write_bytes(content)
+            manifest.write_manifest(step, entries)
+
+
+# --- Reading parts ---
+
+
+def test_the_files_are_those_of_the_safetensors_library(tmp_path):
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.randn(4, 4).t()}
+    entry = write_safetensors(tmp_path / "x", tensors, {"key": "value"})
+    assert entry == describe(tmp_path / "x")
+    loaded = load_file(tmp_path / "x")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def cut(generator, whole, dim, ranks):
+    """``ranks`` partitions of ``dim``: slices dealt in random pieces, and padding where a rank has fewer."""
+    if ranks == 1:
+        return [None]
+    size = whole[dim]
+    marks = sorted({0, size, *(generator.randrange(1, size) for _ in range(2 * ranks))})
+    runs = list(zip(marks, marks[1:], strict=False))
+    shares = [tuple(runs[rank::ranks]) for rank in range(ranks)]
+    longest = max(sum(stop - start for start, stop in share) for share in shares)
+    return [
+        Partition(dim, size, share, longest - sum(stop - start for start, stop in share)) for share in shares
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_range_of_any_shard_is_read_from_any_other_cut(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr(fragments, "read_manifest", lambda step: [path.name for path in step.iterdir()])
+    generator = random.Random(seed)
+    whole = tuple(generator.randrange(5, 12) for _ in range(generator.randrange(1, 3)))
+    values = torch.arange(1.0, 1 + math.prod(whole)).view(whole)
+    dim = generator.randrange(len(whole))
+    for rank, partition in enumerate(cut(generator, whole, dim, generator.choice([1, 2, 3]))):
+        local = (values if partition is None else partition.take(values)).flatten()
+        middle = generator.randrange(len(local) + 1)  # two data-parallel ranks, one of which may own nothing
+        for half, (start, stop) in enumerate(((0, middle), (middle, len(local)))):
+            if start < stop:
+                write_rank(tmp_path / f"rank-{2 * rank + half}.safetensors", whole, partition, start, local[start:stop])
+    reader = FragmentReader(tmp_path)
+    assert torch.equal(reader.read("master", "w"), values)
+    for partition in cut(generator, whole, generator.randrange(len(whole)), generator.choice([1, 2, 4])):
+        local = (values if partition is None else partition.take(values)).flatten()
+        for _ in range(20):
+            start, stop = sorted(generator.sample(range(len(local) + 1), 2))
+            assert torch.equal(reader.read("master", "w", partition, start, stop - start), local[start:stop])
+
+
+def write_rank(path, whole, partition, start, values):
+    parameter = make_parameter(whole, partition=partition)
+    fragment = Fragment("w", parameter, tuple(parameter.shape), start, False, {"master": values})
+    addresses = json.dumps({"w": fragments.address_of(fragment)})
+    write_safetensors(path, {"master/w": values.clone()}, {"fragments": addresses})
+
+
+def test_elements_that_no_file_holds_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(fragments, "read_manifest", lambda step: [path.name for path in step.iterdir()])
+    write_rank(tmp_path / "rank-0.safetensors", (4, 3), None, 0, torch.zeros(7))
+    write_rank(tmp_path / "rank-1.safetensors", (4, 3), None, 8, torch.zeros(4))
+    reader = FragmentReader(tmp_path)
+    assert reader.read("master", "w", None, 3, 3).shape == (3,)
+    with pytest.raises(ValueError, match="element 7 of a shard is in none of the files"):
+        reader.read("master", "w")
+    with pytest.raises(ValueError, match="in none of the files"):
+        reader.read("master", "v")
+    (tmp_path / "rank-2.safetensors").write_bytes(b"not a tensor file")
+    with pytest.raises(ValueError, match="rank-2.safetensors: not a rank file"):
+        FragmentReader(tmp_path)
+
+
+# --- Retention ---
+
+
+def test_retention_keeps_the_newest_verified_steps_and_those_that_are_kept_for_ever():
+    generator = random.Random(0)
+    for _ in range(1000):
+        steps = sorted(generator.sample(range(1, 30), generator.randrange(9)), reverse=True)
+        verified = set(generator.sample(steps, generator.randrange(len(steps) + 1)))
+        keep_last, keep_every = generator.randrange(4), generator.choice([0, 0, 5])
+        gone = outdated(steps, verified, keep_last, keep_every)
+        left = [step for step in steps if step not in gone]
+        good = sorted(verified, reverse=True)
+        assert set(good[:keep_last]) <= set(left)
+        assert not verified or good[0] in left
+        assert all(step % 5 for step in gone) or not keep_every
+        assert not gone or keep_last
+        if keep_last and len(good) >= keep_last:  # nothing else is left that is older
+            assert all(step >= good[keep_last - 1] or (keep_every and step % keep_every == 0) for step in left)
+        else:
+            assert not gone
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_run_keeps_the_checkpoints_that_its_flags_say(data_dir, tmp_path, background):
+    more = ("--save-interval", "1", "--keep-last", "2", "--keep-every", "3", "--async-save", background)
+    run_ranks(run, 2, arguments(data_dir, tmp_path, *more))
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"latest", "step-3", "step-6", "step-7"}
+    assert all(verify(step) == [] for step in list_steps(tmp_path / "checkpoints"))
+
+
+# --- Saves that fail ---
+
+
+def save_with_a_limit(flags, limit, guilty):
+    """``run``, whose rank ``guilty`` may not write files of more than ``limit`` bytes from its second save on."""
+    save = Saver.save
+
+    def limited(saver, step, *others):
+        if step == 6 and dist.get_rank() == guilty:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            save(saver, step, *others)
+            if saver.pending:
+                saver.pending.join()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    Saver.save = limited
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        run(flags)
+    except CheckpointError as error:
+        return error.problems
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("limit", [0, 1000, 100_000])
+def test_a_save_that_cannot_be_written_leaves_the_checkpoints_before_it(
+    data_dir, tmp_path, saved, limit, guilty, background
+):
+    flags = arguments(data_dir, tmp_path, "--async-save", background)
+    one, other = run_ranks(save_with_a_limit, 2, flags, limit, guilty)
+    assert one == other and len(one) == 1
+    assert f"step-6.tmp/rank-{guilty}.safetensors: file too large: the checkpoint takes " in one[0]
+    assert one[0].endswith(f"the last checkpoint is {tmp_path}/checkpoints/step-3")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-3"]
+    assert find_step(tmp_path).name == "step-3"
+
+
+def fill_disk(flags, free_bytes):
+    saver.free_bytes = lambda directory: free_bytes
+    try:
+        run(flags)
+    except (CheckpointError, ConfigError) as error:
+        return type(error).__name__, error.problems
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(data_dir, tmp_path, copy):
+    kind, (problem,) = run_ranks(fill_disk, 2, arguments(data_dir, tmp_path / "new"), 3_000_000)[1]
+    assert kind == "ConfigError"
+    assert re.search(r"no space left: 3,000,000 bytes are free, and 2 checkpoints of 2,\d{3},\d{3} bytes", problem)
+    steps = copy / "checkpoints"
+    before = {path: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+    kind, (problem,) = run_ranks(fill_disk, 2, arguments(data_dir, copy), 2_000_000)[0]
+    assert kind == "ConfigError" and "1 checkpoints of" in problem
+    assert before == {path: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+
+
+def save_not_finite(directory):
+    parameter = make_parameter((4, 4))
+    values = torch.zeros(16)
+    fragment = Fragment("w", parameter, (4, 4), 0, False, {"master": values, "exp_avg": values.clone()})
+    saver = Saver(directory)
+    saver.save(1, [fragment], Config(), {}, None)
+    for bad in (math.nan, math.inf, -math.inf):
+        fragment.tensors["exp_avg"][dist.get_rank() * 3] = bad if dist.get_rank() else 0
+        with pytest.raises(NonFiniteState, match=r"exp_avg of w is not finite on rank 1 .*the last checkpoint is"):
+            saver.save(2, [fragment], Config(), {}, None)
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
+    run_ranks(save_not_finite, 2, tmp_path)
+    assert [step.name for step in list_steps(tmp_path)] == ["step-1"]
+
+
+def save_with_a_broken_writer(directory):
+    fragment = Fragment("w", make_parameter((4, 4)), (4, 4), 0, False, {"master": torch.zeros(16)})
+    saver = Saver(directory, keep_last=1)
+    saver.save(1, [fragment], Config(), {}, None)
+    if dist.get_rank() == 1:
+        saver.write_safetensors = broken
+    with pytest.raises(CheckpointError, match="step-2.tmp/rank-1.safetensors: MemoryError"):
+        saver.save(2, [fragment], Config(), {}, None)
+
+
+def broken(*_):
+    raise MemoryError
+
+
+def test_a_writer_that_fails_in_any_way_leaves_the_step_before(tmp_path):
+    run_ranks(save_with_a_broken_writer, 2, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
+
+
+def test_a_copy_of_a_step_under_another_number_is_set_aside(copy, data_dir):
+    steps = copy / "checkpoints"
+    shutil.copytree(steps / "step-3", steps / "step-8")
+    run_ranks(run, 1, arguments(data_dir, copy))
+    assert (steps / "damaged-step-8").is_dir()
+    events = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [6]
+
+
+def test_odd_things_in_a_run_directory_do_not_stop_it(copy, data_dir, whole):
+    steps = copy / "checkpoints"
+    (steps / "latest").unlink()
+    (steps / "latest").mkdir()
+    (steps / "step-9.tmp").touch()
+    (copy / "mine.tmp").mkdir()
+    with open(copy / "metrics.jsonl", "ab") as file:
+        file.write(b'5\n["step"]\n{"step": "x"}\n\xff\n')
+    run_ranks(run, 2, arguments(data_dir, copy))
+    assert rows(copy) == rows(whole)
+    assert (steps / "latest").read_text() == "step-7\n" and (copy / "mine.tmp").is_dir()
+
+
+def save_below_a_file(directory):
+    fragment = Fragment("w", make_parameter((4, 4)), (4, 4), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
+    with pytest.raises(CheckpointError, match="step-1.tmp: not a directory: the checkpoint takes"):
+        Saver(directory).save(1, [fragment], Config(), {}, None)
+
+
+def test_a_directory_that_rank_0_cannot_make_is_an_error_of_all_ranks(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    run_ranks(save_below_a_file, 2, tmp_path / "checkpoints")
+
+
+def save_in_the_background(directory):
+    values = torch.ones(100_000)
+    fragment = Fragment("w", make_parameter((100_000,)), (100_000,), 0, dist.get_rank() > 0, {"master": values})
+    saver = Saver(directory, background=True)
+    for step in (1, 2, 3):
+        saver.save(step, [fragment], Config(), {}, None)
+        values += 1  # the training goes on at once
+    saver.close()
+
+
+def test_a_background_save_holds_the_values_of_its_step(tmp_path):
+    run_ranks(save_in_the_background, 2, tmp_path)
+    for step in (1, 2, 3):
+        assert verify(tmp_path / f"step-{step}") == []
+        assert (FragmentReader(tmp_path / f"step-{step}").read("master", "w") == step).all()

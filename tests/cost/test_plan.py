@@ -1,0 +1,218 @@
+"""Estimates: FLOPs and parameters by hand, memory against the tensors of a real model, layouts by the tool."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moh_lm.checks import config_problems
+from moh_lm.cost import memory
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import activation_bytes, loss_bytes, memory_estimate, parameter_counts, stage_memory, stages
+from moh_lm.data.loader import MicroBatch
+from moh_lm.flags import parse_config
+from moh_lm.model.transformer import CausalLM
+from moh_lm.parallel import cross_entropy
+from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.parallel.layers import even_partition
+from moh_lm.run.launch import start_process_group
+from moh_lm.training.engine import make_engine
+from tests.distributed import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+LLM_B = """--num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-attention-heads 16 --num-shared-heads 4
+    --num-active-routed-heads 4 --seq-length 2048 --batch-tokens 4M --train-tokens 100B"""
+LLAMA3_8B = """--num-layers 32 --hidden-size 4096 --intermediate-size 14336 --num-attention-heads 32
+    --num-key-value-heads 8 --vocab-size 160896 --routing query_norm --num-shared-heads 16
+    --num-active-routed-heads 8 --seq-length 8192 --batch-tokens 16M --train-tokens 100B"""
+
+
+def parse(text, *more):
+    return parse_config([*text.split(), *more, "--data-dir", "data", "--checkpoint-dir", "run"])[0]
+
+
+def test_flops_of_llm_b_by_hand():
+    per_layer = 4 * 1536 * 1536 + 3 * 1536 * 4096 + 1536 * 18  # projections, SwiGLU, router
+    core = 2 * 1024 * 1536  # scores and their sum over 1024 positions on average, multiplications per token
+    head = 1536 * 65536
+    dense = 6 * (24 * (per_layer + core) + head)
+    saved = 6 * 24 * (8 / 16) * (2 * 1536 * 1536 + core)  # 8 of 16 heads: queries, outputs, core
+    flops = flops_per_token(parse(LLM_B).model, 2048)
+    assert flops["dense"] == pytest.approx(dense, rel=1e-12)
+    assert flops["active"] == pytest.approx(dense - saved, rel=1e-12)
+
+
+def test_parameters_of_llama3_8b_by_hand():
+    per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    assert parameter_counts(parse(LLAMA3_8B).model)["total"] == 32 * per_layer + 2 * 160896 * 4096 + 4096
+
+
+@pytest.mark.parametrize("precision, width", [("bf16", 2), ("fp32", 4)])
+def test_memory_of_llm_b_on_one_rank_by_hand(precision, width):
+    config = parse(LLM_B, "--precision", precision, "--micro-batch-size", "2")
+    parts = memory_estimate(config, world_size=8)
+    parameters = 881_542_656
+    assert parts["weights"] == width * parameters
+    assert parts["gradients"] == 4 * parameters + (4 * 500_000_000 if width == 4 else 0)
+    assert parts["optimizer"] == 12 * parameters / 8
+    chunk = 2**30 + (2**29 if width == 2 else 0)  # 4096 tokens of 65,536 logits
+    gradients = 2 * 2048 * 1536 * width + 65536 * 1536 * (4 + width)
+    assert parts["loss"] == chunk + gradients
+
+
+def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
+    config = parse(LLAMA3_8B, "--pipeline-parallel-size", "8")
+    stages = stage_memory(config, world_size=8)
+    per_layer = 8192 * activation_bytes(config.model, 2, 1)
+    assert stages[0]["activations"] == 4 * per_layer * 8  # four layers, eight micro-batches in flight
+    assert stages[-1]["loss"] > 0 and all(stage["loss"] == 0 for stage in stages[:-1])
+    total = sum(stage["weights"] for stage in stages)
+    assert total == 2 * parameter_counts(config.model)["total"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", ["--head-selection all", "", "--routing query_norm", "--num-key-value-heads 2"])
+def test_the_activation_estimate_is_what_autograd_keeps(heads, dtype):
+    sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
+    config = parse(f"{sizes} {heads}").model
+    model = CausalLM(config).to(dtype)
+    model.initialize(1)
+    kept = kept_by_second_layer(model, tokens=torch.randint(0, 64, (2, 128)))
+    assert kept / 256 == pytest.approx(activation_bytes(config, dtype.itemsize, tp=1), rel=0.03)
+
+
+def kept_by_second_layer(model, tokens):
+    """Bytes of distinct tensors, parameters aside, that the backward pass of the second layer needs."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    sizes = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        x = model.model.layers[0](model.model.embed_tokens(tokens))
+        before = set(sizes)
+        model.model.layers[1](x)
+    return sum(size for key, size in sizes.items() if key not in before)
+
+
+class HeldBytes(TorchDispatchMode):
+    """``peak``: the most bytes that tensors made in this context held at the end of any operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **kwargs or {})
+        given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in given:
+            storage = result.untyped_storage()
+            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_estimate_is_what_the_loss_holds_at_its_peak(dtype, monkeypatch):
+    for module in (cross_entropy, memory):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 4 * 2048 * 200)  # five chunks, and a smaller one
+    tokens, model = 1024, parse(f"{LLM_B} --vocab-size 2048 --hidden-size 32").model
+    x = torch.randn(tokens, 32, dtype=dtype, requires_grad=True)
+    weight = torch.randn(2048, 32, dtype=dtype, requires_grad=True)
+    labels, partition = torch.randint(0, 2048, (tokens,)), even_partition(0, 2048, None)
+    with HeldBytes() as held:
+        cross_entropy.linear_cross_entropy(x, weight, labels, partition, None)
+    assert held.peak == pytest.approx(loss_bytes(model, dtype.itemsize, tokens, tp=1), rel=0.05)
+
+
+@pytest.mark.parametrize("flags, world_size", [("", 2), ("--tensor-parallel-size 2", 2), ("--zero-stage 3", 2)])
+def test_the_optimizer_estimate_is_what_the_ranks_hold(flags, world_size):
+    text = f"""--num-layers 2 --hidden-size 64 --intermediate-size 128 --num-attention-heads 8 --vocab-size 128
+        --precision fp32 --seq-length 16 --batch-tokens 64 --train-iters 1 {flags}"""
+    held = run_ranks(optimizer_bytes, world_size, text)
+    config = parse(text)
+    assert max(held) == pytest.approx(memory_estimate(config, world_size)["optimizer"], rel=0.02)
+
+
+def optimizer_bytes(text):
+    config = parse(text)
+    device = start_process_group(120)
+    engine = make_engine(config, ParallelGroups.create(config.parallel.tensor_parallel_size, 1), device, 1)
+    return sum(tensor.nbytes for fragment in engine.fragments() for tensor in fragment.tensors.values())
+
+
+@pytest.mark.parametrize("flags", [
+    "bf16", "bf16 --offload-optimizer", "bf16 --zero-stage 2", "bf16 --zero-stage 3", "fp32",
+    "fp32 --pipeline-parallel-size 2",
+])  # fmt: skip
+def test_the_gradient_estimate_counts_the_buffers_that_deepspeed_makes(flags):
+    text = f"""--num-layers 2 --hidden-size 64 --intermediate-size 128 --num-attention-heads 8 --vocab-size 128
+        --micro-batch-size 2 --seq-length 16 --batch-tokens 128 --train-iters 1 --precision {flags}"""
+    config = parse(text)
+    parallel = config.parallel
+    held = run_ranks(buffer_bytes, 2 * parallel.pipeline_parallel_size, text)
+    for stage, (_, parameters, _) in enumerate(stages(config.model, parallel.pipeline_parallel_size)):
+        sums = 4 * parameters / (2 if parallel.zero_stage > 1 else 1)
+        part = stage_memory(config, len(held))[stage]
+        assert part["gradients"] == sums + held[2 * stage] == sums + held[2 * stage + 1]
+
+
+def buffer_bytes(text):
+    """The most that tensors as large as DeepSpeed's bucket hold at a time, up to the end of a step."""
+    config = parse(text)
+    device = start_process_group(120)
+    made, peaks, empty = [], [0], torch.empty
+
+    def watched(*arguments, **options):
+        tensor = empty(*arguments, **options)
+        made.append((StorageWeakRef(tensor.untyped_storage()), tensor.numel(), tensor.nbytes))
+        peaks.append(sum(size for storage, n, size in made if n == bucket and not storage.expired()))
+        return tensor
+
+    torch.empty, bucket = watched, 0
+    engine = make_engine(config, ParallelGroups.create(1, config.parallel.pipeline_parallel_size), device, 1)
+    bucket = engine.engine.zero_reduce_bucket_size()
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    engine.train_step([MicroBatch(tokens, tokens, tokens[:, 0])] * engine.micro_batches, 1e-3)
+    return max(peaks)
+
+
+@pytest.mark.parametrize("text, gpus", [(LLM_B, 8), (LLAMA3_8B, 64)])
+def test_the_tool_ranks_legal_layouts_that_fit(text, gpus):
+    command = [sys.executable, str(ROOT / "tools/plan.py"), "--gpus", str(gpus), "--json", *text.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    plans = json.loads(done.stdout)["layouts"]
+    fitting = [plan for plan in plans if plan["fits"]]
+    assert fitting and plans[: len(fitting)] == fitting
+    times = [plan["seconds_per_step"] for plan in fitting]
+    assert times == sorted(times)
+    for plan in plans:
+        keys = ("tensor_parallel_size", "pipeline_parallel_size", "zero_stage", "micro_batch_size", "recompute")
+        flags = [word for key in keys for word in ("--" + key.replace("_", "-"), str(plan[key]))]
+        assert config_problems(parse(text, *flags), gpus) == []
+        assert plan["memory_gib"] == pytest.approx(sum(plan["memory_gib_by_part"].values()))
+
+
+def test_the_tool_says_what_is_wrong_in_one_line():
+    command = [sys.executable, str(ROOT / "tools/plan.py"), "--gpus", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == "plan: --gpus 0: must be above 0\n"
+
+
+def test_layouts_of_continued_training_are_accepted_at_full_size():
+    stage_1 = parse(LLAMA3_8B, "--head-selection", "all", "--tensor-parallel-size", "2")
+    stage_2 = parse(LLAMA3_8B, "--pipeline-parallel-size", "8")
+    for config, world_size in ((stage_1, 2), (stage_1, 256), (stage_2, 8), (stage_2, 64)):
+        assert config_problems(config, world_size) == []

@@ -1,0 +1,118 @@
+"""Sparse backends inside the model: layers, tensor parallelism, training, resumption, and what is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moh_lm.checks import config_problems
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.flags import parse_config
+from moh_lm.model.transformer import CausalLM
+from tests.distributed import run_ranks
+from tests.model.test_router import BATCH, CASES, LENGTH, D, make_attention, make_config
+from tests.parallel.test_parallel import whole
+from tests.training.test_training import arguments, losses, rows, run
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_layer_that_computes_selected_rows_only_is_the_dense_layer(case, num_threads, threads):
+    torch.set_num_threads(num_threads)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
+    upstream = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
+    results = []
+    for backend in ("dense", "cpu_sparse"):
+        layer = make_attention(make_config(**case), beta=0.37)
+        layer.backend = backend
+        leaf = x.clone().requires_grad_()
+        output, loss, *_ = layer(leaf)
+        ((output * upstream).sum() + (loss if loss is not None else 0)).backward()
+        results.append([output, leaf.grad, *(parameter.grad for parameter in layer.parameters())])
+    for dense, sparse in zip(*results, strict=True):
+        if dense is None:  # of a router whose only gate is 1
+            assert sparse is None
+        else:
+            torch.testing.assert_close(sparse, dense, rtol=0, atol=1e-11)
+
+
+MODELS = {
+    "paper": dict(num_shared_heads=(4,), num_active_routed_heads=(2,)),
+    "groups, top-p": dict(
+        num_shared_heads=(4,), num_active_routed_heads=(4,), routing_unit="key_value_group", routing_top_p=0.6
+    ),
+    "query norm": dict(routing="query_norm", num_shared_heads=(4,), num_active_routed_heads=(2,)),
+    "query norm, groups": dict(
+        routing="query_norm", num_shared_heads=(4,), num_active_routed_heads=(2,), routing_unit="key_value_group"
+    ),
+}
+
+
+def compute(name, backend):
+    """(output, [(gradient, partition) by parameter]) of a model in float64, on the ranks of this world."""
+    config = ModelConfig(
+        num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
+        vocab_size=36, heads=HeadsConfig(**MODELS[name]),
+    )  # fmt: skip
+    group = dist.group.WORLD if dist.is_initialized() else None
+    model = CausalLM(config, group, attention_backend=backend)
+    model.initialize(seed=5)
+    model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 10  # so that no gradient is hidden by small weights
+    tokens = torch.randint(0, 36, (3, 8), generator=torch.Generator().manual_seed(2))
+    hidden = model.model(tokens)  # [s/tp, b, d]
+    hidden.square().sum().backward()
+    return {key: (parameter.grad, parameter.tensor_partition) for key, parameter in model.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_tensor_parallel_ranks_with_a_sparse_backend_compute_the_dense_model_of_one(name):
+    expected = compute(name, "dense")
+    ranks = run_ranks(compute, 2, name, "cpu_sparse")
+    for key, (gradient, _) in expected.items():
+        torch.testing.assert_close(whole([rank[key] for rank in ranks]), gradient, rtol=1e-9, atol=1e-10, msg=key)
+
+
+@pytest.fixture(scope="module")
+def dense(data_dir, tmp_path_factory):
+    """The run directory of a dense run."""
+    directory = tmp_path_factory.mktemp("dense")
+    run_ranks(run, 1, arguments(data_dir, directory, "--attention-backend", "dense"))
+    return directory
+
+
+@pytest.mark.parametrize("world_size, more", [(1, ()), (2, ("--zero-stage", "3", "--recompute"))])
+def test_a_run_with_a_sparse_backend_has_the_losses_of_the_dense_run(data_dir, tmp_path, dense, world_size, more):
+    run_ranks(run, world_size, arguments(data_dir, tmp_path, "--attention-backend", "cpu_sparse", *more))
+    assert losses(tmp_path) == pytest.approx(losses(dense), rel=1e-6)
+    norms = [[row["grad_norm"] for row in rows(directory) if "grad_norm" in row] for directory in (tmp_path, dense)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] != norms[1]  # it was another arithmetic
+
+
+def test_a_run_goes_on_with_another_backend(data_dir, tmp_path, dense):
+    run_ranks(run, 1, arguments(data_dir, tmp_path, "--attention-backend", "dense"), 3)
+    run_ranks(run, 1, arguments(data_dir, tmp_path, "--attention-backend", "cpu_sparse"))
+    assert losses(tmp_path) == pytest.approx(losses(dense), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "gpu, flags, problem",
+    [
+        (False, "triton", "triton: needs a CUDA GPU, and this machine shows none; choose auto"),
+        (False, "flex", "flex: needs a CUDA GPU, and this machine shows none; choose auto"),
+        (True, "cpu_sparse", "cpu_sparse: is for machines without a GPU; choose auto"),
+        (True, "triton --head-dim 24", "triton: has no kernels for --head-dim 24, only for 16, 32, 48, 64"),
+        (False, "cpu_sparse", None),
+        (True, "triton --reset-at-documents", None),
+        (True, "auto --head-dim 24", None),
+    ],
+)
+def test_backends_that_could_not_compute_are_refused_with_the_reason(monkeypatch, gpu, flags, problem):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    required = "--data-dir data --checkpoint-dir run --train-iters 10 --attention-backend "
+    problems = config_problems(parse_config((required + flags).split())[0], world_size=1)
+    problems = [text for text in problems if "triton is not installed" not in text]
+    assert (problem in problems[0] and len(problems) == 1) if problem else problems == []

@@ -1,0 +1,422 @@
+"""The Triton kernels in Triton's interpreter, on the CPU, against head-by-head float64 arithmetic.
+
+The fixture ``interpreter`` runs a test in a process of its own.
+"""
+
+import itertools
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.attention_cases import (
+    DOCUMENTS,
+    ROUTINGS,
+    assert_all_close,
+    make_boundaries,
+    make_inputs,
+    reference,
+    with_gradients,
+)
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SHAPES = {  # length, batch, heads, key/value heads, head dimension, shared heads
+    "16": (70, 2, 4, 4, 16, 0),
+    "64, groups": (131, 1, 4, 2, 64, 2),
+    "96": (65, 1, 4, 2, 96, 1),
+    "128": (66, 1, 2, 1, 128, 0),
+    "one token": (1, 2, 4, 2, 16, 1),
+    "a whole block": (64, 1, 3, 3, 32, 0),
+    "shorter than a block": (9, 2, 3, 1, 16, 0),
+}
+
+
+def multiply_bf16():
+    """Triton's interpreter keeps bf16 as integers and multiplies those: let it multiply their values."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    plain = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *others):
+        a, b = (self.cast_impl(x, float32) if x.dtype.scalar == bfloat16 else x for x in (a, b))
+        return plain(self, a, b, *others)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def attention(*arguments, **options):
+    from moh_lm.kernels.attention import moh_attention
+
+    return moh_attention(*arguments, **options, backend="triton")
+
+
+@contextmanager
+def small_tiles():
+    """Tiles of 16 slots and 16 keys in every kernel: many blocks in a short sequence."""
+    from moh_lm.kernels import triton_attention
+
+    plain = triton_attention.HOPPER.copy()
+    tiles = {128: triton_attention.Tiles(16, 16, 4, 1)}
+    triton_attention.HOPPER.update(dict.fromkeys(plain, {triton_attention.ANY: tiles}))
+    try:
+        yield
+    finally:
+        triton_attention.HOPPER.update(plain)
+
+
+def check_small(*arguments):
+    with small_tiles():
+        check(*arguments)
+
+
+def check(sizes, routing, dtype, tolerance, lengths=None):
+    *sizes, num_shared = sizes
+    documents = lengths and make_boundaries(lengths, *sizes[:2])
+    *tensors, upstream, selected = make_inputs(*sizes, routing, dtype)
+    if dtype.itemsize == 2:
+        tensors[3] = tensors[3].float()  # gates are fp32 whatever the precision
+    if dtype == torch.bfloat16:
+        multiply_bf16()
+    wide = [tensor.double() for tensor in (*tensors, upstream)]
+    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths), *wide)
+    got = with_gradients(lambda *t: attention(*t, selected, num_shared, documents), *tensors, upstream)
+    assert_all_close(got, expected, tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_kernels_compute_the_reference_with_every_gradient(interpreter, shape):
+    interpreter(check, shape, "odd_routing" if shape[2] > 3 else "random_routing", torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_kernels_compute_every_routing(interpreter, routing):
+    interpreter(check, (130, 1, 4, 2, 16, 0), routing, torch.float32, 2e-6)
+
+
+@pytest.mark.parametrize(
+    "shape, documents",
+    [
+        *(("16", documents) for documents in DOCUMENTS),
+        ("64, groups", "that end where blocks end"),
+        ("64, groups", "that end beside the ends of blocks"),
+        ("96", "some, other ones in each sequence"),
+    ],
+)
+def test_no_kernel_sees_beyond_a_document(interpreter, shape, documents):
+    interpreter(check, SHAPES[shape], "odd_routing", torch.float64, 1e-12, DOCUMENTS[documents])
+
+
+@pytest.mark.parametrize("routing", ["varying_routing", "everything"])
+def test_documents_may_take_many_blocks_and_a_block_many_documents(interpreter, routing):
+    interpreter(check_small, (170, 1, 2, 1, 16, 0), routing, torch.float64, 1e-12, [[3, 90, 1, 1, 9, 1000]])
+
+
+def check_one_document():
+    *tensors, upstream, selected = make_inputs(90, 1, 2, 1, 16, "varying_routing", torch.float32)
+    one = make_boundaries([[90]], 90, 1)
+    with small_tiles():
+        found = [
+            with_gradients(lambda *t, d=documents: attention(*t, selected, 0, d), *tensors, upstream)
+            for documents in (None, one)
+        ]
+    assert all(map(torch.equal, *found))
+
+
+def test_one_document_gives_the_bits_of_none(interpreter):
+    interpreter(check_one_document)
+
+
+@pytest.mark.parametrize("num_shared", [1, 2])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 3e-3), (torch.bfloat16, 0.02)])
+def test_kernels_stay_near_the_reference_in_lower_precision(interpreter, dtype, tolerance, num_shared):
+    interpreter(check, (70, 1, 4, 2, 32, num_shared), "random_routing", dtype, tolerance)
+
+
+def heads_first(tensor):
+    """The same numbers, laid out [b, heads, s, ...]."""
+    return tensor.movedim(0, 2).contiguous().movedim(2, 0)
+
+
+def last_first(tensor):
+    """The same numbers, the last dimension outermost."""
+    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def of_one_sequence(tensor):
+    """The first sequence for all: a stride of 0."""
+    return tensor[:, :1].expand_as(tensor)
+
+
+LAYOUTS = (torch.Tensor.contiguous, heads_first, last_first, of_one_sequence)
+
+
+def check_layouts(lengths, num_shared):
+    """Every layout of one tensor beside every layout of the next, and upstream gradients of each."""
+    *tensors, upstream, selected = make_inputs(40, 2, 4, 2, 16, "varying_routing")
+    documents = lengths and make_boundaries(lengths, 40, 2)
+    if documents:
+        documents = documents._replace(starts=last_first(documents.starts), ends=last_first(documents.ends))
+    for first, second in itertools.product(LAYOUTS, repeat=2):
+        laid_out = [layout(tensor) for layout, tensor in zip((first, second) * 2, tensors, strict=True)]
+        found = []
+        for function in (reference, attention):
+            leaves = [tensor.detach().requires_grad_() for tensor in laid_out]
+            extra = documents if function is attention else lengths
+            out = function(*leaves, first(selected), num_shared, extra)
+            found.append([out, *torch.autograd.grad(out, leaves, second(upstream))])
+        assert_all_close(*found[::-1], 1e-12)
+
+
+@pytest.mark.parametrize("lengths, num_shared", [(None, 0), (None, 2), ([[9, 40], [30, 40]], 2)])
+def test_inputs_and_gradients_may_have_any_layout(interpreter, lengths, num_shared):
+    interpreter(check_layouts, lengths, num_shared)
+
+
+def check_gates_of_shared_heads(dtype):
+    """dg = rowsum(dOut * H) in fp32: no rounding but that of the inputs."""
+    from moh_lm.kernels.triton_gates import differentiate_gates
+
+    generator = torch.Generator().manual_seed(0)
+    gradient, context = (torch.randn(30, 2, 3, 96, generator=generator).to(dtype) for _ in range(2))
+    gates, dgates = torch.rand(30, 2, 3), torch.empty(30, 2, 5)
+    differentiate_gates(gradient, context, gates, torch.empty_like(context), dgates)
+    exact = (gradient.double() * context.double()).sum(-1)
+    torch.testing.assert_close(dgates[..., :3].double(), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_the_gates_of_shared_heads_are_added_up_in_fp32(interpreter, dtype):
+    interpreter(check_gates_of_shared_heads, dtype)
+
+
+def check_index_type():
+    """The same bits with addresses of 64 bits, which tensors of more than 2**31 elements need."""
+    from moh_lm.kernels import triton_attention
+
+    *tensors, upstream, selected = make_inputs(40, 2, 4, 2, 48, "varying_routing", torch.float32)
+    short = with_gradients(lambda *t: attention(*t, selected), *tensors, upstream)
+    types = set()
+    plain = triton_attention.index_type
+    triton_attention.index_type = lambda tensors: types.add(plain(tensors)) or plain(tensors)
+    with mock.patch.object(triton_attention, "LARGEST_INT32", 1000):
+        wide = with_gradients(lambda *t: attention(*t, selected), *tensors, upstream)
+    triton_attention.index_type = plain
+    assert types == {triton_attention.tl.int64} and all(map(torch.equal, short, wide))
+    assert plain([torch.empty(2**16, 2**15, 1, device="meta")]) == triton_attention.tl.int64
+    assert plain([torch.empty(2**16 - 1, 2**15, 1, device="meta")]) == triton_attention.tl.int32
+
+
+def test_tensors_of_any_size_are_addressed(interpreter):
+    interpreter(check_index_type)
+
+
+def check_rows():
+    *tensors, upstream, selected = make_inputs(120, 1, 3, 1, 16)
+    changed = [torch.cat((t[:90], 3 * t[90:] + 50)) for t in tensors]
+    results = [with_gradients(lambda *t: attention(*t, selected), *tensors, upstream) for _ in range(2)]
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+    out, dq, _, _, dgates = results[0]
+    assert torch.equal(attention(*changed, torch.cat((selected[:90], ~selected[90:])))[:90], out[:90])
+    for rows in (out, dq, dgates):
+        assert (rows[~selected] == 0).all()
+    assert (tensors[3][40] == 0).all() and (dgates[40][selected[40]] != 0).all()
+
+
+def test_results_repeat_bit_for_bit_ignore_later_tokens_and_are_zero_where_not_selected(interpreter):
+    interpreter(check_rows)
+
+
+def check_compaction(dtype):
+    from moh_lm.kernels import compaction, triton_compaction
+
+    for length in (1, 75, 1024, 2100):
+        *_, selected = make_inputs(length, 2, 4, 4, 8, "odd_routing" if length > 1 else "everything")
+        part = selected.to(dtype)[..., 1:]
+        assert all(map(torch.equal, triton_compaction.compact(part), compaction.compact(part)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_the_kernel_of_the_compaction_gives_what_torch_gives(interpreter, dtype):
+    interpreter(check_compaction, dtype)
+
+
+def check_joined(heads, kv_heads, num_shared, frozen):
+    *tensors, upstream, selected = make_inputs(40, 2, heads, kv_heads, 16, "varying_routing")
+    leaves = [tensor.requires_grad_(name not in frozen) for name, tensor in zip("qkvg", tensors, strict=True)]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    expected = reference(*leaves, selected, num_shared)
+    with Operations() as seen:
+        out = attention(*leaves, selected, num_shared)
+        gradients = torch.autograd.grad(out, wanted, upstream, retain_graph=True)
+    assert not {"cat", "zeros", "clone", "slice_backward", "add"} & seen.names
+    assert all(map(torch.equal, gradients, torch.autograd.grad(out, wanted, upstream)))
+    for got, right in zip((out, *gradients), (expected, *torch.autograd.grad(expected, wanted, upstream)), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
+
+
+def check_anomalies():
+    *tensors, upstream, selected = make_inputs(20, 1, 4, 4, 16)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            with_gradients(lambda *t: attention(*t, selected, 2), *tensors, upstream)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly")
+def test_no_gradient_on_the_way_looks_like_an_anomaly(interpreter):
+    interpreter(check_anomalies)
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.__name__.split(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, num_shared, frozen",
+    [(4, 4, 1, ""), (6, 3, 2, ""), (4, 4, 2, "q"), (4, 4, 2, "kv"), (4, 4, 2, "qkv"), (4, 4, 2, "g")],
+)
+def test_shared_and_routed_heads_are_joined_without_copies(interpreter, heads, kv_heads, num_shared, frozen):
+    interpreter(check_joined, heads, kv_heads, num_shared, frozen)
+
+
+def check_tiles(lengths):
+    """Products of the interpreter are counted: two per tile forward, three for dQ, four for dK/dV."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
+
+    count = 0
+    documents = lengths and make_boundaries(lengths, 130, 1)
+    starts, ends = (None, None) if documents is None else documents[:2]
+    plain = InterpreterBuilder.create_dot
+
+    def create_dot(*arguments):
+        nonlocal count
+        count += 1
+        return plain(*arguments)
+
+    InterpreterBuilder.create_dot = create_dot
+    try:
+        *tensors, upstream, selected = make_inputs(130, 1, 2, 2, 16, "bursty_routing", torch.float16)
+        tensors[3] = tensors[3].float()
+        with small_tiles():
+            attention(*tensors, selected, 0, documents)
+            forward, count = count, 0
+            with_gradients(lambda *t: attention(*t, selected, 0, documents), *tensors, upstream)
+        backward = count - forward
+    finally:
+        InterpreterBuilder.create_dot = plain
+    compaction = compact(selected)
+    begin, _, _, end = key_blocks(compaction, 16, 16, starts)
+    tiles = (end - begin).sum().item()
+    assert forward == 2 * tiles
+    assert backward == 3 * tiles + 4 * slot_blocks(compaction, 16, 16, ends).sum()
+    return forward, backward
+
+
+def test_the_kernels_compute_the_tiles_that_the_ranges_of_the_compaction_say(interpreter):
+    whole, halves, short = (interpreter(check_tiles, lengths) for lengths in (None, [[65, 65]], [[26] * 5]))
+    assert all(a > b > c for a, b, c in zip(whole, halves, short, strict=True))
+
+
+def check_operator():
+    """torch's own checks of the two operators: schema, fake results, autograd, compilation."""
+    from moh_lm.kernels import triton_attention
+
+    *tensors, upstream, selected = make_inputs(20, 1, 2, 1, 16, "everything")  # slots of others are not written
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    for bounds in ((None, None), make_boundaries([[7, 9, 4]], 20, 1)[:2]):
+        arguments = (*leaves, selected, None, *bounds)
+        torch.library.opcheck(triton_attention.head_sparse_attention, arguments)
+        saved = triton_attention.head_sparse_attention(*arguments)[1:]
+        arguments = [t if t is None else t.detach() for t in (upstream, *leaves, None, *bounds, *saved)]
+        torch.library.opcheck(triton_attention.head_sparse_attention_backward, tuple(arguments))
+
+
+    context = torch.rand(2, 1, 20, 16, dtype=torch.float64).permute(2, 1, 0, 3).requires_grad_()
+    parts = [tensor.repeat_interleave(2, 2).detach().requires_grad_() for tensor in leaves]
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # the rest compares what is not written
+    arguments = (*parts, selected.repeat_interleave(2, 2), context)
+    torch.library.opcheck(triton_attention.head_sparse_attention, arguments, test_utils=checks)
+
+
+def test_the_operators_pass_the_checks_of_torch(interpreter):
+    interpreter(check_operator)
+
+
+def check_compilation():
+    """One graph for every routing of a shape and all documents, and for every layer that computes it."""
+    from torch._dynamo.utils import counters
+
+    results = []
+    step = torch.compile(lambda *t: attention(*t[:-1], 1, t[-1]) * 2, fullgraph=True, backend="aot_eager")
+    for layer, routing in enumerate(("random_routing", "odd_routing", "everything", "nothing")):
+        lengths = [[layer + 1, 10, 100]]
+        documents = make_boundaries(lengths, 40, 1)
+        *tensors, upstream, selected = make_inputs(40, 1, 4, 2, 16, routing, seed=layer)
+        got = with_gradients(lambda *t, s=selected, d=documents: step(*t, s, d), *tensors, upstream)
+        expected = with_gradients(lambda *t, s=selected, n=lengths: 2 * reference(*t, s, 1, n), *tensors, upstream)
+        assert_all_close(got, expected, 1e-12)
+        results.append(counters["stats"]["unique_graphs"])
+    assert results == [1] * 4
+
+
+def test_routing_anew_and_new_documents_compile_nothing_anew(interpreter):
+    interpreter(check_compilation)
+
+
+def check_layers(heads, positions, compiling):
+    """A whole model whose layers are computed again, with these kernels, against the plain dense one."""
+    from torch._dynamo.utils import counters
+
+    from moh_lm.model.transformer import compile_layers
+    from tests.model.test_compile import HEADS, make_model, step
+
+    dense = make_model(backend="dense", head_dim=16, **HEADS[heads])
+    again = make_model(recompute=True, backend="triton", head_dim=16, **HEADS[heads])
+    if compiling:
+        compile_layers(again, backend="aot_eager")
+    counters.clear()
+    for got, expected in zip(step(again, 0, positions), step(dense, 0, positions), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+    return counters["stats"]["unique_graphs"]
+
+
+POSITIONS = [None, torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])]
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("heads", ["paper", "query norm"])
+def test_compiled_and_recomputed_layers_take_the_kernels_into_their_graph(interpreter, heads, positions):
+    assert interpreter(check_layers, heads, positions, True) == 1
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("heads", ["paper", "query norm"])
+def test_recomputed_layers_compute_with_the_kernels_what_dense_ones_do(interpreter, heads, positions):
+    assert interpreter(check_layers, heads, positions, False) == 0
+
+
+def test_without_a_gpu_the_backend_says_so():
+    from moh_lm.kernels.attention import moh_attention
+
+    *tensors, _, selected = make_inputs(20, 1, 4, 4, 16)
+    with pytest.raises(RuntimeError, match="triton: the tensors are on cpu, not on a GPU; choose auto"):
+        moh_attention(*tensors, selected, backend="triton")
+    *tensors, _, selected = make_inputs(20, 1, 4, 4, 24)
+    with pytest.raises(ValueError, match="triton: head dimension 24, not of"):
+        moh_attention(*tensors, selected, backend="triton")

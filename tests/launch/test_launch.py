@@ -1,0 +1,293 @@
+"""The scripts in launch/: the paper's values, the three launchers, the quickstart's corpus, the environment step."""
+
+import ast
+import gzip
+import inspect
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from json.decoder import JSONDecoder
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import zstandard
+
+from launch.quickstart_corpus import split_docstrings
+from moh_lm.checks import config_problems
+from moh_lm.flags import parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
+LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK_PYTHON", "HOSTFILE"}
+
+# Stands for moh_lm.pretrain: leaves what it was given in a file of its rank, and exits with the code asked for.
+TRAINER = """
+import json, os, sys
+call = {"arguments": sys.argv[1:], "process": os.getpid()}
+open(f"rank-{os.environ.get('RANK', 0)}.json", "w").write(json.dumps(call))
+sys.exit(int(sys.argv[sys.argv.index("--exit-code") + 1]) if "--exit-code" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """A working directory whose package moh_lm is the stub; "a b" in its name as a path that users have."""
+    directory = tmp_path / "a b"
+    (directory / "moh_lm").mkdir(parents=True)
+    (directory / "moh_lm" / "__init__.py").touch()
+    (directory / "moh_lm" / "pretrain.py").write_text(TRAINER)
+    return directory
+
+
+def environment(**variables):
+    """This environment without what a launcher sets, with the programs of this Python first."""
+    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**kept, "PATH": path, "DS_ACCELERATOR": "cpu", **variables}
+
+
+def run(command, directory, seconds=120, **variables):
+    """(exit code, output, process id) of a command; its whole process group is ended when it takes too long."""
+    with subprocess.Popen(
+        [str(word) for word in command], cwd=directory, env=environment(**variables), start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output, process.pid
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def call_of_rank(directory, rank):
+    return json.loads((directory / f"rank-{rank}.json").read_text())
+
+
+def script_arguments(script, directory, *flags):
+    """The trainer's arguments when ``script`` runs on one rank."""
+    code, output, _ = run([sys.executable, ROOT / script, *flags], directory)
+    assert code == 0, output
+    return call_of_rank(directory, 0)["arguments"]
+
+
+# --- The scripts as programs ---
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_is_valid_bash_and_valid_python(script, tmp_path):
+    code, output, _ = run(["bash", "-n", ROOT / script], tmp_path)
+    assert (code, output) == (0, "")
+    compile((ROOT / script).read_text(), script, "exec")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_rank_keeps_its_process_and_exit_code_down_to_the_trainer(script, trainer):
+    """With one process there is nothing in between that could lose a signal."""
+    code, output, process = run([sys.executable, ROOT / script, "--exit-code", "7"], trainer)
+    assert code == 7, output
+    assert call_of_rank(trainer, 0)["process"] == process
+
+
+def test_bash_starts_deepspeed_on_the_script_itself(trainer):
+    flags = ["--train-iters", "10", "--data-dir", "my data", "--exit-code", "2"]
+    code, output, _ = run(["bash", ROOT / SCRIPTS[1], *flags], trainer)
+    assert code == 2, output
+    assert call_of_rank(trainer, 0)["arguments"][-len(flags):] == flags
+
+
+def test_bash_hands_the_hostfile_to_deepspeed(trainer):
+    deepspeed = trainer / "bin" / "deepspeed"
+    deepspeed.parent.mkdir()
+    deepspeed.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    deepspeed.chmod(0o755)
+    path = f"{deepspeed.parent}{os.pathsep}{os.environ['PATH']}"
+    script = str(ROOT / SCRIPTS[0])
+    _, output, _ = run(["bash", script, "--dry-run"], trainer, PATH=path, HOSTFILE="my hosts")
+    assert output.splitlines() == ["--hostfile", "my hosts", script, "--dry-run"]
+
+
+def test_deepspeed_runs_the_script_on_two_ranks(trainer):
+    command = ["deepspeed", "--num_gpus", "2", "--master_port", free_port(), ROOT / SCRIPTS[0]]
+    code, output, _ = run([*command, "--data-dir", "my data"], trainer)
+    assert code == 0, output
+    assert [call_of_rank(trainer, rank)["arguments"][-2:] for rank in (0, 1)] == [["--data-dir", "my data"]] * 2
+
+
+def test_torchrun_runs_the_script_on_two_ranks(trainer):
+    command = ["torchrun", "--nproc-per-node", "2", "--master-port", free_port(), ROOT / SCRIPTS[0]]
+    code, output, _ = run([*command, "--data-dir", "my data"], trainer)
+    assert code == 0, output
+    assert [call_of_rank(trainer, rank)["arguments"][-2:] for rank in (0, 1)] == [["--data-dir", "my data"]] * 2
+
+
+# --- The scripts as tables ---
+
+PAPER = {
+    "seq_length": 2048, "batch_tokens": 2048 * 2048, "train_tokens": 100 * 10**9, "train_iters": 23_842,
+    "vocab_size": 65_536, "warmup_init_lr": 1e-7, "weight_decay": 0.1, "gradient_clipping": 1.0,
+    "load_balance_coefficient": 0.01, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "precision": "bf16",
+}  # fmt: skip
+LLM_S = {
+    "num_layers": 12, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "head_dim": 64,
+    "num_shared_heads": (6,) * 12, "num_active_routed_heads": (3,) * 12,
+    "learning_rate": 3e-4, "min_learning_rate": 3e-5, "warmup_iters": 2000,
+}  # fmt: skip
+LLM_B = {
+    "num_layers": 24, "hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 16, "head_dim": 96,
+    "num_shared_heads": (8,) * 24, "num_active_routed_heads": (4,) * 24,
+    "learning_rate": 5e-4, "min_learning_rate": 5e-5, "warmup_iters": 500,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "values"), [(SCRIPTS[0], LLM_S), (SCRIPTS[1], LLM_B)])
+def test_script_holds_the_values_of_the_paper(script, values, trainer):
+    config, _ = parse_config(script_arguments(script, trainer))
+    expected = PAPER | values
+    assert {key: value for key, value in config.to_dict().items() if key in expected} == expected
+    assert config.run.global_batch_size == 2048
+    assert sum(float(weight) for _, weight in config.data.data_mix) == pytest.approx(100)
+    assert config_problems(config, world_size=8) == []
+
+
+def test_later_flags_shrink_the_model_of_a_script(trainer):
+    shrink = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-shared-heads 2 --num-active-routed-heads 1"
+    budget = "--train-iters 3 --batch-tokens 8K --micro-batch-size 1 --warmup-iters 1 --data-mix books=1"
+    config, _ = parse_config(script_arguments(SCRIPTS[1], trainer, *shrink.split(), *budget.split()))
+    assert (config.model.num_layers, config.model.head_dim, config.model.heads.num_shared_heads) == (2, 16, (2, 2))
+    assert (config.run.train_iters, config.data.data_mix) == (3, (("books", "1"),))
+    assert config_problems(config, world_size=2) == []
+
+
+# --- The quickstart's corpus ---
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """{source: documents} as another program would read the three files."""
+    directory = tmp_path_factory.mktemp("corpus")
+    make_corpus(directory)
+    contents = {
+        "topics": (directory / "topics.jsonl").read_bytes(),
+        "docstrings": zstandard.decompress((directory / "docstrings.jsonl.zst").read_bytes()),
+        "library": gzip.decompress((directory / "library.json.gz").read_bytes()),
+    }
+    return directory, {
+        source: [json.loads(line)["text"] for line in content.decode().splitlines()]
+        for source, content in contents.items()
+    }
+
+
+def make_corpus(directory, **variables):
+    code, output, _ = run([sys.executable, ROOT / "launch" / "quickstart_corpus.py", directory], directory, **variables)
+    assert code == 0, output
+
+
+def test_corpus_has_the_same_bytes_each_time(corpus, tmp_path):
+    first, _ = corpus
+    make_corpus(tmp_path, PYTHONHASHSEED="7")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["docstrings.jsonl.zst", "library.json.gz", "topics.jsonl"]
+    assert all((first / name).read_bytes() == (tmp_path / name).read_bytes() for name in names)
+
+
+def test_corpus_holds_the_texts_of_this_python_once(corpus):
+    _, documents = corpus
+    docstring = inspect.getdoc(JSONDecoder)
+    code = next(line for line in inspect.getsource(JSONDecoder.decode).splitlines() if "raw_decode" in line)
+    assert sorted(documents["topics"]) == sorted(topics.values())
+    assert [sum(docstring in text for text in documents[source]) for source in ("docstrings", "library")] == [1, 0]
+    assert [sum(code in text for text in documents[source]) for source in ("docstrings", "library")] == [0, 1]
+
+
+def test_code_without_its_docstrings_is_otherwise_unchanged():
+    source = textwrap.dedent('''
+        """Module, with a form feed \x0c inside."""
+        def function():
+            "é on one line"  # é in a comment
+            return "not a docstring"
+        class C:
+            """A class
+            on two lines."""
+            async def method(self):
+                """Method."""
+                "not a docstring either"
+    ''')
+    docstrings, code = split_docstrings(source)
+    assert docstrings == ["Module, with a form feed \x0c inside.", "é on one line", "A class\non two lines.", "Method."]
+    assert "# é in a comment" in code
+    without = ast.parse(source)
+    for node in ast.walk(without):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            del node.body[0]
+    assert ast.dump(ast.parse(code)) == ast.dump(without)
+
+
+# --- The environment step ---
+
+# Stands for the Python of an active environment: pip's calls are noted, and fail while the file `offline` is there.
+PYTHON = """#!/bin/sh
+case "$*" in
+    "-m pip "*) echo "$*" >>"{directory}/calls"; test ! -e "{directory}/offline" || {{ echo "no network"; exit 1; }} ;;
+    *import*deepspeed*) ;;
+    *) exec "{python}" "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout and an active environment, both with a space in their paths."""
+    directory = tmp_path / "a b"
+    (directory / "launch").mkdir(parents=True)
+    (directory / "venv" / "bin").mkdir(parents=True)
+    shutil.copy(ROOT / "setup.py", directory)
+    shutil.copy(ROOT / "launch" / "environment.sh", directory / "launch")
+    python = directory / "venv" / "bin" / "python"
+    python.write_text(PYTHON.format(directory=directory, python=sys.executable))
+    python.chmod(0o755)
+    return directory
+
+
+def prepare(checkout, extra):
+    """(exit code, output, calls of pip for a package other than pip itself) of the environment step."""
+    (checkout / "calls").write_text("")
+    command = ["bash", "-c", 'set -e; source launch/environment.sh "$1"; command -v python', "bash", extra]
+    code, output, _ = run(command, checkout, VIRTUAL_ENV=str(checkout / "venv"))
+    calls = (checkout / "calls").read_text().splitlines()
+    return code, output, [call for call in calls if not call.endswith(" pip>=21.3")]
+
+
+def test_environment_step_keeps_the_torch_of_an_active_environment(checkout):
+    code, output, calls = prepare(checkout, "test")
+    assert code == 0, output
+    assert output.splitlines()[-1] == str(checkout / "venv" / "bin" / "python")
+    assert len(calls) == 1 and calls[0].endswith("--editable .[test]") and "--constraint" in calls[0]
+
+
+def test_environment_step_installs_only_what_has_changed(checkout):
+    assert [len(prepare(checkout, extra)[2]) for extra in ("test", "test", "hf", "test", "hf")] == [1, 0, 1, 0, 0]
+    with open(checkout / "setup.py", "a") as file:
+        file.write("\n")
+    assert [len(prepare(checkout, extra)[2]) for extra in ("test", "test", "hf")] == [1, 0, 1]
+
+
+def test_a_failed_installation_is_reported_and_repeated(checkout):
+    (checkout / "offline").touch()
+    code, output, _ = prepare(checkout, "test")
+    assert code == 1
+    assert "no network" in output and "[environment] error: pip failed" in output.splitlines()[-1]
+    (checkout / "offline").unlink()
+    assert [len(prepare(checkout, "test")[2]) for _ in range(2)] == [1, 0]

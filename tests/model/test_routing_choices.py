@@ -1,0 +1,224 @@
+"""Key/value groups as experts, and a number of heads that varies by token: runs, figures, export and import."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moh_lm.checkpoint.manifest import read_json
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.config import AlarmConfig, Config, HeadsConfig, ModelConfig
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import parameter_counts
+from moh_lm.cost.summary import describe_heads
+from moh_lm.flags import parse_config
+from moh_lm.model.router import HeadRouter
+from moh_lm.monitor.alarms import Alarms
+from moh_lm.monitor.head_load import head_figures, head_map
+from tests.distributed import run_ranks
+from tests.monitor.test_alarms import interval
+from tests.monitor.test_monitoring import events_of
+from tests.tools.test_export import PAPER, write_checkpoint
+from tests.training.test_layouts import distance, state
+from tests.training.test_training import arguments, parameters, rows, run
+from tools import export_hf
+from tools.hf.import_config import model_config
+
+HEADS = "--num-attention-heads 16 --num-key-value-heads 8 --head-dim 4"
+GROUPS = f"{HEADS} --routing-unit key_value_group --num-shared-heads 4"  # two groups of two heads, and six routed ones
+TOP_P = "--routing-top-p 0.54 --routing-entropy-coefficient 0.5"  # untrained routers give six experts 1/6 each, nearly
+MODELS = {
+    "groups, query norm": f"{GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7",
+    "top-p, released": f"{HEADS} --num-shared-heads 2 10 --num-active-routed-heads 9 6 {TOP_P} --routing released "
+    "--load-balance-scope global_batch",
+    "both": f"{GROUPS} --num-active-routed-heads 10 {TOP_P}",
+}
+STEADY = """--train-iters 3 --log-interval 1 --save-interval 1 --eval-samples 2 --eval-interval 0 --warmup-iters 0
+    --learning-rate 2e-5 --min-learning-rate 1e-5 --gradient-clipping 0"""
+LAYOUTS = {
+    "tensor": (2, "--tensor-parallel-size 2"),
+    "pipeline": (2, "--pipeline-parallel-size 2 --recompute"),
+    "data, sparse": (2, "--zero-stage 3 --attention-backend cpu_sparse --recompute"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(data_dir, tmp_path_factory):
+    """Run directories of the models on one process, made when first asked for."""
+    made = {}
+
+    def of(model):
+        if model not in made:
+            made[model] = tmp_path_factory.mktemp("one")
+            run_ranks(run, 1, arguments(data_dir, made[model], *STEADY.split(), *MODELS[model].split()))
+        return made[model]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "model, layout",
+    [("groups, query norm", "tensor"), ("top-p, released", "pipeline"), ("both", "tensor"), ("both", "data, sparse")],
+)
+def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_path, one_process):
+    world_size, flags = LAYOUTS[layout]
+    run_ranks(run, world_size, arguments(data_dir, tmp_path, *STEADY.split(), *MODELS[model].split(), *flags.split()))
+    expected = one_process(model)
+    for mine, theirs in zip(rows(tmp_path), rows(expected), strict=True):
+        assert mine["step"] == theirs["step"]
+        for key in theirs.keys() & {"loss", "load_balance_loss", "grad_norm", "evaluation"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
+        heads = theirs.get("heads", {})
+        assert all(mine["heads"][key] == heads[key] for key in heads.keys() & {"load", "active_heads"})
+        assert ("active_heads" in heads) == ("heads" in theirs and "top-p" in MODELS[model])
+    mine, theirs = state(tmp_path, 1), state(expected, 1)
+    far = {key: distance(mine[key], theirs[key]) for key in theirs}
+    assert max(far.values()) < 1e-5, sorted(far.items(), key=lambda item: -item[1])[:5]
+
+
+def test_the_entropy_is_part_of_the_gradient_and_not_of_the_balance_loss(data_dir, tmp_path, one_process):
+    flags = f"{STEADY} {MODELS['both']} --routing-entropy-coefficient 0"
+    run_ranks(run, 1, arguments(data_dir, tmp_path, *flags.split()))
+    without, with_it = rows(tmp_path)[1], rows(one_process("both"))[1]  # of the first step
+    assert without["load_balance_loss"] == with_it["load_balance_loss"] and without["loss"] == with_it["loss"]
+    mine, theirs = state(tmp_path, 1), state(one_process("both"), 1)
+    key = "exp_avg/model.layers.1.self_attn.router.w_routed"
+    assert distance(mine[key], theirs[key]) > 0.1
+    key = "exp_avg/lm_head.weight"
+    assert distance(mine[key], theirs[key]) < 1e-6
+
+
+def test_a_resumed_run_takes_the_routing_from_its_checkpoint_bit_for_bit(data_dir, tmp_path, one_process):
+    flags = arguments(data_dir, tmp_path, *STEADY.split())
+    run_ranks(run, 1, [*flags, *MODELS["top-p, released"].split()], 2)
+    run_ranks(run, 1, [*flags, *HEADS.split()])
+    assert rows(tmp_path) == rows(one_process("top-p, released"))
+    expected = parameters(one_process("top-p, released"))
+    assert all(torch.equal(value, expected[name]) for name, value in parameters(tmp_path).items())
+
+
+# --- Figures ---
+
+
+def run_recorded(flags):
+    """Run; returns {layer: [selection [s, b, E] of each forward pass of training]}."""
+    select, taken = HeadRouter.select, {}
+
+    def recorded(router, *others):
+        selected = select(router, *others)
+        if torch.is_grad_enabled():
+            taken.setdefault(router.layer_index, []).append(selected)
+        return selected
+
+    HeadRouter.select = recorded
+    run(flags)
+    return taken
+
+
+def test_active_heads_and_loads_are_those_of_the_selections_and_the_mfu_counts_them(data_dir, tmp_path):
+    flags = f"--train-iters 2 --log-interval 2 --eval-interval 0 --eval-samples 1 --peak-tflops 0.001 {MODELS['both']}"
+    flags = arguments(data_dir, tmp_path, *flags.split(), "--learning-rate", "0.3")
+    (taken,) = run_ranks(run_recorded, 1, flags)
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    board, active = events_of(tmp_path), {}
+    for layer in range(2):
+        selected = torch.cat([part.flatten(0, 1) for part in taken[layer]])
+        assert len(selected) == 2 * 128 and len(set(selected.sum(-1).tolist())) > 1
+        active[layer] = 4 + 2 * selected.sum(-1).mean().item()
+        assert row["heads"]["active_heads"][layer] == pytest.approx(active[layer], rel=1e-4)
+        assert row["heads"]["load"][layer] == pytest.approx(selected.mean(0).tolist(), rel=1e-4)
+        shown = {"active_heads": active[layer], "load_group_02": selected[:, 0].mean().item()}
+        for name, value in shown.items():
+            (scalar,) = board.Scalars(f"heads/layer_{layer:02d}/{name}")
+            assert scalar.value == pytest.approx(value, rel=1e-5)
+        last_step = selected[128:].mean(0).tolist()  # which --load-balance-scope global_batch goes by
+        assert read_json(find_step(tmp_path) / "state.json")["router_shares"][layer] == pytest.approx(last_step)
+    (image,) = board.Images("head_load/all")
+    assert (image.height, image.width) == (2 * 12, 8 * 12)
+    model = parse_config(flags)[0].model
+    per_head = flops_per_token(model, 16, {0: 1, 1: 0})["active"] - flops_per_token(model, 16, {0: 0, 1: 0})["active"]
+    flops = flops_per_token(model, 16)["dense"] - per_head * sum(16 - heads for heads in active.values())
+    assert row["runtime"]["mfu"]["active"] == pytest.approx(flops * row["tokens_per_second"] / 1e9, rel=1e-3)
+
+
+def test_fair_is_the_mean_load_where_k_is_only_the_most():
+    heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_top_p=0.5)
+    model = ModelConfig(num_layers=1, num_attention_heads=8, heads=heads)
+    sums = np.array([[0.0, 10.0, 2, 4, 8, 10]])
+    figures = head_figures(model.routed_layers(), sums, ["a"], [2], 10, 1.3, 1)
+    assert figures["load"] == figures["source_load"]["a"] == [[0.1, 0.2, 0.4, 0.5]]
+    assert figures["active_heads"] == [pytest.approx(5.2)]
+    assert figures["overused"] == [0.5]  # fair is 30%, and 1.3 times it 39%
+    alarms = Alarms(AlarmConfig(alarm_intervals=1, alarm_head_low=0.4), model.routed_layers(), {})
+    ((text, _),) = alarms.check(interval(), figures)
+    assert text == "ALARM routing collapse in layer 0: head 4 by 10.0% of the tokens, fair is 30.0%"
+
+
+def test_a_layer_in_which_nearly_every_token_selects_all_heads_has_not_collapsed():
+    heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_top_p=0.9)
+    model = ModelConfig(num_layers=1, num_attention_heads=8, heads=heads)
+    alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
+    assert alarms.check(interval(), {"load": [[1.0, 1.0, 1.0, 0.9]], "balance_loss": [1.0]}) == []
+
+
+def test_alarms_and_maps_speak_of_groups():
+    heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_unit="key_value_group")
+    model = ModelConfig(num_layers=1, num_attention_heads=16, num_key_value_heads=4, heads=heads)
+    figures = {"load": [[0.0, 0.5, 0.5]], "balance_loss": [0.3]}
+    alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
+    ((text, facts),) = alarms.check(interval(), figures)
+    assert text == "ALARM routing collapse in layer 0: group 1 by 0.0% of the tokens, fair is 33.3%"
+    assert facts["groups"] == [1]
+    ((text, _),) = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3]})
+    assert text == "alarm over: routing collapse in layer 0: group 1"
+    assert head_map(model.routed_layers(), figures["load"], 1, 4, pixels=1).tolist() == [[255, 0, 128, 128]]
+
+
+# --- What a model is said to be, and its files ---
+
+
+def test_the_summary_says_what_a_token_selects_and_routers_count_groups():
+    model = parse_config(f"--num-layers 2 {MODELS['both']}".split())[0].model
+    assert describe_heads(model) == (
+        "mixture: 4 shared + at most 10 routed of 16 per token (at most 87.5% active), routing paper, "
+        "whole key/value groups of 2, top-p 0.54"
+    )
+    assert parameter_counts(model)["router"] == 2 * 768 * (8 + 2)  # eight groups, a1 and a2
+
+
+def test_an_export_has_the_keys_its_card_the_words_and_an_import_the_model(tmp_path, monkeypatch):
+    heads = replace(PAPER.heads, routing_unit="key_value_group", routing_top_p=0.6)
+    model = replace(PAPER, heads=replace(heads, num_shared_heads=(2, 0), num_active_routed_heads=(2, 4)))
+    export = exporter(monkeypatch)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
+    export(tmp_path / "run", tmp_path / "hf")  # which compares the logits of the trainer and of transformers
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (values["routing_unit"], values["routing_top_p"]) == ("key_value_group", 0.6)
+    assert model_config(values) == replace(model, heads=replace(model.heads, routing_entropy_coefficient=1e-4))
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "| routing | released, whole key/value groups of 2, top-p 0.6 |" in card
+    assert "| layer | shared groups | routed groups per token |" in card
+    assert "| 0 | 1 | at most 1 of 1 | 50.0% | 40.0% | 60.0% |" in card
+    import_hf = pytest.importorskip("import_hf")
+    monkeypatch.setattr("sys.argv", ["import_hf.py", "--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")])
+    import_hf.main()
+    assert Config.load(find_step(tmp_path / "in") / "config.json").model == model
+
+
+def test_an_export_of_a_plain_model_has_none_of_the_keys(tmp_path, monkeypatch):
+    export = exporter(monkeypatch)
+    monkeypatch.setattr("tools.hf.export_check.transformers", None)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, None, False)
+    export(tmp_path / "run", tmp_path / "hf")
+    assert not {"routing_unit", "routing_top_p"} & json.loads((tmp_path / "hf" / "config.json").read_text()).keys()
+
+
+def exporter(monkeypatch):
+    """tools/export_hf.py in this process."""
+    def call(checkpoint, output):
+        arguments = ["--checkpoint", str(checkpoint), "--output", str(output)]
+        export_hf.export(export_hf.parse_arguments(arguments))
+
+    return call

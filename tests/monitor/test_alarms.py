@@ -1,0 +1,252 @@
+"""Alarms: the rules on made-up intervals, and runs with a planted collapse, a planted dead source and a slow rank."""
+
+import json
+import os
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moh_lm.checks import config_problems
+from moh_lm.config import AlarmConfig, RoutedLayer
+from moh_lm.data.mixture import Mixture
+from moh_lm.flags import parse_config
+from moh_lm.model.router import HeadRouter
+from moh_lm.monitor.alarms import Alarms
+from moh_lm.monitor.interval import Interval
+from moh_lm.training.engine import Engine
+from tests.distributed import run_ranks
+from tests.monitor.test_monitoring import events_of
+from tests.run.test_reliability import events, nan_in_the_loss, run_with
+from tests.training.test_training import arguments, run
+
+LAYERS = [RoutedLayer(1, 2, 4, 1), RoutedLayer(3, 0, 2, 2)]  # one of 4 routed heads; both of 2
+FAIR = [[0.25] * 4, [1.0, 1.0]]
+
+
+def figures(load=None, balance_loss=(0.25, 1.0)):
+    return {"load": [load or FAIR[0], FAIR[1]], "balance_loss": list(balance_loss)}
+
+
+def interval(sequences=(3, 1), loss=2.0, seconds=1.0, tokens=64, not_finite=()):
+    """One step with so many sequences of the sources a and b, at 64 tokens per sequence and ``loss`` per token."""
+    made = Interval(["a", "b"], [], torch.device("cpu"))
+    losses = torch.tensor([[loss * n * tokens, n * tokens, n] for n in sequences], dtype=torch.float64)
+    parts = {"forward_backward": seconds * 0.8, "optimizer": seconds * 0.1}
+    result = SimpleNamespace(losses=losses, routers=made.routers, skipped=bool(not_finite), seconds=parts)
+    made.add(result, seconds * 0.1, sum(sequences) * 64, not_finite)
+    return made
+
+
+def alarms(shares=(0.75, 0.25), **settings):
+    return Alarms(AlarmConfig(**settings), LAYERS, dict(zip("ab", shares, strict=True)))
+
+
+def texts(found):
+    return [text for text, _ in found]
+
+
+def test_a_head_below_or_above_its_fair_load_rings_once_after_so_many_intervals_until_it_is_over():
+    made = alarms(alarm_intervals=3)
+    low = [0.02, 0.94, 0.02, 0.02]  # a tenth of 25% is 2.5%; three times it 75%
+    fair = FAIR[0]
+    seen = [low, low, fair, low, low, low, low, fair, fair, low, fair, fair, fair]
+    rung = [made.check(interval(), figures(load)) for load in seen]
+    assert [len(found) for found in rung] == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1]
+    ((text, facts),) = rung[5]
+    said = [f"head {head} by {load} of the tokens, fair is 25.0%" for head, load in enumerate(["2.0%", "94.0%"], 2)]
+    assert text.startswith("ALARM routing collapse in layer 1: " + "; ".join(said))
+    assert (facts["event"], facts["alarm"], facts["layer"]) == ("alarm", "routing collapse", 1)
+    assert facts["heads"] == [2, 3, 4, 5]
+    ((text, facts),) = rung[12]
+    assert text == "alarm over: routing collapse in layer 1: head 2; head 3; head 4; head 5"
+    assert facts["event"] == "alarm over"
+
+
+@pytest.mark.parametrize("load, heads", [([0.026, 0.26, 0.26, 0.454], []), ([0.024, 0.12, 0.12, 0.736], [2])])
+def test_the_limits_of_a_head_are_shares_of_its_fair_load(load, heads):
+    found = alarms(alarm_intervals=1).check(interval(), figures(load))
+    assert [facts["heads"] for _, facts in found] == ([heads] if heads else [])
+
+
+def test_an_interval_without_a_step_that_counts_neither_rings_nor_ends_an_alarm():
+    made = alarms(alarm_intervals=2)
+    low = figures([0.0, 0.5, 0.25, 0.25])
+    assert not made.check(interval(), low)
+    assert not made.check(interval(), None)
+    assert len(made.check(interval(), low)) == 1
+    assert not made.check(interval(), None)
+    assert not made.check(interval(), low)
+    assert not made.check(interval(), figures())
+    assert not made.check(interval(), None)
+    assert texts(made.check(interval(), figures())) == ["alarm over: routing collapse in layer 1: head 2"]
+
+
+def test_a_throughput_below_its_running_median_rings_and_names_the_rank_that_waits_for_data():
+    made = alarms(alarm_intervals=2)
+    for seconds in (1.0, 1.1, 0.9, 1.0, 1.0, 9.0, 1.0):  # a single slow interval is none
+        assert not made.check(interval(seconds=seconds), figures())
+    assert not made.check(interval(seconds=2.0), figures(), [(0.1, 0), (0.1, 0)])
+    (text,) = texts(made.check(interval(seconds=2.0), figures(), [(0.1, 0), (1.5, 0)]))
+    assert text == "ALARM throughput: 128 tokens/s after a median of 256; rank 1 waits 1.50 s per step for its data"
+    for _ in range(100):  # it does not get used to it
+        assert not made.check(interval(seconds=2.0), figures())
+    assert not made.check(interval(), figures())
+    assert texts(made.check(interval(), figures())) == ["alarm over: throughput"]
+
+
+def test_a_balance_loss_that_rises_rings_with_its_layer():
+    made = alarms(alarm_intervals=1)
+    for loss in (0.25, 0.26, 0.27, 0.26, 0.25, 0.26 * 1.19):
+        assert not made.check(interval(), figures(balance_loss=(loss, 1.0)))
+    (text,) = texts(made.check(interval(), figures(balance_loss=(0.26 * 1.21, 1.0))))
+    assert text == "ALARM balance loss in layer 1: 0.3146 after a median of 0.2600"
+
+
+def test_a_source_without_a_sample_rings_when_the_mix_has_one_for_sure():
+    mixture = Mixture({"a": "11", "b": "1"}, {"a": 1000, "b": 1000}, seq_length=10, seed=0)
+    made = alarms(shares=(11 / 12, 1 / 12))
+    sources = mixture.locate(torch.arange(2000).numpy())[0].tolist()
+    for start in range(0, 2000, 4):
+        part = sources[start : start + 4]
+        assert not made.check(interval(sequences=(part.count(0), part.count(1))), figures())
+    silent = [made.check(interval(sequences=(4, 0)), figures()) for _ in range(8)]
+    first = next(index for index, found in enumerate(silent) if found)
+    assert first >= 24 // 4 - 3 and sum(map(len, silent)) == 1  # 24 samples hold one of b whatever came before
+    assert silent[first][0][0].startswith("ALARM dead source b: no sample among 2")
+    assert texts(made.check(interval(sequences=(3, 1)), figures())) == ["alarm over: dead source b"]
+
+
+@pytest.mark.parametrize(
+    "more, text",
+    [
+        ({"loss": 0.0}, "a loss of exactly 0 over 192 tokens"),
+        ({"tokens": 0}, "no token of 3 sequences has a label"),
+        ({"not_finite": ["a"]}, "not finite; steps skipped for it: 1"),
+    ],
+)
+def test_a_source_with_nothing_to_learn_from_rings_at_once(more, text):
+    found = alarms().check(interval(**more), figures())
+    assert texts(found)[0] == f"ALARM dead source a: {text}" and found[0][1]["source"] == "a"
+
+
+def test_an_alarm_that_is_turned_off_does_not_ring():
+    off = dict.fromkeys(("alarm_head_low", "alarm_head_high", "alarm_throughput", "alarm_balance_loss"), 0.0)
+    made = alarms(alarm_intervals=1, **off)
+    for seconds, loss in [(1.0, 0.25)] * 8 + [(9.0, 9.0)]:
+        assert not made.check(interval(seconds=seconds), figures([0.0, 1.0, 0.0, 0.0], (loss, 1.0)))
+
+
+def test_what_rang_and_what_is_about_to_ring_outlive_a_checkpoint():
+    low, quick, slow = figures([0.0, 0.5, 0.25, 0.25], (0.25, 1.0)), interval(), interval(seconds=3.0)
+    one = alarms(alarm_intervals=2)
+    for seen, found in [(quick, figures())] * 5 + [(quick, low)] * 2 + [(slow, low)]:
+        one.check(seen, found)
+    other = alarms(alarm_intervals=2)
+    other.restore(json.loads(json.dumps(one.state())), same_data=True)
+    assert other.state() == one.state()
+    assert texts(other.check(slow, low)) == ["ALARM throughput: 85 tokens/s after a median of 256"]  # and no collapse
+    changed = alarms()
+    changed.restore({**one.state(), "unseen": {"old": 5}}, same_data=False)
+    assert changed.unseen == {"a": 0, "b": 0} and changed.ringing == one.ringing
+
+
+def test_thresholds_at_which_a_healthy_run_rings_are_refused(data_dir, tmp_path):
+    wrong = "--alarm-intervals 0 --alarm-head-low 1 --alarm-head-high 1 --alarm-throughput 1.5 --alarm-balance-loss 0.5"
+    problems = config_problems(parse_config(arguments(data_dir, tmp_path, *wrong.split()))[0], 1)
+    assert len(problems) == 5 and all(problem.startswith("--alarm-") for problem in problems)
+
+
+def test_an_interval_with_skipped_steps_outlives_a_checkpoint():
+    one, other = interval(sequences=(3, 1), not_finite=["a"]), interval(sequences=(0, 0))
+    other.restore(json.loads(json.dumps(one.state())))
+    assert other.sequences() == {"a": 3, "b": 1} and other.not_finite == {"a": 1} and other.skipped_steps == 1
+    assert not other.losses.any()  # whose sums were not to be trusted
+
+
+# --- Planted in runs ---
+
+QUICK = "--log-interval 1 --eval-interval 0 --eval-samples 1 --save-interval 0 --alarm-intervals 2".split()
+
+
+def run_collapsed(flags, stop_after=None):
+    """From the first step on, layer 1 selects its first two routed heads for every token."""
+    select = HeadRouter.select
+
+    def collapsed(router, scores, kept):
+        if router.layer_index == 1:
+            scores = torch.arange(scores.shape[-1], 0, -1.0).expand_as(scores)
+        return select(router, scores, kept)
+
+    HeadRouter.select = collapsed
+    run(flags, stop_after)
+
+
+@pytest.mark.parametrize("more", [("--recompute",), ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")])
+def test_a_planted_collapse_rings_once_with_layer_and_heads_also_over_a_resume(data_dir, tmp_path, more):
+    flags = arguments(data_dir, tmp_path, *QUICK, "--save-interval", "3", "--alarm-throughput", "0", *more)
+    world_size = 1 if more == ("--recompute",) else 2
+    run_ranks(run_collapsed, world_size, flags, 3)
+    run_ranks(run_collapsed, world_size, flags)
+    (event,) = events(tmp_path, "alarm")
+    assert (event["step"], event["alarm"], event["layer"], event["heads"]) == (2, "routing collapse", 1, [4, 5, 6, 7])
+    board = events_of(tmp_path)
+    (summary,) = [board.Tensors(tag) for tag in board.Tags()["tensors"] if tag.startswith("alarms")]
+    (text,) = summary[0].tensor_proto.string_val
+    assert text.decode().startswith("step 2: ALARM routing collapse in layer 1: head 4 by 100.0% of the tokens")
+
+
+def run_without_odd(flags):
+    locate = Mixture.locate
+
+    def without_odd(mixture, numbers):
+        source, epoch, position = locate(mixture, numbers)
+        return source * 0, epoch, position
+
+    Mixture.locate = without_odd
+    run(flags)
+
+
+def test_a_planted_dead_source_rings_once(data_dir, tmp_path):
+    run_ranks(run_without_odd, 2, arguments(data_dir, tmp_path, *QUICK, "--alarm-throughput", "0"))
+    (event,) = events(tmp_path, "alarm")
+    assert (event["step"], event["alarm"], event["source"]) == (1, "dead source", "odd")  # 8 samples * 2 / 7 > 2
+    assert event["details"] == ["no sample among 8, its share of the mix is 28.57%"]
+
+
+def test_a_source_whose_loss_is_not_finite_rings_and_is_over(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, *QUICK, "--alarm-throughput", "0")
+    assert run_ranks(run_with, 2, flags, 4, nan_in_the_loss) == [True, True]
+    (skipped,) = events(tmp_path, "skipped")
+    rung = events(tmp_path, "alarm")
+    assert [event["source"] for event in rung] == skipped["sources"] != []
+    assert all(event["step"] == 4 and event["details"] == ["not finite; steps skipped for it: 1"] for event in rung)
+    assert [(event["step"], event["source"]) for event in events(tmp_path, "alarm over")] == [
+        (5, source) for source in skipped["sources"]
+    ]
+
+
+def run_with_a_slow_rank(flags):
+    step = Engine.step
+
+    def slow(engine, batches):
+        engine.number = getattr(engine, "number", 0) + 1
+        if os.environ["RANK"] == "1" and engine.number > 6:
+            time.sleep(1)
+        return step(engine, batches)
+
+    Engine.step = slow
+    run(flags)
+
+
+def test_a_planted_slow_rank_rings_once(data_dir, tmp_path):
+    # A step takes some 20 ms: the limit stays clear of what other programs on the machine can do to one.
+    more = ("--train-iters", "9", "--alarm-throughput", "0.1")
+    run_ranks(run_with_a_slow_rank, 2, arguments(data_dir, tmp_path, *QUICK, *more))
+    (event,) = events(tmp_path, "alarm")
+    assert (event["step"], event["alarm"]) == (8, "throughput")
+    (detail,) = event["details"]
+    rate, usual = (float(text.replace(",", "")) for text in re.findall(r"[\d,]+", detail)[:2])
+    assert rate < 0.1 * usual and " after a median of " in detail

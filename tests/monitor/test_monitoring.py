@@ -1,0 +1,338 @@
+"""What a run says about itself, against the raw gates, and against figures worked out by hand."""
+
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from moh_lm.checks import config_problems
+from moh_lm.config import ModelConfig
+from moh_lm.cost.flops import flops_per_token, peak_flops
+from moh_lm.data.shards import ShardWriter, write_manifest
+from moh_lm.flags import parse_config
+from moh_lm.model.router import HeadRouter
+from moh_lm.monitor.head_load import head_figures, head_map
+from moh_lm.monitor.log import rounded
+from moh_lm.training.engine import Engine
+from tests.distributed import run_ranks
+from tests.training.test_training import arguments, run
+
+SHORT = "--train-iters 4 --log-interval 2 --eval-interval 0 --eval-samples 1 --save-interval 0".split()
+NAMES = ("even", "odd")
+
+
+# --- Figures of heads against the raw gates ---
+
+
+def run_recorded(flags):
+    """Run; returns for each step ([sources [b] of each micro-batch], {layer: [(x, gates, w_routed) of each]})."""
+    steps, train_step = [], Engine.train_step
+
+    def recorded(engine, batches, *others, **more):
+        steps.append(([batch.sources for batch in batches], {}))
+        return train_step(engine, batches, *others, **more)
+
+    def record(module, inputs, outputs):
+        in_backward = torch._C._current_graph_task_id() != -1  # recomputation
+        if isinstance(module, HeadRouter) and torch.is_grad_enabled() and not in_backward:
+            call = (inputs[0].detach().clone(), outputs[0].detach().clone(), module.w_routed.detach().clone())
+            steps[-1][1].setdefault(module.layer_index, []).append(call)
+
+    Engine.train_step = recorded
+    torch.nn.modules.module.register_module_forward_hook(record)
+    run(flags)
+    return steps
+
+
+def sequences_of(ranks, layout, step, layer):
+    """(source, x [s, d], gates [s, h], w_routed) of every sequence of a step, from what the ranks recorded."""
+    if layout == "tensor":
+        sources, calls = ranks[0][step][0], [rank[step][1][layer] for rank in ranks]
+        joined = [
+            (torch.cat([x for x, _, _ in parts]), torch.cat([gates for _, gates, _ in parts]), parts[0][2])
+            for parts in zip(*calls, strict=True)
+        ]
+        recorded = [(sources, joined)]
+    else:
+        recorded = [(rank[step][0], rank[step][1][layer]) for rank in ranks if layer in rank[step][1]]
+    for sources, calls in recorded:
+        for of_batch, (x, gates, weight) in zip(sources, calls, strict=True):
+            for row, source in enumerate(of_batch.tolist()):
+                yield source, x[:, row].double(), gates[:, row].double(), weight.double()
+
+
+def by_hand(ranks, layout, steps, layer, shared):
+    """The figures of a layer over ``steps``."""
+    count, tokens, a1, losses = {0: 0, 1: 0}, {0: 0, 1: 0}, 0.0, []
+    for step in steps:
+        for source, x, gates, weight in sequences_of(ranks, layout, step, layer):
+            selected = (gates[:, shared:] > 0).double()
+            count[source] = count[source] + selected.sum(0)
+            tokens[source] += len(x)
+            a1 += gates[:, :shared].sum().item()  # a1 times a softmax
+            losses.append((selected.mean(0) * torch.softmax(x @ weight.T, -1).mean(0)).sum().item())
+    counts, total = count[0] + count[1], tokens[0] + tokens[1]
+    share = [n / counts.sum().item() for n in counts.tolist() if n]
+    return {
+        "load": (counts / total).tolist(),
+        "entropy": -sum(p * math.log(p) for p in share) / math.log(len(counts)),
+        "unused": sum(n == 0 for n in counts.tolist()) / len(counts),
+        "overused": sum(n / total > 0.95 for n in counts.tolist()) / len(counts),
+        "a1": a1 / total,
+        "balance_loss": sum(losses) / len(losses),
+        "even": (count[0] / tokens[0]).tolist(),
+        "odd": (count[1] / tokens[1]).tolist(),
+        "tensor_parallel_imbalance": max(counts[:2].sum(), counts[2:].sum()).item() / (counts.sum().item() / 2),
+    }
+
+
+@pytest.mark.parametrize(
+    "layout, world_size, more",
+    [
+        ("data", 1, ()),
+        ("data", 2, ("--micro-batch-size", "1", "--recompute")),
+        ("tensor", 2, ("--tensor-parallel-size", "2")),
+        ("pipeline", 2, ("--pipeline-parallel-size", "2", "--recompute")),
+    ],
+)
+def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout, world_size, more):
+    # A large learning rate, so that heads are used unevenly.
+    ranks = run_ranks(run_recorded, world_size, arguments(data_dir, tmp_path, *SHORT, "--learning-rate", "0.3", *more))
+    logged = {row["step"]: row for row in read_rows(tmp_path) if "loss" in row}
+    board = events_of(tmp_path)
+    for last in (2, 4):
+        heads = logged[last]["heads"]
+        assert heads["layer"] == [0, 1]
+        for layer in range(2):
+            expected = by_hand(ranks, layout, (last - 2, last - 1), layer, shared=4)
+            got = {key: values[layer] for key, values in heads.items() if key not in ("layer", "source_load")}
+            got |= {name: heads["source_load"][name][layer] for name in NAMES}
+            if layout != "tensor":
+                expected.pop("tensor_parallel_imbalance")
+            assert got.keys() == expected.keys()
+            for key, value in expected.items():
+                assert got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (last, layer, key)
+            tag = f"heads/layer_{layer:02d}"
+            shown = {f"{tag}/load_head_{head:02d}": load for head, load in enumerate(expected["load"], 4)}
+            shown |= {f"{tag}/{key}": expected[key] for key in expected if key not in ("load", "even", "odd")}
+            for name, value in shown.items():
+                (scalar,) = [scalar for scalar in board.Scalars(name) if scalar.step == last]
+                assert scalar.value == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert max(abs(a - b) for a, b in zip(expected["even"], expected["odd"], strict=True)) > 0.01  # they differ at all
+
+
+def test_a_head_that_is_never_selected_and_one_that_always_is():
+    model = ModelConfig(num_layers=1)  # 6 shared heads, 3 of 6 routed ones
+    sums = np.array([[0.0, 5.0, 10, 9, 8, 3, 0, 0], [0.0, 5.0, 10, 10, 10, 0, 0, 0]])
+    figures = head_figures(model.routed_layers(), sums, NAMES, [2, 2], 5, 3.0, 1)
+    assert figures["load"] == [[1, 0.95, 0.9, 0.15, 0, 0]]
+    assert figures["unused"] == [2 / 6] and figures["overused"] == [1 / 6]  # 0.95 is the limit itself
+    assert figures["source_load"]["odd"] == [[1, 1, 1, 0, 0, 0]]
+    collapsed = head_figures(model.routed_layers(), sums[1:], ["odd"], [2], 5, 3.0, 1)
+    assert collapsed["entropy"] == [pytest.approx(math.log(3) / math.log(6))]
+
+
+def test_a_head_map_has_a_square_for_every_head():
+    model = ModelConfig(num_layers=3, num_attention_heads=4)  # 2 shared heads, 1 of 2 routed ones
+    picture = head_map(model.routed_layers(), [[0.0, 1.0], [0.2, 0.8], [0.5, 0.5]], 3, 4, pixels=2)
+    assert picture[::2, ::2].tolist() == [[255, 255, 0, 255], [255, 255, 51, 204], [255, 255, 128, 128]]
+    assert picture.shape == (6, 8) and (picture[1::2, 1::2] == picture[::2, ::2]).all()
+
+
+# --- The other figures ---
+
+
+def read_rows(directory):
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def events_of(directory):
+    board = EventAccumulator(str(Path(directory) / "tensorboard"), size_guidance={"scalars": 0, "images": 0})
+    board.Reload()
+    return board
+
+
+@pytest.fixture(scope="module")
+def weighed_dir(tmp_path_factory):
+    """Two sources that know the bytes of their text: "even" 3 per token, "odd" 5 per token over two shards."""
+    directory = tmp_path_factory.mktemp("weighed")
+    generator = np.random.default_rng(0)
+    for source, unit, text_bytes in (("even", "a", 12_000), ("odd", "a", 16_000), ("odd", "b", 24_000)):
+        (directory / source).mkdir(exist_ok=True)
+        with ShardWriter(directory / source / unit, 64) as shard:
+            for _ in range(40):
+                shard.add([*generator.integers(3, 64, 99).tolist(), 2])
+            tokenizer = {"sha256": "none", "vocab_size": 64, "eos_id": 2}
+            shard.commit({"tokenizer": tokenizer, "inputs": [], "text_bytes": text_bytes})
+    write_manifest(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def two_ranks(weighed_dir, tmp_path_factory):
+    """A run on two ranks: its configuration, its rows and its TensorBoard."""
+    directory = tmp_path_factory.mktemp("two")
+    flags = arguments(weighed_dir, directory, *SHORT, "--peak-tflops", "0.001", "--save-interval", "1")
+    run_ranks(run, 2, flags)
+    return parse_config(flags)[0], read_rows(directory), events_of(directory)
+
+
+def test_bits_per_byte_are_the_loss_over_ln_2_and_the_bytes_per_token(two_ranks):
+    _, rows, board = two_ranks
+    bytes_per_token = {"even": 3.0, "odd": 5.0}
+    for row in rows:
+        losses = row.get("source_loss", row.get("evaluation"))
+        bits = row.get("source_bits_per_byte", row.get("evaluation_bits_per_byte"))
+        assert bits == pytest.approx({name: losses[name] / math.log(2) / bytes_per_token[name] for name in NAMES})
+        kind = "train" if "loss" in row else "validation"
+        for name in NAMES:
+            shown = {scalar.step: scalar.value for scalar in board.Scalars(f"{kind}_bits_per_byte/{name}")}
+            assert shown[row["step"]] == pytest.approx(bits[name], rel=1e-6)
+
+
+def test_the_mfu_is_the_flops_of_the_tokens_over_the_peak_of_all_ranks(two_ranks):
+    config, rows, board = two_ranks
+    flops = flops_per_token(config.model, 16)
+    for row in (row for row in rows if "loss" in row):
+        expected = {kind: row["tokens_per_second"] * flops[kind] / (2 * 1e9) for kind in ("dense", "active")}
+        assert row["runtime"]["mfu"] == pytest.approx(expected, rel=1e-4)
+        shown = {scalar.step: scalar.value for scalar in board.Scalars("runtime/mfu_active")}
+        assert shown[row["step"]] == pytest.approx(row["runtime"]["mfu"]["active"])
+
+
+def test_the_peak_is_known_of_a_gpu_in_bf16_only(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    run_config = parse_config(["--precision", "bf16"])[0].run
+    assert peak_flops(run_config, torch.device("cuda")) == 989e12
+    assert peak_flops(run_config, torch.device("cpu")) is None
+    assert peak_flops(parse_config(["--precision", "fp32"])[0].run, torch.device("cuda")) is None
+
+
+def test_the_parts_of_a_step_make_up_its_time_and_memory_is_that_of_a_rank(two_ranks):
+    config, rows, _ = two_ranks
+    for row in (row for row in rows if "loss" in row):
+        seconds = row["runtime"]["seconds"]
+        step = sum(seconds[part] for part in ("data", "forward_backward", "optimizer"))
+        assert 128 / step == pytest.approx(row["tokens_per_second"], rel=1e-3)
+        assert min(seconds["forward_backward"], seconds["optimizer"]) > 0
+        assert row["runtime"]["slowest_data"]["seconds"] >= seconds["data"]
+        memory = row["runtime"]["memory"]
+        assert memory["rank"] in (0, 1) and 0.1 < memory["gib"] < 8
+    assert rows[-2]["runtime"]["seconds"]["save"] > 0  # the save of step 3
+
+
+def test_head_maps_of_all_and_of_each_source_are_in_tensorboard(two_ranks):
+    _, rows, board = two_ranks
+    heads = {row["step"]: row["heads"] for row in rows if "loss" in row}
+    loads = {"head_load/all": "load", "head_load_of_source/even": "even", "head_load_of_source/odd": "odd"}
+    for tag, name in loads.items():
+        for image in board.Images(tag):
+            expected = heads[image.step].get(name) or heads[image.step]["source_load"][name]
+            picture = pixels(image.encoded_image_string)
+            assert picture.shape[:2] == (2 * 12, 8 * 12)
+            assert np.abs(picture[6::12, 54::12] / 255 - np.array(expected)).max() < 0.003
+            assert (picture[:, :48] == 255).all()
+        assert [image.step for image in board.Images(tag)] == [2, 4]
+
+
+def pixels(encoded):
+    return np.asarray(Image.open(io.BytesIO(encoded)).convert("L"))
+
+
+def test_the_console_has_one_line_per_interval(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, *SHORT, "--peak-tflops", "1e-3")
+    (text,) = run_ranks(run_and_read_output, 1, flags, tmp_path)
+    lines = [line for line in text.splitlines() if line.startswith("step ")]
+    rows = [row for row in read_rows(tmp_path) if "loss" in row]
+    assert len(lines) == len(rows) == 2
+    for line, row in zip(lines, rows, strict=True):
+        assert line.startswith(f"step {row['step']}/4  {row['tokens']} tokens  loss {row['loss']:.4f}  balance ")
+        speed, mfu = row["tokens_per_second"], row["runtime"]["mfu"]["dense"]
+        facts = (f"lr {row['learning_rate']:.3e}", f"grad norm {row['grad_norm']:.3f}", f"{speed:,.0f} tokens/s")
+        for part in (*facts, f"MFU {mfu:.1%}"):
+            assert f"  {part}  " in line
+        assert line.endswith(" left") and "\r" not in line and "\x1b" not in line
+
+
+def run_and_read_output(flags, directory):
+    with open(directory / "output", "w") as file:
+        stdout, sys.stdout = sys.stdout, file
+        run(flags)
+        sys.stdout = stdout
+    return (directory / "output").read_text()
+
+
+def test_the_page_names_every_figure(two_ranks):
+    _, rows, board = two_ranks
+    page = (Path(__file__).resolve().parents[2] / "docs" / "monitoring.md").read_text()
+    words = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)*", page))
+    tags = board.Tags()["scalars"] + board.Tags()["images"]
+    shown = {re.sub(r"/(even|odd)$|layer_\d+/|_\d+$", "", tag) for tag in tags}
+    assert {word for tag in shown for word in tag.split("/")} <= words
+    inner = [row[key] for row in rows for key in ("heads", "runtime") if key in row]
+    inner += [row["runtime"][key] for row in rows if "runtime" in row for key in ("seconds", "mfu")]
+    assert {key for part in (*rows, *inner) for key in part} <= words
+
+
+def test_numbers_are_rounded_to_five_digits():
+    assert rounded({"a": [0.123456789, 12345.678], "b": 7}) == {"a": [0.12346, 12346.0], "b": 7}
+
+
+# --- Weights & Biases ---
+
+STAND_IN = '''
+import json, os
+from types import SimpleNamespace
+
+def note(kind, *arguments, **more):
+    with open(os.environ["WANDB_NOTES"], "a") as file:
+        file.write(json.dumps([kind, arguments, more]) + "\\n")
+
+def init(**settings):
+    note("init", **settings)
+    kinds = ("log", "alert", "finish")
+    return SimpleNamespace(**{kind: lambda *a, kind=kind, **m: note(kind, *a, **m) for kind in kinds})
+'''
+
+
+def run_with_wandb(flags, folder, stop_after=None):
+    os.environ["WANDB_NOTES"] = str(folder / "notes")
+    sys.path.insert(0, str(folder))
+    run(flags, stop_after)
+
+
+def test_wandb_gets_the_figures_of_tensorboard_and_the_same_run_after_a_stop(data_dir, tmp_path):
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(STAND_IN)
+    flags = arguments(data_dir, tmp_path / "run", *SHORT, "--save-interval", "3", "--wandb", "heads")
+    run_ranks(run_with_wandb, 1, flags, folder, 3)
+    run_ranks(run_with_wandb, 1, flags, folder)
+    notes = [json.loads(line) for line in (folder / "notes").read_text().splitlines()]
+    first, second = [settings for kind, _, settings in notes if kind == "init"]
+    assert first == second and first["project"] == "heads" and first["resume"] == "allow"
+    assert first["id"] == json.loads((tmp_path / "run" / "wandb.json").read_text())["id"]
+    assert first["config"]["num_layers"] == 2
+    board = events_of(tmp_path / "run")
+    shown = {(tag, s.step): s.value for tag in board.Tags()["scalars"] for s in board.Scalars(tag)}
+    logged = {}
+    for kind, arguments_, more in notes:
+        if kind == "log":
+            logged |= {(tag, more["step"]): value for tag, value in arguments_[0].items()}
+    assert logged == pytest.approx(shown, rel=1e-6, nan_ok=True)
+
+
+def test_wandb_that_is_not_installed_is_said_before_the_start(monkeypatch, data_dir, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = parse_config(arguments(data_dir, tmp_path, "--wandb", "heads"))[0]
+    assert "wandb is not installed; pip install wandb" in "\n".join(config_problems(config, 1))

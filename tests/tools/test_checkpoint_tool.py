@@ -1,0 +1,542 @@
+"""tools/checkpoint.py: what it says of checkpoints, compared with the files read by hand, and what it writes."""
+
+import errno
+import hashlib
+import json
+import pickle
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch_file
+
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, describe, verify, write_manifest
+from moh_lm.config import Config
+from moh_lm.model.transformer import CausalLM
+from moh_lm.run import launch
+from tests.checkpoint.test_checkpoint import (
+    Canary,
+    add_a_rank,
+    lengthen,
+    remove,
+    replace_by_directory,
+    swap_ranks,
+    truncate,
+)
+from tests.distributed import run_ranks
+from tests.training.test_layouts import copy_checkpoint, flags_of, train
+from tools import checkpoint
+from tools.checkpoints import read, write
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture(scope="module")
+def source(data_dir, tmp_path_factory):
+    """The run directory of three steps on two ranks, all of them kept."""
+    return train((1, 1, 2, 1, 4, False, "paper"), data_dir, tmp_path_factory.mktemp("source"), 16)
+
+
+@pytest.fixture
+def copied(source, tmp_path):
+    shutil.copytree(source, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """A function that runs the program in this process: arguments -> (exit code, stdout, stderr)."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    # So that parameters are read in many pieces.
+    monkeypatch.setattr(read, "CHUNK", 997)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            checkpoint.main()
+        return stop.value.code, *capsys.readouterr()
+
+    return call
+
+
+def shown(tool, *arguments):
+    """The JSON that a command prints."""
+    return json.loads(tool(*arguments, "--json")[1])
+
+
+def step_of(run, number):
+    return run / "checkpoints" / f"step-{number}"
+
+
+def gather(step):
+    """{(kind, name): whole array}, put together by hand."""
+    shards, whole = {}, {}
+    for path in sorted(step.glob("rank-*.safetensors")):
+        tensors = load_file(path)
+        for name, address in json.loads(safe_open(path, "np").metadata()["fragments"]).items():
+            shape, cut = address["whole_shape"], address["partition"]
+            if cut:
+                local = [*shape]
+                local[cut["dim"]] = sum(b - a for a, b in cut["ranges"]) + cut["padding"]
+            for kind in KINDS:
+                key = kind, name, json.dumps(cut), tuple(local if cut else shape), tuple(shape)
+                flat = shards.setdefault(key, np.full(int(np.prod(key[3])), np.nan, np.float32))
+                flat[address["start"] : address["start"] + address["length"]] = tensors[f"{kind}/{name}"]
+    for (kind, name, cut, local, shape), flat in shards.items():
+        array = whole.setdefault((kind, name), np.full(shape, np.nan, np.float32))
+        cut, part, position = json.loads(cut), flat.reshape(local), 0
+        if not cut:
+            array[...] = part
+            continue
+        for first, last in cut["ranges"]:
+            rows = part.take(range(position, position + last - first), cut["dim"])
+            array[(slice(None),) * cut["dim"] + (slice(first, last),)] = rows
+            position += last - first
+    return whole
+
+
+def forge(step, name, change):
+    """Let ``change(tensors, fragments)`` edit the file ``name`` of ``step``, with a manifest that agrees."""
+    path = step / name
+    tensors, fragments = load_file(path), json.loads(safe_open(path, "np").metadata()["fragments"])
+    change(tensors, fragments)
+    save_file(tensors, path, {"fragments": json.dumps(fragments)})
+    agree(step)
+
+
+def agree(step):
+    """Write a manifest of the files as they are."""
+    write_manifest(step, {path.name: describe(path) for path in step.iterdir() if path.name != "manifest.json"})
+
+
+def flip(path, position=None):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 4
+    path.write_bytes(content)
+
+
+# --- list ---
+
+
+def test_list_shows_everything_that_lies_there(tool, copied):
+    steps = copied / "checkpoints"
+    step_of(copied, 1).rename(steps / "damaged-step-1")
+    truncate(None, step_of(copied, 2) / "rank-1.safetensors")
+    (steps / "step-9.tmp").mkdir()
+    (steps / "step-9.tmp" / "rank-0.safetensors").write_bytes(b"12345")
+    shutil.copytree(step_of(copied, 3), step_of(copied, 10))
+    remove(None, step_of(copied, 10) / "manifest.json")
+    found = shown(tool, "list", copied)
+    assert found["latest"] == "step-3"
+    rows = {row["name"]: row for row in found["checkpoints"]}
+    assert list(rows) == ["step-2", "step-3", "step-10", "step-9.tmp", "damaged-step-1"]
+    for name, row in rows.items():
+        assert row["bytes"] == sum(path.stat().st_size for path in (steps / name).iterdir())
+        assert row["latest"] == (name == "step-3")
+    assert list(rows["step-3"]["layout"].values()) == [1, 1, 2, 1]
+    assert {name: row["state"].split(" (")[0] for name, row in rows.items()} == {
+        "step-2": "wrong size, absent or foreign: rank-1.safetensors",
+        "step-3": "sizes are right, latest",
+        "step-10": "manifest.json: cannot be read",
+        "step-9.tmp": "leftover of a save or a removal that was cut short",
+        "damaged-step-1": "set aside; sizes are right",
+    }
+    code, text, _ = tool("list", copied)
+    assert code == 0 and all(name in text for name in rows)
+    assert text.endswith("latest names step-3; a run goes on from step-10, if it is sound\n")
+
+
+# --- verify ---
+
+
+def test_a_run_without_damage_is_sound(tool, source):
+    code, text, _ = tool("verify", source, "--all")
+    assert code == 0 and text.count("sound ") == 3
+    assert tool("verify", step_of(source, 2))[0] == 0
+
+
+@pytest.mark.parametrize("harm", [truncate, lengthen, remove, replace_by_directory, swap_ranks, add_a_rank])
+def test_verify_finds_what_the_trainer_finds(tool, copied, harm):
+    step = step_of(copied, 3)
+    harm(step, step / "rank-1.safetensors")
+    code, text, _ = tool("verify", copied)
+    assert code == 1 and text.splitlines() == [f"DAMAGED {problem}" for problem in verify(step)]
+
+
+def test_verify_finds_every_flipped_bit(tool, copied):
+    step, generator = step_of(copied, 3), random.Random(0)
+    for path in sorted(step.iterdir()):
+        content = path.read_bytes()
+        flip(path, generator.randrange(len(content)))
+        code, text, _ = tool("verify", step)
+        assert code == 1 and str(path) in text
+        assert "block 0" in text or path.name == "manifest.json"
+        path.write_bytes(content)
+    assert tool("verify", step)[0] == 0
+
+
+def test_the_damaged_block_of_a_large_file_is_named(tool, tmp_path):
+    find_damage, path = read.find_damage, tmp_path / "rank-0.safetensors"
+    content = random.Random(0).randbytes(3 * BLOCK_BYTES)
+    path.write_bytes(content)
+    agree(tmp_path)
+    assert find_damage(tmp_path) == []
+    flip(path, 2 * BLOCK_BYTES)
+    assert find_damage(tmp_path) == [f"{path}: is damaged in block 2 (bytes 8,388,608 to 12,582,912)"]
+    path.write_bytes(content + b"0")
+    assert find_damage(tmp_path) == [f"{path}: has 12,582,913 bytes instead of 12,582,912"]
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def lose_a_moment(tensors, fragments):
+    del tensors[f"exp_avg/{NAME}"]
+
+
+def lose_an_element(tensors, fragments):
+    fragments[NAME]["length"] -= 1
+    for kind in KINDS:
+        tensors[f"{kind}/{NAME}"] = tensors[f"{kind}/{NAME}"][:-1]
+
+
+def shift_a_range(tensors, fragments):
+    fragments[NAME]["start"] += 1  # a gap and an overlap, of as many elements in all
+
+
+def lose_a_parameter(tensors, fragments):
+    del fragments[NAME]
+
+
+def change_a_shape(tensors, fragments):
+    fragments[NAME]["whole_shape"].reverse()
+
+
+def spoil_a_moment(tensors, fragments):
+    tensors[f"exp_avg_sq/{NAME}"][-1] = np.nan
+
+
+def add_a_parameter(tensors, fragments):
+    fragments["model.bias"] = fragments[NAME]
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lose_a_moment, f"exp_avg of {NAME} cannot be read"),
+        (lose_an_element, f"{NAME}: its ranges"),
+        (shift_a_range, f"{NAME}: its ranges"),
+        (lose_a_parameter, f"{NAME}: is in none of the files"),
+        (change_a_shape, f"{NAME}: has shape [32, 64] and the model [64, 32]"),
+        (spoil_a_moment, f"{NAME}: exp_avg_sq is not finite"),
+        (add_a_parameter, "model.bias is no parameter of the model"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_files_that_are_what_the_manifest_says_must_hold_the_model_too(tool, copied, change, named):
+    files = [path.name for path in step_of(copied, 3).glob("rank-*") if f"master/{NAME}" in load_file(path)]
+    for name in files:  # it lies in one rank's file, or in both
+        forge(step_of(copied, 3), name, change)
+    assert verify(step_of(copied, 3)) == []
+    code, text, _ = tool("verify", copied)
+    assert code == 1 and named in text
+
+
+def test_a_step_under_the_name_of_another_is_noticed(tool, copied):
+    step_of(copied, 3).rename(step_of(copied, 4))
+    code, text, _ = tool("verify", copied)
+    assert code == 1 and "state.json: is of step 3" in text
+
+
+# --- show ---
+
+
+def hash_by_hand(step):
+    arrays, digest = gather(step), hashlib.sha256()
+    with torch.device("meta"):
+        names = [name for name, _ in CausalLM(Config.load(step / "config.json").model).named_parameters()]
+    for name in names:
+        for kind in KINDS:
+            array = arrays.pop((kind, name))
+            digest.update(json.dumps([kind, name, list(array.shape)]).encode() + b"\n")
+            digest.update(array.astype("<f4").tobytes())
+    assert not arrays
+    return digest.hexdigest()
+
+
+def test_show_tells_what_the_files_say(tool, source):
+    step = step_of(source, 2)
+    found = shown(tool, "show", step, "--parameters")
+    state = json.loads((step / "state.json").read_text())
+    assert found["state_sha256"] == hash_by_hand(step)
+    assert found["config"] == json.loads((step / "config.json").read_text())
+    assert found["files"] == {path.name: path.stat().st_size for path in step.iterdir() if path.name != "manifest.json"}
+    assert found["data"] == state["data"]
+    assert (found["step"], found["optimizer_steps"], found["skipped_steps"]) == (2, 2, 0)
+    assert (found["consumed_samples"], found["tokens"]) == (32, 512)
+    for (kind, name), array in gather(step).items():
+        assert found["parameters"][name]["shape"] == list(array.shape)
+        assert found["parameters"][name][kind] == pytest.approx(np.linalg.norm(array.astype(np.float64)), rel=1e-12)
+    text, weights = tool("show", step)[1], state["data"]["segments"][0]["weights"]
+    assert f"from sample 0: even {100 * weights['even'] / sum(weights.values()):.2f}%" in text
+    assert found["state_sha256"] in text and ["head_selection", "mixture"] in map(str.split, text.splitlines())
+
+
+def test_a_quick_look_does_not_read_the_large_files(tool, copied):
+    flip(step_of(copied, 3) / "rank-0.safetensors")
+    code, text, _ = tool("show", copied, "--quick")
+    assert code == 0 and "step              3 of 3" in text and "state hash" not in text
+    assert tool("show", copied)[0] == 2
+
+
+def test_skipped_steps_are_counted_and_named(tool, copied):
+    path = step_of(copied, 3) / "state.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "optimizer_steps": 2, "guard": {**state["guard"], "skipped": [2]}}))
+    agree(step_of(copied, 3))
+    assert "optimizer steps   2; 1 skipped, lately 2" in tool("show", copied)[1]
+
+
+def test_a_state_of_another_version_is_refused(tool, copied):
+    path = step_of(copied, 3) / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "data": {"weights": {}}}))
+    agree(step_of(copied, 3))
+    code, text, problem = tool("show", copied)
+    assert code == 2 and text == "" and "step-3: not a checkpoint of this version (KeyError: 'segments')" in problem
+
+
+@pytest.fixture(scope="module")
+def moved(source, data_dir, tmp_path_factory):
+    """Runs into which other layouts have saved step 3 of ``source`` after loading it."""
+    found = []
+    for layout in ((2, 2, 1, 1, 4, False, "paper"), (1, 1, 3, 3, 4, False, "paper")):
+        found.append(tmp_path_factory.mktemp("moved"))
+        flags = [*flags_of(layout, data_dir, found[-1]), "--batch-tokens", str(16 * 12 if layout[2] == 3 else 256)]
+        run_ranks(copy_checkpoint, layout[0] * layout[1] * layout[2], flags, source)
+    return found
+
+
+def test_the_state_hash_does_not_depend_on_the_layout(tool, source, moved):
+    hashes = [shown(tool, "show", run)["state_sha256"] for run in (source, *moved)]
+    assert hashes[0] == hashes[1] == hashes[2] == hash_by_hand(step_of(source, 3))
+    assert shown(tool, "show", step_of(source, 2))["state_sha256"] != hashes[0]
+
+
+# --- diff ---
+
+
+def test_equal_states_of_other_layouts_differ_in_their_configuration_only(tool, source, moved):
+    code, text, _ = tool("diff", source, moved[0])
+    assert code == 0 and text.endswith("equal\n")
+    assert "tensor_parallel_size: 1 -> 2" in text
+    found = shown(tool, "diff", source, moved[0])
+    assert found["equal"] and found["position"] == {} and found["config"]["pipeline_parallel_size"] == [1, 2]
+    unchanged = {"equal": True, "absolute": 0, "relative": 0}
+    assert all(row[kind] == unchanged for row in found["parameters"] for kind in KINDS)
+    assert tool("diff", source, source)[0] == 0
+
+
+def test_diff_gives_the_largest_changes_the_largest_first(tool, source):
+    first, second = gather(step_of(source, 1)), gather(step_of(source, 3))
+    code, text, _ = tool("diff", step_of(source, 1), source, "--top", "2")
+    assert code == 1 and text.endswith("different\n")
+    found = shown(tool, "diff", step_of(source, 1), source)
+    assert not found["equal"] and found["position"]["consumed_samples"] == [16, 48]
+    assert {row["name"] for row in found["parameters"]} == {name for _, name in first}
+    for row in found["parameters"]:
+        for kind in KINDS:
+            a, b = (arrays[kind, row["name"]].astype(np.float64) for arrays in (first, second))
+            assert row[kind]["absolute"] == np.abs(b - a).max()
+            assert row[kind]["relative"] == pytest.approx(np.abs(b - a).max() / np.abs(a).max(), rel=1e-12)
+    order = [row["master"]["relative"] for row in found["parameters"]]
+    assert order == sorted(order, reverse=True)
+    listed = [row["name"] in text for row in found["parameters"]]
+    assert listed == [True, True] + [False] * (len(order) - 2)
+
+
+def test_diff_finds_the_one_bit_that_differs(tool, copied):
+    def change(tensors, fragments):
+        tensors[f"exp_avg/{NAME}"].view(np.uint32)[5] ^= 1
+
+    shutil.copytree(step_of(copied, 3), copied / "other" / "step-3")
+    name = next(path.name for path in step_of(copied, 3).glob("rank-*") if f"master/{NAME}" in load_file(path))
+    forge(copied / "other" / "step-3", name, change)
+    assert tool("diff", copied, copied / "other" / "step-3")[0] == 1
+    found = shown(tool, "diff", copied, copied / "other" / "step-3")["parameters"]
+    changed = [(row["name"], kind) for row in found for kind in KINDS if not row[kind]["equal"]]
+    assert changed == [(NAME, "exp_avg")]
+
+
+def test_diff_of_what_cannot_be_compared_is_trouble(tool, copied):
+    flip(step_of(copied, 2) / "rank-0.safetensors")
+    code, text, problem = tool("diff", copied, step_of(copied, 2))
+    assert code == 2 and text == "" and "step-2/rank-0.safetensors: is damaged in block 0" in problem
+    assert tool("diff", copied, copied / "nothing")[0] == 2
+
+
+# --- copy ---
+
+
+def contents(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_copy_has_the_same_bytes(tool, source, tmp_path):
+    code, text, _ = tool("copy", step_of(source, 2), tmp_path / "a" / "b")
+    assert code == 0 and str(tmp_path / "a" / "b" / "step-2") in text
+    assert contents(tmp_path / "a" / "b" / "step-2") == contents(step_of(source, 2))
+    assert tool("copy", source, tmp_path / "a" / "b")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["step-2", "step-3"]
+
+
+def test_a_copy_into_a_run_is_named_by_latest_if_it_is_the_newest(tool, source, tmp_path):
+    steps = tmp_path / "run" / "checkpoints"
+    steps.mkdir(parents=True)
+    for number, newest in ((2, 2), (1, 2), (3, 3)):
+        destination = tmp_path / "run" if number == 2 else steps
+        assert tool("copy", step_of(source, number), destination)[0] == 0
+        assert (steps / "latest").read_text() == f"step-{newest}\n"
+    assert contents(steps) == contents(source / "checkpoints")
+
+
+def test_a_copy_that_may_not_or_cannot_be_made_leaves_everything_as_it_was(tool, copied, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    before = contents(copied)
+
+    def refused(named, *arguments):
+        code, text, problem = tool("copy", *arguments)
+        assert code == 2 and text == "" and named in problem
+        assert not other.exists() and contents(copied) == before
+
+    refused("step-3: exists already", copied, copied)
+    refused("give the directory that step-2 is to lie in", step_of(copied, 2), other / "step-2")
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "free_bytes", lambda path: 1000)
+        refused("no space left on device: it takes 1,", copied, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "HashedFile", FullDisk)
+        refused("rank-1.safetensors: no space left on device", copied, other)
+    with monkeypatch.context() as patch:
+        patch.setattr(read, "check_block", lambda block: (1, False))  # the disk gives other bytes than were written
+        refused("what was written is not what is read back", copied, other)
+    flip(step_of(copied, 3) / "rank-1.safetensors")
+    before = contents(copied)
+    refused(f"{step_of(copied, 3)}/rank-1.safetensors: is damaged in block 0", copied, other)
+    remove(None, step_of(copied, 3) / "state.json")
+    before = contents(copied)
+    refused("no such file or directory", copied, other)
+
+
+class FullDisk(HashedFile):
+    """Has room for the first bytes of the second rank's file, or of the one file."""
+
+    def write(self, data):
+        if self.path.name not in ("rank-1.safetensors", "one.safetensors.tmp"):
+            return super().write(data)
+        super().write(data[:1000])
+        raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+
+
+def test_a_run_that_is_training_gets_no_copy(tool, source, tmp_path, monkeypatch):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(launch, "LOCK_SECONDS", 0)
+    with launch.lock_run_directory(tmp_path / "run"):
+        code, _, problem = tool("copy", source, tmp_path / "run")
+    assert code == 2 and "another run is writing to it" in problem
+    assert tool("copy", source, tmp_path / "run")[0] == 0
+
+
+# --- consolidate ---
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_file_holds_the_whole_parameters_and_moments(tool, source, moved, tmp_path, which):
+    path = tmp_path / "one.safetensors"
+    assert tool("consolidate", moved[which], path, "--moments")[0] == 0
+    expected = gather(step_of(source, 3))
+    loaded = load_file(path)
+    names = {(kind, name): name if kind == "master" else f"{kind}/{name}" for kind, name in expected}
+    assert loaded.keys() == set(names.values())
+    assert all(np.array_equal(loaded[names[key]], array) for key, array in expected.items())
+    assert safe_open(path, "np").metadata() == {"format": "pt", "step": "3"}
+
+
+def test_weights_are_rounded_and_moments_are_not(tool, source, tmp_path):
+    path, plain = tmp_path / "one.safetensors", tmp_path / "plain.safetensors"
+    assert tool("consolidate", source, path, "--moments", "--dtype", "bfloat16")[0] == 0
+    assert tool("consolidate", source, plain, "--dtype", "bfloat16")[0] == 0
+    expected, loaded = gather(step_of(source, 3)), load_torch_file(path)
+    for name, tensor in load_torch_file(plain).items():
+        assert torch.equal(tensor, torch.from_numpy(expected["master", name]).bfloat16())
+        assert torch.equal(tensor, loaded[name])
+        assert torch.equal(loaded[f"exp_avg_sq/{name}"], torch.from_numpy(expected["exp_avg_sq", name]))
+
+
+def test_a_file_is_written_in_full_or_not_at_all(tool, copied, tmp_path, monkeypatch):
+    path = tmp_path / "out" / "one.safetensors"
+    path.parent.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "HashedFile", FullDisk)
+        assert "no space left" in tool("consolidate", copied, path)[2]
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "free_bytes", lambda path: 1000)
+        assert "1,000 are free" in tool("consolidate", copied, path)[2]
+    assert "ends in .safetensors" in tool("consolidate", copied, tmp_path / "out" / "one.bin")[2]
+    flip(step_of(copied, 3) / "rank-1.safetensors")
+    code, text, problem = tool("consolidate", copied, path)
+    assert code == 2 and text == "" and "rank-1.safetensors: is damaged" in problem
+    assert list(path.parent.iterdir()) == []
+    path.write_text("mine")
+    assert tool("consolidate", step_of(copied, 2), path)[0] == 2 and path.read_text() == "mine"
+
+
+# --- Any input ---
+
+
+def test_nothing_that_is_read_is_unpickled_and_no_damage_ends_in_a_traceback(tool, copied, tmp_path):
+    canary, step, out = tmp_path / "canary", step_of(copied, 3), tmp_path / "out"
+    out.mkdir()
+    originals = contents(step)
+    one_file = "consolidate", step, out / "x.safetensors"
+    for payload, commands in (
+        (pickle.dumps(Canary(canary)), (("show", step), ("diff", step, step), one_file)),
+        (b"", (one_file,)),
+        (b"[5]", (one_file,)),
+        (b'{"step": 3}', (one_file,)),
+    ):
+        for path in originals:
+            (step / path).write_bytes(payload)
+            if path.name != "manifest.json":
+                agree(step)
+            assert tool("verify", copied)[0] == 1, (path, payload)
+            for command in commands:
+                code, _, problem = tool(*command)
+                assert code == 2 and str(step) in problem, (command, path, payload)
+            assert tool("list", copied)[0] == 0
+            assert not canary.exists() and not list(out.iterdir())
+            (step / path).write_bytes(originals[path])
+            (step / "manifest.json").write_bytes(originals[Path("manifest.json")])
+    assert verify(step) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ((), "COMMAND"),
+        (("lst", "."), "choose from"),
+        (("list", "/nowhere"), "/nowhere: no run directory"),
+        (("verify", "/nowhere"), "/nowhere: no checkpoint here"),
+        (("diff", "."), "required: B"),
+        (("consolidate", ".", "x.safetensors", "--dtype", "int8"), "int8"),
+    ],
+)
+def test_wrong_arguments_are_named_in_a_line(tool, arguments, named):
+    code, text, problem = tool(*arguments)
+    assert code == 2 and text == "" and named in problem and problem.count("\n") == 1

@@ -1,0 +1,388 @@
+"""tools/evaluate.py: the harness scores an export as the trainer's own model and SentencePiece do."""
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("lm_eval")
+pytest.importorskip("accelerate")
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from moh_lm import pretrain
+from moh_lm.config import ConfigError
+from moh_lm.flags import parse_config
+from tests.distributed import run_ranks
+from tests.tools.test_export import PAPER, make_weights, write_checkpoint
+from tests.training.test_training import arguments, rows, run
+from tools import evaluate, evaluate_prepare, export_hf
+from tools.hf import export_check
+from tools.tasks import suites
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+WORDS = "the model of a text head token layer attends to words and numbers in data trained with care 7 12".split()
+ROWS = 9
+
+
+def made_rows(seed=0):
+    """{task/split: rows} in the fields of the official data sets, with made-up words."""
+    draw = random.Random(seed)
+
+    def words(most):
+        return " ".join(draw.choice(WORDS) for _ in range(draw.randint(1, most)))
+
+    def four():
+        return {"text": [words(4) for _ in range(4)], "label": list("ABCD")}
+
+    makers = {
+        "sciq/test": lambda: {
+            "support": words(12), "question": words(6), "correct_answer": words(3),
+            "distractor1": words(2), "distractor2": words(3), "distractor3": words(4),
+        },
+        "piqa/validation": lambda: {
+            "goal": words(6), "sol1": words(6), "sol2": words(6), "label": draw.randint(0, 1)
+        },
+        "winogrande/validation": lambda: {
+            "sentence": f"{words(4)} _ {words(5)}", "option1": words(2), "option2": words(2),
+            "answer": draw.choice("12"),
+        },
+        "openbookqa/test": lambda: {"question_stem": words(6), "choices": four(), "answerKey": draw.choice("ABCD")},
+        "logiqa/test": lambda: {
+            "context": words(9), "question": words(5), "options": four()["text"], "label": draw.choice("abcd")
+        },
+        "truthfulqa_mc2/validation": lambda: {
+            "question": words(6),
+            "mc1_targets": {"choices": four()["text"], "labels": [1, 0, 0, 0]},
+            "mc2_targets": {"choices": four()["text"], "labels": [1, 1, 0, 0]},
+        },
+        "arc_challenge/test": lambda: {"question": words(5), "choices": four(), "answerKey": draw.choice("ABCD")},
+        "arc_challenge/train": lambda: {"question": words(5), "choices": four(), "answerKey": draw.choice("ABCD")},
+        "lambada_openai/test": lambda: {"text": words(9) + " model"},
+    }  # fmt: skip
+    return {name: [make() for _ in range(30 if "train" in name else ROWS)] for name, make in makers.items()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tasks")
+    for name, made in made_rows().items():
+        path = directory / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([" ".join(WORDS), "Question: Answer: Passage: Choices:"] * 20),
+            model_writer=file, vocab_size=300, hard_vocab_limit=False, byte_fallback=True, model_type="bpe",
+            minloglevel=2,
+        )  # fmt: skip
+    return path
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """Modules of tools/ as the programs see them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield {"export_hf": export_hf, "export_check": export_check, "evaluate": evaluate}
+
+
+def call(program, *arguments):
+    """The exit code of a program that runs in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [program.__name__, *map(str, arguments)])
+        try:
+            program.main()
+        except SystemExit as stop:
+            return stop.code
+    return 0
+
+
+@pytest.fixture(scope="module")
+def model(programs, tokenizer, tmp_path_factory):
+    """An export."""
+    directory = tmp_path_factory.mktemp("model")
+    run_ranks(write_checkpoint, 1, directory / "run", PAPER, tokenizer, False, 1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs["export_check"], "transformers", None)  # its own test loads it
+        assert call(programs["export_hf"], "--checkpoint", directory / "run", "--output", directory / "hf") == 0
+    return directory / "hf"
+
+
+@pytest.fixture(scope="module")
+def result(programs, model, data, tmp_path_factory):
+    """The file of --output for the six tasks."""
+    output = tmp_path_factory.mktemp("result") / "result.json"
+    given = ["--suite", "llm6", "--data", data, "--dtype", "float32", "--device", "cpu", "--output", output]
+    assert call(programs["evaluate"], "--model", model, *given) == 0
+    return json.loads(output.read_text())
+
+
+def requests(programs, data, suite, names, shots, scratch):
+    """{task: (task object of the harness, its requests)} on local rows."""
+    tasks = suites
+    manager = tasks.task_manager(tasks.entries_of(suite, names), data, scratch)
+    found = {}
+    for name, task in manager.load(names)["tasks"].items():
+        task.set_config("num_fewshot", shots)
+        task.build_all_requests(rank=0, world_size=1)
+        found[name] = task, task.instances
+    return found
+
+
+@torch.no_grad()
+def own_score(model, original, context, continuation):
+    """Log-likelihood by the trainer's model and SentencePiece; spaces at the end of the context go to the other."""
+    kept = context.rstrip()
+    before, both = original.encode(kept), original.encode(context + continuation)
+    rows = model(torch.tensor([both]))[:, 0].double().log_softmax(-1)  # [s, vocab]
+    return sum(rows[position - 1, both[position]].item() for position in range(len(before), len(both)))
+
+
+LLM6 = ["sciq", "piqa", "winogrande", "openbookqa", "logiqa", "truthfulqa_mc2"]
+
+
+def test_scores_of_the_harness_and_the_table_are_those_of_the_trainers_model(
+    programs, model, data, tokenizer, result, tmp_path
+):
+    original = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    trainer = make_weights(PAPER)
+    loaded = programs["evaluate"].HFLM(
+        pretrained=str(model), trust_remote_code=True, dtype="float32", device="cpu", batch_size=8
+    )
+    for name, (task, instances) in requests(programs, data, "llm6", LLM6, 0, tmp_path).items():
+        own = [own_score(trainer, original, *instance.args) for instance in instances]
+        theirs = [score for score, _ in loaded.loglikelihood(instances, disable_tqdm=True)]
+        np.testing.assert_allclose(theirs, own, rtol=0, atol=1e-4)
+
+        rights, row = [], next(row for row in result["tasks"] if row["task"] == name)
+        for doc_id, doc in enumerate(task.eval_docs):
+            scores = [score for score, i in zip(own, instances, strict=True) if i.doc_id == doc_id]
+            if name == "truthfulqa_mc2":
+                probabilities = np.exp(scores) / np.exp(scores).sum()
+                rights.append(probabilities[:2].sum())
+                continue
+            if name != "winogrande":  # whose choices stand before the continuation
+                scores = [score / len(choice) for score, choice in zip(scores, task.doc_to_choice(doc), strict=True)]
+            gold = {
+                "sciq": lambda doc: 3,
+                "piqa": lambda doc: doc["label"],
+                "winogrande": lambda doc: int(doc["answer"]) - 1,
+                "openbookqa": lambda doc: "ABCD".index(doc["answerKey"]),
+                "logiqa": lambda doc: "abcd".index(doc["label"]),
+            }[name](doc)
+            rights.append(float(np.argmax(scores) == gold))
+        assert row["value"] == pytest.approx(100 * np.mean(rights), abs=0.01)
+        assert row["stderr"] == pytest.approx(100 * np.std(rights, ddof=1) / len(rights) ** 0.5, abs=0.01)
+    assert result["average"] == pytest.approx(np.mean([row["value"] for row in result["tasks"]]))
+
+
+def test_tasks_with_examples_take_them_from_the_training_rows(programs, model, data, tmp_path, capsys):
+    given = ["--suite", "llama14", "--data", data, "--tasks", "arc_challenge", "lambada_openai", "--limit", "3"]
+    assert call(programs["evaluate"], "--model", model, *given, "--device", "cpu") == 0
+    printed = capsys.readouterr().out
+    assert printed.split()[:3] == ["model", "LAMBADA", "ARC-C"] and "first 3 questions" in printed
+    assert "(25)" in printed
+    found = requests(programs, data, "llama14", ["arc_challenge"], 25, tmp_path)
+    _, instances = found["arc_challenge"]
+    rows = made_rows()
+    for instance in instances:
+        assert instance.args[0].count("Question: ") == 26
+        assert f"Question: {instance.doc['question']}\nAnswer:" == instance.args[0].split("\n\n")[-1]
+        assert instance.doc["question"] in [row["question"] for row in rows["arc_challenge/test"]]
+
+
+def test_the_questions_of_a_run_with_examples_are_those_that_the_harness_asks(
+    programs, model, data, tokenizer, tmp_path, monkeypatch
+):
+    asked = []
+
+    class Recorder(programs["evaluate"].HFLM):
+        def loglikelihood(self, requests, **_):
+            asked.extend((request.doc_id, *request.args) for request in requests)
+            return [(0.0, False) for _ in requests]
+
+    monkeypatch.setattr(programs["evaluate"], "HFLM", Recorder)
+    prepare, path = evaluate_prepare, tmp_path / "tasks.jsonl"
+    given = ["--suite", "llama14", "--tasks", "arc_challenge", "--data", data]
+    assert call(programs["evaluate"], "--model", model, "--device", "cpu", *given) == 0
+    assert call(prepare, "--tokenizer", tokenizer, "--output", path, *given) == 0
+    encode = prepare.encoder(tokenizer)
+    expected = {}
+    for doc_id, context, continuation in asked:
+        expected.setdefault(doc_id, []).append(list(encode(context, continuation)))
+    prepared = [json.loads(line)["choices"] for line in path.read_text().splitlines()[1:]]
+    assert [[choice[:2] for choice in choices] for choices in prepared] == [expected[n] for n in sorted(expected)]
+
+
+def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, tmp_path, capsys):
+    other = {**result, "model": "somewhere/other", "average": 12.34}
+    for name, content in (("one", result), ("two", other)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    program = programs["evaluate"]
+    given = program.parse_arguments(
+        ["--model", str(model), "--suite", "llm6", "--compare", str(tmp_path / "one.json"), str(tmp_path / "two.json")]
+    )
+    program.print_table([program.result_in(path, given) for path in given.compare], given)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["model", *(row["column"] for row in result["tasks"]), "Average"]
+    assert lines[1].split()[0] == str(model) and lines[3].split()[0] == "somewhere/other"
+    assert lines[1].split()[1:7] == [f"{row['value']:.1f}" for row in result["tasks"]]
+    assert lines[3].split()[-1] == "12.3"
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_a_file_of_other_tasks_or_questions_stands_in_no_table(programs, model, result, tmp_path, capsys):
+    files = {
+        "other": {**result, "tasks": result["tasks"][1:2]},  # as many columns as asked for, but another one
+        "fewer": {**result, "tasks": result["tasks"][:1], "limit": 5},
+        "foreign": {"results": {}},
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    given = ["--model", model, "--suite", "llm6", "--tasks", result["tasks"][0]["task"]]
+    said = ["has other columns", "--limit 5", "neither a model nor a file", "neither a model nor a file"]
+    for name, message in zip([*files, "absent"], said, strict=True):
+        assert call(programs["evaluate"], *given, "--compare", tmp_path / f"{name}.json") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_path, capsys):
+    (tmp_path / "sciq").mkdir()
+    (tmp_path / "sciq" / "test.jsonl").write_text('{"question": "x"}\n')
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "moh_llama"}')
+    good = ["--model", model, "--suite", "llm6"]
+    cases = [
+        (["--model", tmp_path / "bare", "--suite", "llm6"], ["bare: has no tokenizer.json"]),
+        (["--model", tmp_path, "--suite", "llm6"], ["has no config.json"]),
+        ([*good, "--data", data, "--tasks", "mmlu"], ["mmlu: is not in llm6"]),
+        ([*good, "--data", tmp_path, "--tasks", "sciq", "piqa"], ["line 1 has no support, correct", "piqa/validation"]),
+        ([*good, "--compare", tmp_path], ["is neither a model nor"]),
+        ([*good, "--output", tmp_path / "absent/a.json"], ["there is no directory"]),
+        (["--model", model, "--suite", "llama14", "--data", data, "--tasks", "boolq"], ["validation", "boolq/train"]),
+    ]
+    for given, messages in cases:
+        assert call(programs["evaluate"], *given) == 2
+        errors = capsys.readouterr().err.splitlines()
+        assert len(errors) == len(messages), errors
+        assert all(message in error for message, error in zip(messages, errors, strict=True)), errors
+
+
+def test_an_answer_longer_than_the_sequences_of_the_model_is_refused_with_the_remedy(
+    programs, model, data, tmp_path, capsys
+):
+    (tmp_path / "piqa").mkdir()
+    rows = [json.loads(line) for line in (data / "piqa" / "validation.jsonl").read_text().splitlines()[:2]]
+    rows[1]["sol2"] = " ".join(WORDS * 4)
+    (tmp_path / "piqa" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--model", model, "--suite", "llm6", "--data", tmp_path, "--tasks", "piqa", "--max-length", 64]
+    assert call(programs["evaluate"], *given) == 2
+    error = capsys.readouterr().err
+    assert "piqa: cannot be asked with sequences of 64 tokens" in error and "--max-length" in error
+    assert call(programs["evaluate"], *given[:-1], 1024) == 0
+
+
+# --- While a model trains ---
+
+LAYOUTS = {"data": [], "tensor": ["--tensor-parallel-size", "2"], "pipeline": ["--pipeline-parallel-size", "2"]}
+LIMIT = 4  # questions of each task
+
+
+@pytest.fixture(scope="module")
+def prepared(programs, data, tokenizer, tmp_path_factory):
+    """The six tasks in the form of moh_lm/monitor/tasks.py."""
+    path = tmp_path_factory.mktemp("prepared") / "tasks.jsonl"
+    given = ["--limit", LIMIT]
+    given += ["--tokenizer", tokenizer, "--data", data, "--output", path]
+    assert call(evaluate_prepare, "--suite", "llm6", *given) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def flags(data_dir, tokenizer, prepared, tmp_path_factory):
+    """Flags of a run whose data has the tokenizer of the tasks."""
+    directory = tmp_path_factory.mktemp("data") / "data"
+    shutil.copytree(data_dir, directory)
+    shutil.copyfile(tokenizer, directory / "tokenizer.model")
+    changes = "--vocab-size 320 --seq-length 256 --batch-tokens 2K --train-iters 2 --eval-interval 1 --save-interval 1"
+    return [*arguments(directory, "", *changes.split(), "--validation-fraction", "0.2", "--eval-tasks", str(prepared))]
+
+
+def task_rows(directory):
+    return {row["step"]: row["tasks"] for row in rows(directory) if "tasks" in row}
+
+
+@pytest.fixture(scope="module")
+def trained(flags, tmp_path_factory):
+    """A run that was cut off after the checkpoint of step 1, and gone on with."""
+    directory = tmp_path_factory.mktemp("trained")
+    here = [*flags, "--checkpoint-dir", str(directory)]
+    run_ranks(run, 1, here, 1)
+    run_ranks(run, 1, here)
+    return directory
+
+
+def test_a_run_logs_the_tasks_at_every_evaluation_once(trained):
+    assert [row["step"] for row in rows(trained) if "tasks" in row] == [0, 1, 2]
+    events = EventAccumulator(str(trained / "tensorboard"))
+    events.Reload()
+    logged = {event.step: event.value for event in events.Scalars("tasks/piqa/acc_norm")}
+    assert logged == pytest.approx({step: row["piqa"]["acc_norm"] for step, row in task_rows(trained).items()})
+    last = next(row for row in reversed(rows(trained)) if "evaluation" in row)
+    assert last["perplexity"] == {name: pytest.approx(np.exp(loss)) for name, loss in last["evaluation"].items()}
+    assert {event.step for event in events.Scalars("validation_perplexity/even")} == {0, 1, 2}
+
+
+def test_the_scores_of_a_run_are_those_of_the_harness_on_its_export(programs, trained, data, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs["export_check"], "transformers", None)
+        assert call(programs["export_hf"], "--checkpoint", trained, "--output", tmp_path / "hf") == 0
+    output = tmp_path / "result.json"
+    given = ["--suite", "llm6", "--data", data, "--device", "cpu", "--limit", LIMIT, "--output", output]
+    assert call(programs["evaluate"], "--model", tmp_path / "hf", *given) == 0
+    harness, ours = json.loads(output.read_text())["harness"], task_rows(trained)[2]
+    assert set(ours) == set(LLM6)
+    for name, metrics in ours.items():
+        assert set(metrics) == {"acc", "acc_norm"} & {key.removesuffix(",none") for key in harness[name]}
+        for metric, value in metrics.items():
+            assert value == pytest.approx(harness[name][f"{metric},none"], abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_scores(layout, flags, trained, tmp_path):
+    run_ranks(run, 2, [*flags, *LAYOUTS[layout], "--checkpoint-dir", str(tmp_path)])
+    theirs = task_rows(tmp_path)
+    for step, scores in task_rows(trained).items():
+        for name, metrics in scores.items():
+            assert theirs[step][name] == pytest.approx(metrics, abs=1e-5)
+
+
+def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_dir, tmp_path):
+    other, foreign = tmp_path / "other.jsonl", tmp_path / "foreign.jsonl"
+    lines = prepared.read_text().splitlines()
+    other.write_text("\n".join(['{"tokenizer": "0"}', *lines[1:]]))
+    foreign.write_text("{}\n")
+    cases = [
+        (["--eval-tasks", str(other)], "was made with another tokenizer"),
+        (["--eval-tasks", str(foreign)], "is no file of tasks"),
+        (["--eval-tasks", str(tmp_path / "none")], "is no file of tasks"),
+        (["--vocab-size", "64"], "beyond --vocab-size 64"),
+    ]
+    for changes, message in cases:
+        config, _ = parse_config([*flags, *changes, "--checkpoint-dir", str(tmp_path)])
+        with pytest.raises(ConfigError, match=message):
+            pretrain.open_dataset(config, [], False)

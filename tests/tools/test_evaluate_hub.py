@@ -1,0 +1,186 @@
+"""tools/evaluate.py and tools/evaluate_prepare.py without --data: rows from a stand-in for the Hugging Face hub.
+
+The stand-in answers what ``datasets`` and ``huggingface_hub`` ask for: files, the commit of a revision, folders. Its
+repositories have the kinds of files that the hub has for the tasks: Parquet with and without configurations, JSON
+lines, and a script with the hub's conversion of it.
+"""
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("lm_eval")
+pytest.importorskip("accelerate")
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.tools.test_evaluate import WORDS, data, made_rows, tokenizer  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[2]
+CONVERSION = "refs/convert/parquet"
+TASKS = ["sciq", "logiqa", "arc_challenge", "lambada_openai"]
+
+
+class Hub(ThreadingHTTPServer):
+    """repositories: {name: {revision: {path: bytes}}}. broken: names whose files break off."""
+
+    daemon_threads = True
+    broken = ()
+
+    def __init__(self, repositories):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.repositories = repositories
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        path, _, query = self.path.partition("?")
+        _, _, path = unquote(path).partition("/datasets/")
+        owner, name, verb, path = [*path.split("/", 3), "", "", "", ""][:4]
+        name = f"{owner}/{name}"
+        revisions = self.server.repositories.get(name, {})
+        commits = {hashlib.sha1(f"{name} {revision}".encode()).hexdigest(): revision for revision in revisions}
+        path = path or "main"  # [revision or commit]/[path]
+        at = next((key for key in [*revisions, *commits] if f"{path}/".startswith(f"{key}/")), None)
+        if at is None:
+            return self.reply(404, headers={"X-Error-Code": "RevisionNotFound" if revisions else "RepoNotFound"})
+        path, revision = path[len(at) + 1 :], commits.get(at, at)
+        commit = next(key for key, value in commits.items() if value == revision)
+        files = revisions[revision]
+        if verb == "resolve" and path in files:
+            headers = {"ETag": f'"{hashlib.sha1(files[path]).hexdigest()}"', "X-Repo-Commit": commit}
+            return self.reply(200, files[path], headers, cut=name in self.server.broken)
+        folder = f"{path}/" if path else ""
+        below = [file for file in files if file.startswith(folder)]
+        if verb == "tree" and below:
+            if "recursive=true" not in query.lower():
+                below = sorted({folder + file[len(folder) :].split("/")[0] for file in below})
+            kinds = {True: "file", False: "directory"}
+            listed = [{"type": kinds[n in files], "path": n, "size": len(files.get(n, "")), "oid": ""} for n in below]
+            return self.reply(200, json.dumps(listed).encode())
+        if verb in ("", "revision"):
+            siblings = [{"rfilename": file} for file in files]
+            return self.reply(200, json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode())
+        return self.reply(404, headers={"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+
+    do_HEAD = do_GET
+
+    def reply(self, status, body=b"", headers=None, cut=False):
+        self.send_response(status)
+        for key, value in {"Content-Length": len(body), **(headers or {})}.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:10] if cut else body)
+            self.close_connection = cut
+
+    def log_message(self, *_):
+        pass
+
+
+def parquet(rows):
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return sink.getvalue()
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@pytest.fixture
+def hub():
+    """The rows of the local files; a split that no task reads has others."""
+    rows, others = made_rows(), made_rows(seed=1)
+    for task in ("sciq", "logiqa", "arc_challenge"):
+        for split in ("train", "validation"):
+            rows.setdefault(f"{task}/{split}", others[f"{task}/test"])
+    splits = ("train", "validation", "test")
+    arc = [{"config_name": "ARC-Challenge", "data_files": [{"split": s, "path": f"ARC-C/{s}-*"} for s in splits]}]
+    server = Hub({
+        "allenai/sciq": {"main": {f"data/{s}-00000-of-00001.parquet": parquet(rows[f"sciq/{s}"]) for s in splits}},
+        "allenai/ai2_arc": {"main": {
+            "README.md": f"---\nconfigs: {json.dumps(arc)}\n---\n".encode(),
+            "ARC-E/test-00000-of-00001.parquet": parquet(others["arc_challenge/test"]),
+            **{f"ARC-C/{s}-00000-of-00001.parquet": parquet(rows[f"arc_challenge/{s}"]) for s in splits},
+        }},
+        "EleutherAI/lambada_openai": {"main": {"data/test.jsonl": lines(rows["lambada_openai/test"])}},
+        "EleutherAI/logiqa": {
+            "main": {"logiqa.py": b"raise RuntimeError"},
+            CONVERSION: {f"logiqa/{s}/0000.parquet": parquet(rows[f"logiqa/{s}"]) for s in splits},
+        },
+    })  # fmt: skip
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def run(program, hub, home, *arguments):
+    """A program of tools/ in a process of its own: where the hub is counts when its client is imported."""
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    changes = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
+    environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"} | changes
+    command = [sys.executable, ROOT / "tools" / program, "--tasks", *TASKS, "--suite", "llama14", *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)
+
+
+def test_a_model_has_the_results_of_the_local_rows(hub, data, tmp_path):  # noqa: F811
+    words = {word: number for number, word in enumerate(["<unk>", "</s>", ":", "Question", "Answer", *WORDS])}
+    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(tmp_path / "model")
+    shape = {"vocab_size": len(words), "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=1)).save_pretrained(tmp_path / "model")
+    results = []
+    for name, rows in (("hub", []), ("local", ["--data", data])):
+        given = ["--model", tmp_path / "model", "--device", "cpu", "--output", tmp_path / f"{name}.json", *rows]
+        finished = run("evaluate.py", hub, tmp_path, *given)
+        assert finished.returncode == 0, finished.stderr
+        results.append((finished.stdout, json.loads((tmp_path / f"{name}.json").read_text())))
+    assert results[0] == results[1]
+
+
+def test_questions_are_those_of_the_local_rows_also_from_the_cache(hub, data, tokenizer, tmp_path):  # noqa: F811
+    files = []
+    for name, rows in (("hub", []), ("cache", []), ("local", ["--data", data])):
+        path = tmp_path / f"{name}.jsonl"
+        finished = run("evaluate_prepare.py", hub, tmp_path, "--tokenizer", tokenizer, "--output", path, *rows)
+        assert finished.returncode == 0, finished.stderr
+        files.append(path.read_text())
+    assert files[0] == files[2]
+    assert files[1] == files[2]
+    assert {json.loads(line)["task"] for line in files[0].splitlines()[1:]} == {"sciq", "logiqa", "arc_challenge"}
+
+
+@pytest.mark.parametrize("kind", ["absent", "broken", "no conversion"])
+def test_rows_that_cannot_be_had_are_one_line_with_the_remedy(kind, hub, tokenizer, tmp_path):  # noqa: F811
+    if kind == "absent":
+        del hub.repositories["EleutherAI/logiqa"]
+    elif kind == "no conversion":
+        del hub.repositories["EleutherAI/logiqa"][CONVERSION]
+    else:
+        hub.broken = ("EleutherAI/logiqa",)
+    finished = run("evaluate_prepare.py", hub, tmp_path, "--tokenizer", tokenizer, "--output", tmp_path / "file")
+    assert finished.returncode == 1
+    errors = [line for line in finished.stderr.splitlines() if line.startswith("evaluate_prepare: ")]
+    assert "Traceback" not in finished.stderr
+    assert "logiqa: its rows cannot be read" in errors[0]
+    assert errors[0].endswith("give the rows with --data, or choose other --tasks")

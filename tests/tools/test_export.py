@@ -1,0 +1,420 @@
+"""tools/export_hf.py: from a checkpoint to a directory that transformers loads, or to nothing at all."""
+
+import base64
+import io
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+import torch.distributed as dist
+
+from moh_lm.checkpoint.saver import Saver
+from moh_lm.config import Config, HeadsConfig, ModelConfig, RunConfig
+from moh_lm.model.transformer import CausalLM
+from moh_lm.training.optimizer import Fragment
+from tests.distributed import run_ranks
+from tools import export_hf
+from tools.hf import export_check
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+STEP, SEQUENCES = 7, 70
+SEGMENTS = [  # the mix was changed after 42 of the sequences
+    {"first_sample": 0, "weights": {"books": 1, "code": 1}},
+    {"first_sample": 42, "weights": {"books": 1, "code": 2, "web": 1}},
+]
+HEADS = HeadsConfig(num_shared_heads=(2, 0), num_active_routed_heads=(1, 3), routing="released")
+PAPER = ModelConfig(
+    num_layers=2,
+    hidden_size=24,
+    intermediate_size=40,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=301,
+    rope_theta=500.0,
+    heads=HEADS,
+)
+TIED = ModelConfig(
+    num_layers=2,
+    hidden_size=24,
+    intermediate_size=40,
+    num_attention_heads=4,
+    vocab_size=301,
+    tie_embeddings=True,
+    heads=HeadsConfig(routing="query_norm"),
+)
+
+
+def make_weights(model_config):
+    """The model of one rank with weights large enough that each of them shows in the logits."""
+    model = CausalLM(model_config)
+    model.initialize(seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1.25)
+    return model
+
+
+def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=32):
+    """A checkpoint of ``make_weights``, written by the ranks of this world as a training run would.
+
+    With tensor parallelism each rank owns its slice of every parameter, else a range of the flattened parameter.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = CausalLM(model_config, dist.group.WORLD if tensor_parallel else None)
+    fragments = []
+    whole = dict(make_weights(model_config).named_parameters())
+    for name, parameter in model.named_parameters():
+        values = whole[name].detach()
+        if tensor_parallel:
+            replicated = parameter.tensor_partition is None
+            start, is_copy = 0, replicated and rank > 0
+            owned = values if replicated else parameter.tensor_partition.take(values)
+        else:
+            start, stop, is_copy = rank * values.numel() // size, (rank + 1) * values.numel() // size, False
+            owned = values.flatten()[start:stop]
+        tensors = {"master": owned.flatten()}
+        fragments.append(Fragment(name, parameter, tuple(parameter.shape), start, is_copy, tensors))
+    run_config = RunConfig(seq_length=seq_length, batch_tokens=10 * seq_length, train_iters=STEP)
+    config = Config(model=model_config, run=run_config)
+    state = {
+        "consumed_samples": SEQUENCES,
+        "optimizer_steps": STEP - 1,
+        "router_shares": [[0.4, 0.6], [0.6, 0.75, 0.75, 0.9]],
+        "data": {"segments": SEGMENTS},
+    }
+    Saver(Path(run) / "checkpoints").save(STEP, fragments, config, state, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A small SentencePiece model with byte fallback."""
+    path, blob = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the model of the text", "a head of the model"] * 20),
+        model_writer=blob,
+        vocab_size=290,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    path.write_bytes(blob.getvalue())
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tokenizer, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    run_ranks(write_checkpoint, 1, directory, PAPER, tokenizer, False)
+    return directory
+
+
+@pytest.fixture
+def export(monkeypatch, capsys):
+    """A function that runs the program in this process: arguments -> (exit code, stdout, stderr)."""
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["export_hf.py", *map(str, arguments)])
+        try:
+            export_hf.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def without_transformers(monkeypatch):
+    monkeypatch.setattr(export_check, "transformers", None)
+
+
+def read_safetensors(directory):
+    """Name -> (dtype, shape, bytes) from the files themselves: u64 length, JSON header, data."""
+    tensors = {}
+    for path in directory.glob("*.safetensors"):
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        assert header.pop("__metadata__") == {"format": "pt"}
+        for name, entry in header.items():
+            start, stop = (8 + length + offset for offset in entry["data_offsets"])
+            assert name not in tensors
+            tensors[name] = entry["dtype"], tuple(entry["shape"]), data[start:stop]
+    return tensors
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_the_files_hold_every_parameter_bit_for_bit(run, tmp_path, export, without_transformers):
+    code, printed, _ = export("--checkpoint", run, "--output", tmp_path / "hf", "--max-shard-size", "20KB")
+    assert code == 0
+    expected = {name: p.detach() for name, p in make_weights(PAPER).named_parameters()}
+    written = read_safetensors(tmp_path / "hf")
+    assert list(expected)[0] == "model.embed_tokens.weight" and set(written) == set(expected)
+    for name, tensor in expected.items():
+        assert written[name] == ("F32", tuple(tensor.shape), tensor.numpy().tobytes())
+    assert f"{sum(p.numel() for p in expected.values()):,} parameters" in printed
+
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * p.numel() for p in expected.values())
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    for name, file in index["weight_map"].items():
+        header = (tmp_path / "hf" / file).read_bytes()
+        assert f'"{name}"'.encode() in header
+    largest = max(4 * p.numel() for p in expected.values())
+    assert all((tmp_path / "hf" / file).stat().st_size < max(20_000, largest) + 2_000 for file in files)
+
+
+def test_bfloat16_weights_are_rounded_to_nearest_even(run, tmp_path, export, without_transformers):
+    assert export("--checkpoint", run, "--output", tmp_path / "hf", "--dtype", "bfloat16")[0] == 0
+    written = read_safetensors(tmp_path / "hf")
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+    for name, parameter in make_weights(PAPER).named_parameters():
+        bits = parameter.detach().numpy().view(np.uint32).astype(np.uint64)
+        rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+        assert written[name] == ("BF16", tuple(parameter.shape), rounded.tobytes())
+
+
+def test_the_configuration_has_llamas_keys_and_the_head_budgets(run, tmp_path, export, without_transformers):
+    export("--checkpoint", run, "--output", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    expected = {
+        "model_type": "moh_llama",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_theta": 500.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": False,
+        "head_selection": "mixture",
+        "routing": "released",
+        "two_stage": True,
+        "num_shared_heads": [2, 0],
+        "num_active_routed_heads": [1, 3],
+        "eos_token_id": 2,
+        "torch_dtype": "float32",
+    }
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, export, without_transformers):
+    shutil.copytree(run, tmp_path / "run")
+    rows = [
+        {"step": 0, "evaluation": {"books": 9.0, "code": 9.0}, "evaluation_mean": 9.0},
+        {"step": 5, "loss": 4.1234, "source_loss": {"books": 4.0, "code": 4.25}},
+        {"step": 6, "evaluation": {"books": 3.5, "code": 3.25}, "evaluation_mean": 3.375},
+        {"step": 8, "loss": 1.0, "source_loss": {"books": 1.0}},
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 7, "lo']))
+    assert export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")[0] == 0
+    card = (tmp_path / "hf" / "README.md").read_text()
+    for line in (
+        "| source | share of the mix | tokens seen |",
+        f"| books | 25.00% | {(21 + 7) * 32:,} |",
+        f"| code | 50.00% | {(21 + 14) * 32:,} |",
+        f"| web | 25.00% | {7 * 32:,} |",
+        "| mean loss per token | training, up to step 5 | held out, after step 6 |",
+        "| books | 4.000 | 3.500 |",
+        "| all | 4.123 | 3.375 |",
+        "| 0 | 2 | 1 of 2 | 50.0% | 40.0% | 60.0% |",
+        "| 1 | 0 | 3 of 4 | 75.0% | 60.0% | 90.0% |",
+        "| steps | 7 of 7, 1 of them skipped |",
+        "| learning rate | 0.0003 to 3e-05, cosine; 2,000 steps of warm-up from 1e-07 |",
+    ):
+        assert line in card, card
+
+
+def test_every_layout_gives_the_same_bytes(run, tokenizer, tmp_path, export, without_transformers):
+    export("--checkpoint", run, "--output", tmp_path / "one")
+    for name, tensor_parallel in (("data parallel", False), ("tensor parallel", True)):
+        run_ranks(write_checkpoint, 2, tmp_path / name / "run", PAPER, tokenizer, tensor_parallel)
+        assert export("--checkpoint", tmp_path / name / "run", "--output", tmp_path / name / "hf")[0] == 0
+        assert contents(tmp_path / name / "hf") == contents(tmp_path / "one")
+
+
+LOAD = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+directory, prompt = sys.argv[1:]
+model, report = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, output_loading_info=True)
+tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+inputs = tokenizer(prompt, return_tensors="pt")
+with torch.no_grad():
+    logits = model(**inputs).logits[0]
+generated = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
+print(json.dumps({"report": {key: sorted(map(str, value)) for key, value in report.items()}, "logits": logits.tolist(),
+                  "ids": inputs["input_ids"][0].tolist(), "generated": generated.tolist()}))
+"""
+
+
+def load_with_transformers(directory, prompt, scratch):
+    """Ids, logits and greedy continuation in a process that knows the export only, without network."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    finished = subprocess.run(
+        [sys.executable, "-c", LOAD, str(directory), prompt],
+        env={**environment, "HF_HUB_OFFLINE": "1", "HF_HOME": str(scratch)},
+        cwd=scratch,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@torch.no_grad()
+def test_transformers_computes_the_logits_and_the_greedy_text_of_the_trainers_model(run, tokenizer, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "elsewhere").mkdir()
+    finished = subprocess.run(  # as typed, from another directory
+        [sys.executable, str(TOOLS / "export_hf.py"), "--checkpoint", str(run), "--output", "hf"],
+        env={**os.environ, "PYTHONPATH": str(TOOLS.parent)},
+        cwd=tmp_path / "elsewhere",
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "checked: logits of transformers" in finished.stdout
+    prompt = "the head of</s> a model\n"
+    loaded = load_with_transformers(tmp_path / "elsewhere" / "hf", prompt, tmp_path)
+    assert not any(loaded["report"].values())
+    original = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    assert loaded["ids"] == original.encode(prompt)
+
+    model, ids = make_weights(PAPER), loaded["ids"]
+    logits = model(torch.tensor([ids]))[:, 0]
+    torch.testing.assert_close(torch.tensor(loaded["logits"]), logits, rtol=0, atol=1e-5)
+    for _ in range(12):
+        ids = [*ids, model(torch.tensor([ids]))[-1, 0].argmax().item()]
+    assert loaded["generated"] == ids
+
+
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_factor": 8.0,
+        "rope_low_freq_factor": 1.0,
+        "rope_high_freq_factor": 4.0,
+        "rope_original_length": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_scaled_rotary_embedding_is_written_for_every_version(kind, tmp_path, export, without_transformers):
+    run_ranks(write_checkpoint, 1, tmp_path / "run", replace(PAPER, **ROPES[kind]), None, False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of the trainer's model" in printed
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    scaling = {"rope_type": kind, **dict(zip(keys, list(ROPES[kind].values())[1:], strict=False))}
+    assert config["rope_theta"] == 500.0
+    assert config["rope_scaling"] == scaling
+    assert config["rope_parameters"] == {**scaling, "rope_theta": 500.0}
+
+
+def test_a_tokenizer_of_tiktoken_is_copied_and_converted(tmp_path, export):
+    pytest.importorskip("tiktoken")
+    pytest.importorskip("transformers")
+    ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "tokenizer.model").write_text(ranks)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tmp_path / "tokenizer.model", False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of transformers" in printed
+    assert (tmp_path / "hf" / "tokenizer.model").read_text() == ranks
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == 257  # the second special token
+
+
+def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16(tmp_path, export):
+    pytest.importorskip("transformers")
+    run_ranks(write_checkpoint, 1, tmp_path / "run", TIED, None, False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--dtype", "bfloat16")
+    assert code == 0 and "checked: logits of transformers" in printed
+    assert "lm_head.weight" not in read_safetensors(tmp_path / "hf")
+
+
+def test_an_earlier_export_is_replaced_only_if_asked_for(run, tmp_path, export, without_transformers):
+    output = tmp_path / "hf"
+    dense = replace(TIED, heads=HeadsConfig(head_selection="all"))
+    run_ranks(write_checkpoint, 1, tmp_path / "dense", dense, None, False)
+    assert export("--checkpoint", tmp_path / "dense", "--output", output)[0] == 0
+    before = contents(output)
+    budgets = json.loads(before["config.json"])
+    assert (budgets["num_shared_heads"], budgets["num_active_routed_heads"]) == ([4, 4], [0, 0])
+
+    code, _, errors = export("--checkpoint", run, "--output", output)
+    assert (code, errors.count("\n")) == (2, 1) and "add --overwrite" in errors
+    assert contents(output) == before
+    assert export("--checkpoint", run, "--output", output, "--overwrite")[0] == 0
+    assert "tokenizer.json" not in before and "tokenizer.json" in contents(output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "hf"]
+
+
+def test_an_export_that_computes_something_else_is_not_published(run, tmp_path, export, monkeypatch):
+    pytest.importorskip("transformers")
+    shutil.copytree(TOOLS / "hf", tmp_path / "hf_files")
+    path, turn = tmp_path / "hf_files" / "modeling_moh.py", "torch.cat((-second, first)"
+    code = path.read_text()
+    assert turn in code
+    path.write_text(code.replace(turn, "torch.cat((second, -first)"))  # rotary embeddings turn the other way
+    monkeypatch.setattr(export_hf, "HF", tmp_path / "hf_files")
+    code, _, errors = export("--checkpoint", run, "--output", tmp_path / "hf")
+    assert (code, errors.count("\n")) == (1, 1)
+    assert "transformers" in errors and "differs from the checkpoint by" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["hf_files"]
+
+
+def test_without_transformers_the_export_says_what_was_not_checked(run, tmp_path, export, without_transformers):
+    code, printed, _ = export("--checkpoint", run, "--output", tmp_path / "hf")
+    assert code == 0 and "not checked with transformers" in printed and "pip install transformers" in printed
+
+
+def test_wrong_arguments_are_one_line_each_and_write_nothing(run, tmp_path, export):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    (tmp_path / "file").write_text("keep")
+    good = ["--checkpoint", run, "--output", tmp_path / "hf"]
+    cases = [
+        (["--checkpoint", tmp_path / "nothing", "--output", tmp_path / "hf"], ["no checkpoint here"]),
+        (["--checkpoint", tmp_path, "--output", tmp_path / "mine"], ["is not empty and", "no checkpoint here"]),
+        (["--checkpoint", run, "--output", tmp_path / "mine", "--overwrite"], ["is not empty and no export"]),
+        (["--checkpoint", run, "--output", tmp_path / "file"], ["is no readable directory"]),
+        (["--checkpoint", run, "--output", tmp_path / "file" / "hf"], ["cannot be written"]),
+        ([*good, "--dtype", "int8"], ["'int8' (choose from"]),
+        ([*good, "--max-shard-size", "5"], ["5: write a size such as"]),
+        ([*good, "--bogus"], ["--bogus"]),
+        (["--checkpoint", run], ["--output"]),
+    ]
+    for arguments, messages in cases:
+        code, printed, errors = export(*arguments)
+        assert (code, printed, errors.count("\n")) == (2, "", len(messages)), errors
+        assert all(message in errors for message in messages), errors
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, export):
+    shutil.copytree(run, tmp_path / "run")
+    path = next((tmp_path / "run").rglob("rank-0.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    code, _, errors = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert (code, errors.count("\n")) == (2, 1) and "rank-0.safetensors" in errors
+    assert not (tmp_path / "hf").exists()

@@ -1,0 +1,582 @@
+"""tools/import_hf.py: a Llama of transformers becomes step 0 of a run, with the same logits, or nothing at all."""
+
+import base64
+import errno
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
+from moh_lm.checkpoint.manifest import HashedFile, verify
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.config import Config, DataConfig
+from moh_lm.data.dataset import Dataset
+from moh_lm.data.loader import Loader
+from moh_lm.flags import parse_config
+from moh_lm.model.transformer import CausalLM
+from moh_lm.run.resume import contradictions
+from tests.distributed import run_ranks
+from tests.training.test_training import losses, rows, run
+from tools import import_hf
+from tools.hf import export_check, import_step, import_weights
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64, "rope_parameters": LLAMA3,
+}  # fmt: skip
+BASE_ONLY = {"rope_type": "default", "rope_theta": 500.0}
+MIXTURE = "--head-selection mixture --num-shared-heads 4 --num-active-routed-heads 2".split()
+
+
+def make_llama(directory, seed=0, dtype=torch.float32, shard="5GB", **changes):
+    """A Llama whose every weight shows in its logits, saved by transformers."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.ndim > 1 else 1.25)
+    model.to(dtype).save_pretrained(directory, max_shard_size=shard)
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("llama")
+    return directory, make_llama(directory)
+
+
+@pytest.fixture
+def tool(monkeypatch, capsys):
+    """A function that runs a program of tools/ in this process: name, arguments -> (exit code, stdout, stderr)."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    # So that weights are read in several blocks and written in several files.
+    monkeypatch.setattr(import_weights, "BLOCK", 700)
+    monkeypatch.setattr(import_step, "FILE_BYTES", 20_000)
+    # Exports are checked with the trainer's model only: tests/tools/test_export.py has the other half.
+    monkeypatch.setattr(export_check, "transformers", None)
+
+    def call(name, *arguments):
+        program = importlib.import_module(f"tools.{name}")
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        try:
+            program.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def imported(tool, tmp_path):
+    """A function: source directory, flags -> the run directory that the import makes."""
+
+    def call(source, *flags, output="run"):
+        code, _, errors = tool("import_hf", "--model", source, "--output", tmp_path / output, *flags)
+        assert code == 0, errors
+        return tmp_path / output
+
+    return call
+
+
+@torch.no_grad()
+def trainer_logits(run_directory, tokens):
+    """Logits [b, s, vocab] of the trainer's model with the weights of the newest step."""
+    step = find_step(run_directory)
+    model = CausalLM(Config.load(step / "config.json").model)
+    parameters = dict(model.named_parameters())
+    for name, values in full_parameters(step):
+        parameters.pop(name).copy_(values)
+    assert not parameters
+    return torch.stack([model(row[None])[:, 0] for row in tokens])
+
+
+@torch.no_grad()
+def assert_same_logits(run_directory, model):
+    tokens = torch.randint(model.config.vocab_size, (3, 50), generator=torch.Generator().manual_seed(1))
+    expected = torch.stack([model(row[None]).logits[0] for row in tokens])
+    found = trainer_logits(run_directory, tokens)[..., : model.config.vocab_size]
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+# --- The same model ---
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_key_value_heads": 8, "head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}},
+        {"num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+        {"dtype": torch.bfloat16, "shard": "30KB"},
+        {"dtype": torch.float16},
+    ],
+    ids=["grouped-llama3", "plain", "tied-linear", "one-key", "bf16-shards", "fp16"],
+)
+def test_the_logits_are_those_of_transformers(imported, tmp_path, changes):
+    model = make_llama(tmp_path / "hf", **changes)
+    run_directory = imported(tmp_path / "hf")
+    assert_same_logits(run_directory, model)
+    assert len(list((run_directory / "checkpoints" / "step-0").glob("rank-*.safetensors"))) > 1
+
+
+def test_a_mixture_that_selects_every_head_has_the_logits_of_the_llama(imported, llama):
+    """query_norm gives selected heads the gate 1, so with all of them on nothing is left out."""
+    flags = "--head-selection mixture --routing query_norm --num-shared-heads 4 --num-active-routed-heads".split()
+    assert_same_logits(imported(llama[0], *flags, "4"), llama[1])
+    with pytest.raises(AssertionError):
+        assert_same_logits(imported(llama[0], *flags, "1", output="fewer"), llama[1])
+
+
+def test_router_weights_are_those_of_a_fresh_run_with_the_same_seed(imported, llama):
+    run_directory = imported(llama[0], *MIXTURE, "--routing", "released", "--seed", "5")
+    config = Config.load(find_step(run_directory) / "config.json").model
+    fresh = CausalLM(config)
+    fresh.initialize(5)
+    found, source = dict(full_parameters(find_step(run_directory))), load_file(llama[0] / "model.safetensors")
+    routers = {name: value for name, value in fresh.named_parameters() if ".router." in name}
+    assert len(routers) == 6
+    assert all(torch.equal(found[name], value) for name, value in routers.items())
+    assert all(torch.equal(found[name], value) for name, value in source.items())
+
+
+def test_a_trained_mixture_without_its_routers_is_refused(tool, llama, tmp_path):
+    heads = {"head_selection": "mixture", "routing": "paper", "two_stage": True}
+    budgets = {"num_shared_heads": [4, 4], "num_active_routed_heads": [2, 2]}
+    names = {"model_type": "moh_llama", "architectures": ["MoHLlamaForCausalLM"]}
+    rewrite(llama[0], tmp_path / "hf", **names, **heads, **budgets)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no")
+    assert code == 2 and "model.layers.1.self_attn.router.w_type is missing" in errors
+
+
+def test_an_export_of_stage_1_is_imported_as_a_mixture(imported, tool, tmp_path):
+    make_llama(tmp_path / "llama", rope_parameters=BASE_ONLY)
+    dense = imported(tmp_path / "llama")
+    code, _, errors = tool("export_hf", "--checkpoint", dense, "--output", tmp_path / "hf")
+    assert code == 0, errors
+    again = imported(tmp_path / "hf", *MIXTURE, "--routing", "query_norm", output="moh")
+    model = Config.load(find_step(again) / "config.json").model
+    assert (model.heads.num_shared_heads, model.heads.routing) == ((4, 4), "query_norm")
+    code, _, errors = tool("export_hf", "--checkpoint", again, "--output", tmp_path / "exported")
+    assert code == 0, errors
+    third = imported(tmp_path / "exported", output="third")  # with the heads that it was trained with
+    assert Config.load(find_step(third) / "config.json").model == model
+    other = ("--num-shared-heads", "2")
+    code, _, errors = tool("import_hf", "--model", tmp_path / "exported", "--output", tmp_path / "no", *other)
+    assert code == 2 and "--num-shared-heads (2, 2): the source is trained with (4, 4)" in errors
+
+
+# --- Out again ---
+
+
+@pytest.mark.parametrize("dtype, rope", [("float32", LLAMA3), ("bfloat16", BASE_ONLY)])
+def test_an_import_is_exported_byte_for_byte(imported, tool, tmp_path, dtype, rope):
+    tied = dtype == "bfloat16"
+    make_llama(tmp_path / "hf", dtype=getattr(torch, dtype), tie_word_embeddings=tied, rope_parameters=rope)
+    run_directory = imported(tmp_path / "hf")
+    code, _, errors = tool("export_hf", "--checkpoint", run_directory, "--output", tmp_path / "out", "--dtype", dtype)
+    assert code == 0, errors
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.dtype == after[name].dtype and torch.equal(value, after[name]), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 64
+    assert config["rope_parameters"] == rope
+
+
+# --- What is read ---
+
+PLAIN = {"rope_type": "default", "rope_theta": 300.0}
+
+
+@pytest.mark.parametrize(
+    "spelling, expected",
+    [
+        ({"rope_parameters": {"rope_theta": 300.0, "rope_type": "default"}}, PLAIN),
+        ({"rope_theta": 300.0}, PLAIN),
+        ({"rope_theta": 300, "rope_scaling": None}, PLAIN),
+        ({"rope_theta": 300.0, "rope_parameters": {"rope_type": "default"}}, PLAIN),
+        ({"rope_theta": 300.0, "rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear"}),
+        ({"rope_theta": 500.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}, LLAMA3),
+        ({"rope_theta": 500.0, "rope_parameters": LLAMA3}, LLAMA3),
+    ],
+)
+def test_every_spelling_of_the_rotary_embedding_is_read(imported, llama, tmp_path, spelling, expected):
+    rewrite(llama[0], tmp_path / "hf", {"rope_parameters": None}, **spelling)
+    model = Config.load(find_step(imported(tmp_path / "hf")) / "config.json").model
+    assert model.rope_type == expected["rope_type"]
+    assert model.rope_theta == expected.get("rope_theta", 300.0)
+    assert model.rope_original_length == expected.get("original_max_position_embeddings")
+
+
+def rewrite(source, target, absent=(), **changes):
+    """A copy of a model with another config.json; keys in ``absent``, or changed to None, are left out."""
+    shutil.copytree(source, target)
+    values = json.loads((target / "config.json").read_text())
+    values = {key: value for key, value in values.items() if key not in absent} | changes
+    (target / "config.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"model_type": "mistral"}, "model_type 'mistral': only llama and moh_llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures ['LlamaForSequenceClassification']"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"sliding_window": 4096}, "sliding_window 4096"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'yarn'"),
+        ({"rope_parameters": {**LLAMA3, "factor": None}}, "rope_type 'llama3' without factor"),
+        ({"rope_parameters": {**LLAMA3, "attention_factor": 2.0}}, "attention_factor 2.0"),
+        ({"rope_parameters": None}, 'write "rope_theta": 10000.0 into the file'),
+        ({"rope_theta": 7.0}, "contradict each other"),
+        ({"num_key_value_heads": 3}, "--num-key-value-heads 3: must divide"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": 65}, "model.embed_tokens.weight has shape [64, 48], config.json says [65, 48]"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no counterpart here"),
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
+    ],
+    ids=str,
+)
+def test_what_is_no_plain_llama_is_refused_by_name_and_nothing_is_written(tool, llama, tmp_path, changes, named):
+    rewrite(llama[0], tmp_path / "hf", **changes)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run")
+    assert code == 2 and named in errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_biases_infinities_pickles_and_absent_shards_are_refused(tool, llama, tmp_path):
+    def refused(directory, named):
+        code, _, errors = tool("import_hf", "--model", directory, "--output", tmp_path / "run")
+        assert code == 2 and named in errors
+        assert not (tmp_path / "run" / "checkpoints" / "step-0").exists()
+        assert not (tmp_path / "run" / "checkpoints" / "step-0.tmp").exists()
+
+    for name in ("bias", "infinite", "pickle"):
+        shutil.copytree(llama[0], tmp_path / name)
+    tensors = load_file(llama[0] / "model.safetensors")
+    with_bias = {**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
+    save_file(with_bias, tmp_path / "bias" / "model.safetensors")
+    refused(tmp_path / "bias", "model.layers.0.self_attn.q_proj.bias has no counterpart")
+    tensors["model.norm.weight"][7] = torch.inf
+    save_file(tensors, tmp_path / "infinite" / "model.safetensors")
+    refused(tmp_path / "infinite", "model.norm.weight is not finite")
+    (tmp_path / "pickle" / "model.safetensors").rename(tmp_path / "pickle" / "pytorch_model.bin")
+    refused(tmp_path / "pickle", "safe_serialization=True")
+    make_llama(tmp_path / "shards", shard="30KB")
+    next((tmp_path / "shards").glob("model-00002*")).unlink()
+    refused(tmp_path / "shards", "model-00002-of-")
+
+
+def test_a_table_of_early_transformers_and_a_copy_of_a_tied_head_are_passed_over(imported, tmp_path):
+    model = make_llama(tmp_path / "hf", tie_word_embeddings=True)
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path)
+    assert_same_logits(imported(tmp_path / "hf"), model)
+
+
+# --- A larger vocabulary ---
+
+
+def test_new_rows_are_near_the_mean_of_the_old_ones_which_stay(imported, llama):
+    one, same, other = (
+        dict(full_parameters(find_step(imported(llama[0], "--extend-vocab", "3000", "--seed", seed, output=name))))
+        for name, seed in (("one", "1"), ("same", "1"), ("other", "2"))
+    )
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        old = llama[1].state_dict()[name]
+        new = one[name][64:]
+        assert new.shape == (2936, 48) and torch.equal(one[name][:64], old)
+        torch.testing.assert_close(new.mean(0), old.mean(0), atol=1e-3, rtol=0)
+        torch.testing.assert_close(new.std(0), old.std(0) * 0.01, rtol=0.1, atol=0)
+        assert torch.equal(same[name], one[name]) and not torch.equal(other[name][64:], new)
+    assert torch.equal(one["model.norm.weight"], llama[1].state_dict()["model.norm.weight"])
+
+
+def small_model(path, lines, vocab_size):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(path), vocab_size=vocab_size, model_type="bpe",
+        byte_fallback=True, remove_extra_whitespaces=False, minloglevel=2,  # as LLaMA's
+    )  # fmt: skip
+    return Path(f"{path}.model")
+
+
+def test_a_new_piece_begins_as_the_mean_of_the_old_ones_that_spell_it(imported, tool, tmp_path):
+    old = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
+    (tmp_path / "pieces").write_text("\u2581catdog\nsatcat\n")
+    new = tmp_path / "new.model"
+    extend = ["data_prep/tokenize.py", "extend", "--tokenizer", old, "--add-pieces", tmp_path / "pieces"]
+    subprocess.run([sys.executable, *extend, "--output", new], cwd=ROOT, check=True, capture_output=True)
+    before, after = (sentencepiece.SentencePieceProcessor(model_file=str(path)) for path in (old, new))
+    model = make_llama(tmp_path / "hf", vocab_size=278)
+    shutil.copy(old, tmp_path / "hf" / "tokenizer.model")
+    run_directory = imported(tmp_path / "hf", "--extend-vocab", "320", "--tokenizer", new)
+    step = find_step(run_directory)
+    assert (step / "tokenizer.model").read_bytes() == new.read_bytes()
+    found = dict(full_parameters(step))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows_before = model.state_dict()[name]
+        noise = 0.06 * rows_before.std(0)  # six deviations
+        for piece, spelled in (("\u2581catdog", before.encode("catdog")), ("satcat", before.encode("xsatcat")[2:])):
+            expected = rows_before[spelled].mean(0) if "embed" in name else rows_before.mean(0)
+            assert ((found[name][after.piece_to_id(piece)] - expected).abs() < noise).all(), piece
+        assert ((found[name][-1] - rows_before.mean(0)).abs() < noise).all()  # of no piece
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "small", "--tokenizer", new)
+    assert code == 2 and f"give --extend-vocab {after.vocab_size()}" in errors
+    other = small_model(tmp_path / "other", ["quite another text of words"] * 20, 280)
+    arguments = ("--output", tmp_path / "other", "--extend-vocab", "320", "--tokenizer", other)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", *arguments)
+    assert code == 2 and "id " in errors and "data_prep/tokenize.py extend" in errors
+
+
+def test_a_vocabulary_of_llama3_is_copied_and_its_new_tokens_are_spelled_with_the_old(imported, tmp_path):
+    """Ranks in tiktoken's format: 256 bytes, a pair, room for the 256 special tokens, and two words of it."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"ab"]
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
+    first = len(tokens) + 256
+    more = [base64.b64encode(token) + b" %d\n" % (first + number) for number, token in enumerate((b"abc", b"zabab"))]
+    old, new = tmp_path / "old.model", tmp_path / "new.model"
+    old.write_bytes(b"".join(lines))
+    new.write_bytes(b"".join([*lines, *more]))
+    model = make_llama(tmp_path / "hf", vocab_size=first)
+    flags = ("--extend-vocab", first + 2, "--tokenizer", new, "--old-tokenizer", old)
+    step = find_step(imported(tmp_path / "hf", *flags))
+    assert (step / "tokenizer.model").read_bytes() == new.read_bytes()
+    name = "model.embed_tokens.weight"
+    old_rows, found = model.state_dict()[name], dict(full_parameters(step))[name]
+    for number, spelled in enumerate(([256, 99], [122, 256, 256])):
+        distance = (found[first + number] - old_rows[spelled].mean(0)).abs()
+        assert (distance < 0.06 * old_rows.std(0)).all()
+
+
+# --- Which heads are shared ---
+
+
+@torch.no_grad()
+def importance_by_transformers(model, tokens):
+    """|W_O_i H_i| in the mean over tokens, [layers, heads], from what transformers hands to o_proj."""
+    seen = []
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda module, inputs, _: seen.append((module.weight, inputs[0])))
+    model(tokens)
+    return torch.stack([
+        torch.stack([
+            (context[..., i * 8 : (i + 1) * 8] @ weight[:, i * 8 : (i + 1) * 8].T).norm(dim=-1).mean() for i in range(8)
+        ])
+        for weight, context in seen
+    ])
+
+
+@pytest.mark.parametrize("key_value_heads", [8, 4, 2])
+def test_important_heads_come_first_and_the_model_computes_the_same(imported, data_dir, tmp_path, key_value_heads):
+    model = make_llama(tmp_path / "hf", num_key_value_heads=key_value_heads)
+    flags = "--head-selection mixture --routing query_norm --num-shared-heads 4 --num-active-routed-heads 4".split()
+    sample = ("--select-shared", "importance", "--sample-data", str(data_dir), "--sample-tokens", "256")
+    run_directory = imported(tmp_path / "hf", *flags, *sample)
+    assert_same_logits(run_directory, model)
+    facts = json.loads((find_step(run_directory) / "state.json").read_text())["imported"]["head_importance"]
+    data = DataConfig(data_dir=str(data_dir), validation_fraction=0)
+    dataset = Dataset.open(data, seq_length=64, seed=1234, vocab_size=64)
+    loader = Loader(
+        dataset, global_batch_size=4, micro_batch_size=4, data_parallel_rank=0, data_parallel_size=1
+    )
+    (batch,) = loader.train_step(0)
+    loader.close()
+    expected = importance_by_transformers(model, batch.tokens)
+    torch.testing.assert_close(torch.tensor(facts["importance"]), expected, rtol=1e-4, atol=0)
+    size = 8 // key_value_heads
+    for order, importance in zip(facts["orders"], expected, strict=True):
+        assert sorted(order) == list(range(8)) and order != list(range(8))
+        groups = [order[start : start + size] for start in range(0, 8, size)]
+        assert all(len({head // size for head in group}) == 1 for group in groups)  # no group is torn apart
+        means = [importance[group].mean() for group in groups]
+        assert means == sorted(means, reverse=True)
+        assert all(list(importance[group]) == sorted(importance[group], reverse=True) for group in groups)
+
+
+def test_a_sample_of_text_is_measured_with_the_tokenizer_of_the_model(imported, tool, tmp_path):
+    tokenizer = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
+    make_llama(tmp_path / "hf", vocab_size=278)
+    shutil.copy(tokenizer, tmp_path / "hf" / "tokenizer.model")
+    (tmp_path / "text").write_text("the cat sat and a dog " * 40)
+    sample = ("--select-shared", "importance", "--sample-text", str(tmp_path / "text"), "--sample-tokens", "64")
+    facts = json.loads((find_step(imported(tmp_path / "hf", *MIXTURE, *sample)) / "state.json").read_text())
+    assert facts["imported"]["head_importance"]["tokens"] == 64
+    for more, named in (((), "all heads are on"), ((*MIXTURE, "--sample-data", "x"), "by one of --sample-data and")):
+        code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *sample, *more)
+        assert code == 2 and named in errors
+
+
+# --- A run from there ---
+
+RUN = """
+    --seq-length 16 --batch-tokens 128 --micro-batch-size 2 --train-iters 6 --warmup-iters 2 --precision fp32
+    --learning-rate 1e-2 --min-learning-rate 1e-3 --validation-fraction 0.1 --log-interval 2 --save-interval 3
+    --eval-interval 4 --eval-samples 5 --keep-last 1
+"""
+
+
+def flags(data_dir, directory, *more):
+    return [*RUN.split(), "--data-dir", str(data_dir), "--checkpoint-dir", str(directory), *more]
+
+
+@pytest.fixture(scope="module")
+def straight(llama, data_dir, tmp_path_factory):
+    """A run from an import, never stopped; the model is nowhere in its flags."""
+    directory = tmp_path_factory.mktemp("straight")
+    import_hf.run(import_hf.parse_arguments(["--model", str(llama[0]), "--output", str(directory), *MIXTURE]))
+    shutil.copytree(directory, directory.with_name("pristine"))
+    run_ranks(run, 1, flags(data_dir, directory))
+    return directory
+
+
+@pytest.fixture
+def pristine(straight, tmp_path):
+    """A copy of the run directory before its first step."""
+    return shutil.copytree(straight.with_name("pristine"), tmp_path / "run")
+
+
+def test_a_run_begins_with_the_import_at_its_first_iteration(straight):
+    logged = rows(straight)
+    assert [row["step"] for row in logged if "evaluation" in row] == [0, 4, 6]
+    assert [row["step"] for row in logged if "loss" in row] == [2, 4, 6]
+    assert logged[1]["learning_rate"] == pytest.approx(1e-7 + (1e-2 - 1e-7) / 2)  # of the second iteration
+    assert logged[1]["consumed_samples"] == 16
+    before = {row["step"]: row["evaluation_mean"] for row in logged if "evaluation" in row}
+    assert before[6] < before[0] - 0.5
+    step = straight / "checkpoints" / "step-6"
+    assert json.loads((step / "state.json").read_text())["imported"]["shared_heads"] == "first"
+    reader = FragmentReader(step)
+    assert reader.read("exp_avg_sq", "model.layers.1.mlp.up_proj.weight").abs().max() > 0
+
+
+def test_step_0_stays_and_was_not_changed(straight):
+    assert {path.name for path in (straight / "checkpoints").iterdir()} == {"step-0", "step-6", "latest"}
+    assert verify(straight / "checkpoints" / "step-0") == []
+    names = [path.name for path in (straight / "checkpoints" / "step-0").iterdir()]
+    for name in names:
+        theirs = straight.with_name("pristine") / "checkpoints" / "step-0" / name
+        assert (straight / "checkpoints" / "step-0" / name).read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("stop_after", [None, 3])
+def test_a_run_that_is_stopped_ends_as_if_it_had_not_been(pristine, straight, data_dir, stop_after):
+    """Also before its first checkpoint: then it begins with step 0 once more."""
+    if stop_after is None:
+        run_ranks(run_and_die, 1, flags(data_dir, pristine))
+        assert [row["step"] for row in rows(pristine)] == [0, 2]
+    else:
+        run_ranks(run, 1, flags(data_dir, pristine), stop_after)
+    run_ranks(run, 1, flags(data_dir, pristine))
+    assert rows(pristine) == rows(straight)
+    states = [dict(full_parameters(find_step(directory))) for directory in (pristine, straight)]
+    assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+def run_and_die(arguments):
+    from moh_lm import pretrain
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    pretrain.Saver.save = die
+    run(arguments)
+
+
+@pytest.mark.parametrize("layout", [("--tensor-parallel-size", "2"), ("--zero-stage", "3")])
+def test_any_layout_begins_with_it(pristine, straight, data_dir, layout):
+    run_ranks(run, 2, flags(data_dir, pristine, *layout))
+    assert losses(pristine) == pytest.approx(losses(straight), rel=1e-5)
+    first, expected = rows(pristine)[0], rows(straight)[0]
+    assert first["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-6)
+
+
+def test_flags_that_contradict_the_import_are_named(pristine, data_dir):
+    config, _ = parse_config(flags(data_dir, pristine))
+    assert contradictions(config) == [] and config.model.rope_type == "llama3"
+    config, _ = parse_config(flags(data_dir, pristine, "--intermediate-size", "64"))
+    (sentence,) = contradictions(config)
+    assert "intermediate_size was 40 and is 64; leave the flag out" in sentence
+    with pytest.raises(AssertionError, match="intermediate_size was 40 and is 64"):
+        run_ranks(run, 1, flags(data_dir, pristine, "--intermediate-size", "64"))
+
+
+@pytest.mark.parametrize("left", [(), ("checkpoints",)])
+def test_a_run_whose_import_is_lost_or_was_cut_short_is_not_started_with_random_weights(pristine, data_dir, left):
+    model = "--num-layers 2 --hidden-size 48 --intermediate-size 40 --num-attention-heads 8 --vocab-size 64".split()
+    if left:
+        (pristine / "checkpoints" / "step-0").rename(pristine / "checkpoints" / "step-0.tmp")
+        (pristine / "checkpoints" / "latest").unlink()
+    else:
+        shutil.rmtree(pristine / "checkpoints")
+    with pytest.raises(AssertionError, match="the model that was to be imported from .* is not there"):
+        run_ranks(run, 1, flags(data_dir, pristine, *model))
+
+
+# --- Nothing half-written ---
+
+
+def test_a_write_that_fails_leaves_no_step_and_the_import_can_be_repeated(tool, imported, llama, tmp_path, monkeypatch):
+    left, write_all = 30_000, HashedFile.write_all
+
+    def failing(file, view):
+        nonlocal left
+        left -= len(view)
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device", str(file.path))
+        write_all(file, view)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HashedFile, "write_all", failing)
+        code, _, errors = tool("import_hf", "--model", llama[0], "--output", tmp_path / "run")
+    assert code == 2 and "no space left on device" in errors
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert_same_logits(imported(llama[0]), llama[1])
+    code, _, errors = tool("import_hf", "--model", llama[0], "--output", tmp_path / "run")
+    assert code == 2 and "has checkpoints/" in errors
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(tool, llama, tmp_path):
+    code, output, _ = tool("import_hf", "--model", llama[0], "--output", tmp_path / "run", "--dry-run", *MIXTURE)
+    assert code == 0 and not (tmp_path / "run").exists()
+    elements = sum(parameter.numel() for parameter in llama[1].parameters()) + 2 * (8 + 2) * 48
+    assert f"size       {4 * elements:,} bytes" in output
+    shown = [line.split() for line in output.splitlines()]
+    assert "model.layers.0.self_attn.router.w_type 2 x 48 drawn".split() in shown
+
+
+def test_the_tools_read_an_import_like_any_step(tool, imported, llama):
+    run_directory = imported(llama[0])
+    assert tool("checkpoint", "verify", run_directory)[0] == 0
+    code, output, _ = tool("checkpoint", "show", run_directory)
+    assert code == 0 and f"imported from     {llama[0]}" in output
+    reader = FragmentReader(find_step(run_directory))
+    assert not reader.read("exp_avg", "model.norm.weight").any()
+    np.testing.assert_array_equal(reader.read("exp_avg", "model.norm.weight", None, 3, 5), np.zeros(5))
+
+

@@ -1,0 +1,644 @@
+"""tools/hf/modeling_moh.py against Eq. 4-10 in float64 loops, and against transformers' own Llama."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.model.transformer import CausalLM
+from tools.hf import modeling_moh
+from tools.hf.configuration_moh import MoHLlamaConfig
+from tools.hf.modeling_moh import (
+    ALL_ATTENTION_FUNCTIONS,
+    MoHLlamaForCausalLM,
+    MoHLlamaRouter,
+    eager_attention_forward,
+    query_norm_routing,
+)
+
+SHAPE = {
+    "vocab_size": 19,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+    "rope_theta": 100.0,
+    "num_shared_heads": [1, 2],
+    "num_active_routed_heads": [2, 1],
+}
+GROUPS = {  # two of two heads
+    "num_key_value_heads": 2, "routing_unit": "key_value_group", "num_shared_heads": [0, 2],
+    "num_active_routed_heads": [4, 2],
+}  # fmt: skip
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def make_model(seed=0, attention="sdpa", **changes):
+    """A model whose weights are large enough that every part of it shows in the logits."""
+    model = MoHLlamaForCausalLM._from_config(
+        MoHLlamaConfig(**{**SHAPE, **changes}), attn_implementation=attention
+    ).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.2
+            parameter.normal_(float(parameter.ndim == 1), 1.5 * spread, generator=generator)
+    return model
+
+
+@pytest.fixture
+def one_thread(threads):
+    """With more of them every head is read at once."""
+    torch.set_num_threads(1)
+
+
+def random_tokens(batch, length, seed=0):
+    return torch.randint(1, SHAPE["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+# --- The model in float64, one token and one head at a time ---
+
+
+def softmax(values):
+    powers = [math.exp(value - max(values)) for value in values]
+    return [power / sum(powers) for power in powers]
+
+
+def top_k(scores, k):
+    """Indices of the k largest; of equal ones the lower index."""
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:k]
+
+
+def reference_gates(config, layer, weights, x, queries):
+    """Gates of one token: x [d], queries [h, head_dim] before rotary."""
+    heads, shared = config.num_attention_heads, config.num_shared_heads[layer]
+    active, size = config.num_active_routed_heads[layer], 1
+    if config.head_selection == "all":
+        return [1.0] * heads
+    if config.head_selection == "static":
+        return [1.0 if head < shared + active else 0.0 for head in range(heads)]
+    if config.routing_unit == "key_value_group":  # from here on heads are groups
+        size = heads // config.num_key_value_heads
+        heads, shared, active = heads // size, shared // size, active // size
+        queries = queries.reshape(heads, -1)
+    if config.routing == "query_norm":
+        norms = [math.sqrt(sum(value * value for value in queries[head])) for head in range(shared, heads)]
+        deviation = 1.0
+        if len(norms) > 1:
+            mean = sum(norms) / len(norms)
+            deviation = math.sqrt(sum((norm - mean) ** 2 for norm in norms) / (len(norms) - 1))
+        chosen = top_k([norm / deviation for norm in norms], active)
+        gates = [1.0] * shared + [1.0 if head in chosen else 0.0 for head in range(heads - shared)]
+        return [gate for gate in gates for _ in range(size)]
+
+    released = config.routing == "released"
+    a1 = a2 = 1.0
+    if config.two_stage and 0 < shared < heads:
+        a1, a2 = softmax([row @ x for row in weights["w_type"]])
+        if released:
+            a1, a2 = 2 * a1, 2 * a2
+    gates = []
+    if shared:
+        scale = shared if released else 1.0
+        gates += [a1 * scale * p for p in softmax([row @ x for row in weights["w_shared"]])]
+    if shared < heads:
+        scores = [row @ x for row in weights["w_routed"]]
+        chosen, probabilities = top_k(scores, active), softmax(scores)
+        if config.routing_top_p is not None:
+            while len(chosen) > 1 and sum(probabilities[head] for head in chosen[:-1]) >= config.routing_top_p:
+                chosen.pop()
+        scale = len(chosen) / sum(probabilities[head] for head in chosen) if released else 1.0
+        gates += [a2 * scale * p if head in chosen else 0.0 for head, p in enumerate(probabilities)]
+    return [gate for gate in gates for _ in range(size)]
+
+
+def rotated(vector, position, theta):
+    """Feature i and feature i + e/2 are the two coordinates of a point that turns by position * theta^(-2i/e)."""
+    half = len(vector) // 2
+    turned = np.empty_like(vector)
+    for i in range(half):
+        point = complex(vector[i], vector[i + half])
+        point *= np.exp(1j * position * theta ** (-2 * i / len(vector)))
+        turned[i], turned[i + half] = point.real, point.imag
+    return turned
+
+
+def reference_attention(config, layer, weights, inputs):
+    """inputs [s, d], normalised -> [s, d]."""
+    heads, dim = config.num_attention_heads, config.head_dim
+    group = heads // config.num_key_value_heads
+    split = {name: [(weights[f"{name}_proj"] @ x).reshape(-1, dim) for x in inputs] for name in "qkv"}
+    router = {key.split(".")[1]: value for key, value in weights.items() if key.startswith("router.")}
+    outputs = []
+    for t, x in enumerate(inputs):
+        gates = reference_gates(config, layer, router, x, split["q"][t])
+        weighted = []
+        for head in range(heads):
+            query = rotated(split["q"][t][head], t, config.rope_theta)
+            keys = [rotated(split["k"][u][head // group], u, config.rope_theta) for u in range(t + 1)]
+            attention = softmax([query @ key / math.sqrt(dim) for key in keys])
+            output = sum(a * split["v"][u][head // group] for u, a in enumerate(attention))
+            weighted.append(gates[head] * output)
+        outputs.append(weights["o_proj"] @ np.concatenate(weighted))
+    return outputs
+
+
+def reference_logits(model, tokens):
+    config = model.config
+    state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}
+
+    def norm(x, weight):
+        return weight * x / np.sqrt(np.mean(x * x) + config.rms_norm_eps)
+
+    hidden = [state["model.embed_tokens.weight"][token] for token in tokens]
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        own = {k.removeprefix(prefix).removesuffix(".weight"): v for k, v in state.items() if k.startswith(prefix)}
+        attention = {k.removeprefix("self_attn."): v for k, v in own.items() if k.startswith("self_attn.")}
+        inputs = [norm(x, own["input_layernorm"]) for x in hidden]
+        attended = reference_attention(config, layer, attention, inputs)
+        hidden = [x + update for x, update in zip(hidden, attended, strict=True)]
+        for t, x in enumerate(hidden):
+            x = norm(x, own["post_attention_layernorm"])
+            gate, up = own["mlp.gate_proj"] @ x, own["mlp.up_proj"] @ x
+            hidden[t] = hidden[t] + own["mlp.down_proj"] @ (gate / (1 + np.exp(-gate)) * up)
+    head = state["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    return np.stack([head @ norm(x, state["model.norm.weight"]) for x in hidden])
+
+
+def assert_equals_reference(model, tokens):
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0].numpy()
+    expected = reference_logits(model, tokens.tolist())
+    assert np.abs(logits - expected).max() <= 3e-6 * np.abs(expected).max()
+
+
+def drawn_heads(seed):
+    """A legal choice of heads, budgets and routing."""
+    draw = random.Random(seed)
+    heads = draw.choice([2, 4, 6])
+    shared = [draw.randint(0, heads) for _ in range(3)]
+    return {
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([n for n in (1, 2, 3, heads) if heads % n == 0]),
+        "head_selection": draw.choice(["mixture", "mixture", "mixture", "static"]),
+        "routing": draw.choice(["paper", "released", "query_norm"]),
+        "two_stage": draw.random() < 0.7,
+        "num_shared_heads": shared,
+        "num_active_routed_heads": [draw.randint(min(1, heads - s), heads - s) for s in shared],
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_logits_equal_the_equations_in_float64(seed):
+    model = make_model(seed, attention=("sdpa", "eager")[seed % 2], **drawn_heads(seed))
+    assert_equals_reference(model, random_tokens(1, 9, seed)[0])
+
+
+@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@pytest.mark.parametrize(
+    "unit, top_p, budgets",
+    [
+        ("key_value_group", None, ([0, 4], [2, 2])),
+        ("head", 0.7, ([0, 2], [6, 4])),
+        ("key_value_group", 0.6, ([2, 0], [4, 6])),
+    ],
+)
+@torch.no_grad()
+def test_groups_of_heads_and_varying_numbers_of_heads_equal_the_equations(unit, top_p, budgets, routing):
+    changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "routing_unit": unit, "routing": routing}
+    changes |= {"num_shared_heads": budgets[0], "num_active_routed_heads": budgets[1]}
+    model = make_model(**changes, routing_top_p=None if routing == "query_norm" else top_p)
+    tokens = random_tokens(1, 9)
+    assert_equals_reference(model, tokens[0])
+    assert_router_outputs(model(tokens, output_router_gates=True), model, tokens)
+
+
+@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@pytest.mark.parametrize("shared", [0, 1, 3, 4])
+def test_layers_with_none_one_and_all_heads_shared_equal_the_equations(routing, shared):
+    active = min(2, 4 - shared)
+    changes = {"num_shared_heads": [shared] * 2, "num_active_routed_heads": [active] * 2, "routing": routing}
+    assert_equals_reference(make_model(**changes), random_tokens(1, 9)[0])
+
+
+@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+def test_of_equal_scores_the_lower_head_index_is_selected(routing):
+    changes = {"num_shared_heads": [0, 0], "num_active_routed_heads": [1, 3], "routing": routing}
+    model = make_model(**changes)
+    with torch.no_grad():
+        for layer in model.model.layers:  # heads 0 and 1 tie, and heads 2 and 3
+            query = layer.self_attn.q_proj.weight.view(2, 2, -1, SHAPE["hidden_size"])
+            query[:, 1] = query[:, 0]
+            if routing != "query_norm":
+                weight = layer.self_attn.router.w_routed.view(2, 2, -1)
+                weight[:, 1] = weight[:, 0]
+    assert_equals_reference(model, random_tokens(1, 9)[0])
+
+
+def test_a_router_computes_in_fp32_from_bf16_inputs_and_under_autocast():
+    config = MoHLlamaConfig(**SHAPE)
+    router = MoHLlamaRouter(config, 0).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.normal_(0, 0.5, generator=generator)
+        x = torch.randn(1, 200, SHAPE["hidden_size"], generator=generator).bfloat16()
+        gates, _ = router(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert router(x)[0].equal(gates)
+    weights = {name: parameter.detach().double().numpy() for name, parameter in router.named_parameters()}
+    expected = [reference_gates(config, 0, weights, token, None) for token in x[0].double().numpy()]
+    assert gates.dtype == torch.float32
+    np.testing.assert_allclose(gates[0], expected, rtol=2e-6, atol=1e-30)
+
+
+def test_query_norm_gates_are_one_with_the_gradient_of_the_selected_softmax_scores():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 1, 5, 4, generator=generator, requires_grad=True)
+    upstream = torch.randn(5, generator=generator)
+    gates, selection = query_norm_routing(query, 1, 2)
+    (gates * upstream).sum().backward()
+    selected = gates.detach()[0, 0].double().numpy()
+    assert selected.tolist().count(1.0) == 3 and selected.tolist().count(0.0) == 2
+
+    def softmax_scores(values):
+        norms = np.sqrt((values**2).sum(-1))[1:]
+        return np.array([0.0, *softmax(list(norms / norms.std(ddof=1)))])
+
+    values, step = query.detach()[0, 0].double().numpy(), 1e-6
+    for index in np.ndindex(*values.shape):
+        shift = np.zeros_like(values)
+        shift[index] = step
+        slope = (softmax_scores(values + shift) - softmax_scores(values - shift)) / (2 * step)
+        assert query.grad[0, 0][index].item() == pytest.approx((slope * selected * upstream.numpy()).sum(), abs=1e-6)
+
+
+def test_a_token_whose_query_norms_are_all_equal_has_finite_gates():
+    gates, _ = query_norm_routing(torch.zeros(1, 1, 4, 6), 1, 2)
+    assert gates.tolist() == [[[1.0, 1.0, 1.0, 0.0]]]
+
+
+# --- Router outputs ---
+
+
+def assert_router_outputs(outputs, model, tokens):
+    """Gates and selections against the equations: the hidden states tell the input of each layer."""
+    states = model(tokens, output_hidden_states=True).hidden_states
+    config = model.config
+    assert len(outputs.router_gates) == len(outputs.router_selections) == config.num_hidden_layers
+    for index, layer in enumerate(model.model.layers):
+        x = layer.input_layernorm(states[index])
+        query = layer.self_attn.q_proj(x).unflatten(-1, (config.num_attention_heads, -1)).double().numpy()
+        router = layer.self_attn.router
+        weights = {name: p.detach().double().numpy() for name, p in router.named_parameters()} if router else {}
+        gates, selected = outputs.router_gates[index], outputs.router_selections[index]
+        assert gates.shape == selected.shape == (*tokens.shape, config.num_attention_heads)
+        assert gates.dtype == torch.float32 and selected.dtype == torch.bool
+        for b, t in np.ndindex(*tokens.shape):
+            expected = reference_gates(config, index, weights, x[b, t].double().numpy(), query[b, t])
+            np.testing.assert_allclose(gates[b, t], expected, rtol=1e-5, atol=1e-30)
+            assert selected[b, t].tolist() == [gate > 0 for gate in expected]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": 2, "num_shared_heads": [0, 4], "num_active_routed_heads": [2, 0]},
+        {"routing": "released"},
+        {"routing": "query_norm", "num_shared_heads": [1, 4], "num_active_routed_heads": [2, 0]},
+        {"head_selection": "static"},
+        {"head_selection": "all"},
+    ],
+)
+@torch.no_grad()
+def test_router_outputs_are_the_gates_and_the_selected_heads_of_every_layer(changes):
+    model, tokens = make_model(**changes), random_tokens(2, 6)
+    plain = model(tokens)
+    assert plain.router_gates is None and plain.router_selections is None
+    for outputs in (model(tokens, output_router_gates=True), model.model(tokens, output_router_gates=True)):
+        assert_router_outputs(outputs, model, tokens)
+    model.config.output_router_gates = True
+    outputs = model(tokens)
+    assert outputs.logits.equal(plain.logits)
+    assert_router_outputs(outputs, model, tokens)
+
+
+@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_the_selected_heads_are_those_of_the_trainers_router_token_by_token(routing, dtype):
+    shape = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 19}
+    heads = HeadsConfig(num_shared_heads=(2, 0), num_active_routed_heads=(2, 3), routing=routing)
+    trainer = CausalLM(ModelConfig(hidden_size=16, intermediate_size=24, rope_theta=100.0, heads=heads, **shape))
+    trainer.initialize(seed=1)
+    changes = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_shared_heads": [2, 0], "routing": routing}
+    model = make_model(num_active_routed_heads=[2, 3], **changes)
+    for name, parameter in trainer.named_parameters():
+        parameter.mul_(1 if parameter.ndim == 1 else 8)
+        model.get_parameter(name).copy_(parameter)
+    trainer, model, tokens = trainer.to(dtype), model.to(dtype), random_tokens(1, 200)
+    taken = []
+    for layer in trainer.model.layers:
+        router, select = layer.self_attn.router, layer.self_attn.router.select
+        router.select = lambda *arguments, select=select: taken.append(select(*arguments)) or taken[-1]
+    trainer(tokens)
+    for selected, trained, shared in zip(
+        model(tokens, output_router_gates=True).router_selections, taken, (2, 0), strict=True
+    ):
+        assert selected[0, :, :shared].all()
+        assert selected[0, :, shared:].equal(trained[:, 0].bool())
+
+
+@pytest.mark.parametrize("changes", [{}, {"routing": "query_norm"}])
+def test_gradient_checkpointing_changes_neither_loss_nor_gradients(changes):
+    tokens, seen = random_tokens(2, 10), []
+    for checkpointing in (False, True):
+        model = make_model(**changes).train()
+        calls = []
+        model.model.layers[0].input_layernorm.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        outputs = model(tokens, labels=tokens, output_router_gates=True)
+        (outputs.loss + sum(gates.square().sum() for gates in outputs.router_gates)).backward()
+        assert len(calls) == 1 + checkpointing
+        assert outputs.past_key_values is None or not checkpointing
+        seen.append((outputs.loss.item(), {name: p.grad for name, p in model.named_parameters()}))
+    assert seen[0][0] == seen[1][0]
+    for name, gradient in seen[0][1].items():
+        assert gradient.abs().max() > 0 or "w_" in name
+        assert seen[1][1][name].equal(gradient)
+
+
+# --- transformers ---
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 40,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("tied", "rope"), [(False, None), (True, None), (False, LLAMA3), (True, LINEAR)])
+def test_with_all_heads_the_model_is_llama_to_the_bit(attention, tied, rope):
+    changes = {"head_selection": "all", "num_key_value_heads": 2, "tie_word_embeddings": tied, "head_dim": 12}
+    model = make_model(attention=attention, rope_parameters=rope, **changes)
+    own = {"head_selection", "routing", "two_stage", "num_shared_heads", "num_active_routed_heads", "model_type"}
+    own |= {"output_router_gates", "rope_parameters"}
+    shape = {k: v for k, v in model.config.to_dict().items() if k not in own | {"architectures", "auto_map"}}
+    llama = LlamaForCausalLM._from_config(LlamaConfig(**shape, rope_scaling=rope), attn_implementation=attention).eval()
+    llama.load_state_dict(model.state_dict())
+    tokens = random_tokens(2, 30)
+    with torch.no_grad():
+        assert model(tokens).logits.equal(llama(tokens).logits)
+
+
+CASES = [
+    {"num_key_value_heads": 2, "num_shared_heads": [0, 4], "num_active_routed_heads": [2, 0]},
+    {"routing": "query_norm"},
+    {"head_selection": "static", "tie_word_embeddings": True},
+    GROUPS | {"routing_top_p": 0.7},
+]
+
+
+HALF = {"num_shared_heads": [1, 0], "num_active_routed_heads": [1, 2]}
+GROUPS_HALF = GROUPS | {"num_shared_heads": [0, 0], "num_active_routed_heads": [2, 2]}
+HALVES = [
+    HALF,
+    HALF | {"routing": "query_norm"},
+    HALF | {"head_selection": "static", "tie_word_embeddings": True},
+    GROUPS_HALF | {"routing_top_p": 0.7},
+]
+LENGTHS = [*((case, modeling_moh.LONG) for case in CASES), *((case, 1) for case in HALVES)]  # 1: selected heads only
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("changes, long", LENGTHS)
+@torch.no_grad()
+def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention, long, monkeypatch, one_thread):
+    model, tokens = make_model(attention=attention, **changes), random_tokens(2, 12)
+    whole = model(tokens, use_cache=False).logits
+    tolerance = 3e-6 * whole.abs().max().item()
+    monkeypatch.setattr(modeling_moh, "LONG", long)
+
+    for stops in ([12], [5, 12], [5, *range(6, 13)]):
+        cache, start, pieces = None, 0, []
+        for stop in stops:
+            outputs = model(tokens[:, start:stop], past_key_values=cache, use_cache=True)
+            cache, start = outputs.past_key_values, stop
+            pieces.append(outputs.logits)
+        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=tolerance)
+
+    padded, mask = torch.zeros(2, 15, dtype=torch.long), torch.zeros(2, 15, dtype=torch.long)
+    for row, length in enumerate((12, 9)):
+        padded[row, -length:], mask[row, -length:] = tokens[row, :length], 1
+    logits = model(padded, attention_mask=mask).logits
+    for row, length in enumerate((12, 9)):
+        torch.testing.assert_close(logits[row, -length:], whole[row, :length], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("changes", HALVES)
+@torch.no_grad()
+def test_a_new_token_after_many_reads_the_keys_and_values_of_its_heads_only(changes, monkeypatch, threads):
+    model, tokens = make_model(**changes), random_tokens(3, 12)
+    expected = model(tokens, output_router_gates=True)
+    for long, num_threads, same in ((12, 1, True), (13, 1, False), (12, 2, False)):  # the new token is the twelfth
+        monkeypatch.setattr(modeling_moh, "LONG", long)
+        torch.set_num_threads(num_threads)
+        cache = model(tokens[:, :-1]).past_key_values
+        for layer, selected in zip(cache.layers, expected.router_selections, strict=True):
+            unread = ~selected[:, -1].unflatten(-1, (layer.keys.shape[1], -1)).any(-1)  # [b, key/value heads]
+            layer.keys[unread] = layer.values[unread] = math.nan
+        logits = model(tokens[:, -1:], past_key_values=cache).logits[:, 0]
+        assert torch.allclose(logits, expected.logits[:, -1], rtol=0, atol=1e-5) == same
+
+
+@pytest.mark.parametrize(
+    "changes, number",
+    [
+        ({"num_shared_heads": [4, 1, 1], "num_active_routed_heads": [0, 2, 1]}, 1),
+        ({"num_shared_heads": [1] * 3, "num_active_routed_heads": [1] * 3, "num_key_value_heads": 2}, 0),
+        (GROUPS | {"num_shared_heads": [0, 2, 0], "num_active_routed_heads": [2, 2, 2]}, 2),
+    ],
+)
+@torch.no_grad()
+def test_only_layers_in_which_a_token_needs_half_of_the_keys_are_read_so(changes, number, monkeypatch, one_thread):
+    monkeypatch.setattr(modeling_moh, "LONG", 1)
+    layers, attend = [], modeling_moh.attend_selected
+    monkeypatch.setattr(modeling_moh, "attend_selected", lambda *inputs: layers.append(inputs) or attend(*inputs))
+    make_model(num_hidden_layers=3, **changes)(random_tokens(1, 1))
+    assert len(layers) == number
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 12), (1, 4, 1, 12), (3, 1, 1, 12), (3, 4, 1, 12)])
+@pytest.mark.parametrize("attention, dtype", [("sdpa", bool), ("sdpa", float), ("eager", float)])
+@pytest.mark.parametrize("changes", [HALF, GROUPS_HALF])
+@torch.no_grad()
+def test_a_mask_of_the_callers_own_holds_where_selected_heads_only_are_read(
+    changes, attention, dtype, shape, monkeypatch, one_thread
+):
+    """Of each shape that attention broadcasts to [b, h, 1, k]."""
+    model, tokens = make_model(attention=attention, **changes), random_tokens(3, 12)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[..., -1] = True
+    if dtype is float:
+        mask = torch.zeros(shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    logits = []
+    for long in (modeling_moh.LONG, 1):
+        monkeypatch.setattr(modeling_moh, "LONG", long)
+        cache = model(tokens[:, :-1]).past_key_values
+        logits.append(model(tokens[:, -1:], past_key_values=cache, attention_mask=mask).logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+    assert not torch.allclose(logits[0][:, 0], model(tokens).logits[:, -1], rtol=0, atol=1e-2)  # it hides something
+
+
+@pytest.mark.parametrize("changes, long", LENGTHS)
+@torch.no_grad()
+def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes, long, monkeypatch, one_thread):
+    monkeypatch.setattr(modeling_moh, "LONG", long)
+    model, tokens = make_model(**changes), random_tokens(2, 7)
+    expected = tokens
+    for _ in range(GREEDY["max_new_tokens"]):  # generation without generate()
+        following = model(expected, use_cache=False).logits[:, -1].argmax(-1)
+        expected = torch.cat((expected, following[:, None]), dim=1)
+    assert model.generate(tokens, use_cache=False, **GREEDY).equal(expected)
+    assert model.generate(tokens, **GREEDY).equal(expected)
+    assert model.generate(tokens, cache_implementation="static", **GREEDY).equal(expected)
+    short = model.generate(tokens[:1, :4], **GREEDY)[0, 4:]
+    padded, mask = tokens.clone(), torch.ones_like(tokens)
+    padded[0], mask[0, :3] = torch.cat((torch.zeros(3, dtype=torch.long), tokens[0, :4])), 0
+    generated = model.generate(padded, attention_mask=mask, **GREEDY)[:, 7:]
+    assert generated[0].equal(short) and generated[1].equal(expected[1, 7:])
+
+
+@torch.no_grad()
+def test_labels_give_the_mean_cross_entropy_and_logits_to_keep_the_last_logits():
+    model, tokens = make_model(), random_tokens(2, 10)
+    outputs = model(tokens, labels=tokens, output_hidden_states=True)
+    rows = outputs.logits.double().log_softmax(-1)
+    losses = [-rows[b, t, tokens[b, t + 1]].item() for b in range(2) for t in range(9)]
+    assert outputs.loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    summed = model(tokens, labels=tokens, num_items_in_batch=100).loss  # as Trainer asks with gradient accumulation
+    assert summed.item() == pytest.approx(sum(losses) / 100, rel=1e-6)
+    for keep in (3, torch.tensor([7, 8, 9])):
+        kept = model(tokens, logits_to_keep=keep).logits
+        torch.testing.assert_close(kept, outputs.logits[:, -3:], rtol=0, atol=1e-5)
+    assert len(outputs.hidden_states) == 3
+    assert model.lm_head(outputs.hidden_states[-1]).equal(outputs.logits)
+    assert model(tokens, return_dict=False)[0].equal(outputs.logits)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "routing": "query_norm"}])
+def test_a_saved_model_is_loaded_with_an_empty_report_and_equal_logits(changes, tmp_path):
+    model, tokens = make_model(**changes), random_tokens(2, 10)
+    model.save_pretrained(tmp_path)
+    assert {"configuration_moh.py", "modeling_moh.py"} <= {path.name for path in tmp_path.iterdir()}
+    loaded, report = MoHLlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    tied = loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+    assert tied == bool(changes.get("tie_word_embeddings"))
+    with torch.no_grad():
+        assert loaded(tokens).logits.equal(model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [GROUPS | {"routing": "released", "routing_top_p": 0.7}, {"routing": "query_norm", "rope_parameters": LLAMA3}],
+)
+@torch.no_grad()
+def test_the_exported_graph_computes_sequences_of_other_lengths(changes):
+    model, dynamic = make_model(**changes), {1: torch.export.Dim("length", min=2, max=60)}
+    plain = {"use_cache": False, "return_dict": False}
+    shapes = {"input_ids": dynamic, "use_cache": None, "return_dict": None}
+    program = torch.export.export(model, (random_tokens(2, 9),), kwargs=plain, dynamic_shapes=shapes, strict=False)
+    for length in (5, 40):
+        tokens = random_tokens(2, length)
+        logits = program.module()(tokens, **plain)[0]
+        torch.testing.assert_close(logits, model(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_a_foreign_attention_implementation_gets_the_layer_and_the_arguments_of_the_call():
+    """The contract of vLLM's Transformers backend, which replaces attention and passes its own objects through."""
+    seen = []
+
+    def recorder(module, query, key, value, attention_mask, scaling, marker=None, **kwargs):
+        seen.append((module.layer_idx, scaling, marker))
+        causal = torch.full((query.shape[2], key.shape[2]), -torch.inf).triu(1)
+        return eager_attention_forward(module, query, key, value, causal, scaling)
+
+    ALL_ATTENTION_FUNCTIONS["recorder"] = recorder
+    try:
+        tokens = random_tokens(1, 8)
+        with torch.no_grad():
+            expected = make_model()(tokens).logits
+            logits = make_model(attention="recorder")(tokens, use_cache=False, marker="mine").logits
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["recorder"]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert seen == [(0, 6**-0.5, "mine"), (1, 6**-0.5, "mine")]
+
+
+# --- The configuration ---
+
+
+def test_scalings_of_the_rotary_embedding_change_the_logits_and_are_read_in_both_spellings():
+    tokens = random_tokens(1, 30)
+    with torch.no_grad():
+        plain = make_model()(tokens).logits
+        for rope in (LLAMA3, LINEAR):
+            scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+            logits = make_model(rope_parameters=rope)(tokens).logits
+            assert (logits - plain).abs().max() > 0.1
+            assert make_model(rope_scaling=scaling)(tokens).logits.equal(logits)
+            scaling["type"] = scaling["rope_type"]  # as transformers 4 writes it
+            assert make_model(rope_scaling=scaling)(tokens).logits.equal(logits)
+
+
+def test_every_spelling_of_the_rotary_base_is_read_and_both_are_kept():
+    spellings = (
+        {"rope_theta": 500.0},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "default"}},
+    )
+    for spelling in spellings:
+        config = MoHLlamaConfig(**spelling)
+        assert config.rope_theta == 500.0
+        assert config.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_shared_heads": [1]}, "must have 2 numbers"),
+        ({"num_shared_heads": [1, 5]}, "layer 1 with 5 shared"),
+        ({"num_active_routed_heads": [0, 1]}, "layer 0 with 1 shared and 0 active"),
+        ({"num_active_routed_heads": [1, 3]}, "layer 1 with 2 shared and 3 active"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"routing": "other"}, "routing 'other'"),
+        ({"head_selection": "other"}, "head_selection 'other'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3': needs low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0}}, "'linear': needs factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"attention_bias": True}, "no biases"),
+    ],
+)
+def test_a_configuration_that_the_model_cannot_compute_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        MoHLlamaConfig(**{**SHAPE, **changes})

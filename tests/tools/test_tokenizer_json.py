@@ -1,0 +1,160 @@
+"""tools/hf/tokenizer_json.py: the converted tokenizer gives SentencePiece's ids, whatever the text."""
+
+import base64
+import io
+import random
+import unicodedata
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import sentencepiece
+from transformers import PreTrainedTokenizerFast
+
+from data_prep.tiktoken_model import TiktokenModel
+from tools.hf import tiktoken_json
+from tools.hf.tokenizer_json import read_model, special_ids, tokenizer_config, write_tokenizer
+
+PROSE = [
+    "The model reads what the tokenizer writes, and nothing else: 3.14159, 2.71828, 65536 and 1234567890.",
+    "    def forward(self, hidden_states):\n\treturn self.o_proj(hidden_states)  # [batch, sequence, hidden]",
+    "Fünf süße Äpfel, naïve cafés; Ελληνικά και русский язык; tiếng Việt được viết bằng chữ La-tinh.",
+    "한국어는 음절로 쓴다. 日本語ではカタカナもｶﾞｷﾞも使う。العربية تكتب من اليمين، हिन्दी बाएँ से।",
+    "<html><s>struck</s> &amp; <unk>known</unk></html>, <0xA> and \u2581 visible \u2581\u2581 spaces",
+]
+HOSTILE = [
+    *("", " ", "   ", "\n", "\t", "\r\n", "\x00", "a\x00b", "a", " a", "a ", "  a   b  ", "\n a\n", "a\n\n\nb"),
+    *("\u2581", "a\u2581", "\u2581\u2581a ", "a \u2581 b", "\u3000a", "a\u00a0b", "\u200b", "\ufeff", "\u2028"),
+    *("<s>", "</s>", "a</s>b", "<unk>", "<pad>x", "<0x0A>", "<0x0A>b", "<0x", "⁇", " ⁇ "),
+    *("\U0001f642", "\U0001f642\U0001f642a", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0010ffff", "\ue000"),
+    *("e\u0301", "\u1e9b\u0323", "ﬁ ½ ① ﷺ", "Ａ\u3000Ｂ", "aaaaaaaaaaaaa", "abababababa", "\x01\x02\x7f\x80\xff"),
+]
+LLAMA = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "split_digits": True,
+}
+SYMBOLS = ["<sep>", "<x|y>", "\u2581\u2581"]
+MODELS = {
+    "bpe with Llama's options": LLAMA,
+    "bpe with default options": {"model_type": "bpe"},
+    "bpe with identity normalization": {"model_type": "bpe", "normalization_rule_name": "identity"},
+    "bpe without a dummy prefix": {**LLAMA, "add_dummy_prefix": False},
+    "bpe with user-defined symbols": {**LLAMA, "user_defined_symbols": SYMBOLS, "pad_id": 3},
+    "unigram with Llama's options": {**LLAMA, "model_type": "unigram"},
+    "unigram with default options": {"model_type": "unigram"},
+}
+
+
+def random_texts(seed):
+    draw = random.Random(seed)
+    alphabets = ["ab ", "aab\u2581 ", " \n\t.", "<s/>unkpad0xA ", "日本 é½ﬁ", "".join(PROSE), "\U0001f642é\u200d "]
+    for _ in range(400):
+        alphabet = draw.choice(alphabets)
+        yield "".join(draw.choice(alphabet) for _ in range(draw.randrange(1, 40)))
+
+
+def train(path, **options):
+    blob = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(PROSE * 5), model_writer=blob, minloglevel=2, vocab_size=460, hard_vocab_limit=False,
+        **options,
+    )  # fmt: skip
+    path.write_bytes(blob.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=blob.getvalue())
+
+
+def convert(model, directory):
+    write_tokenizer(read_model(model), directory, max_length=512)
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+@pytest.fixture(params=MODELS)
+def tokenizers(request, tmp_path):
+    """(SentencePiece's, converted)"""
+    original = train(tmp_path / "tokenizer.model", **MODELS[request.param])
+    return original, convert(tmp_path / "tokenizer.model", tmp_path)
+
+
+def test_ids_equal_those_of_sentencepiece(tokenizers):
+    original, converted = tokenizers
+    texts = [*PROSE, "\n".join(PROSE), *HOSTILE, *random_texts(0), "a <sep>b<x|y><x|y> c", "<sep> a", "   x"]
+    texts += [unicodedata.normalize("NFD", text) for text in PROSE]
+    texts = [text for text in texts if text not in SYMBOLS]  # the one text that cannot be converted
+    different = [text for text in texts if converted(text)["input_ids"] != original.encode(text)]
+    assert different == []
+
+
+def test_decoded_text_equals_that_of_sentencepiece(tokenizers):
+    original, converted = tokenizers
+    for text in [*PROSE, *HOSTILE, *random_texts(1)]:
+        ids = original.encode(text)
+        # SentencePiece writes " \u2047 " for an unknown character, transformers "<unk>"; both lose a visible space.
+        if original.unk_id() not in ids and "\u2581" not in text:
+            assert converted.decode(ids) == original.decode(ids)
+
+
+def test_special_tokens_have_the_ids_of_sentencepiece_and_eos_opens_a_document(tmp_path):
+    original = train(tmp_path / "m.model", **LLAMA, pad_id=3, eos_piece="<end>")
+    converted = convert(tmp_path / "m.model", tmp_path)
+    assert converted.eos_token == converted.bos_token == "<end>"
+    assert converted.eos_token_id == converted.bos_token_id == original.eos_id()
+    assert converted.pad_token_id == original.pad_id() == 3
+    assert converted.unk_token_id == original.unk_id()
+    assert len(converted) == original.vocab_size() and converted.model_max_length == 512
+    assert converted.decode([original.eos_id(), *original.encode("a")], skip_special_tokens=True) == "a"
+    batch = converted(["a", "a b c d"], padding=True, padding_side="left")
+    assert batch["input_ids"][0][0] == 3 and batch["attention_mask"][0][0] == 0
+
+
+def test_a_tokenizer_without_eos_or_pad_declares_neither(tmp_path):
+    train(tmp_path / "m.model", **LLAMA, eos_id=-1, bos_id=-1)
+    proto = read_model(tmp_path / "m.model")
+    assert special_ids(proto) == {"bos": None, "eos": None, "pad": None, "unk": 0}
+    assert not {"bos_token", "eos_token", "pad_token"} & set(tokenizer_config(proto, 512))
+
+
+def test_equal_models_give_equal_bytes(tmp_path):
+    train(tmp_path / "m.model", **LLAMA)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write_tokenizer(read_model(tmp_path / "m.model"), tmp_path / name, max_length=512)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["word", "char"])
+def test_a_model_of_another_kind_is_refused(kind, tmp_path):
+    train(tmp_path / "m.model", model_type=kind)
+    with pytest.raises(ValueError, match=f"model type {kind}; only bpe and unigram"):
+        read_model(tmp_path / "m.model")
+
+
+def test_a_file_that_is_no_model_is_refused(tmp_path):
+    (tmp_path / "m.model").write_bytes(b"not a model")
+    with pytest.raises(ValueError, match="m.model"):
+        read_model(tmp_path / "m.model")
+
+
+def test_ids_and_text_of_llama_3_s_vocabulary_are_those_of_tiktoken_also_behind_the_special_tokens(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("tiktoken")
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [b"aa", b"aaa", b"ab", b"ba", b"aba", b"bab", b" a", b"th", b"the", b"  ", b"\n\n"]
+    later = ["文".encode()[:2], "文".encode(), b" aab", b"abab"]  # of an extension: after the special tokens
+    ranks = [*enumerate(tokens), *enumerate(later, len(tokens) + 256)]
+    path = tmp_path / "llama.model"
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranks))
+    tiktoken_json.write_tokenizer(path, tmp_path, 512)
+    original, converted = TiktokenModel(path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert converted.eos_token_id == original.eos_id() == tiktoken_json.special_ids(path)["eos"] == len(tokens) + 1
+    chooser, parts = random.Random(5), [*"ab \n\t\r\0.'s12345文é\u0301\u2028\U0001f642", "the", "<|end_of_text|>"]
+    for _ in range(3000):
+        text = "".join(chooser.choice(parts) for _ in range(chooser.randrange(1, 30)))
+        ids = converted(text)["input_ids"]
+        assert ids == original.encode(text).tolist(), text
+        assert converted.decode(ids) == text

@@ -1,0 +1,294 @@
+"""Every layout trains the same model: degrees of parallelism, ZeRO stages, micro-batches, accumulation, recomputation.
+
+Each layout of the table runs three steps of the training program and is compared with one process: losses, balance
+losses, gradient norm, every parameter's gradient in the first step (AdamW's first moment is a tenth of it), and every
+parameter and moment after the last. The table holds every pair of values of any two factors that may be combined.
+"""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from moh_lm.checkpoint.fragments import FragmentReader, load_fragments
+from moh_lm.checkpoint.manifest import read_json
+from moh_lm.checkpoint.saver import Saver, find_step
+from moh_lm.data.loader import MicroBatch
+from moh_lm.flags import parse_config
+from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.run.launch import start_process_group
+from moh_lm.training.engine import PipelineEngine, make_engine
+from tests.distributed import run_ranks
+from tests.training.test_training import rows, run
+
+SIZES = """
+    --num-layers 4 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --head-dim 8 --vocab-size 67
+    --seq-length 16 --batch-tokens 256 --train-iters 3 --warmup-iters 0 --precision fp32
+    --learning-rate 2e-5 --min-learning-rate 1e-5
+    --validation-fraction 0.1 --log-interval 1 --save-interval 1 --eval-interval 0 --eval-samples 5
+    --load-balance-coefficient 0.5 --gradient-clipping 0.5
+"""
+GROUPED = "--num-attention-heads 16 --num-key-value-heads 8 --num-shared-heads 8 --num-active-routed-heads 3"
+MODELS = {
+    "dense": "--head-selection all",
+    "dense, tied": "--head-selection all --tie-embeddings",
+    "paper": "",
+    "paper, step, grouped": f"--load-balance-scope global_batch {GROUPED}",
+    "released, grouped": f"--routing released {GROUPED}",
+    "released, step, tied": "--routing released --load-balance-scope global_batch --tie-embeddings",
+    # Another seed: 1234 draws a token whose query norms deviate by 0.4% only, and dividing by that multiplies rounding.
+    "query norm": "--routing query_norm --seed 7",
+    "query norm, step, grouped": f"--routing query_norm --load-balance-scope global_batch --seed 7 {GROUPED}",
+    "no shared head below": "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0",
+}
+FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "accumulation", "recompute", "model")
+VALUES = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (False, True), tuple(MODELS))
+LAYOUTS = [
+    (1, 1, 1, 1, 4, 4, True, "released, grouped"),
+    (1, 1, 1, 2, 1, 2, False, "query norm, step, grouped"),
+    (1, 1, 2, 2, 4, 4, False, "dense, tied"),
+    (1, 1, 2, 2, 1, 4, False, "paper, step, grouped"),
+    (1, 1, 2, 3, 2, 1, True, "dense"),
+    (1, 1, 2, 3, 2, 1, True, "query norm, step, grouped"),
+    (1, 2, 1, 1, 2, 1, True, "released, grouped"),
+    (2, 1, 1, 2, 1, 1, False, "released, grouped"),
+    (2, 1, 1, 3, 2, 2, True, "paper"),
+    (1, 1, 4, 2, 2, 4, False, "no shared head below"),
+    (1, 1, 4, 3, 4, 2, True, "paper, step, grouped"),
+    (1, 1, 4, 3, 2, 4, True, "query norm"),
+    (1, 2, 2, 1, 1, 4, True, "paper"),
+    (1, 4, 1, 1, 2, 2, False, "dense, tied"),
+    (1, 4, 1, 1, 1, 1, False, "query norm"),
+    (1, 4, 1, 1, 4, 4, True, "no shared head below"),
+    (1, 4, 1, 1, 1, 1, True, "released, step, tied"),
+    (2, 1, 2, 2, 4, 2, True, "query norm"),
+    (2, 1, 2, 2, 2, 2, True, "released, step, tied"),
+    (2, 1, 2, 3, 1, 1, True, "no shared head below"),
+    (2, 2, 1, 1, 2, 1, False, "paper, step, grouped"),
+    (2, 2, 1, 1, 4, 2, False, "dense"),
+    (4, 1, 1, 2, 4, 1, False, "paper"),
+    (4, 1, 1, 2, 1, 1, True, "query norm, step, grouped"),
+    (4, 1, 1, 3, 1, 4, False, "released, step, tied"),
+    (1, 2, 4, 1, 4, 1, True, "released, step, tied"),
+    (1, 2, 4, 1, 1, 4, True, "query norm, step, grouped"),
+    (1, 4, 2, 1, 4, 2, False, "dense"),
+    (2, 1, 4, 3, 1, 1, True, "dense, tied"),
+    (2, 4, 1, 1, 4, 4, True, "query norm, step, grouped"),
+    (4, 1, 2, 3, 2, 2, False, "released, grouped"),
+    (4, 2, 1, 1, 4, 2, True, "no shared head below"),
+    (4, 2, 1, 1, 1, 4, False, "dense, tied"),
+    (4, 2, 1, 1, 4, 2, False, "query norm"),
+    (1, 4, 4, 1, 1, 4, False, "released, grouped"),
+    (1, 4, 4, 1, 1, 2, False, "paper"),
+    (4, 1, 4, 2, 1, 4, True, "dense"),
+    (4, 4, 1, 1, 1, 1, False, "paper, step, grouped"),
+]
+
+
+def flags_of(layout, data_dir, directory):
+    tensor, pipeline, _, zero, micro_batch, recompute, model = layout
+    return [
+        *SIZES.split(),
+        *MODELS[model].split(),
+        *f"--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline} --zero-stage {zero}".split(),
+        *f"--micro-batch-size {micro_batch} --recompute {recompute} --data-dir {data_dir}".split(),
+        *f"--checkpoint-dir {directory}".split(),
+    ]
+
+
+def train(layout, data_dir, directory, batch):
+    tensor, pipeline, data, *_ = layout
+    flags = [*flags_of(layout, data_dir, directory), "--batch-tokens", str(16 * batch)]
+    run_ranks(run, tensor * pipeline * data, flags)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def one_process(data_dir, tmp_path_factory):
+    """Run directories of the models, with batches of so many sequences, on one process; made when first asked for."""
+    made = {}
+
+    def of(model, batch=16):
+        if (model, batch) not in made:
+            directory = tmp_path_factory.mktemp("one")
+            made[model, batch] = train((1, 1, 1, 1, 1, False, model), data_dir, directory, batch)
+        return made[model, batch]
+
+    return of
+
+
+def state(directory, step):
+    """{kind/name: whole tensor} of a checkpoint."""
+    reader = FragmentReader(Path(directory) / "checkpoints" / f"step-{step}")
+    kinds = ("master", "exp_avg", "exp_avg_sq")
+    return {f"{kind}/{name}": reader.read(kind, name) for name in reader.shapes for kind in kinds}
+
+
+def distance(got, expected):
+    """Relative L2 distance of two tensors."""
+    scale = expected.double().norm().item()
+    return (got.double() - expected.double()).norm().item() / scale if scale else got.double().norm().item()
+
+
+def allowed(key, layout):
+    """Relative distance that fp32 rounding explains.
+
+    Squares double it; norms over their deviation multiply it. The gradient of w_routed is what is left when the softmax
+    cancels its parts: one process in fp32 is 1e-6 to 3e-6 away from float64 in it, ten times as far as in other
+    matrices.
+    """
+    limit = 1e-6 * (2 if key.startswith("exp_avg_sq/") else 1) * (10 if layout[-1].startswith("query norm") else 1)
+    return limit * (3 if key.endswith("router.w_routed") else 1)
+
+
+def test_the_table_holds_every_pair_of_values_that_may_be_combined():
+    def pairs(layout):
+        return {((i, layout[i]), (j, layout[j])) for i, j in itertools.combinations(range(len(FACTORS)), 2)}
+
+    def legal(layout):
+        return layout[3] == 1 or layout[1] == 1  # DeepSpeed shards gradients or weights only without a pipeline
+
+    wanted = set().union(*map(pairs, filter(legal, itertools.product(*VALUES))))
+    assert wanted <= set().union(*map(pairs, LAYOUTS))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process, tmp_path):
+    *degrees, micro_batch, accumulation, recompute, model = layout
+    batch = degrees[2] * micro_batch * accumulation
+    expected = one_process(model, batch)
+    got = train((*degrees, micro_batch, recompute, model), data_dir, tmp_path, batch)
+    for mine, theirs in zip(rows(got), rows(expected), strict=True):
+        assert mine.keys() == theirs.keys() and mine["step"] == theirs["step"]
+        for key in theirs.keys() & {"loss", "load_balance_loss", "grad_norm", "source_loss", "evaluation"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
+    for step in (1, 3):
+        mine, theirs = state(got, step), state(expected, step)
+        assert mine.keys() == theirs.keys()
+        far = {key: distance(mine[key], theirs[key]) / allowed(key, layout) for key in theirs}
+        assert max(far.values()) < 1, (step, sorted(far.items(), key=lambda item: -item[1])[:5])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model, stages", [("paper, step, grouped", (1, 2, 4)), ("dense, tied", (2, 4))])
+def test_pipeline_degrees_agree_to_the_bit(model, stages, precision, data_dir, tmp_path):
+    # One stage accumulates the two gradients of a tied weight in another order than two stages can.
+    runs = []
+    for pipeline in stages:
+        directory = tmp_path / str(pipeline)
+        more = ["--precision", precision, "--learning-rate", "1e-3"]
+        run_ranks(run, pipeline, [*flags_of((1, pipeline, 1, 1, 4, False, model), data_dir, directory), *more])
+        runs.append((rows(directory), state(directory, 3)))
+    first_rows, first_state = runs[0]
+    for other_rows, other_state in runs[1:]:
+        assert other_rows == first_rows
+        assert all(torch.equal(other_state[key], value) for key, value in first_state.items())
+
+
+def test_layouts_in_bf16_differ_less_than_bf16_from_fp32(data_dir, one_process, tmp_path):
+    exact = [row["loss"] for row in rows(one_process("paper")) if "loss" in row]
+
+    def deviations(name, layout, expected):
+        flags = [*flags_of(layout, data_dir, tmp_path / name), "--precision", "bf16"]
+        run_ranks(run, layout[0] * layout[1] * layout[2], flags)
+        got = [row["loss"] for row in rows(tmp_path / name) if "loss" in row]
+        return got, max(abs(a / b - 1) for a, b in zip(got, expected, strict=True))
+
+    reference, rounding = deviations("one", (1, 1, 1, 1, 1, False, "paper"), exact)
+    assert rounding < 1e-3
+    for layout in ((2, 1, 1, 1, 2, False, "paper"), (1, 1, 2, 2, 1, True, "paper"), (2, 2, 1, 1, 4, False, "paper")):
+        _, deviation = deviations("-".join(map(str, layout)), layout, reference)
+        assert deviation <= rounding, layout
+
+
+@pytest.mark.parametrize(
+    "degrees, model",
+    [((2, 1, 4), "--head-selection all"), ((1, 8, 1), "--routing query_norm --num-shared-heads 4 --seed 7")],
+    ids=["stage 1", "stage 2"],
+)
+def test_layouts_of_continued_training_run_with_their_degrees(degrees, model, data_dir, tmp_path):
+    tensor, pipeline, data = degrees
+    sizes = f"--num-layers 8 --num-key-value-heads 4 --gradient-clipping 1.0 {model}".split()
+    many = (tensor, pipeline, data, 1, 1, False, "dense")
+    for name, layout in (("one", (1, 1, 1, 1, 1, False, "dense")), ("many", many)):
+        flags = [*flags_of(layout, data_dir, tmp_path / name), "--head-selection", "mixture", *sizes]
+        run_ranks(run, layout[0] * layout[1] * layout[2], flags)
+    losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("one", "many")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tied_head_may_be_a_stage_of_its_own(precision, data_dir, tmp_path):
+    wide = ["--vocab-size", "4096", "--tie-embeddings", "--num-layers", "2", "--precision", precision]
+    losses = []
+    for pipeline in (1, 2):
+        layout = (1, pipeline, 1, 1, 4, False, "paper")
+        run_ranks(run, pipeline, [*flags_of(layout, data_dir, tmp_path / str(pipeline)), *wide])
+        losses.append([row["loss"] for row in rows(tmp_path / str(pipeline)) if "loss" in row])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 1e-4)
+
+
+def test_a_pipeline_takes_batches_that_are_on_its_device():
+    engine = PipelineEngine.__new__(PipelineEngine)
+    engine.device = torch.device("meta")
+    ((tokens, (labels, sources)),) = engine.stage_inputs([MicroBatch(*torch.zeros(3, 4, 2, dtype=torch.int64))])
+    assert {tensor.device.type for tensor in (tokens, labels, sources)} == {"meta"}
+
+
+def offload_device(flags):
+    """Where DeepSpeed says that the optimizer's states are."""
+    config, _ = parse_config(flags)
+    device = start_process_group(120)
+    return str(make_engine(config, ParallelGroups.create(1, 1), device, 2).engine.zero_offload_optimizer().device)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_optimizer_in_the_memory_of_the_cpu_gives_the_same_run(zero, data_dir, one_process, tmp_path):
+    layout = (1, 1, 2, zero, 2, False, "paper")
+    flags = [*flags_of(layout, data_dir, tmp_path), "--offload-optimizer"]
+    assert run_ranks(offload_device, 1, flags) == ["cpu"]
+    run_ranks(run, 2, flags)
+    for mine, theirs in zip(rows(tmp_path), rows(one_process("paper")), strict=True):
+        for key in theirs.keys() & {"loss", "grad_norm", "evaluation"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
+    mine, theirs = state(tmp_path, 3), state(one_process("paper"), 3)
+    assert max(distance(mine[key], theirs[key]) / allowed(key, layout) for key in theirs) < 1
+
+
+def test_any_layout_goes_on_from_any_other(data_dir, one_process, tmp_path):
+    chain = [(2, 2, 1, 1, 4, False), (1, 1, 4, 3, 1, True), (4, 1, 1, 2, 2, False)]
+    for last_step, (*layout, recompute) in enumerate(chain, start=1):
+        flags = flags_of((*layout, recompute, "paper, step, grouped"), data_dir, tmp_path)
+        run_ranks(run, layout[0] * layout[1] * layout[2], flags, last_step)
+    expected = one_process("paper, step, grouped")
+    for mine, theirs in zip(rows(tmp_path), rows(expected), strict=True):
+        for key in theirs.keys() & {"loss", "grad_norm", "evaluation", "load_balance_loss"}:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
+    mine, theirs = state(tmp_path, 3), state(expected, 3)
+    far = {key: distance(mine[key], theirs[key]) / allowed(key, chain[0] + ("paper",)) for key in theirs}
+    assert max(far.values()) < 1, sorted(far.items(), key=lambda item: -item[1])[:3]
+
+
+def copy_checkpoint(flags, source):
+    """Load the last step of the run ``source`` and save it from the ranks of this layout."""
+    config, _ = parse_config(flags)
+    device = start_process_group(120)
+    parallel = config.parallel
+    groups = ParallelGroups.create(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    engine = make_engine(config, groups, device, 2)
+    step = find_step(source)
+    saved = read_json(step / "state.json")
+    load_fragments(step, engine.fragments())
+    engine.adopt(saved["optimizer_steps"], saved["router_shares"])
+    Saver(Path(config.run.checkpoint_dir) / "checkpoints").save(3, engine.fragments(), config, saved, None)
+
+
+def test_a_checkpoint_loaded_by_another_layout_is_the_same_state_to_the_bit(data_dir, one_process, tmp_path):
+    # A run that is resumed at its end and saved again by other ranks: the canonical tensors must not change at all.
+    source = one_process("paper")
+    for name, layout in (("pipelines", (2, 2, 1, 1, 4, False, "paper")), ("shards", (1, 1, 2, 3, 4, False, "paper"))):
+        directory = tmp_path / name
+        run_ranks(copy_checkpoint, layout[0] * layout[1] * layout[2], flags_of(layout, data_dir, directory), source)
+        mine, theirs = state(directory, 3), state(source, 3)
+        assert all(torch.equal(mine[key], value) for key, value in theirs.items())

@@ -1,0 +1,84 @@
+"""ZeRO-3: a weight is whole only while its layer computes, in layers as they are and in compiled ones.
+
+DeepSpeed never shards a weight of less than 100,000 elements, here a run has none larger: its threshold is set to 0.
+The storage of every weight that is given up is filled with NaN first, so that nothing computes with it any more unseen.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from deepspeed.runtime.zero import partition_parameters
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import moh_lm.training.engine
+from moh_lm.model.transformer import compile_layers
+from tests.distributed import run_ranks
+from tests.training.test_training import arguments, losses, parameters, rows, run
+
+COMPILED = ("--zero-stage", "3", "--compile")
+
+
+def run_with_every_weight_sharded(flags, *more):
+    """Run ``flags``. Returns the weights given up in every forward pass of training, those of them whose storage was
+    still there at the end of every one (gloo's threads hold some a moment longer, now and then), and how many graphs
+    were made."""
+    make_config, free_param = moh_lm.training.engine.deepspeed_config, partition_parameters.free_param
+    compute_loss = moh_lm.training.engine.Engine.loss
+    given_up, passes, kept = {}, [], []
+
+    def config_without_threshold(*settings):
+        config = make_config(*settings)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return config
+
+    def spoil_and_free(parameter):
+        given_up[parameter.ds_id] = StorageWeakRef(parameter.data.untyped_storage())
+        parameter.data.fill_(math.nan)
+        free_param(parameter)
+
+    def watched_loss(engine, batch):
+        given_up.clear()
+        loss = compute_loss(engine, batch)
+        if torch.is_grad_enabled():
+            passes.append(set(given_up))
+            kept.append({weight for weight, storage in given_up.items() if not storage.expired()})
+        return loss
+
+    moh_lm.training.engine.deepspeed_config = config_without_threshold
+    moh_lm.training.engine.compile_layers = functools.partial(compile_layers, backend="aot_eager")
+    moh_lm.training.engine.Engine.loss = watched_loss
+    partition_parameters.free_param = spoil_and_free
+    run(flags, *more)
+    return set.intersection(*passes), set.intersection(*kept), dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture(scope="module")
+def one_rank(data_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("one_rank")
+    run_ranks(run, 1, arguments(data_dir, directory))
+    return directory
+
+
+@pytest.mark.parametrize("flags, graphs", [(COMPILED[:2], 0), (COMPILED, 2), ((*COMPILED, "--recompute"), 2)])
+def test_no_weight_outlives_the_forward_pass_of_its_layer_and_the_backward_pass_has_it_again(
+    flags, graphs, data_dir, tmp_path, one_rank
+):
+    for given_up, kept, number in run_ranks(run_with_every_weight_sharded, 2, arguments(data_dir, tmp_path, *flags)):
+        assert len(given_up) == len(parameters(one_rank)) and not kept
+        assert number == graphs  # of training and of evaluation
+    assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-6)
+    norms = [[row["grad_norm"] for row in rows(directory) if "grad_norm" in row] for directory in (tmp_path, one_rank)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_a_compiled_run_with_sharded_weights_resumes_bit_for_bit(data_dir, tmp_path):
+    whole, stopped = (arguments(data_dir, tmp_path / name, *COMPILED) for name in ("whole", "stopped"))
+    run_ranks(run_with_every_weight_sharded, 2, whole)
+    run_ranks(run_with_every_weight_sharded, 2, stopped, 3)  # between two evaluations
+    run_ranks(run_with_every_weight_sharded, 2, stopped)
+    assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
+    resumed = parameters(tmp_path / "stopped")
+    assert all(torch.equal(resumed[name], value) for name, value in parameters(tmp_path / "whole").items())

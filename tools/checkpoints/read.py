@@ -1,0 +1,260 @@
+"""Checkpoints as a reader outside a run sees them: every byte against the manifest, every element of the model.
+
+Files are hashed block by block by many threads. Parameters and moments are read in pieces of a few megabytes, whatever
+their size and whatever layout wrote them, so that nothing here needs memory for a model. Nothing is unpickled: the
+files are JSON and safetensors.
+"""
+
+import hashlib
+import json
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from safetensors import SafetensorError
+from tqdm import tqdm
+
+from moh_lm.checkpoint.directory import STEP_NAME, list_steps
+from moh_lm.checkpoint.fragments import FragmentReader, shard_shape
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_block, read_manifest, verify
+from moh_lm.config import Config, ConfigError
+from moh_lm.model.transformer import CausalLM
+from moh_lm.run.resume import read_state
+from moh_lm.training.optimizer import MOMENTS
+
+KINDS = ("master", *MOMENTS)
+CHUNK = 1 << 22  # elements read at once: 16 MiB
+ANY_STEP = re.compile(r"(damaged-)?step-\d+.*")  # also a step that was set aside, or is half removed
+
+
+class Step:
+    """A step directory. shapes: {name: shape} of every parameter of the model, in its order. segments: of the data, see
+    moh_lm.data.segments. skipped: the steps among the last ones that were.
+
+    hashed: compare every byte with the manifest first. Raises ConfigError naming what is damaged.
+    """
+
+    def __init__(self, path, hashed=True):
+        self.path = path
+        damaged = find_damage(path) if hashed else []
+        if damaged:
+            raise ConfigError([f"{problem}; restore it, or give another checkpoint" for problem in damaged])
+        try:
+            self.entries = read_manifest(path)
+            self.config = Config.load(path / "config.json")
+            self.state = read_state(path)
+            self.segments, self.skipped = self.state["data"]["segments"], self.state["guard"]["skipped"]
+            with torch.device("meta"):
+                model = CausalLM(self.config.model)
+            self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            self.reader = FragmentReader(path)
+        except ConfigError as error:
+            named = [text if str(path) in text else f"{path / 'config.json'}: {text}" for text in error.problems]
+            raise ConfigError(named) from error
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OSError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError([f"{path}: not a checkpoint of this version ({reason})"]) from error
+
+    def read(self, kind, name):
+        """Flat fp32 pieces, end to end the whole parameter or moment. Raises ConfigError if a part is in no file."""
+        size = math.prod(self.shapes[name])
+        for start in range(0, size, CHUNK):
+            try:
+                yield self.reader.read(kind, name, None, start, min(CHUNK, size - start))
+            except (ValueError, RuntimeError, SafetensorError) as error:
+                raise ConfigError([f"{self.path}: {kind} of {name} cannot be read ({error})"]) from error
+
+    def layout(self):
+        return layout(self.config, self.entries)
+
+    def bytes(self):
+        """fp32 bytes of all parameters and both moments."""
+        return 4 * len(KINDS) * sum(map(math.prod, self.shapes.values()))
+
+
+def locate(path):
+    """Step directories that ``path`` names: itself, or those of a run directory, the newest first.
+
+    Raises ConfigError if there is none.
+    """
+    if (path / "checkpoints").is_dir():
+        steps = list_steps(path / "checkpoints")
+    else:
+        is_step = ANY_STEP.fullmatch(path.name) or (path / "manifest.json").exists()
+        steps = [path] if path.is_dir() and is_step else []
+    if not steps:
+        raise ConfigError([f"{path}: no checkpoint here; give a run directory, or its checkpoints/step-N"])
+    return steps
+
+
+def layout(config, names):
+    """The degrees of parallelism and the ZeRO stage of the ranks that wrote the files of these names."""
+    parallel, ranks = config.parallel, sum(name.startswith("rank-") for name in names)
+    return {
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "data_parallel_size": config.data_parallel_size(ranks),
+        "zero_stage": parallel.zero_stage,
+    }
+
+
+def progress(title, total):
+    """A bar on a terminal, in bytes; nothing elsewhere."""
+    return tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, disable=None)
+
+
+# --- Damage ---
+
+
+def find_damage(step):
+    """The sentences of ``moh_lm.checkpoint.manifest.verify``, found by many threads."""
+    try:
+        entries = read_manifest(step)
+    except ValueError as error:
+        return [str(error)]
+    suspects = {path.name for path in step.iterdir() if not path.name.startswith(".")} ^ {"manifest.json", *entries}
+    suspects |= {name for name, entry in entries.items() if size_of(step / name) != entry["bytes"]}
+    blocks = [(step / name, block) for name, entry in entries.items() for block in enumerate(entry["sha256"])]
+    with ThreadPoolExecutor() as pool:
+        with progress(f"reading {step}", sum(entry["bytes"] for entry in entries.values())) as bar:
+            for (path, _), (size, sound) in zip(blocks, pool.map(check_block, blocks), strict=True):
+                suspects |= set() if sound else {path.name}
+                bar.update(size)
+        if not suspects:
+            return []
+        parts = len(entries)
+        found = [problem for part in pool.map(lambda part: verify(step, part, parts), range(parts)) for problem in part]
+    return found or [f"{step}: {', '.join(sorted(suspects))} gave other bytes the second time: a disk or memory fails"]
+
+
+def check_block(path_and_block):
+    """(size, whether the block has its hash) of a block of a file."""
+    path, (index, expected) = path_and_block
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(index * BLOCK_BYTES)
+            block = read_block(file)
+        return len(block), hashlib.sha256(block).hexdigest() == expected
+    except OSError:
+        return 0, False
+
+
+def size_of(path):
+    """Bytes of a file; None if there is none."""
+    return path.stat().st_size if path.is_file() else None
+
+
+def find_gaps(step):
+    """Sentences for what sound files lack: each element of the model in one place, finite, at the step of the name."""
+    number = STEP_NAME.fullmatch(step.path.resolve().name)
+    if number and int(number[1]) != step.state["step"]:
+        yield f"{step.path / 'state.json'}: is of step {step.state['step']}"
+    for name in sorted(step.reader.shapes.keys() - step.shapes.keys()):
+        yield f"{step.path}: {name} is no parameter of the model"
+    with progress(f"checking {step.path}", step.bytes()) as bar:
+        for name, shape in step.shapes.items():
+            gap = uncovered(shape, step.reader.shapes.get(name), step.reader.shards.get(name))
+            for kind in KINDS if gap is None else ():
+                try:
+                    for values in step.read(kind, name):
+                        if not all(map(math.isfinite, values.aminmax())):
+                            gap = f"{kind} is not finite"
+                        bar.update(values.nbytes)
+                except ConfigError as error:
+                    yield from error.problems
+            if gap:
+                yield f"{step.path}: {name}: {gap}"
+
+
+def uncovered(shape, found_shape, shards):
+    """What keeps a parameter of ``shape`` from being in the files whole and once; None if it is.
+
+    shards: {Partition or None: [Piece]} of moh_lm.checkpoint.fragments.
+    """
+    if not shards:
+        return "is in none of the files"
+    if found_shape != shape:
+        return f"has shape {list(found_shape)} and the model {list(shape)}"
+    dims = {None if partition is None else partition.dim for partition in shards}
+    cuts = sorted(cut for partition in shards if partition for cut in partition.ranges)
+    if len(dims) > 1 or (cuts and not tiles(cuts, shape[dims.pop()])):
+        return "its slices do not make a whole"
+    for partition, pieces in shards.items():
+        spans = sorted((piece.start, piece.start + piece.length) for piece in pieces)
+        if not tiles(spans, math.prod(shard_shape(shape, partition))):
+            return f"its ranges {spans} leave gaps, or overlap"
+    return None
+
+
+def tiles(spans, size):
+    """Whether the sorted (start, stop) cover [0, size) without gap or overlap."""
+    return [*(start for start, _ in spans), size] == [0, *(stop for _, stop in spans)]
+
+
+# --- The state ---
+
+
+def state_hash(step):
+    """SHA-256 of all weights and moments, the same for every layout that wrote them.
+
+    For each parameter in the order of the model, and each of its master, exp_avg and exp_avg_sq: the JSON text
+    ["KIND", "NAME", [SHAPE]] and a line feed, then the elements as little-endian fp32.
+    """
+    digest = hashlib.sha256()
+    with progress("hashing the state", step.bytes()) as bar:
+        for name, shape in step.shapes.items():
+            for kind in KINDS:
+                digest.update(json.dumps([kind, name, list(shape)]).encode() + b"\n")
+                for values in step.read(kind, name):
+                    digest.update(values.numpy())
+                    bar.update(values.nbytes)
+    return digest.hexdigest()
+
+
+def norms(step):
+    """{name: {"shape", and the L2 norm of each kind}} of every parameter."""
+    found = {}
+    with progress("reading the state", step.bytes()) as bar:
+        for name, shape in step.shapes.items():
+            found[name] = {"shape": list(shape)}
+            for kind in KINDS:
+                squares = 0.0
+                for values in step.read(kind, name):
+                    squares += torch.linalg.vector_norm(values, dtype=torch.float64).square().item()
+                    bar.update(values.nbytes)
+                found[name][kind] = math.sqrt(squares)
+    return found
+
+
+def changes(first, second):
+    """[{"name", "shape", KIND: {"equal", "absolute", "relative"}}] of the parameters in both, the most changed first.
+
+    equal: to the bit. absolute: the largest |b - a|. relative: that over the largest |a|. None: not finite.
+    """
+    rows = []
+    with progress("comparing", first.bytes()) as bar:
+        for name, shape in first.shapes.items():
+            if second.shapes.get(name) == shape:
+                row = {"name": name, "shape": list(shape)}
+                for kind in KINDS:
+                    row[kind] = change(first.read(kind, name), second.read(kind, name), bar)
+                rows.append(row)
+    return sorted(rows, key=lambda row: [-by_size(row[kind]["relative"]) for kind in KINDS])
+
+
+def change(first, second, bar):
+    equal, absolute, largest = True, 0.0, 0.0
+    for a, b in zip(first, second, strict=True):
+        largest = max(largest, a.abs().max().item())
+        if not torch.equal(a.view(torch.int32), b.view(torch.int32)):
+            distance = (b.double() - a.double()).abs().nan_to_num(nan=math.inf)
+            equal, absolute = False, max(absolute, distance.max().item())
+        bar.update(a.nbytes)
+    relative = absolute / largest if largest else math.inf if absolute else 0.0
+    finite = {"absolute": absolute, "relative": relative}
+    return {"equal": equal, **{key: value if math.isfinite(value) else None for key, value in finite.items()}}
+
+
+def by_size(relative):
+    return math.inf if relative is None else relative

@@ -1,0 +1,138 @@
+"""Copies of a checkpoint, and its parameters in one file. What is written is there in full, or not at all."""
+
+import contextlib
+import json
+import math
+import shutil
+
+import torch
+
+from moh_lm.checkpoint.directory import STEP_NAME, list_steps, point_latest
+from moh_lm.checkpoint.fragments import DTYPES
+from moh_lm.checkpoint.manifest import HashedFile, difference, flush, read_block, read_manifest
+from moh_lm.checkpoint.saver import free_bytes
+from moh_lm.config import ConfigError
+from moh_lm.run.launch import lock_run_directory
+from moh_lm.training.optimizer import MOMENTS
+from tools.checkpoints.read import Step, find_damage, locate, progress
+
+WRITABLE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HEADER_BYTES = 1 << 20  # room for what is written besides the tensors, generously
+
+
+# --- Copy ---
+
+
+def copy(path, destination):
+    """Copy the step ``path`` below ``destination``, a run directory or any other; returns the new step directory.
+
+    Raises ConfigError if the source is damaged, or the destination has no room or has that step already; OSError.
+    """
+    source = locate(path)[0]
+    try:
+        entries = read_manifest(source)
+    except ValueError as error:
+        raise ConfigError([f"{error}; restore it, or give another checkpoint"]) from error
+    if not STEP_NAME.fullmatch(source.resolve().name):
+        raise ConfigError([f"{source}: is set aside or half removed; rename it step-N if it is sound"])
+    if STEP_NAME.fullmatch(destination.name):
+        raise ConfigError([f"{destination}: give the directory that {source.resolve().name} is to lie in"])
+    run = destination.parent if destination.name == "checkpoints" else destination
+    is_run = (run / "checkpoints").is_dir() or (run / "config.json").is_file()
+    directory = run / "checkpoints" if is_run else destination
+    target = directory / source.resolve().name
+    if target.exists():
+        raise ConfigError([f"{target}: exists already; move it away, or give another directory"])
+    refuse_without_room(target, sum(entry["bytes"] for entry in entries.values()) + HEADER_BYTES)
+    made = not directory.exists()
+    # A run that saves in the meantime would take the unfinished copy for a leftover.
+    with lock_run_directory(run) if is_run else contextlib.nullcontext():
+        try:
+            copy_files(source, entries, target)
+        except BaseException:
+            if made:
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
+            raise
+        if is_run and list_steps(directory)[0] == target:
+            point_latest(target)
+    return target
+
+
+def copy_files(source, entries, target):
+    """Copy the files under a temporary name, hashing what is read, then what was written; then give it its name."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        with progress(f"copying {source}", sum(entry["bytes"] for entry in entries.values())) as bar:
+            for name in [*entries, "manifest.json"]:
+                with open(source / name, "rb", buffering=0) as original, HashedFile(temporary / name) as file:
+                    while block := read_block(original):
+                        file.write(block)
+                        bar.update(len(block))
+                if name in entries and file.entry != entries[name]:
+                    problems = difference(source / name, entries[name]) or [f"{source / name}: changes as it is read"]
+                    raise ConfigError([f"{problem}; restore it, or give another checkpoint" for problem in problems])
+        flush(temporary)
+        damaged = find_damage(temporary)
+        if damaged:
+            raise ConfigError([f"{problem}: what was written is not what is read back" for problem in damaged])
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    flush(target.parent)
+
+
+# --- One file ---
+
+
+def consolidate(path, output, moments, dtype):
+    """Write the weights in ``dtype``, and the ``moments`` in fp32, as one safetensors file; returns its bytes.
+
+    One piece of one parameter is in memory at a time. Raises ConfigError or OSError, and leaves nothing then.
+    """
+    if output.suffix != ".safetensors":
+        raise ConfigError([f"{output}: give a name that ends in .safetensors"])
+    if output.exists():
+        raise ConfigError([f"{output}: exists already; move it away, or give another name"])
+    step = Step(locate(path)[0])
+    tensors = []  # (key, kind, name, dtype): fp32 first, so that all of them are aligned
+    for kind in MOMENTS if moments else ():
+        tensors += [(f"{kind}/{name}", kind, name, torch.float32) for name in step.shapes]
+    tensors += [(name, "master", name, dtype) for name in step.shapes]
+    header, size = header_of(step, tensors)
+    refuse_without_room(output, size)
+    temporary = output.with_name(f"{output.name}.tmp")
+    try:
+        with HashedFile(temporary) as file, progress(f"writing {output}", size) as bar:
+            file.write(header)
+            for _, kind, name, written in tensors:
+                for values in step.read(kind, name):
+                    file.write(values.to(written).view(torch.uint8).numpy())
+                    bar.update(values.numel() * written.itemsize)
+        temporary.rename(output)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    flush(output.parent)
+    return size
+
+
+def header_of(step, tensors):
+    """(the safetensors header, bytes of the whole file)."""
+    header, offset = {"__metadata__": {"format": "pt", "step": str(step.state["step"])}}, 0
+    for key, _, name, dtype in tensors:
+        end = offset + math.prod(step.shapes[name]) * dtype.itemsize
+        header[key] = {"dtype": DTYPES[dtype], "shape": list(step.shapes[name]), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset
+
+
+def refuse_without_room(path, need):
+    free = free_bytes(path.parent)
+    if free < need:
+        raise ConfigError([f"{path}: no space left on device: it takes {need:,} bytes and {free:,} are free"])

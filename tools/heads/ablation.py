@@ -1,0 +1,57 @@
+"""How much the loss rises without a head: its importance by ablation (Michel et al. 2019, arXiv 1905.10650).
+
+    rise_i = loss with g_i(t) H_i(t) = 0 for all tokens t - loss, in nats per token
+
+One head at a time; what follows sees the change, and later layers choose their heads anew. The model goes on from the
+layer of the head only, so that a head costs half a forward pass on average. A rise below 0 says that the text is
+predicted better without the head. The size of what a head writes (importance.py) needs no passes of its own,
+but says nothing of what is made of it.
+"""
+
+import numpy as np
+import torch
+
+from moh_lm.parallel.cross_entropy import linear_cross_entropy
+from tools.heads.measures import finish, read_heads
+
+
+@torch.no_grad()
+def measure_ablation(model, domains, num_tokens, progress):
+    """({domain: loss}, {domain: rises [L, h]}) over about ``num_tokens`` tokens of each; progress: after each layer."""
+    device, layers = model.model.embed_tokens.weight.device, model.model.layers
+    shape = (len(layers), layers[0].self_attn.heads.num_heads)
+    losses, rises = {}, {domain.name: np.zeros(shape) for domain in domains}
+    texts = {domain.name: [window.to(device)[None] for window in sample(domain, num_tokens)] for domain in domains}
+    states = {name: [model.model.embed_tokens(tokens[:, :-1]) for tokens in of] for name, of in texts.items()}
+    for name, xs in states.items():
+        losses[name] = [loss_of(model, x, layers, tokens) for x, tokens in zip(xs, texts[name], strict=True)]
+    for index, layer in enumerate(layers):
+        for name, xs in states.items():
+            for number, x in enumerate(xs):
+                heads = read_heads(layer, x)
+                weighted = heads.weighted()
+                for head in heads.used.flatten(0, 1).any(0).nonzero().flatten().tolist():
+                    without = weighted.clone()
+                    without[:, :, head] = 0
+                    loss = loss_of(model, finish(layer, x, without), layers[index + 1 :], texts[name][number])
+                    rises[name][index, head] += (loss - losses[name][number]) / len(xs)
+                xs[number] = finish(layer, x, weighted)
+        progress()
+    return {name: float(np.mean(of_windows)) for name, of_windows in losses.items()}, rises
+
+
+def sample(domain, num_tokens):
+    """Windows of the domain, evenly spaced."""
+    count = min(max(1, num_tokens // len(domain.windows[0])), len(domain.windows))
+    return [domain.windows[index] for index in np.linspace(0, len(domain.windows) - 1, count).astype(int)]
+
+
+def loss_of(model, x, layers, tokens):
+    """Mean loss of what ``layers`` make of x [s - 1, b, d], the input of all tokens, int64 [b, s], but the last."""
+    for layer in layers:
+        x = layer(x)
+    weight = (model.model.embed_tokens if model.tied else model.lm_head).weight
+    _, losses = linear_cross_entropy(
+        model.model.norm(x), weight, tokens[:, 1:].t(), model.vocab_partition, model.group
+    )
+    return losses.double().mean().item()

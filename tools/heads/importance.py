@@ -1,0 +1,131 @@
+"""Which heads of a Llama matter most on sample text, and the orders of heads that leave its function as it is.
+
+A Mixture-of-Head model keeps the first heads of every layer always on. The paper takes the first ones of the trained
+model and leaves open whether others would be better. Here heads can be ranked by the size of what they write into the
+residual stream,
+
+    I_i = mean over tokens t of |W_O_i H_i(t)|    H_i(t): output of head i, W_O_i: its columns of the output projection
+
+which needs forward passes only, so the model is read layer by layer and one layer is in memory at a time.
+
+Attention is a sum over heads, so heads may stand in any order if the rows of q and the columns of o move together. With
+grouped key/value heads the query heads of a group share one key/value head: they may change places among themselves,
+and whole groups may, together with their rows of k and v; other orders would change the model. So groups are ranked by
+the mean of their heads, and heads within their group. Where the number of shared heads ends within a group, that group
+gives its best ones.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from data_prep.encoding import Tokenizer
+from moh_lm.config import ConfigError, DataConfig, HeadsConfig
+from moh_lm.data.dataset import Dataset
+from moh_lm.data.loader import Loader
+from moh_lm.model.documents import Documents
+from moh_lm.model.transformer import DecoderLayer
+from tools.hf.import_weights import EMBEDDING
+
+
+def sample_shards(data_dir, vocab_size, seq_length, num_tokens, seed):
+    """Tokens int64 [b, s] of a data directory that was made with the tokenizer of the model. Raises ConfigError."""
+    data = DataConfig(data_dir=str(data_dir), validation_fraction=0)
+    dataset = Dataset.open(data, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
+    count = max(1, num_tokens // seq_length)
+    loader = Loader(
+        dataset, global_batch_size=count, micro_batch_size=count, data_parallel_rank=0, data_parallel_size=1,
+    )  # fmt: skip
+    (batch,) = loader.train_step(0)
+    loader.close()
+    return batch.tokens
+
+
+def sample_text(path, tokenizer, seq_length, num_tokens):
+    """Tokens int64 [b, s] of a text file. Raises ConfigError if it is shorter than one sequence, or not UTF-8."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"--sample-text {path}: {error}"]) from error
+    ids = torch.from_numpy(Tokenizer(str(tokenizer)).encode(text)).long()
+    count = min(max(1, num_tokens // seq_length), len(ids) // seq_length)
+    if count == 0:
+        raise ConfigError([f"--sample-text {path}: {len(ids)} tokens; give at least {seq_length}"])
+    return ids[: count * seq_length].view(count, seq_length)
+
+
+@torch.no_grad()
+def measure(config, source, tokens, progress):
+    """I_i of every layer, float64 [layers, heads]. config: ModelConfig with all heads on; tokens: int64 [b, s].
+
+    progress: called after each layer.
+    """
+    x = F.embedding(tokens.t(), source.whole(EMBEDDING))  # [s, b, d]
+    found = []
+    for layer in range(config.num_layers):
+        block = read_layer(config, source, layer)
+        contexts = []
+        block.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs, kept=contexts: kept.append(inputs[0]))
+        x = torch.cat([block(sequence) for sequence in x.split(1, dim=1)], dim=1)
+        context = torch.cat(contexts, dim=1).unflatten(-1, (-1, config.head_dim))  # [s, b, h, e]
+        found.append(written_sizes(context, block.self_attn.o_proj.weight).mean((0, 1)).double())
+        progress()
+    return torch.stack(found)
+
+
+def written_sizes(context, weight):
+    """|W_O_i H_i(t)| of every token and head, [s, b, h]. context: H [s, b, h, e]; weight: W_O [d, h e]."""
+    weight = weight.unflatten(1, (-1, context.shape[-1]))  # [d, h, e]
+    gram = torch.einsum("dhe,dhf->hef", weight, weight)
+    return torch.einsum("sbhe,hef,sbhf->sbh", context, gram, context).clamp_min(0).sqrt()
+
+
+def read_layer(config, source, layer):
+    """The decoder layer with the weights of the source."""
+    with torch.device("meta"):
+        block = DecoderLayer(config, layer, 1, False, None, Documents())
+    block.to_empty(device="cpu")
+    for name, parameter in block.named_parameters():
+        parameter.copy_(source.whole(f"model.layers.{layer}.{name}"))
+    return block.eval()
+
+
+def head_order(importance, num_key_value_heads):
+    """Heads in an order that leaves the model as it is, the most important first as far as groups allow it.
+
+    importance: [heads] of one layer.
+    """
+    groups = importance.view(num_key_value_heads, -1)  # [groups, heads of each]
+    size = groups.shape[1]
+    best_groups = groups.mean(1).sort(descending=True, stable=True).indices.tolist()
+    within = groups.sort(dim=1, descending=True, stable=True).indices.tolist()
+    return [group * size + head for group in best_groups for head in within[group]]
+
+
+def kept_share(importance, heads):
+    """The share of a layer's importance that ``heads`` have."""
+    return (importance[heads].sum() / importance.sum()).item()
+
+
+def ranked(config, source, tokens, progress):
+    """(orders, facts): {layer: order of heads}, and what state.json keeps of the measurement, JSON-able.
+
+    config: ModelConfig of the import, on the vocabulary of the source.
+    """
+    importance = measure(replace(config, heads=HeadsConfig("all")), source, tokens, progress)
+    orders, kept, first, best = {}, [], [], []
+    for layer, values in enumerate(importance):
+        orders[layer] = head_order(values, config.num_key_value_heads)
+        count = config.leading_heads(layer)
+        kept.append(kept_share(values, orders[layer][:count]))
+        first.append(kept_share(values, list(range(count))))
+        best.append(kept_share(values, values.sort(descending=True).indices[:count].tolist()))
+    shares = {"chosen": kept, "first": first, "best_without_groups": best}
+    return orders, {
+        "formula": "mean over tokens of |W_O_i H_i|",
+        "tokens": tokens.numel(),
+        "importance": importance.tolist(),
+        "orders": list(orders.values()),
+        "share_of_shared_heads": {name: sum(values) / len(values) for name, values in shares.items()},
+    }

@@ -1,0 +1,163 @@
+"""The text that a head report is measured on: of each domain as many tokens as are asked for, in windows.
+
+A domain is NAME=FILES, text in any form that data_prep/tokenize.py reads, or NAME=DIR, token shards: a data directory,
+the directory of one of its sources, or shards of other tools, also the PREFIX of one pair. DIR alone, a data directory,
+makes every source a domain.
+
+Of shards the windows lie evenly spaced over all of their tokens, held-out parts included. Of files each gives the same
+number of tokens, from its beginning on, as far as it has them. Windows join documents as training without
+--reset-at-documents does; each document ends with the end-of-sequence token.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from data_prep.containers import InputError
+from data_prep.documents import documents, inspect_file
+from data_prep.inputs import matching_files
+from moh_lm.config import ConfigError
+from moh_lm.data.dataset import Stream
+from moh_lm.data.files import beside
+from tools.shards.directory import open_directory
+
+SHORTEST = 32  # tokens of a domain
+LONGEST_TOKEN = 32  # characters; of a long document only so many for each token that is wanted are encoded
+
+
+class Domain(NamedTuple):
+    """windows: int64 [s] each, of one length. dropped: documents of the files that could not be read, by reason."""
+
+    name: str
+    windows: list
+    dropped: Counter
+
+
+def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_key):
+    """The ``Domain``s of the --data ``entries``, about ``num_tokens`` tokens of each. Raises ConfigError, ShardError.
+
+    tokenizer: ``data_prep.encoding.Tokenizer`` of the model.
+    """
+    found = {}
+    for entry in entries:
+        name, separator, place = entry.partition("=")
+        if not separator:
+            name, place = "", entry
+        shards = Path(place).is_dir() or beside(place, ".idx").exists()
+        if shards:
+            windows = read_shards(entry, name, place, tokenizer, seq_length, num_tokens)
+            domains = [Domain(name, windows, Counter()) for name, windows in windows.items()]
+        elif not separator or not name:
+            raise ConfigError([f"--data {entry}: write NAME=FILES or NAME=DIR, or DIR for all sources of a directory"])
+        else:
+            domains = [read_text(name, place, tokenizer, seq_length, num_tokens, text_key)]
+        for domain in domains:
+            if domain.name in found:
+                raise ConfigError([f"--data {entry}: {domain.name} is there already; give each domain its name"])
+            found[domain.name] = domain
+    largest = {name: max(int(window.max()) for window in domain.windows) for name, domain in found.items()}
+    problems = [
+        f"--data {name}: has the token {token}, the model a vocabulary of {vocab_size}; give data of its tokenizer"
+        for name, token in largest.items()
+        if token >= vocab_size
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return list(found.values())
+
+
+# --- Shards ---
+
+
+def read_shards(entry, name, place, tokenizer, seq_length, num_tokens):
+    """{domain: windows}: of every source, or of all together under ``name``."""
+    sources, problems = open_directory(place)
+    if problems:
+        raise ConfigError(problems)
+    shards = [shard for shards in sources.values() for shard in shards]
+    made_with = {shard.sidecar["tokenizer"]["sha256"] for shard in shards if shard.sidecar}
+    if made_with - {tokenizer.description["sha256"]}:
+        raise ConfigError([f"--data {entry}: was made with another tokenizer than the model's; give its text instead"])
+    domains = {name: shards} if name else sources
+    return {name: shard_windows(name, shards, seq_length, num_tokens) for name, shards in domains.items()}
+
+
+def shard_windows(name, shards, seq_length, num_tokens):
+    stream = Stream((shard, 0, shard.num_tokens) for shard in shards)
+    length = min(seq_length, stream.num_tokens)
+    check_length(name, length)
+    count = max(1, min(num_tokens, stream.num_tokens) // length)
+    positions = np.linspace(0, stream.num_tokens - length, count).astype(np.int64)
+    return [torch.from_numpy(stream.read(int(position), length)) for position in positions]
+
+
+# --- Text ---
+
+
+def read_text(name, pattern, tokenizer, seq_length, num_tokens, text_key):
+    files, parts, left, dropped = matching_files(f"--data {name}=", [pattern]), [], num_tokens, Counter()
+    for number, file in enumerate(files):
+        share = -(-left // (len(files) - number))
+        try:
+            parts.append(file_tokens(file, tokenizer, share, text_key, dropped))
+        except InputError as error:
+            raise ConfigError([f"--data {name}: {error}"]) from error
+        left -= len(parts[-1])
+    tokens = np.concatenate(parts)
+    length = min(seq_length, len(tokens))
+    check_length(name, length)
+    count = len(tokens) // length
+    return Domain(name, list(torch.from_numpy(tokens[: count * length]).view(count, length)), dropped)
+
+
+def file_tokens(file, tokenizer, wanted, text_key, dropped):
+    """The first ``wanted`` tokens of a file (path, name), or all that it has: int64 [tokens]."""
+    found, size = [np.zeros(0, np.int64)], 0
+    for document in documents(inspect_file(*file), text_key):
+        if document.text is None:
+            dropped[document.dropped] += 1
+            continue
+        found.append(tokenizer.encode(document.text[: LONGEST_TOKEN * wanted]).astype(np.int64))
+        size += len(found[-1])
+        if size >= wanted:
+            break
+    return np.concatenate(found)[:wanted]
+
+
+def check_length(name, length):
+    if length < SHORTEST:
+        raise ConfigError([f"--data {name}: has {length} tokens; give at least {SHORTEST}"])
+
+
+# --- What the tests of attention patterns read ---
+
+
+def frequency_ranks(domains, vocab_size):
+    """(rank of each token by its count in the windows, 0 for the most frequent one; the counts), both int64 [vocab].
+
+    Of equally frequent tokens the one of the higher id counts as rarer: vocabularies list frequent pieces first.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for domain in domains:
+        for window in domain.windows:
+            counts += torch.bincount(window, minlength=vocab_size)
+    order = counts.sort(descending=True, stable=True).indices
+    return torch.empty_like(order).scatter(0, order, torch.arange(vocab_size)), counts
+
+
+def repeated_sequences(ranks, counts, start, examples=10, length=25, repeats=4):
+    """Olsson et al.'s test text: random tokens, repeated, after a start token: int64 [examples, 1 + length x repeats].
+
+    The tokens of an example are different ones, drawn from those in the text without the most and the least frequent
+    tenth of them. start: the token that documents begin after.
+    """
+    present = ranks.argsort()[: int((counts > 0).sum())]
+    present = present[present != start]
+    tenth = len(present) // 10
+    drawn = present[tenth : len(present) - tenth]
+    generator = torch.Generator().manual_seed(0)
+    rows = [drawn[torch.randperm(len(drawn), generator=generator)[:length]].repeat(repeats) for _ in range(examples)]
+    return torch.cat((torch.full((examples, 1), start), torch.stack(rows)), dim=1)

@@ -1,0 +1,196 @@
+"""The check of an export before it is published: the same logits as the checkpoint's, from the files as written.
+
+Three models compute the logits of the same random tokens in fp32, one after the other: the trainer's model with the
+weights of the checkpoint, rounded to the dtype of the export; the trainer's model made from the export's config.json
+and safetensors; and transformers with the export's remote code. The trainer's models hold the embedding, the output
+head and one decoder layer at a time; transformers holds the export as it is, and one layer of it in fp32. transformers
+works in a process of its own,
+
+    python tools/hf/export_check.py EXPORT SCRATCH
+
+since a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
+[b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with SentencePiece on ``TEXTS``.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from sentencepiece import SentencePieceProcessor
+
+from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
+from moh_lm.checkpoint.fragments import FragmentReader
+from moh_lm.checkpoint.manifest import read_json
+from moh_lm.config import ConfigError
+from moh_lm.model.transformer import CausalLM
+from tools.hf.import_config import model_config
+
+try:
+    import transformers
+except ImportError:  # an export can be made without it
+    transformers = None
+
+TOLERANCE = 1e-5  # relative to the largest logit where that is above 1
+TEXTS = (  # without runs of a character, which a unigram model may split in two ways of equal score
+    "The quick brown fox jumps over the lazy dog.",
+    "def f(x):\n\treturn x ** 2 # 1234567890\n",
+    " two  spaces ",
+    "Zürich, naïve café, Ελληνικά, русский, العربية, हिन्दी, 한국어, 日本語",
+    "\U0001f642 \U0001d54f \u00a0 \u200b \ufffd",
+)
+
+
+class ExportError(Exception):
+    """The export could not be written, or does not compute what the checkpoint computes."""
+
+
+def check_export(step, config, directory):
+    """Compare the logits of the export in ``directory`` with those of the checkpoint ``step``.
+
+    Returns lines that say how they differ. Raises ExportError if they differ by more than ``TOLERANCE``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.model.vocab_size, (1, min(config.run.seq_length, 256)), generator=generator)
+    values = read_json(directory / "config.json")
+    dtype = getattr(torch, values["torch_dtype"])
+    checkpoint, files = FragmentReader(step), exported_files(directory)
+    expected = trainer_logits(config.model, lambda name: checkpoint.read("master", name).to(dtype), tokens)
+    logits = trainer_logits(model_config(values), lambda name: files[name].get_tensor(name), tokens)
+    lines = [compare("the trainer's model", expected, logits)]
+    if transformers is None:
+        remedy = "pip install transformers, and repeat with --overwrite"
+        return [*lines, f"not checked with transformers, which is not installed: {remedy}"]
+    logits = hugging_face_logits(directory, tokens)
+    return [*lines, compare(f"transformers {transformers.__version__}", expected, logits)]
+
+
+def compare(what, expected, logits):
+    difference = np.abs(expected - logits).max().item()
+    allowed = TOLERANCE * max(1.0, np.abs(expected).max().item())
+    if not difference <= allowed:  # also if it is not a number
+        raise ExportError(
+            f"{what} differs from the checkpoint by {difference:.1e} in its logits; allowed is {allowed:.1e}"
+        )
+    return f"checked: logits of {what} differ from the checkpoint's by at most {difference:.1e}"
+
+
+# --- The trainer's model ---
+
+
+@torch.no_grad()
+def trainer_logits(config, read, tokens):
+    """Logits of the trainer's model, fp32, numpy [s, b, vocab].
+
+    config: ModelConfig. read: the tensor of a parameter, by its name. tokens: int64 [b, s].
+    """
+    with torch.device("meta"):
+        model = CausalLM(config)
+    layers = {f"model.layers.{index}.": layer for index, layer in enumerate(model.model.layers)}
+    for prefix, layer in layers.items():
+        layer.register_forward_pre_hook(functools.partial(fill, prefix=prefix, read=read))
+        layer.register_forward_hook(empty)
+    rest = {"model.embed_tokens.": model.model.embed_tokens, "model.norm.": model.model.norm}
+    if not config.tie_embeddings:
+        rest["lm_head."] = model.lm_head
+    for prefix, module in rest.items():
+        fill(module, prefix=prefix, read=read)
+    return model(tokens).numpy()
+
+
+def fill(module, inputs=None, *, prefix, read):
+    """Give the parameters of a module on the meta device their values."""
+    module.to_empty(device="cpu")
+    for name, parameter in module.named_parameters():
+        parameter.copy_(read(prefix + name))
+
+
+def empty(module, inputs, output):
+    module.to("meta")
+
+
+def exported_files(directory):
+    """Parameter -> the open safetensors file in ``directory`` that holds it."""
+    files = (safe_open(path, "pt") for path in sorted(directory.glob("*.safetensors")))
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dictionary
+
+
+# --- transformers ---
+
+
+def hugging_face_logits(directory, tokens):
+    """The same from this file in a process of its own, without network; raises ExportError with its last line."""
+    with tempfile.TemporaryDirectory() as scratch:
+        np.save(f"{scratch}/tokens.npy", tokens.numpy())
+        offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": scratch, "HF_MODULES_CACHE": f"{scratch}/modules"}
+        finished = subprocess.run(
+            [sys.executable, __file__, str(directory), scratch],
+            env={**os.environ, **offline},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if finished.returncode:
+            lines = finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"]
+            raise ExportError(f"transformers does not load the export: {lines[-1]}")
+        return np.load(f"{scratch}/logits.npy")
+
+
+def main():
+    export, scratch = map(Path, sys.argv[1:])
+    transformers.logging.set_verbosity_error()
+    check_tokenizer(export)
+    np.save(scratch / "logits.npy", compute_logits(export, torch.from_numpy(np.load(scratch / "tokens.npy"))))
+
+
+def check_tokenizer(export):
+    """Exit with a message if the tokenizer gives other ids than SentencePiece or tiktoken."""
+    if not (export / "tokenizer.json").is_file():
+        return
+    path = export / "tokenizer.model"
+    try:
+        original = TiktokenModel(path) if is_tiktoken(path) else SentencePieceProcessor(model_file=str(path))
+    except ConfigError as error:  # the package is absent
+        sys.exit(error.problems[0])
+    converted = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
+    for text in TEXTS:
+        ids = converted(text)["input_ids"]
+        if ids != list(original.encode(text)):
+            sys.exit(f"tokenizer.json gives {text!r} the ids {ids}, tokenizer.model {list(original.encode(text))}")
+
+
+@torch.no_grad()
+def compute_logits(export, tokens):
+    """Logits as of ``trainer_logits``; exits with a message unless the weights are exactly those of the model."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        export, trust_remote_code=True, torch_dtype="auto", output_loading_info=True
+    )
+    problems = {key: value for key, value in report.items() if value}
+    if problems:
+        sys.exit(f"the loading report is not empty: {problems}")
+    model.eval()
+    for module in (model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head):
+        module.register_forward_pre_hook(widen)
+        module.register_forward_hook(functools.partial(narrow, dtype=model.dtype))
+    return model(tokens).logits.transpose(0, 1).numpy()
+
+
+def widen(module, inputs):
+    module.float()
+
+
+def narrow(module, inputs, output, *, dtype):
+    module.to(dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""An imported model as ``checkpoints/step-0`` of a run: complete or absent, like every other step.
+
+    config.json          the model; ``seq_length`` is the source's max_position_embeddings, the rest are defaults
+    state.json           the state of a run before its first step, and ``imported``: what was read, and how
+    tokenizer.model      that of the data to come, if it is known
+    rank-N.safetensors   fp32 masters, about FILE_BYTES in each file, so that several ranks verify them at once; no
+                         moments: those of Adam are zero before the first step (moh_lm.checkpoint.fragments)
+"""
+
+import json
+import math
+import shutil
+
+import torch
+
+from moh_lm.checkpoint.directory import point_latest, remove_leftovers
+from moh_lm.checkpoint.fragments import safetensors_header
+from moh_lm.checkpoint.manifest import HashedFile, flush, write_manifest
+from moh_lm.checkpoint.saver import free_bytes
+from moh_lm.config import ConfigError, ReliabilityConfig
+from moh_lm.monitor.journal import Journal
+from moh_lm.run.launch import lock_run_directory, make_run_directory
+from moh_lm.training.guard import Guard
+from moh_lm.training.optimizer import MOMENTS
+
+FILE_BYTES = 1 << 32
+OVERHEAD = 1 << 20  # bytes of a step besides its tensors, generously
+
+
+def output_problems(run):
+    """Sentences, none if ``run`` is absent or holds nothing but what an import that failed has left."""
+    try:
+        entries = {path.name for path in run.iterdir()} if run.exists() else set()
+        steps = [path.name for path in (run / "checkpoints").iterdir()] if "checkpoints" in entries else []
+    except OSError as error:
+        return [f"--output {run}: no readable directory ({error.strerror}); give another one"]
+    odd = sorted(entries - {"checkpoints", "events.jsonl", ".lock"})
+    odd += sorted(f"checkpoints/{name}" for name in steps if name != "step-0.tmp")
+    return [f"--output {run}: has {odd[0]} already; give a new directory"] if odd else []
+
+
+def write_step(run, config, parts, facts, tokenizer, progress):
+    """Write step-0 of the run directory ``run`` and return its path.
+
+    config: Config. parts: [Part] of tools/hf/import_weights.py. facts: JSON-able, for state.json and events.jsonl.
+    tokenizer: bytes or None. progress: takes the bytes of every block. Raises ConfigError or OSError, and nothing is
+    left under the final name then.
+    """
+    need = 4 * sum(math.prod(part.shape) for part in parts) + OVERHEAD
+    free = free_bytes(run)
+    if free < need:
+        raise ConfigError([f"--output {run}: no space left on device: {need:,} bytes are needed and {free:,} are free"])
+    make_run_directory(run)
+    lock = lock_run_directory(run)
+    final = run / "checkpoints" / "step-0"
+    temporary = final.with_name("step-0.tmp")
+    # A run that finds this, and no step, does not start from weights drawn at random.
+    Journal(run, writes=True).add("import", 0, f"importing {facts['source']} as {final}", **facts)
+    try:
+        remove_leftovers(final.parent)
+        temporary.mkdir(parents=True)
+        entries = {}
+        for number, group in enumerate(grouped(parts)):
+            name = f"rank-{number}.safetensors"
+            entries[name] = write_parts(temporary / name, group, progress)
+        texts = {"config.json": json.dumps(config.to_dict(), indent=1) + "\n"}
+        texts["state.json"] = json.dumps(first_state(config, facts), indent=1) + "\n"
+        contents = {name: text.encode() for name, text in texts.items()}
+        contents |= {} if tokenizer is None else {"tokenizer.model": tokenizer}
+        for name, content in contents.items():
+            with HashedFile(temporary / name) as file:
+                file.write(content)
+            entries[name] = file.entry
+        write_manifest(temporary, entries)
+        temporary.rename(final)
+        flush(final.parent)
+        point_latest(final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        lock.close()
+    return final
+
+
+def grouped(parts):
+    """Consecutive parts in groups of at most FILE_BYTES, or of one that is larger."""
+    groups, filled = [[]], 0
+    for part in parts:
+        size = 4 * math.prod(part.shape)
+        if groups[-1] and filled + size > FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(part)
+        filled += size
+    return groups
+
+
+def write_parts(path, parts, progress):
+    """Write whole parameters as one rank file; returns the manifest's entry."""
+    addresses = {
+        part.name: {"whole_shape": part.shape, "partition": None, "start": 0, "length": math.prod(part.shape)}
+        for part in parts
+    }
+    metadata = {"fragments": json.dumps(addresses), "zero": json.dumps(MOMENTS)}
+    described = {f"master/{part.name}": (torch.float32, [math.prod(part.shape)]) for part in parts}
+    with HashedFile(path) as file:
+        file.write(safetensors_header(described, metadata))
+        for part in parts:
+            for block in part.blocks():
+                file.write(block.contiguous().flatten().view(torch.uint8).numpy())
+                progress(block.nbytes)
+    return file.entry
+
+
+def first_state(config, facts):
+    """state.json of a run before its first step; see ``run_state`` of moh_lm.pretrain."""
+    layers = config.model.routed_layers()
+    return {
+        "step": 0,
+        "consumed_samples": 0,
+        "optimizer_steps": 0,
+        "router_shares": [[layer.num_active / layer.num_routed] * layer.num_routed for layer in layers],
+        "guard": Guard(ReliabilityConfig()).state(),
+        "interval": None,
+        "alarms": None,
+        "data": {"segments": [], "units": {}},
+        "imported": facts,
+    }

@@ -1,0 +1,113 @@
+"""A vocabulary made larger: new rows of the embedding and of the output head, and the tokenizers that they belong to.
+
+A new row of the embedding is the mean of the rows of the old tokens that spell the new one (Gee et al. 2022, "Fast
+Vocabulary Transfer"), so that a new token begins with the meaning of its parts; this needs both tokenizers. A new row
+of the output head is the mean of all old rows: no new token then takes more of the probability than old ones do on
+average (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models"), where a mean of its parts
+would take theirs (docs/continue.md has figures). The mean of all old rows also stands in for what is not known: ids
+beyond the new tokenizer, or all new ids without the old one. A tied matrix counts as the embedding.
+
+Noise is added so that no two rows are equal: N(0, (NOISE x the deviation of that column over the old rows)^2), from a
+generator of (seed, name). Rows drawn like those of a new model would lie far from the others, and disturb every
+prediction at first. Old rows stay as they are, to the bit.
+"""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+from data_prep.encoding import Tokenizer
+from data_prep.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
+from moh_lm.config import ConfigError
+from tools.hf.import_weights import EMBEDDING
+
+NOISE = 0.01
+ROWS = 1024  # new rows made at once
+
+
+class NewRows:
+    """``extend(name, count)`` of tools/hf/import_weights.py. pieces: {new id: ids of the old tokens that spell it}."""
+
+    def __init__(self, source, pieces, seed):
+        self.source, self.pieces, self.seed = source, pieces, seed
+
+    def __call__(self, name, count):
+        """The ``count`` rows after those of the matrix ``name`` in the source, fp32, in blocks. Holds it in memory."""
+        old, pieces = self.source.whole(name), self.pieces if name == EMBEDDING else {}
+        mean, deviation = old.mean(0), old.std(0)
+        digest = hashlib.blake2b(f"{self.seed}/{name}/new rows".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        for start in range(len(old), len(old) + count, ROWS):
+            ids = range(start, min(start + ROWS, len(old) + count))
+            rows = torch.stack([old[pieces[i]].mean(0) if i in pieces else mean for i in ids])
+            yield rows + torch.empty_like(rows).normal_(generator=generator) * (NOISE * deviation)
+
+
+def read_tokenizer(path, vocab_size, named):
+    """(bytes, number of tokens) of a SentencePiece model or LLaMA-3's. Raises ConfigError naming the flag ``named``."""
+    try:
+        if path.is_file() and is_tiktoken(path):
+            ranks, special = read_ranks(path)
+            size = max(special + NUM_SPECIAL, max(ranks.values()) + 1)
+        else:
+            size = Tokenizer(str(path)).vocab_size
+    except ConfigError as error:
+        raise ConfigError([text.replace("--tokenizer", named) for text in error.problems]) from error
+    if size > vocab_size:
+        remedy = f"give --extend-vocab {size}"
+        raise ConfigError([f"{named} {path}: has {size} tokens, and the model {vocab_size} rows for them; {remedy}"])
+    return path.read_bytes()
+
+
+def spelled(old, new, old_vocab_size, vocab_size):
+    """{id: ids of the old tokens that spell it} of the tokens that the tokenizer ``new`` adds to ``old``.
+
+    Raises ConfigError unless all ids of ``old`` mean the same in ``new``.
+    """
+    if is_tiktoken(old) != is_tiktoken(new):
+        raise ConfigError([f"--tokenizer {new}: has another format than {old}"])
+    table = spelled_tiktoken if is_tiktoken(old) else spelled_sentencepiece
+    spelling = table(old, new)
+    return {index: ids for index, ids in spelling.items() if old_vocab_size <= index < vocab_size and ids}
+
+
+def spelled_sentencepiece(old, new):
+    protos = [sentencepiece_model_pb2.ModelProto.FromString(Path(path).read_bytes()) for path in (old, new)]
+    pieces = [[piece.piece for piece in proto.pieces] for proto in protos]
+    refuse_other_ids(old, new, dict(enumerate(pieces[0])), dict(enumerate(pieces[1])))
+    bare = protos[0]  # which splits the text of a piece as it would inside a document
+    bare.normalizer_spec.add_dummy_prefix = False
+    bare.normalizer_spec.remove_extra_whitespaces = False
+    model = SentencePieceProcessor(model_proto=bare.SerializeToString())
+    new_pieces = pieces[1][len(pieces[0]) :]
+    encoded = model.encode([piece.replace("\u2581", " ") for piece in new_pieces])
+    return dict(enumerate(encoded, len(pieces[0])))
+
+
+def spelled_tiktoken(old, new):
+    ranks, _ = read_ranks(old)
+    tokens = {rank: token for token, rank in read_ranks(new)[0].items()}
+    refuse_other_ids(old, new, {rank: token for token, rank in ranks.items()}, tokens)
+    return {rank: joined(ranks, token) for rank, token in tokens.items() if token not in ranks}
+
+
+def joined(ranks, token):
+    """The ids of BPE for the bytes of one word: again and again the neighbours of the lowest joint rank are joined."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while True:
+        pairs = [(ranks.get(parts[i] + parts[i + 1], len(ranks) + 2**20), i) for i in range(len(parts) - 1)]
+        rank, i = min(pairs, default=(None, 0))
+        if rank is None or parts[i] + parts[i + 1] not in ranks:
+            return [ranks[part] for part in parts]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def refuse_other_ids(old, new, before, now):
+    for index, token in before.items():
+        if now.get(index) != token:
+            raise ConfigError([
+                f"--tokenizer {new}: id {index} is {now.get(index)!r} and in {old} it is {token!r}; give one that "
+                "data_prep/tokenize.py extend has made of it"
+            ])

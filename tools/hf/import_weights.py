@@ -1,0 +1,185 @@
+"""Weights of a Hugging Face directory -> the files of a training checkpoint, block by block.
+
+The parameters have Hugging Face's names in the trainer, and rows in the same order (half-split rotary), so a weight is
+read, widened to fp32 and written. ``plan`` says for every parameter where its elements come from:
+
+    the source       as they are, or with heads in another order: rows of q, columns of o, and the rows of k and v of
+                     whole groups (tools/heads/importance.py says which orders are legal)
+    vocabulary       the rows of the source, then new ones (tools/hf/import_vocabulary.py)
+    router           drawn as a fresh run draws them, from (seed, name); a Llama has none
+
+Blocks of a few megabytes are in memory at a time, whatever the size of the model.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moh_lm.checkpoint.manifest import read_json
+from moh_lm.config import ConfigError
+from moh_lm.model.transformer import INIT_STD, CausalLM, initialize
+from moh_lm.parallel.layers import make_parameter
+
+BLOCK = 1 << 22  # elements read at once: 16 MiB in fp32
+DTYPES = ("F32", "BF16", "F16")
+REDUNDANT = "rotary_emb.inv_freq"  # a table that early transformers stored; it follows from config.json
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Source:
+    """The safetensors of a Hugging Face directory. shapes: {name: shape}. dtypes: those that occur, sorted.
+
+    Raises ConfigError unless every tensor that the index names can be read.
+    """
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.files, self.shapes, dtypes = {}, {}, set()
+        index = directory / "model.safetensors.index.json"
+        listed = self.read_index(index) if index.exists() else None
+        paths = sorted({directory / name for name in listed.values()}) if listed else [directory / "model.safetensors"]
+        problems = [f"{path}: is absent{self.remedy()}" for path in paths if not path.is_file()]
+        if problems:
+            raise ConfigError(problems)
+        for path in paths:
+            try:
+                file = safe_open(path, "pt")
+                for name in file.keys():  # noqa: SIM118 - not a dictionary
+                    part = file.get_slice(name)
+                    self.files[name], self.shapes[name] = file, tuple(part.get_shape())
+                    dtypes.add(part.get_dtype())
+            except (SafetensorError, OSError) as error:
+                raise ConfigError([f"{path}: not a safetensors file ({error}); fetch it again"]) from error
+        absent = sorted((listed or {}).keys() - self.shapes.keys())
+        problems = [f"{index}: names {name}, which is in no file" for name in absent]
+        problems += [f"{directory}: dtype {kind}; only {', '.join(DTYPES)} can be read" for kind in dtypes - {*DTYPES}]
+        if problems:
+            raise ConfigError(problems)
+        self.dtypes = sorted(dtypes)
+
+    @staticmethod
+    def read_index(path):
+        try:
+            return dict(read_json(path)["weight_map"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError([f"{path}: not an index ({error})"]) from error
+
+    def remedy(self):
+        """What to do about a directory of pickles."""
+        if not list(self.directory.glob("pytorch_model*.bin")):
+            return "; give a model in Hugging Face form"
+        return (
+            "; a pytorch_model.bin is a pickle, which can run code, and is not read: load the model with transformers "
+            "and write it again with save_pretrained(..., safe_serialization=True)"
+        )
+
+    def rows(self, name, start=0, stop=None):
+        """Rows [start, stop) of a tensor, fp32. Raises ConfigError if they are not finite."""
+        values = self.files[name].get_slice(name)[start:stop].float()
+        if not values.isfinite().all():
+            raise ConfigError([f"{self.directory}: {name} is not finite in rows {start} to {start + len(values)}"])
+        return values
+
+    def blocks(self, name):
+        """The whole tensor in consecutive rows, about BLOCK elements at a time."""
+        size = self.shapes[name][0]
+        step = max(1, BLOCK // math.prod(self.shapes[name][1:]))
+        for start in range(0, size, step):
+            yield self.rows(name, start, min(size, start + step))
+
+    def whole(self, name):
+        """The tensor, fp32, in memory."""
+        values, filled = torch.empty(self.shapes[name]), 0
+        for block in self.blocks(name):
+            values[filled : filled + len(block)] = block
+            filled += len(block)
+        return values
+
+
+class Part(NamedTuple):
+    """A parameter of the checkpoint. blocks: makes an iterator over its rows, fp32. origin: in words."""
+
+    name: str
+    shape: tuple[int, ...]
+    blocks: Callable
+    origin: str
+
+
+def plan(config, source, old_vocab_size, orders, extend, router_seed):
+    """[Part] of every parameter of the model, in its order. Raises ConfigError naming what is absent, odd or foreign.
+
+    config: ModelConfig of the checkpoint. old_vocab_size: of the source. orders: {layer: source heads in their new
+    order}, or {}. extend(name, rows): an iterable of the ``rows`` new rows of a vocabulary matrix. router_seed: of the
+    routers of a model that has none; None where the source must have them.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(parameter.shape) for name, parameter in CausalLM(config).named_parameters()}
+    parts, problems = [], []
+    for name, shape in shapes.items():
+        is_vocabulary = name in (EMBEDDING, HEAD)
+        there = source.shapes.get(name)
+        expected = (old_vocab_size, *shape[1:]) if is_vocabulary else shape
+        if there is None and ".router." in name and router_seed is not None:
+            parts.append(Part(name, shape, lambda n=name, s=shape: [drawn(n, s, router_seed)], "drawn"))
+        elif there is None:
+            problems.append(f"{name} is missing")
+        elif there != expected:
+            problems.append(f"{name} has shape {list(there)}, config.json says {list(expected)}")
+        elif is_vocabulary and shape != expected:
+            count = shape[0] - expected[0]
+            parts.append(Part(name, shape, lambda n=name, c=count: extended(source, extend, n, c), f"{count} new rows"))
+        else:
+            order = orders.get(layer_of(name))
+            blocks, origin = arranged(source, name, order, config) if order else (None, "as it is")
+            parts.append(Part(name, shape, blocks or (lambda n=name: source.blocks(n)), origin))
+    known = {*shapes, *([HEAD] if config.tie_embeddings else [])}
+    odd = sorted(name for name in source.shapes.keys() - known if not name.endswith(REDUNDANT))
+    problems += [f"{name} has no counterpart here" for name in odd[:8]]
+    problems += [f"and {len(odd) - 8} more tensors have none"] if odd[8:] else []
+    if not problems and config.tie_embeddings and HEAD in source.shapes and not equal(source, HEAD, EMBEDDING):
+        problems.append(f"{HEAD} differs from {EMBEDDING}, and config.json ties them; set tie_word_embeddings to false")
+    if problems:
+        raise ConfigError([f"{source.directory}: {problem}" for problem in problems])
+    return parts
+
+
+def layer_of(name):
+    """The number of the decoder layer of a parameter, or None."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[1] == "layers" else None
+
+
+def drawn(name, shape, seed):
+    parameter = make_parameter(shape, INIT_STD)
+    initialize([(name, parameter)], seed)
+    return parameter.detach()
+
+
+def extended(source, extend, name, count):
+    yield from source.blocks(name)
+    yield from extend(name, count)
+
+
+def arranged(source, name, order, config):
+    """(blocks, origin) of a projection with its heads in another ``order``; (None, "as it is") for other parameters."""
+    e, kind = config.head_dim, name.split(".")[-2]
+    shared_by = config.num_attention_heads // config.num_key_value_heads
+    if kind == "o_proj":
+
+        def columns():
+            for block in source.blocks(name):
+                yield block.unflatten(1, (-1, e))[:, order].flatten(1)
+
+        return columns, "heads reordered"
+    if kind not in ("q_proj", "k_proj", "v_proj"):
+        return None, "as it is"
+    heads = order if kind == "q_proj" else [head // shared_by for head in order[::shared_by]]
+    return lambda: (source.rows(name, head * e, (head + 1) * e) for head in heads), "heads reordered"
+
+
+def equal(source, one, other):
+    same = source.shapes[one] == source.shapes[other]
+    return same and all(map(torch.equal, source.blocks(one), source.blocks(other)))

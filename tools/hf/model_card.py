@@ -1,0 +1,186 @@
+"""The model card of an export: what was trained, on what, for how long, how far it got, and how heads are used.
+
+Everything comes from the step directory: the configuration, the segments of the data in state.json (tokens per source,
+exact), and the routers' shares there (head load of the last step). Losses stand in metrics.jsonl of the run, two
+directories above; a step that was copied elsewhere has none, and the card says so. An import that was not trained has
+neither data nor losses. Losses are rounded to what no layout changes.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from moh_lm.cost.summary import routing_facts
+from moh_lm.data.mixture import sample_counts
+from moh_lm.monitor.head_load import fair_load
+
+
+def model_card(step, config, state, dtype, parameters):
+    """Content of README.md. step: a step directory. state: its state.json. parameters: their number."""
+    shown = {
+        "Model": model_facts(config.model, str(dtype).removeprefix("torch."), parameters),
+        "Training": training_facts(config, state),
+        "Data": data_facts(state, config.run.seq_length),
+        "Losses": loss_facts(step, state["step"]),
+        "Head load": load_facts(config.model, state),
+    }
+    tables = "\n".join(f"## {title}\n\n{text}\n" for title, text in shown.items() if text)
+    routed = config.model.heads.head_selection == "mixture"
+    return CARD.format(tables=tables, routing=ROUTING if routed else "")
+
+
+def table(rows, header=("", "")):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def model_facts(model, dtype, parameters):
+    heads = model.heads
+    rope = f"base {model.rope_theta:g}"
+    if model.rope_type != "default":
+        rope += f", {model.rope_type}, factor {model.rope_factor:g}"
+    facts = {
+        "parameters": f"{parameters:,}, {dtype}",
+        "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
+        f"vocabulary {model.vocab_size:,}",
+        "attention": f"{model.num_attention_heads} heads of {model.head_dim}, "
+        f"{model.num_key_value_heads} key/value heads",
+        "rotary embedding": rope,
+        "head selection": heads.head_selection,
+    }
+    if heads.head_selection != "all":
+        facts["shared heads per layer"] = " ".join(map(str, heads.num_shared_heads))
+        facts["active routed heads per layer"] = " ".join(map(str, heads.num_active_routed_heads))
+    if heads.head_selection == "mixture":
+        facts["routing"] = ", ".join(routing_facts(model)) + ("" if heads.two_stage else ", without a1 and a2")
+        facts["load balance"] = f"{heads.load_balance_coefficient:g}, {heads.load_balance_scope}"
+    return table(facts.items())
+
+
+def training_facts(config, state):
+    run, optimizer = config.run, config.optimizer
+    imported = state.get("imported", {})
+    facts = {}
+    if imported:  # a card names no path of the machine
+        facts["began with"] = f"{Path(imported['source']).name}, config.json {imported['config_sha256'][:12]} (SHA-256)"
+        facts["vocabulary"] = imported["vocabulary"]
+        facts["shared heads"] = f"chosen: {imported['shared_heads']}"
+    if state["step"] == 0:
+        return table([*facts.items(), ("steps", "0: not trained here")])
+    skipped = state["step"] - state.get("optimizer_steps", state["step"])
+    facts |= {
+        "steps": f"{state['step']:,} of {run.train_iters:,}" + (f", {skipped:,} of them skipped" if skipped else ""),
+        "tokens": f"{state['consumed_samples'] * run.seq_length:,}",
+        "batch": f"{run.tokens_per_iteration:,} tokens in sequences of {run.seq_length:,}",
+        "learning rate": f"{optimizer.learning_rate:g} to {optimizer.min_learning_rate:g}, cosine; "
+        f"{optimizer.warmup_iters:,} steps of warm-up from {optimizer.warmup_init_lr:g}",
+        "AdamW": f"beta {optimizer.adam_beta1:g} and {optimizer.adam_beta2:g}, "
+        f"weight decay {optimizer.weight_decay:g}, clipping at {optimizer.gradient_clipping:g}",
+        "precision": run.precision,
+        "seed": run.seed,
+    }
+    return table(facts.items())
+
+
+def data_facts(state, seq_length):
+    """Tokens of every source over all segments of the run, and the weights of the last one."""
+    segments = state["data"]["segments"]
+    if not segments or not state["consumed_samples"]:
+        return ""
+    samples = Counter()
+    ends = [*(segment["first_sample"] for segment in segments[1:]), state["consumed_samples"]]
+    for segment, end in zip(segments, ends, strict=True):
+        names = sorted(segment["weights"])
+        counts = sample_counts([segment["weights"][name] for name in names], end - segment.get("first_sample", 0))
+        samples.update(dict(zip(names, counts.tolist(), strict=True)))
+    last, total = segments[-1]["weights"], sum(segments[-1]["weights"].values())
+    rows = [
+        (name, f"{100 * last.get(name, 0) / total:.2f}%", f"{count * seq_length:,}")
+        for name, count in sorted(samples.items())
+    ]
+    return table(rows, ("source", "share of the mix", "tokens seen"))
+
+
+def loss_facts(step, number):
+    """The last training interval and the last evaluation up to step ``number`` in metrics.jsonl of the run."""
+    path = step.parent.parent / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    rows = [row for row in map(read_row, lines) if row.get("step", number + 1) <= number]
+    training = next((row for row in reversed(rows) if row.get("loss") is not None), None)
+    evaluation = next((row for row in reversed(rows) if "evaluation" in row), None)
+    if not training and not evaluation:
+        return "" if number == 0 else "The log of the run was not beside the checkpoint."
+    header, columns = ["mean loss per token"], []
+    if training:
+        header.append(f"training, up to step {training['step']:,}")
+        columns.append({**training["source_loss"], "all": training["loss"]})
+    if evaluation:
+        header.append(f"held out, after step {evaluation['step']:,}")
+        columns.append({**evaluation["evaluation"], "all": evaluation["evaluation_mean"]})
+    names = [*sorted(set().union(*columns) - {"all"}), "all"]
+    return table([[name, *(loss(column.get(name)) for column in columns)] for name in names], header)
+
+
+def read_row(line):
+    """The object of a line of metrics.jsonl; nothing of one that was cut short."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {}
+
+
+def loss(value):
+    return "" if value is None else f"{value:.3f}"
+
+
+def load_facts(model, state):
+    """Share of the tokens of the last step that used each routed head or group: lowest and highest of every layer."""
+    layers = model.routed_layers()
+    rows = [
+        (
+            layer.index,
+            layer.num_shared,
+            f"{'' if layer.top_p is None else 'at most '}{layer.num_active} of {layer.num_routed}",
+            *(f"{share:.1%}" for share in (fair_load(layer, shares), min(shares), max(shares))),
+        )
+        for layer, shares in zip(layers, state.get("router_shares", []), strict=False)
+    ]
+    if not rows or state["step"] == 0:
+        return ""
+    unit = layers[0].unit
+    header = ("layer", f"shared {unit}s", f"routed {unit}s per token", "even load", "lowest load", "highest load")
+    return f"Share of the tokens of the last step that used a routed {unit}.\n\n{table(rows, header)}"
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- mixture-of-head-attention
+---
+
+# A language model with Mixture-of-Head attention
+
+Exported by MoH-LM. Each token uses the shared attention heads and the routed heads that a router selects for it
+([arXiv 2410.11842](https://arxiv.org/abs/2410.11842)); `modeling_moh.py` holds the equations.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)
+tokens = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
+print(tokenizer.decode(tokens[0]))
+```
+
+{tables}
+## Limits
+
+In training every document ends with EOS and none begins with BOS, so the tokenizer adds neither.{routing}
+"""
+
+ROUTING = """
+
+Routing is computed in fp32, from inputs in the precision of the model. In bfloat16 their rounding changes the selected
+heads of a few tokens, and differently with and without a cache or in batches of other sizes: such runs agree closely,
+not exactly. Compare implementations in fp32."""
