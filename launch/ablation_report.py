@@ -21,7 +21,7 @@ from statistics import mean, median, stdev
 from moh_lm.config import Config
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts
-from moh_lm.monitor.log import complete
+from moh_lm.monitor.row import complete
 
 try:
     import matplotlib

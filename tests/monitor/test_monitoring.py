@@ -22,7 +22,7 @@ from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
 from moh_lm.monitor.head_load import head_figures, head_map
-from moh_lm.monitor.log import rounded
+from moh_lm.monitor.row import rounded
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 from tests.training.test_training import arguments, run
