@@ -45,9 +45,9 @@ from benchmarks.timing import recorded, seconds
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels import break_even
 from moh_lm.kernels.attention import moh_attention
-from moh_lm.kernels.boundaries import boundaries
+from moh_lm.kernels.documents import boundaries
 from moh_lm.model.attention import Attention
-from moh_lm.model.router import RouterStatistics, attach_loss
+from moh_lm.model.balance import RouterStatistics, attach_loss
 
 SHAPES = {  # hidden size, query heads, key/value heads, head dimension
     "llm-s": (768, 12, 12, 64),
@@ -195,8 +195,8 @@ def layer(shape, active, length, batch, device, dtype, documents):
         module.to(device, dtype)
 
         def call(x, *_):
-            output, loss, statistics, _ = module(x, documents)
-            return output if loss is None else attach_loss(output, loss, statistics, RouterStatistics())
+            output, routed = module(x, documents)
+            return output if routed is None else attach_loss(output, routed.loss, routed.rows, RouterStatistics())
 
         return call, list(module.parameters())
 

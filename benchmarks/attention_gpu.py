@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.timing import recorded, seconds
 from moh_lm.kernels import break_even, triton_attention
 from moh_lm.kernels.attention import moh_attention
-from moh_lm.kernels.boundaries import boundaries
+from moh_lm.kernels.documents import boundaries
 
 # block of slots, block of keys, warps, stages
 CANDIDATES = {

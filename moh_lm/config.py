@@ -39,8 +39,9 @@ class HeadsConfig:
 
     head_selection: str = option(
         "mixture",
-        "all: ordinary attention; mixture: shared heads and a router's top-K of the others; static: the first heads",
-        choices=("all", "mixture", "static"),
+        "all: ordinary attention; mixture: shared heads and a router's top-K of the others; static: the first heads; "
+        "gated: all heads, each with a gate of --routing sigmoid, which is a mixture of shared heads only",
+        choices=("all", "mixture", "static", "gated"),
     )
     num_shared_heads: tuple[int, ...] = option(
         (), "heads that are always on: one number, or one per layer (default: half of the heads)", parse=int
@@ -50,8 +51,9 @@ class HeadsConfig:
     )
     routing: str = option(
         "paper",
-        "gates as in Eq. 5-6, as in the authors' released code, or from query norms (Eq. 9-10)",
-        choices=("paper", "released", "query_norm"),
+        "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
+        "2 sigmoid of each score; or from query norms (Eq. 9-10)",
+        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm"),
     )
     routing_unit: str = option(
         "head",
@@ -66,6 +68,7 @@ class HeadsConfig:
     routing_entropy_coefficient: float = option(1e-4, "of the mean entropy of the routers, with --routing-top-p")
     two_stage: bool = option(True, "weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1")
     load_balance_coefficient: float = option(0.01, "beta of Eq. 8")
+    router_z_loss: float = option(0.0, "of the mean squared logsumexp of the routed scores; 0: none")
     load_balance_scope: str = option(
         "sequence",
         "tokens over which Eq. 7 counts selections: each sequence, or the whole previous step",
@@ -104,6 +107,9 @@ class ModelConfig:
             object.__setattr__(self, "num_key_value_heads", heads)
         if self.head_dim is None and heads > 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
+        if self.heads.head_selection == "gated":
+            gated = dict(head_selection="mixture", routing="sigmoid", num_shared_heads=(heads,))
+            object.__setattr__(self, "heads", replace(self.heads, **gated, num_active_routed_heads=(0,)))
         budgets = {
             "num_shared_heads": self.heads.num_shared_heads or (heads // 2,),
             "num_active_routed_heads": self.heads.num_active_routed_heads or (max(1, heads // 4),),
@@ -132,21 +138,22 @@ class ModelConfig:
         grouped = self.heads.routing_unit == "key_value_group"
         return self.num_attention_heads // self.num_key_value_heads if grouped else 1
 
+    def routed_layer(self, index):
+        """The ``RoutedLayer`` of a layer of a mixture."""
+        size, shared = self.heads_per_expert, self.heads.num_shared_heads[index]
+        active, routed = self.heads.num_active_routed_heads[index], self.num_attention_heads - shared
+        return RoutedLayer(index, shared // size, routed // size, active // size, size, self.heads.routing_top_p)
+
     def routed_layers(self):
         """A ``RoutedLayer`` for every layer that balances the load of routed heads, in order."""
         if self.heads.head_selection != "mixture":
             return []
-        size, top_p = self.heads_per_expert, self.heads.routing_top_p
-        budgets = zip(self.heads.num_shared_heads, self.heads.num_active_routed_heads, strict=True)
-        layers = [
-            RoutedLayer(index, shared // size, (self.num_attention_heads - shared) // size, active // size, size, top_p)
-            for index, (shared, active) in enumerate(budgets)
-        ]
+        layers = map(self.routed_layer, range(self.num_layers))
         return [layer for layer in layers if layer.num_routed]
 
 
 class RoutedLayer(NamedTuple):
-    """A layer with routed experts: its number, and its numbers of experts, which are heads or groups of them.
+    """What a layer of a mixture routes: its number, and its numbers of experts, which are heads or groups of them.
 
     With ``top_p``, num_active is the most that a token selects.
     """

@@ -2,7 +2,7 @@
 
 import torch
 
-from moh_lm.kernels.boundaries import boundaries
+from moh_lm.kernels.documents import boundaries
 
 
 def reference(query, key, value, gates, selected, num_shared=0, lengths=None):

@@ -87,7 +87,7 @@ REFUSALS = {  # flags: what the one line has to name
     "--num-layer 2": ("--num-layer", "--num-layers"),
     "--qqq 2": ("--qqq", "--help"),
     "--seed x": ("--seed x", "whole number"),
-    "--routing softmax": ("--routing softmax", "paper, released, query_norm"),
+    "--routing softmax": ("--routing softmax", "paper, paper_scaled, released, sigmoid, query_norm"),
     "--zero-stage 0": ("--zero-stage 0", "1, 2, 3"),
     "--batch-tokens 4.00001M": ("--batch-tokens 4.00001M", "4M"),
     "--two-stage maybe": ("--two-stage maybe", "true or false"),

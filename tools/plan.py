@@ -131,7 +131,7 @@ def step_seconds(config, machine):
     micro_batches = config.gradient_accumulation_steps(machine.gpus)
     width = 2 if run.precision == "bf16" else 4
     tokens = run.micro_batch_size * run.seq_length
-    compute_share, parameter_share, layers = stage_shares(model, pp)
+    compute_share, parameter_share, layers = stage_shares(model, run.seq_length, pp)
 
     def bandwidth(ranks_spanned):
         return 1e9 * (machine.intra_node if ranks_spanned <= machine.gpus_per_node else machine.inter_node)

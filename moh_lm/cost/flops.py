@@ -2,6 +2,8 @@
 
 import torch
 
+from moh_lm.model.transformer import CausalLM, DecoderLayer
+
 BACKWARD = 2  # a backward pass multiplies every matrix twice
 
 # Dense bf16 TFLOPS by a part of the name, the first that fits; from the vendors' data sheets.
@@ -20,15 +22,11 @@ def flops_per_token(model, seq_length, measured=None):
     for --routing-top-p; a layer that it does not have counts the most that a token may select.
     """
     measured = measured or {}
-    d, h, e = model.hidden_size, model.num_attention_heads, model.head_dim
-    per_head = 2 * d * e * 2 + 2 * (seq_length / 2) * e * 2  # query and output projections, scores and their sum
-    shared_by_all = 2 * d * model.num_key_value_heads * e * 2 + 2 * 3 * d * model.intermediate_size
-    total = {"dense": 2 * d * model.vocab_size, "active": 2 * d * model.vocab_size}
-    for layer in range(model.num_layers):
-        total["dense"] += shared_by_all + h * per_head + router_flops(model, layer)
-        active = measured.get(layer, model.active_heads(layer))
-        total["active"] += shared_by_all + active * per_head + router_flops(model, layer)
-    return {key: (1 + BACKWARD) * value for key, value in total.items()}
+    layers = [DecoderLayer.cost(model, layer, seq_length, measured.get(layer)) for layer in range(model.num_layers)]
+    return {
+        kind: (1 + BACKWARD) * 2 * (CausalLM.head_cost(model) + sum(layer[kind] for layer in layers))
+        for kind in ("dense", "active")
+    }
 
 
 def peak_flops(run, device):
@@ -39,9 +37,3 @@ def peak_flops(run, device):
         return None
     name = torch.cuda.get_device_name(device)
     return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
-
-
-def router_flops(model, layer):
-    if model.heads.head_selection != "mixture" or model.heads.routing == "query_norm":
-        return 0
-    return 2 * model.hidden_size * (model.num_attention_heads // model.heads_per_expert + 2)

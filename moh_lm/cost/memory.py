@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from moh_lm.model.pipeline import layer_list, stage_bounds
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 from moh_lm.training.deepspeed_config import REDUCE_BUCKET
 
@@ -46,10 +46,10 @@ def stage_memory(config, world_size):
     width = 2 if run.precision == "bf16" else 4
     tokens = run.micro_batch_size * run.seq_length
     found = []
-    for stage, (_, whole, blocks) in enumerate(stages(model, pp)):
+    for stage, (_, whole, blocks) in enumerate(stages(model, run.seq_length, pp)):
         parameters = whole / tp
         in_flight = min(pp - stage, micro_batches)  # 1F1B: what stage 0 has started before its first backward pass
-        layer_bytes = tokens * activation_bytes(model, width, tp)
+        layer_bytes = tokens * DecoderLayer.kept_bytes(model, width, tp)
         input_bytes = tokens * width * model.hidden_size / tp
         kept = blocks * input_bytes * in_flight + layer_bytes if run.recompute else blocks * layer_bytes * in_flight
         is_last = stage == pp - 1
@@ -69,9 +69,9 @@ def stage_memory(config, world_size):
 
 
 @functools.lru_cache(maxsize=64)
-def stages(model, num_stages):
+def stages(model, seq_length, num_stages):
     """(cost, parameters, decoder layers) of each pipeline stage of the whole width; cost as in ``layer_list``."""
-    layers = layer_list(model, None, 1, False)
+    layers = layer_list(model, seq_length, None, 1, False)
     with torch.device("meta"):
         sizes = [sum(parameter.numel() for parameter in spec.build().parameters()) for _, spec, _ in layers]
     found = []
@@ -82,9 +82,9 @@ def stages(model, num_stages):
     return found
 
 
-def stage_shares(model, num_stages):
+def stage_shares(model, seq_length, num_stages):
     """The largest of any stage: (share of the compute, share of the parameters, number of decoder layers)."""
-    costs, sizes, blocks = zip(*stages(model, num_stages), strict=True)
+    costs, sizes, blocks = zip(*stages(model, seq_length, num_stages), strict=True)
     return max(costs) / sum(costs), max(sizes) / sum(sizes), max(blocks)
 
 
@@ -98,19 +98,3 @@ def loss_bytes(model, width, tokens, tp):
     chunk = min(CHUNK_BYTES, 4 * tokens * rows)
     gradients = model.hidden_size * (tokens * width + rows * (4 + width))
     return chunk * (1.5 if width < 4 else 1) + gradients
-
-
-def activation_bytes(model, width, tp):
-    """Bytes that autograd keeps for one token and decoder layer, on one rank; weights in ``width`` bytes.
-
-    On the slice of the sequence: the inputs of both norms in fp32, and normalised. Whole: the gathered inputs of the
-    attention layer and of the MLP. On the rank's heads and columns: q, k, v, context, gated context; gate, up, silu,
-    product.
-    """
-    d, e, h, k = model.hidden_size, model.head_dim, model.num_attention_heads, model.num_key_value_heads
-    gated = model.heads.head_selection != "all"
-    local = 2 * 4 * d + width * 2 * d
-    if model.heads.head_selection == "mixture" and model.heads.routing == "query_norm":
-        local += 4 * h * e
-    sliced = width * ((2 * h + 2 * k) * e + gated * h * e + 4 * model.intermediate_size)
-    return (local + sliced) / tp + width * 2 * d

@@ -1,4 +1,4 @@
-"""Causal attention whose heads are weighted per token: the inner part of Eq. 4.
+"""Attention whose heads are weighted per token: the inner part of Eq. 4.
 
 ``moh_attention`` is the one entry. Every backend computes the same function with the same gradients: g_i H_i where a
 token selects head i, zero elsewhere.
@@ -7,7 +7,8 @@ token selects head i, zero elsewhere.
     triton       own kernels on the selected queries of every routed head (CUDA)
     flex         FlexAttention on the same queries (CUDA; on a CPU without gradients): the check of the former
     cpu_sparse   matrix products over the selected queries (CPU)
-    auto         dense, or the sparse backend where it was measured to be faster (``moh_lm.kernels.break_even``)
+
+``choose_backend`` takes auto too: dense, or the sparse backend where it was measured to be faster (break_even.py).
 
 Shared heads go through scaled dot-product attention in all of them, since every token computes them. But where a window
 holds several documents it would need a mask, and compute all scores: the sparse backends then take every head, and the
@@ -18,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from moh_lm.kernels import cpu_sparse, flex
-from moh_lm.kernels.boundaries import document_mask
 from moh_lm.kernels.break_even import fastest
+from moh_lm.kernels.documents import document_mask
 
 try:
     from moh_lm.kernels import triton_attention
@@ -28,7 +29,7 @@ except ModuleNotFoundError:
 
 
 def moh_attention(
-    query, key, value, gates=None, selected=None, num_shared=0, documents=None, backend="auto", active_share=1.0
+    query, key, value, gates=None, selected=None, num_shared=0, documents=None, backend="dense", causal=True
 ):
     """g_i H_i of Eq. 4 for every token and head, before the output projection.
 
@@ -36,18 +37,18 @@ def moh_attention(
     gates: [s, b, heads], or None for 1. selected: [s, b, heads], bool or 0 and 1, the heads that each token uses; None
     for all. It is the router's choice and not gates != 0: a gate may underflow. The first ``num_shared`` heads are
     used by every token, whatever ``selected`` says of them. documents: ``Boundaries`` that no token sees beyond; None:
-    causal over the whole sequence. backend: see above. active_share: share of the heads that a token uses, by which
-    ``auto`` chooses.
+    over the whole sequence. backend: see above. causal: whether a token sees only itself and those
+    before it; otherwise the backend is dense.
     Returns [s, b, heads, head_dim] in the dtype of ``query``.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
-    backend = choose_backend(backend, query.device, query.dtype, query.shape, active_share)
+    check_backend(backend, query.device)
     if backend == "dense" or (documents is None and (selected is None or num_shared == heads)):
         if selected is not None:
             selected = always_on(selected, num_shared)
             gates = selected if gates is None else gates * selected
-        return dense_heads(query, key, value, gates, documents)
+        return dense_heads(query, key, value, gates, documents, causal)
     if selected is None:
         selected = query.new_ones(query.shape[:3], dtype=torch.bool)
     gates = torch.ones_like(selected, dtype=wide) if gates is None else gates.to(wide)
@@ -69,8 +70,8 @@ def always_on(selected, num_shared):
     return torch.cat((torch.ones_like(selected[..., :num_shared]), selected[..., num_shared:]), dim=-1)
 
 
-def dense_heads(query, key, value, gates=None, documents=None):
-    """The reference: all heads, times their gates. Arguments as of ``moh_attention``."""
+def dense_heads(query, key, value, gates=None, documents=None, causal=True):
+    """The reference: softmax(q k^T / sqrt(e)) v of all heads (Eq. 1), times their gates; see ``moh_attention``."""
     mask = None
     if documents is not None:
         mask = document_mask(documents.starts) if documents.mask is None else documents.mask
@@ -79,28 +80,37 @@ def dense_heads(query, key, value, gates=None, documents=None):
         key.permute(1, 2, 0, 3),
         value.permute(1, 2, 0, 3),
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=causal and mask is None,
         enable_gqa=query.shape[2] != key.shape[2],
     )
     context = context.permute(2, 0, 1, 3)  # [s, b, heads, head_dim]
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 
-def choose_backend(backend, device, dtype, shape, active_share):
-    """The backend that computes queries of ``shape`` [s, b, heads, head_dim]: never ``auto``. Raises RuntimeError if
-    the one asked for by name cannot run here."""
+def choose_backend(backend, device, dtype, shape, active_share, causal=True):
+    """The backend that computes queries of ``shape`` [s, b, heads, head_dim]: never ``auto``.
+
+    active_share: share of the heads that a token uses, by which ``auto`` chooses. Raises as ``check_backend``.
+    """
+    if not causal:
+        return "dense"
     if backend == "auto":
         if device.type == "cpu" and torch.compiler.is_compiling():
             return "dense"  # the graph would break at cpu_sparse
         chosen = fastest(device, dtype, tuple(shape), active_share)
         return "dense" if chosen == "triton" and triton_attention is None else chosen
+    check_backend(backend, device)
+    return backend
+
+
+def check_backend(backend, device):
+    """Raises RuntimeError if a backend asked for by name cannot run here, ValueError if there is no such backend."""
     if backend == "triton" and triton_attention is None:
         raise RuntimeError("attention backend triton: the package triton is not installed; install it, or choose auto")
     if backend == "cpu_sparse" and device.type != "cpu":
         raise RuntimeError(f"attention backend cpu_sparse: the tensors are on {device}; choose auto")
     if backend != "dense" and backend not in SPARSE:
         raise ValueError(f"attention backend {backend}: choose one of auto, dense, {', '.join(SPARSE)}")
-    return backend
 
 
 SPARSE = {

@@ -1,40 +1,73 @@
-"""Mixture-of-Head attention (Eq. 4): MoH(x_t) = sum_i g_i H_i W_O_i.
+"""Mixture-of-Head attention: MoH(x_t) = sum_i g_i H_i W_O_i (Eq. 4).
 
-The output projection sums over heads, so the gates multiply the heads before it. The layer is tensor parallel by
-heads: every rank holds the same share of the shared and of the routed heads, so that none computes more than another.
-Files keep the canonical order, shared heads first; ``Partition`` maps one to the other.
+A head is H_i = softmax(q_i k_i^T / sqrt(e)) v_i with q_i = W_Q_i x and so on (Eq. 1 and 2), and the output projection
+sums over heads (Eq. 3). So the gates g_i multiply the heads before it. The layer goes in three steps, which training,
+generation and the tools that look at heads share:
+
+    project    x -> queries, keys, values, and by the router the gates and the heads in use
+    attend     -> g_i H_i of every head
+    output     -> the sum over heads of (g_i H_i) W_O_i
+
+The layer answers for itself: what it costs, what it keeps for the backward pass, what a cache of it holds. It is tensor
+parallel by heads: every rank holds the same share of the shared and of the routed heads, so that none computes more
+than another. Files keep the canonical order, shared heads first; ``LocalHeads`` maps one to the other.
 
 Shapes: s sequence, b batch, tp tensor-parallel ranks, h query heads, kv key/value heads, d hidden size, e head
-dimension.
+dimension, E routed experts.
 """
 
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from moh_lm.kernels.attention import choose_backend, moh_attention
-from moh_lm.kernels.cpu_sparse import AttendRows, ProjectRows, SelectedRows, SumRows, weigh
-from moh_lm.model.rotary import rotary_of, rotary_table, rotate
-from moh_lm.model.router import HeadRouter
+from moh_lm.model.rotary import rotary_of
+from moh_lm.model.router import HeadRouter, Routed
+from moh_lm.model.routing import FORMS
+from moh_lm.model.row_path import output_of_rows
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from moh_lm.parallel.local_heads import LocalHeads
 from moh_lm.parallel.mappings import gather_heads, gather_sequence
 
 
-class Attention(nn.Module):
-    """Causal self-attention with rotary embeddings and a gate per head.
+class Projected(NamedTuple):
+    """What tokens ask, are asked and bring. query: [s, b, h/tp, e], key and value [s, b, kv/tp, e], both at their
+    positions. gates: [s, b, h/tp], or None for 1. selected: [s, b, h/tp], 0 or 1, the heads in use, or None for all.
+    routed: ``Routed``, or None."""
 
-    ``loss_terms``: of ``HeadRouter``. ``backend``: of ``moh_attention``.
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    gates: torch.Tensor | None
+    selected: torch.Tensor | None
+    routed: Routed | None
+
+    def in_use(self):
+        """The heads in use, bool [s, b, h/tp]."""
+        if self.selected is None:
+            return self.query.new_ones(self.query.shape[:3], dtype=torch.bool)
+        return self.selected != 0
+
+
+class Attention(nn.Module):
+    """Self-attention with a gate per head.
+
+    loss_terms: of ``HeadRouter``. backend: of ``choose_backend``. positions: an encoding such as ``Rotary``, by default
+    that of ``config``. causal: whether a token sees only those before it, and itself.
     """
 
-    def __init__(self, config, layer_index, init_std, output_std, loss_terms, group, backend="auto"):
+    def __init__(
+        self, config, layer_index, init_std, output_std, loss_terms, group, backend="auto", positions=None, causal=True
+    ):  # fmt: skip
         super().__init__()
         self.backend = backend
         self.active_share = config.active_heads(layer_index) / config.num_attention_heads
         self.head_dim = config.head_dim
-        self.rotary = rotary_of(config)
-        self.selection = config.heads.head_selection
+        self.positions = positions or rotary_of(config)
+        self.causal = causal
+        self.static = config.heads.head_selection == "static"
         self.group = group
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
         d, e = config.hidden_size, self.head_dim
@@ -44,73 +77,69 @@ class Attention(nn.Module):
         self.k_proj = ColumnParallelLinear(d, key_size, init_std, keys)
         self.v_proj = ColumnParallelLinear(d, key_size, init_std, keys)
         self.o_proj = RowParallelLinear(query_size, d, output_std, self.heads.partition(1, e), group)
-        mixture = self.selection == "mixture"
+        mixture = config.heads.head_selection == "mixture"
         self.router = HeadRouter(config, layer_index, init_std, group, loss_terms) if mixture else None
+        self.reads_queries = mixture and self.router.form.reads_queries
+        self.selects_first = mixture and not self.reads_queries and self.router.layer.num_routed > 0
 
-    def forward(self, x, documents=None, kept=None):
-        """x: [s/tp, b, d], normalised -> [s/tp, b, d], with loss, statistics and selection of the ``HeadRouter``.
+    def forward(self, x, documents=None, recall=None):
+        """x: [s/tp, b, d], normalised -> [s/tp, b, d], and the ``Routed`` of the router, or None.
 
-        documents: see ``moh_attention``. kept: ``HeadRouter``.
+        documents: ``Boundaries`` that no token sees beyond, or None. recall: ``Recall``, or None.
         """
-        gates = loss = statistics = selection = selected = None
         length = x.shape[0] * group_size(self.group)
         shape = (length, x.shape[1], self.heads.num_heads // group_size(self.group), self.head_dim)  # of the queries
-        backend = choose_backend(self.backend, x.device, x.dtype, shape, self.active_share)
-        learned = self.router is not None and self.router.routing != "query_norm"
-        if learned:
-            gates, loss, statistics, selection = self.router(x, kept)  # [s/tp, b, h]
-            gates = self.heads.take(gather_sequence(gates, self.group))  # [s, b, h/tp]
-            if selection is not None and backend != "dense":  # dense: the gates of the other heads are 0
-                selected = self.local_selection(gather_sequence(selection, self.group))  # [s, b, h/tp]
+        backend = choose_backend(self.backend, x.device, x.dtype, shape, self.active_share, self.causal)
+        if backend == "cpu_sparse" and self.selects_first:
+            gates, selected, routed = self.route(x, recall)
+            return output_of_rows(self, x, gates, selected, documents), routed
+        projected = self.project(x, recall=recall, needs_selection=backend != "dense")
+        return self.output(self.attend(projected, documents, backend)), projected.routed
+
+    def project(self, x, positions=None, length=None, recall=None, needs_selection=True):
+        """``Projected`` of x [s/tp, b, d], normalised.
+
+        positions: int64 [s] or [1, b], all below ``length``; None: 0 to s - 1. Without ``needs_selection`` the heads
+        in use may be left out where gates of 0 say as much.
+        """
+        gates = selected = routed = None
+        if self.router is not None and not self.reads_queries:
+            gates, selected, routed = self.route(x, recall, needs_selection)
         x = gather_sequence(x, self.group)  # [s, b, d]
+        key, value, table = self.keys_and_values(x, positions, length)
+        query = self.split_heads(self.q_proj(x))
+        if self.static:
+            gates = selected = self.static_gates(query)
+        elif self.reads_queries:
+            wide = query.to(torch.promote_types(query.dtype, torch.float32))
+            norms = self.heads.in_canonical_order(gather_heads(wide.norm(dim=-1), self.group))  # [s, b, h]
+            gates, routed = self.router(x, recall, norms)
+            gates = self.heads.take(gates)  # [s, b, h/tp]
+            selected = None if routed is None else self.heads.take(self.router.heads_in_use(routed.selection))
+        return Projected(self.positions.turn(query, table), key, value, gates, selected, routed)
+
+    def route(self, x, recall, needs_selection=True):
+        """Gates [s, b, h/tp], heads in use [s, b, h/tp] or None for all, and ``Routed``, by weights of the router."""
+        gates, routed = self.router(x, recall)  # [s/tp, b, h]
+        gates, selected = self.heads.take(gather_sequence(gates, self.group)), None
+        if routed is not None and needs_selection:
+            selection = gather_sequence(routed.selection, self.group)  # [s, b, E]
+            selected = self.heads.take(self.router.heads_in_use(selection))
+        return gates, selected, routed
+
+    def keys_and_values(self, x, positions=None, length=None):
+        """Keys at their positions and values [s, b, kv/tp, e] of x [s, b, d], and the table of the positions."""
         key, value = (self.split_heads(project(x)) for project in (self.k_proj, self.v_proj))
-        table = rotary_table(length, self.rotary, x.dtype, x.device)
-        key = rotate(key, table)
-        if learned and selected is not None and backend == "cpu_sparse":
-            output = self.selected_rows(x, key, value, table, gates, selected, documents)
-        else:
-            query = self.split_heads(self.q_proj(x))
-            if self.selection == "static":
-                gates = selected = self.static_gates(query)
-            elif self.router is not None and not learned:
-                wide = query.to(torch.promote_types(query.dtype, torch.float32))
-                norms = self.heads.in_canonical_order(gather_heads(wide.norm(dim=-1), self.group))  # [s, b, h]
-                gates, loss, statistics, selection = self.router(x, kept, norms)
-                gates = self.heads.take(gates)  # [s, b, h/tp]
-                selected = None if selection is None else self.local_selection(selection)
-            context = moh_attention(
-                rotate(query, table), key, value, gates, selected, self.heads.num_leading, documents, backend
-            )  # [s, b, h/tp, e]
-            output = self.o_proj(context.flatten(2))  # [s/tp, b, d]
-        return output, loss, statistics, selection
+        table = self.positions.table(length or x.shape[0], x.dtype, x.device, positions)
+        return self.positions.turn(key, table), value, table
 
-    def local_selection(self, routed):
-        """Routed experts that the router selected [s, b, E] -> heads of this rank that are on [s, b, h/tp]."""
-        return self.heads.take(self.router.per_head(F.pad(routed, (self.router.num_shared, 0), value=1)))
+    def attend(self, projected, documents=None, backend="dense"):
+        """g_i H_i of every head: [s, b, h/tp, e]. documents: ``Boundaries``, or None. backend: any but ``auto``."""
+        return moh_attention(*projected[:5], self.heads.num_leading, documents, backend, self.causal)
 
-    def selected_rows(self, x, key, value, table, gates, selected, documents):
-        """The output [s/tp, b, d] with queries, attention and outputs of the selected rows of the routed heads only."""
-        groups = self.heads.num_leading * key.shape[2] // gates.shape[2]  # key/value heads of shared heads alone
-        first = groups * gates.shape[2] // key.shape[2]
-        split = first * self.head_dim
-        rows = SelectedRows(selected[..., first:], documents and documents.starts)
-        shared, queries = self.q_proj(
-            x, lambda x, weight: (F.linear(x, weight[:split]), ProjectRows.apply(x, weight[split:], rows))
-        )
-        queries = rotate(queries, [part.flatten(1).index_select(0, rows.position) for part in table])
-        heads = AttendRows.apply(queries, key[:, :, groups:], value[:, :, groups:], rows)
-        heads = weigh(heads, rows.gather(gates[..., first:]))
-        if first == 0:
-            return self.o_proj(heads, lambda heads, weight: SumRows.apply(heads, weight, rows))
-        shared = rotate(self.split_heads(shared), table)
-        context = moh_attention(
-            shared, key[:, :, :groups], value[:, :, :groups], gates[..., :first], documents=documents,
-            backend="cpu_sparse",
-        )  # fmt: skip
-        return self.o_proj(
-            context.flatten(2),
-            lambda x, weight: F.linear(x, weight[:, :split]) + SumRows.apply(heads, weight[:, split:], rows),
-        )
+    def output(self, context):
+        """The sum over heads of W_O_i: [s, b, h/tp, e] -> [s/tp, b, d]."""
+        return self.o_proj(context.flatten(2))
 
     def static_gates(self, query):
         """1 for the heads that are always on, 0 for the others: [s, b, h/tp]."""
@@ -119,3 +148,38 @@ class Attention(nn.Module):
 
     def split_heads(self, projected):
         return projected.unflatten(-1, (-1, self.head_dim))  # [s, b, heads/tp, e]
+
+    def cache_shape(self, rows, length):
+        """Shape of the keys, and of the values, that a cache holds for ``rows`` texts of at most ``length`` tokens."""
+        return rows, self.k_proj.weight.shape[0] // self.head_dim, length, self.head_dim
+
+    @staticmethod
+    def cost(config, layer_index, seq_length, active_heads=None):
+        """Multiplications of a token on average in the forward pass: {"dense", "active"}.
+
+        "dense" counts every head. "active" leaves out the queries, scores and outputs of the heads that a token does
+        not use; active_heads: how many it does use, by default the most that it may. A causal head sees half of the
+        sequence on average.
+        """
+        d, e = config.hidden_size, config.head_dim
+        active = config.active_heads(layer_index) if active_heads is None else active_heads
+        per_head = 2 * d * e + 2 * (seq_length / 2) * e  # query and output projections; scores, and their sum
+        always = 2 * d * config.num_key_value_heads * e
+        if config.heads.head_selection == "mixture":
+            form = FORMS[config.heads.routing](config.routed_layer(layer_index), config.heads.two_stage)
+            always += d * sum(rows for rows, _ in form.weights(0).values())
+        return {"dense": always + config.num_attention_heads * per_head, "active": always + active * per_head}
+
+    @staticmethod
+    def kept_bytes(config, width, tp):
+        """Bytes that autograd keeps for a token on one rank; numbers of ``width`` bytes.
+
+        The gathered input; of the rank's heads q, k, v, context and gated context; for a form that reads queries their
+        norms, in fp32.
+        """
+        d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        gated = config.heads.head_selection != "all"
+        heads = width * (2 * h + 2 * k + gated * h) * e
+        if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
+            heads += 4 * h * e
+        return heads / tp + width * d

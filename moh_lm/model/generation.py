@@ -9,12 +9,11 @@ Shapes: b rows (prompts), s new tokens, h query heads, k key/value heads, T room
 size. One rank; the model is a ``CausalLM`` without tensor parallelism.
 """
 
-import torch
-import torch.nn.functional as F
+import itertools
 
-from moh_lm.kernels.attention import moh_attention
+import torch
+
 from moh_lm.kernels.decode import decode_attention
-from moh_lm.model.rotary import rotary_table, rotate
 
 
 class Cache:
@@ -30,8 +29,7 @@ class Cache:
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=weight.device)
         self.keys, self.values = [], []
         for layer in model.model.layers:
-            heads, size = layer.self_attn.k_proj.weight.shape[0], layer.self_attn.head_dim
-            shape = (rows, heads // size, max_length, size)
+            shape = layer.self_attn.cache_shape(rows, max_length)
             self.keys.append(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
             self.values.append(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
 
@@ -39,13 +37,12 @@ class Cache:
 @torch.no_grad()
 def read_prompt(model, cache, row, tokens):
     """Fill ``row`` of the cache with a prompt, int64 [s]; logits of what follows it, [vocab]."""
-    positions = torch.arange(len(tokens), device=tokens.device)
 
     def attend(attention, layer, x):
-        query, key, value, gates, _ = project(attention, x, positions, cache.max_length)
-        cache.keys[layer][row, :, : len(tokens)] = key[:, 0].transpose(0, 1)
-        cache.values[layer][row, :, : len(tokens)] = value[:, 0].transpose(0, 1)
-        return moh_attention(query, key, value, gates)
+        heads = attention.project(x, length=cache.max_length, positions=torch.arange(len(tokens), device=x.device))
+        cache.keys[layer][row, :, : len(tokens)] = heads.key[:, 0].transpose(0, 1)
+        cache.values[layer][row, :, : len(tokens)] = heads.value[:, 0].transpose(0, 1)
+        return attention.attend(heads)
 
     logits = last_logits(model, tokens[None], attend)
     cache.lengths[row] = len(tokens)
@@ -63,11 +60,12 @@ def read_token(model, cache, tokens, attention_backend="auto"):
     rows, lengths = torch.arange(len(tokens), device=tokens.device), cache.lengths + 1
 
     def attend(attention, layer, x):
-        query, key, value, gates, active = project(attention, x, positions[None], cache.max_length)
+        heads = attention.project(x, length=cache.max_length, positions=positions[None])
         keys, values = cache.keys[layer], cache.values[layer]
-        keys[rows, :, positions], values[rows, :, positions] = key[0], value[0]
-        gates = gates if gates is None else gates[0]
-        return decode_attention(query[0], keys, values, lengths, active[0], gates, attention_backend)[None]
+        keys[rows, :, positions], values[rows, :, positions] = heads.key[0], heads.value[0]
+        gates = heads.gates if heads.gates is None else heads.gates[0]
+        active = heads.in_use()[0]
+        return decode_attention(heads.query[0], keys, values, lengths, active, gates, attention_backend)[None]
 
     logits = last_logits(model, tokens[:, None], attend)
     cache.lengths += 1
@@ -75,42 +73,14 @@ def read_token(model, cache, tokens, attention_backend="auto"):
 
 
 def last_logits(model, tokens, attend):
-    """Logits of the last of the tokens [b, s], [b, vocab]. ``attend(attention, layer, x)`` gives the context."""
-    x = model.model.embed_tokens(tokens)  # [s, b, d]
-    for index, layer in enumerate(model.model.layers):
-        context = attend(layer.self_attn, index, layer.input_layernorm(x))  # [s, b, h, e]
-        x = x + layer.self_attn.o_proj(context.flatten(2))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    weight = (model.model.embed_tokens if model.tied else model.lm_head).weight
-    return F.linear(model.model.norm(x[-1:]), weight)[0]
+    """Logits of the last of the tokens [b, s], [b, vocab]. ``attend(attention, layer, x)`` gives g_i H_i."""
+    numbers = itertools.count()
 
+    def step(layer, x):
+        attention, number = layer.self_attn, next(numbers)
+        return layer.block(x, attend=lambda x: (attention.output(attend(attention, number, x)), None))[0]
 
-def project(attention, x, positions, max_length):
-    """What ``x`` [s, b, d] asks, is asked, and brings, with rotary ``positions`` [s] or [1, b].
-
-    Returns query [s, b, h, e], key and value [s, b, k, e], gates [s, b, h] or None for 1, active heads, bool [s, b, h].
-    """
-    query, key, value = (
-        attention.split_heads(linear(x)) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
-    gates, active = gates_of(attention, x, query)
-    cos, sin = rotary_table(max_length, attention.rotary, query.dtype, query.device)  # [T, 1, 1, e]
-    table = [part[positions].reshape(*positions.shape, *(1,) * (3 - positions.dim()), -1) for part in (cos, sin)]
-    return rotate(query, table), rotate(key, table), value, gates, active
-
-
-def gates_of(attention, x, query):
-    """Gates [s, b, h], None for 1, and the heads that are on, bool [s, b, h]: those of ``Attention.forward``."""
-    every = torch.ones(query.shape[:3], dtype=torch.bool, device=x.device)
-    router = attention.router
-    if router is None:
-        gates = attention.static_gates(query) if attention.selection == "static" else None
-        return gates, every if gates is None else gates != 0
-    norms = None
-    if router.routing == "query_norm":
-        norms = query.to(torch.promote_types(query.dtype, torch.float32)).norm(dim=-1)  # [s, b, h]
-    gates, _, _, selection = router(x, query_norms=norms)
-    return gates, every if selection is None else attention.local_selection(selection) != 0
+    return model.logits(model.model(tokens, step)[-1])
 
 
 def wide(tensor):

@@ -13,9 +13,10 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
-from moh_lm.model.documents import Documents
+from moh_lm.kernels.documents import Documents
 from moh_lm.model.transformer import (
     INIT_STD,
+    CausalLM,
     DecoderLayer,
     balancing_routers,
     initialize,
@@ -63,14 +64,19 @@ class Head(nn.Module):
         return gather_sequence(x, self.group)
 
 
-def layer_list(config, group, micro_batches, recompute, documents=None, attention_backend="auto"):
-    """[(prefix of the parameter names, LayerSpec, cost in multiplications per token)] of the whole model."""
-    d, e, vocab = config.hidden_size, config.head_dim, config.vocab_size
-    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
-    block = 2 * d * e * (heads + key_value_heads) + 3 * d * config.intermediate_size
+def layer_list(config, seq_length, group, micro_batches, recompute, documents=None, attention_backend="auto"):
+    """[(prefix of the parameter names, LayerSpec, cost in multiplications per token)] of the whole model.
+
+    The cost of a layer is that of all its heads, which the dense backend computes.
+    """
     common = (loss_terms(config, micro_batches), recompute, group, documents, attention_backend)
     blocks = [
-        (f"model.layers.{i}.", LayerSpec(DecoderLayer, config, i, *common), block) for i in range(config.num_layers)
+        (
+            f"model.layers.{i}.",
+            LayerSpec(DecoderLayer, config, i, *common),
+            round(DecoderLayer.cost(config, i, seq_length)["dense"]),
+        )
+        for i in range(config.num_layers)
     ]
     if config.tie_embeddings:
         tie = dict(tied_weight_attr="embed_tokens.weight")
@@ -79,7 +85,8 @@ def layer_list(config, group, micro_batches, recompute, documents=None, attentio
     else:
         embedding = LayerSpec(Embedding, config, group)
         head = ("", LayerSpec(Head, config, group))
-    return [("model.", embedding, 0), *blocks, ("model.", LayerSpec(Norm, config, group), 0), (*head, d * vocab)]
+    norm = ("model.", LayerSpec(Norm, config, group), 0)
+    return [("model.", embedding, 0), *blocks, norm, (*head, CausalLM.head_cost(config))]
 
 
 def stage_bounds(layers, num_stages):
@@ -98,10 +105,14 @@ class PipelineCausalLM(PipelineModule):
     ``loss_fn(mean, labels)`` gets the mean; ``losses`` [s, b] are those of the last micro-batch.
     """
 
-    def __init__(self, config, groups_shape, group, micro_batches, recompute, attention_backend, seed, loss_fn):
+    def __init__(
+        self, config, seq_length, groups_shape, group, micro_batches, recompute, attention_backend, seed, loss_fn
+    ):  # fmt: skip
         pipeline, data, tensor = groups_shape
         documents = Documents(attention_backend)
-        self.layers = layer_list(config, group, micro_batches, recompute, documents, attention_backend)
+        self.layers = layer_list(
+            config, seq_length, group, micro_batches, recompute, documents, attention_backend
+        )
         with contextlib.redirect_stdout(None):  # DeepSpeed prints the list on every start
             super().__init__(
                 [spec for _, spec, _ in self.layers],

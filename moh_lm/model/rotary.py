@@ -18,7 +18,10 @@ import torch
 
 
 class Rotary(NamedTuple):
-    """What the frequencies follow from; the fields of ``ModelConfig`` without their prefix ``rope_``."""
+    """The position encoding of a layer: what a head's query and key become at a position.
+
+    Its fields are those of ``ModelConfig`` without their prefix ``rope_``; the frequencies follow from them.
+    """
 
     head_dim: int
     theta: float
@@ -27,6 +30,17 @@ class Rotary(NamedTuple):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_length: int | None = None
+
+    def table(self, length, dtype, device, positions=None):
+        """What ``turn`` needs for positions 0 to ``length`` - 1, or for ``positions`` below it, int64 [s] or [1, b]."""
+        table = rotary_table(length, self, dtype, device)
+        if positions is None:
+            return table
+        return [part[positions].reshape(*positions.shape, *(1,) * (3 - positions.dim()), -1) for part in table]
+
+    def turn(self, x, table):
+        """The features of queries or keys [s, b, heads, e] at their positions."""
+        return rotate(x, table)
 
 
 def rotary_of(config):

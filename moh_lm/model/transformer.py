@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moh_lm.kernels.break_even import fastest
+from moh_lm.kernels.documents import Documents
 from moh_lm.model.attention import Attention
-from moh_lm.model.documents import Documents
-from moh_lm.model.router import attach_loss
+from moh_lm.model.balance import attach_loss
+from moh_lm.model.router import Recall
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import (
     ColumnParallelLinear,
@@ -46,6 +47,17 @@ class MLP(nn.Module):
         x = gather_sequence(x, self.group)  # [s, b, d]
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # [s/tp, b, d]
 
+    @staticmethod
+    def cost(config):
+        """Multiplications of a token in the forward pass."""
+        return 3 * config.hidden_size * config.intermediate_size
+
+    @staticmethod
+    def kept_bytes(config, width, tp):
+        """Bytes that autograd keeps for a token on one rank: the gathered input; of the rank's columns gate, up, silu
+        and their product."""
+        return width * (4 * config.intermediate_size / tp + config.hidden_size)
+
 
 class DecoderLayer(nn.Module):
     """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)).
@@ -69,30 +81,58 @@ class DecoderLayer(nn.Module):
         self.run = DecoderLayer.block  # or what torch.compile made of it
 
     def forward(self, x):
-        documents, router = self.documents.boundaries, self.self_attn.router
         if self.recompute and self.training and torch.is_grad_enabled():
-            kept = None if router is None else router.unselected(x)
-            x, loss, statistics = checkpoint(
-                self.run_keeping, x, documents, [kept], use_reentrant=False, preserve_rng_state=False
-            )
+            x, routed = self.recomputed(x)
         else:
-            x, loss, statistics, _ = self.run(self, x, documents)
-        return x if loss is None else attach_loss(x, loss, statistics, router.statistics)
+            x, routed = self.run(self, x, self.documents.boundaries)
+        return x if routed is None else attach_loss(x, routed.loss, routed.rows, self.self_attn.router.statistics)
 
-    def run_keeping(self, x, documents, kept):
-        """``run``, which replaces the one item of ``kept`` so that the next call has the same selection."""
-        x, loss, statistics, selection = self.run(self, x, documents, *kept)
-        kept[:] = [None if selection is None else (selection.new_ones((), dtype=torch.bool), selection)]
-        return x, loss, statistics
+    def recomputed(self, x):
+        """``run`` under a checkpoint: its second pass uses the selection of the first."""
+        router, documents = self.self_attn.router, self.documents.boundaries
+        recall = None if router is None else router.no_recall(x)
 
-    def block(self, x, documents, kept=None):
-        attention, *router = self.self_attn(self.input_layernorm(x), documents, kept)
+        def run_and_remember(x):
+            nonlocal recall
+            x, routed = self.run(self, x, documents, recall)
+            if routed is not None:
+                recall = Recall(routed.selection.new_ones((), dtype=torch.bool), routed.selection)
+            return x, routed
+
+        return checkpoint(run_and_remember, x, use_reentrant=False, preserve_rng_state=False)
+
+    def block(self, x, *arguments, attend=None):
+        """The output [s/tp, b, d] and what else the attention layer returns; arguments: its own after x.
+
+        attend: in place of the attention layer.
+        """
+        attention, routed = (attend or self.self_attn)(self.input_layernorm(x), *arguments)
         x = x + attention
-        return x + self.mlp(self.post_attention_layernorm(x)), *router
+        return x + self.mlp(self.post_attention_layernorm(x)), routed
+
+    @staticmethod
+    def cost(config, layer_index, seq_length, active_heads=None):
+        """``Attention.cost`` of the whole layer."""
+        mlp = MLP.cost(config)
+        attention = Attention.cost(config, layer_index, seq_length, active_heads)
+        return {kind: value + mlp for kind, value in attention.items()}
+
+    @staticmethod
+    def kept_bytes(config, width, tp):
+        """Bytes that autograd keeps for a token on one rank; numbers of ``width`` bytes.
+
+        Besides those of attention and MLP, of the slice of the sequence: the inputs of both norms in fp32, and
+        normalised.
+        """
+        norms = (2 * 4 + 2 * width) * config.hidden_size / tp
+        return norms + Attention.kept_bytes(config, width, tp) + MLP.kept_bytes(config, width, tp)
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm: tokens [b, s] -> [s/tp, b, d]."""
+    """Embedding, blocks and final norm: tokens [b, s] -> [s/tp, b, d].
+
+    ``step``(layer, x) takes x [s/tp, b, d] through a ``DecoderLayer``.
+    """
 
     def __init__(self, config, loss_terms, recompute, group, attention_backend):
         super().__init__()
@@ -104,11 +144,11 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
 
-    def forward(self, tokens):
+    def forward(self, tokens, step=DecoderLayer.__call__):
         self.documents.advance(tokens.device)
         x = self.embed_tokens(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = step(layer, x)
         return self.norm(x)
 
 
@@ -135,10 +175,21 @@ class CausalLM(nn.Module):
         With labels, int64 [b, s]: mean loss and losses [s, b], as of ``linear_cross_entropy``, and no logits.
         """
         x = gather_sequence(self.model(tokens), self.group)  # [s, b, d]
-        weight = (self.model.embed_tokens if self.tied else self.lm_head).weight
         if labels is None:
-            return F.linear(x, weight)
-        return linear_cross_entropy(x, weight, labels.t(), self.vocab_partition, self.group)
+            return self.logits(x)
+        return linear_cross_entropy(x, self.head_weight(), labels.t(), self.vocab_partition, self.group)
+
+    def logits(self, x):
+        """[..., d], normalised -> [..., vocab/tp]."""
+        return F.linear(x, self.head_weight())
+
+    def head_weight(self):
+        return (self.model.embed_tokens if self.tied else self.lm_head).weight
+
+    @staticmethod
+    def head_cost(config):
+        """Multiplications of a token in the output head."""
+        return config.hidden_size * config.vocab_size
 
     def initialize(self, seed):
         """Draw every parameter from a generator of (seed, name): the same whole matrix in every layout."""
@@ -171,7 +222,7 @@ def compile_layers(model, backend="inductor"):
 def balancing_routers(layers):
     """The routers of decoder layers that have routed heads."""
     routers = (layer.self_attn.router for layer in layers)
-    return [router for router in routers if router is not None and router.num_routed]
+    return [router for router in routers if router is not None and router.layer.num_routed]
 
 
 def loss_terms(config, micro_batches):

@@ -16,6 +16,8 @@ head i of a layer's E, and K heads per token:
 
 import numpy as np
 
+from moh_lm.model.balance import A1, BALANCE, COUNTS, row_width
+
 ALWAYS = 0.95  # a load that no token's choice explains any more, where all but few heads are active
 
 
@@ -37,9 +39,9 @@ def head_figures(layers, sums, names, sequences, seq_length, high, tensor_parall
     is there with several ranks only; source_load: {source that was seen: [[E] of each layer]}.
     """
     figures, source_load = {"layer": [layer.index for layer in layers]}, {}
-    parts = np.split(sums, np.cumsum([2 + layer.num_routed for layer in layers])[:-1], axis=1)
+    parts = np.split(sums, np.cumsum([row_width(layer) for layer in layers])[:-1], axis=1)
     for layer, part in zip(layers, parts, strict=True):
-        balance, a1, counts = part[:, 0].sum(), part[:, 1].sum(), part[:, 2:].sum(0)
+        balance, a1, counts = part[:, BALANCE].sum(), part[:, A1].sum(), part[:, COUNTS].sum(0)
         tokens = sum(sequences) * seq_length
         load = counts / tokens
         found = {
@@ -57,7 +59,7 @@ def head_figures(layers, sums, names, sequences, seq_length, high, tensor_parall
             found["tensor_parallel_imbalance"] = float(of_ranks.max() / of_ranks.mean())
         for key, value in found.items():
             figures.setdefault(key, []).append(value)
-        for name, of_source, number in zip(names, part[:, 2:], sequences, strict=True):
+        for name, of_source, number in zip(names, part[:, COUNTS], sequences, strict=True):
             if number:
                 load = of_source / (number * seq_length)
                 source_load.setdefault(name, []).append(load.tolist())

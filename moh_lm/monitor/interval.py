@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from moh_lm.model.balance import row_width
 from moh_lm.monitor.head_load import head_figures
 
 PARTS = ("data", "forward_backward", "optimizer", "save")  # of the time of a step
@@ -25,7 +26,7 @@ class Interval:
     def __init__(self, names, layers, device):
         self.names = names
         self.layers = layers
-        width = sum(2 + layer.num_routed for layer in layers)
+        width = sum(map(row_width, layers))
         self.losses = torch.zeros(len(names), 3, dtype=torch.float64, device=device)
         self.routers = torch.zeros(len(names), width, dtype=torch.float64, device=device)
         self.clear()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
+from moh_lm.model.balance import COUNTS, row_width
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
 from moh_lm.parallel.agreement import of_all_ranks
@@ -206,16 +207,16 @@ class Engine:
         numbers of this one are not to be trusted.
         """
         layers = self.config.model.routed_layers()
-        widths = [2 + layer.num_routed for layer in layers]
+        widths = [row_width(layer) for layer in layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
         parts = {layer.index: part for layer, part in zip(layers, sums.split(widths, dim=1), strict=True)}  # views
         of_source = one_hot(self.on_device(torch.cat(sources)), self.num_sources)
         for router in self.routers:
-            parts[router.layer_index] += of_source @ router.statistics.take()
+            parts[router.layer.index] += of_source @ router.statistics.take()
         self.reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
         if not keep_shares:
             tokens = self.config.run.tokens_per_iteration
-            self.set_shares([parts[layer.index][:, 2:].sum(0) / tokens for layer in layers])
+            self.set_shares([parts[layer.index][:, COUNTS].sum(0) / tokens for layer in layers])
         return sums
 
     def set_shares(self, shares):
@@ -223,7 +224,7 @@ class Engine:
         self.shares = shares
         by_layer = {layer.index: share for layer, share in zip(self.config.model.routed_layers(), shares, strict=True)}
         for router in self.routers:
-            router.statistics.previous_share = by_layer[router.layer_index].float()
+            router.statistics.previous_share = by_layer[router.layer.index].float()
 
     def on_device(self, tensor):
         return tensor.to(self.device, non_blocking=True)  # the other way this process waits for all earlier kernels
@@ -269,6 +270,7 @@ class PipelineEngine(Engine):
         run, parallel = self.config.run, self.config.parallel
         return PipelineCausalLM(
             self.config.model,
+            run.seq_length,
             (parallel.pipeline_parallel_size, group_size(self.groups.data), parallel.tensor_parallel_size),
             self.groups.tensor,
             self.micro_batches,

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moh_lm.checks import config_problems
 from moh_lm.cost import memory
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.cost.memory import activation_bytes, loss_bytes, memory_estimate, parameter_counts, stage_memory, stages
+from moh_lm.cost.memory import loss_bytes, memory_estimate, parameter_counts, stage_memory, stages
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel import cross_entropy
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.parallel.layers import even_partition
@@ -68,7 +68,7 @@ def test_memory_of_llm_b_on_one_rank_by_hand(precision, width):
 def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
     config = parse(LLAMA3_8B, "--pipeline-parallel-size", "8")
     stages = stage_memory(config, world_size=8)
-    per_layer = 8192 * activation_bytes(config.model, 2, 1)
+    per_layer = 8192 * DecoderLayer.kept_bytes(config.model, 2, 1)
     assert stages[0]["activations"] == 4 * per_layer * 8  # four layers, eight micro-batches in flight
     assert stages[-1]["loss"] > 0 and all(stage["loss"] == 0 for stage in stages[:-1])
     total = sum(stage["weights"] for stage in stages)
@@ -83,7 +83,7 @@ def test_the_activation_estimate_is_what_autograd_keeps(heads, dtype):
     model = CausalLM(config).to(dtype)
     model.initialize(1)
     kept = kept_by_second_layer(model, tokens=torch.randint(0, 64, (2, 128)))
-    assert kept / 256 == pytest.approx(activation_bytes(config, dtype.itemsize, tp=1), rel=0.03)
+    assert kept / 256 == pytest.approx(DecoderLayer.kept_bytes(config, dtype.itemsize, tp=1), rel=0.03)
 
 
 def kept_by_second_layer(model, tokens):
@@ -161,7 +161,8 @@ def test_the_gradient_estimate_counts_the_buffers_that_deepspeed_makes(flags):
     config = parse(text)
     parallel = config.parallel
     held = run_ranks(buffer_bytes, 2 * parallel.pipeline_parallel_size, text)
-    for stage, (_, parameters, _) in enumerate(stages(config.model, parallel.pipeline_parallel_size)):
+    whole = stages(config.model, config.run.seq_length, parallel.pipeline_parallel_size)
+    for stage, (_, parameters, _) in enumerate(whole):
         sums = 4 * parameters / (2 if parallel.zero_stage > 1 else 1)
         part = stage_memory(config, len(held))[stage]
         assert part["gradients"] == sums + held[2 * stage] == sums + held[2 * stage + 1]

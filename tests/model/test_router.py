@@ -1,14 +1,17 @@
 """The router and the attention layer against Eq. 4-10 written out token by token and head by head in float64."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.attention import Attention
-from moh_lm.model.router import HeadRouter, select
+from moh_lm.model.balance import BALANCE
+from moh_lm.model.router import HeadRouter, Recall, select
+from moh_lm.model.routing import FORMS
+from moh_lm.model.transformer import initialize
 
 D, HEADS, HEAD_DIM, LENGTH, BATCH = 24, 8, 6, 7, 2
 
@@ -42,6 +45,13 @@ CASES = {
     "groups, no shared head": dict(shared=0, active=4, key_value_heads=2, unit="key_value_group"),
     "groups, no routed head": dict(shared=8, active=0, key_value_heads=2, unit="key_value_group"),
     "groups of one head": dict(shared=3, active=2, unit="key_value_group"),
+    "scaled": dict(shared=3, active=2, routing="paper_scaled"),
+    "scaled, one stage": dict(shared=3, active=2, routing="paper_scaled", two_stage=False),
+    "scaled, no shared head": dict(shared=0, active=3, routing="paper_scaled"),
+    "sigmoid": dict(shared=3, active=2, routing="sigmoid"),
+    "sigmoid, no shared head": dict(shared=0, active=3, routing="sigmoid"),
+    "sigmoid, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="sigmoid"),
+    "gated": dict(shared=0, active=1, selection="gated"),
     "top-p": dict(shared=3, active=4, top_p=0.7),
     "top-p, released": dict(shared=2, active=5, top_p=0.7, routing="released"),
     "top-p, no shared head": dict(shared=0, active=8, top_p=0.9),
@@ -64,6 +74,7 @@ def make_config(
         routing_unit=unit,
         routing_top_p=top_p,
         routing_entropy_coefficient=0.53,
+        router_z_loss=0.29,
     )
     return ModelConfig(
         num_layers=1,
@@ -90,20 +101,20 @@ def softmax(values):
 
 
 def reference_gates(config, x, queries, weights):
-    """(gates of all heads, probabilities and selection of the routed experts) of one token, from the formulas.
+    """(gates of all heads; probabilities, selection and scores of the routed experts) of one token, from the formulas.
 
     x: [d]. queries: [heads, head_dim] before rotary. weights: W_s, W_r, W_h by name; those absent are None. An expert
     is a head, or the heads of a key/value head.
     """
     heads = config.heads
     if heads.head_selection == "all":
-        return [torch.tensor(1.0).double()] * HEADS, [], []
+        return [torch.tensor(1.0).double()] * HEADS, [], [], []
     h_s, k = heads.num_shared_heads[0], heads.num_active_routed_heads[0]
     if heads.head_selection == "static":
-        return [torch.tensor(float(i < h_s + k)).double() for i in range(HEADS)], [], []
+        return [torch.tensor(float(i < h_s + k)).double() for i in range(HEADS)], [], [], []
     size = HEADS // config.num_key_value_heads if heads.routing_unit == "key_value_group" else 1
     n, h_s, k = HEADS // size, h_s // size, k // size
-    released, query_norm = heads.routing == "released", heads.routing == "query_norm"
+    released, query_norm, scaled = (heads.routing == name for name in ("released", "query_norm", "paper_scaled"))
     if query_norm:
         experts = [queries[i * size : (i + 1) * size] for i in range(h_s, n)]
         norms = [(q * q).sum().sqrt() for q in experts]
@@ -111,10 +122,16 @@ def reference_gates(config, x, queries, weights):
             mean = sum(norms) / len(norms)
             deviation = (sum((n - mean) ** 2 for n in norms) / (len(norms) - 1)).sqrt()
             norms = [n / deviation for n in norms]
-        probabilities, shared = softmax(norms), [torch.tensor(1.0).double()] * h_s
+        scores, probabilities, shared = norms, softmax(norms), [torch.tensor(1.0).double()] * h_s
     else:
-        shared = softmax([row @ x for row in weights["w_shared"]]) if h_s else []
-        probabilities = softmax([row @ x for row in weights["w_routed"]]) if h_s < n else []
+        shared = [row @ x for row in weights["w_shared"]] if h_s else []
+        scores = [row @ x for row in weights["w_routed"]] if h_s < n else []
+        if heads.routing == "sigmoid":
+            shared = [2 / (1 + (-s).exp()) for s in shared]
+            sigmoids = [1 / (1 + (-s).exp()) for s in scores]
+            probabilities = [p / sum(sigmoids) for p in sigmoids]
+        else:
+            shared, probabilities = softmax(shared), softmax(scores)
     best = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i].item(), i))[:k]
     if heads.routing_top_p is not None:
         enough = [m for m in range(1, k) if sum(probabilities[i] for i in best[:m]) >= heads.routing_top_p]
@@ -122,19 +139,24 @@ def reference_gates(config, x, queries, weights):
     selected = [i in best for i in range(len(probabilities))]
     if query_norm:
         routed = [p + (1 - p).detach() if on else 0 * p for p, on in zip(probabilities, selected, strict=True)]
-        return [gate for gate in shared + routed for _ in range(size)], probabilities, selected
+        return [gate for gate in shared + routed for _ in range(size)], probabilities, selected, scores
+    if heads.routing == "sigmoid":
+        routed = [2 * p if on else 0 * p for p, on in zip(sigmoids, selected, strict=True)]
+        return [gate for gate in shared + routed for _ in range(size)], probabilities, selected, scores
     routed = [p if on else 0 * p for p, on in zip(probabilities, selected, strict=True)]
     if released and routed:
         routed = [p / sum(routed) * sum(selected) for p in routed]
-    if released:
+    if scaled:
+        routed = [p * (n - h_s) for p in routed]
+    if released or scaled:
         shared = [p * h_s for p in shared]
     a1 = a2 = 1.0
     if heads.two_stage and 0 < h_s < n:
         a1, a2 = softmax([row @ x for row in weights["w_type"]])
-        if released:
+        if released or scaled:
             a1, a2 = 2 * a1, 2 * a2
     gates = [a1 * p for p in shared] + [a2 * p for p in routed]
-    return [gate for gate in gates for _ in range(size)], probabilities, selected
+    return [gate for gate in gates for _ in range(size)], probabilities, selected, scores
 
 
 def rotate(vector, position):
@@ -149,10 +171,10 @@ def rotate(vector, position):
 
 
 def reference_attention(config, layer, x):
-    """(output [s, b, d], balance loss, entropy) of Eq. 4 and 7, head by head; the losses None without routed heads."""
+    """(output [s, b, d], balance loss, entropy, z-loss) of Eq. 4 and 7; the losses None without routed heads."""
     weights = dict(layer.router.named_parameters()) if layer.router else {}
     group = HEADS // config.num_key_value_heads
-    output, losses, entropies = torch.zeros_like(x), [], []
+    output, losses, entropies, squares = torch.zeros_like(x), [], [], []
     for b in range(BATCH):
         projected = [layer.q_proj.weight @ token for token in x[:, b]]
         queries = [q.view(HEADS, HEAD_DIM) for q in projected]
@@ -180,14 +202,15 @@ def reference_attention(config, layer, x):
             loss = sum(fi * pi for fi, pi in zip(f, p, strict=True))
             losses.append(loss * routed if config.heads.routing == "released" else loss)
             entropies += [-sum(pi * pi.log() for pi in r[1]) for r in routes]
+            squares += [sum(score.exp() for score in r[3]).log() ** 2 for r in routes]
     if not losses:
-        return output, None, None
-    return output, sum(losses) / BATCH, sum(entropies) / (LENGTH * BATCH)
+        return output, None, None, None
+    return output, sum(losses) / BATCH, sum(entropies) / (LENGTH * BATCH), sum(squares) / (LENGTH * BATCH)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_attention_computes_the_equations_with_every_gradient(case):
-    beta, gamma = 0.37, 0.53
+    beta, gamma, zeta = 0.37, 0.53, 0.29
     config = make_config(**case)
     layer = make_attention(config, beta)
     generator = torch.Generator().manual_seed(1)
@@ -195,16 +218,16 @@ def test_attention_computes_the_equations_with_every_gradient(case):
     upstream = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
 
     expected_input = x.clone().requires_grad_()
-    expected, balance, entropy = reference_attention(config, layer, expected_input)
-    objective = (expected * upstream).sum() + (beta * balance if balance is not None else 0)
+    expected, balance, entropy, squares = reference_attention(config, layer, expected_input)
+    objective = (expected * upstream).sum() + (beta * balance + zeta * squares if balance is not None else 0)
     if config.heads.routing_top_p is not None:
         objective = objective + gamma * entropy
     leaves = [expected_input, *layer.parameters()]
     expected_gradients = torch.autograd.grad(objective, leaves, allow_unused=True)
 
     got_input = x.clone().requires_grad_()
-    got, loss, statistics, _ = layer(got_input)
-    ((got * upstream).sum() + (loss if loss is not None else 0)).backward()
+    got, routed = layer(got_input)
+    ((got * upstream).sum() + (routed.loss if routed else 0)).backward()
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
     names = ["input", *(name for name, _ in layer.named_parameters())]
     gradients = [got_input.grad, *(parameter.grad for parameter in layer.parameters())]
@@ -212,7 +235,7 @@ def test_attention_computes_the_equations_with_every_gradient(case):
         theirs = torch.zeros_like(mine) if theirs is None else theirs
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
     if balance is not None:
-        torch.testing.assert_close(statistics[:, 0].mean(), balance.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(routed.rows[:, BALANCE].mean(), balance.detach(), rtol=0, atol=1e-12)
 
 
 def test_equal_scores_select_the_lower_heads():
@@ -242,8 +265,8 @@ def test_top_p_selects_the_fewest_heads_whose_probabilities_add_up_to_it(top_p, 
 def test_a_kept_selection_is_used_again_whatever_the_input(case):
     router = make_attention(make_config(**CASES[case]), beta=0).router
     x, other = torch.randn(2, LENGTH, BATCH, D, dtype=torch.double, generator=torch.Generator().manual_seed(1))
-    first, *_, selection = router(x, router.unselected(x))
-    second = router(other, (torch.tensor(True), selection))[0]
+    first, routed = router(x, router.no_recall(x))
+    second, _ = router(other, Recall(torch.tensor(True), routed.selection))
     assert first.equal(router(x)[0])
     assert torch.equal(first > 0, second > 0) and not torch.equal(first > 0, router(other)[0] > 0)
 
@@ -253,10 +276,43 @@ def test_active_gates_of_the_released_form_have_the_mean_a2_times_2_whatever_the
         config = make_config(shared=2, key_value_heads=4, unit="key_value_group", routing="released", **case)
         router = make_attention(config, beta=0).router
         x = torch.randn(LENGTH, BATCH, D, dtype=torch.double, generator=torch.Generator().manual_seed(1))
-        gates, *_ = router(x)
+        gates, _ = router(x)
         a1, a2 = (x @ router.w_type.T).softmax(-1).unbind(-1)
         torch.testing.assert_close(gates[..., :2].mean(-1), 2 * a1)
         torch.testing.assert_close(gates[..., 2:].sum(-1) / (gates[..., 2:] > 0).sum(-1), 2 * a2)
+
+
+@pytest.mark.parametrize("case", ["paper_scaled", "sigmoid", "gated"])
+def test_every_gate_of_a_scaled_form_is_1_where_the_scores_are_equal(case):
+    budget = dict(shared=3, active=2, selection=case) if case == "gated" else dict(shared=3, active=2, routing=case)
+    router = make_attention(make_config(**budget), beta=0).router
+    gates, routed = router(torch.zeros(LENGTH, BATCH, D).double())
+    on = torch.ones_like(gates) if routed is None else router.heads_in_use(routed.selection)
+    torch.testing.assert_close(gates, on.to(gates), rtol=0, atol=1e-12)
+
+
+def test_gates_of_shared_heads_of_the_sigmoid_form_begin_with_exactly_1():
+    config = make_config(shared=0, active=1, selection="gated")
+    router = HeadRouter(config, 0, 0.02, group=None)
+    initialize(router.named_parameters(), seed=5)
+    assert router(torch.randn(LENGTH, BATCH, D))[0].eq(1).all()
+
+
+def test_the_choices_of_the_flag_are_the_forms():
+    (entry,) = [entry for entry in fields(HeadsConfig) if entry.name == "routing"]
+    assert set(entry.metadata["choices"]) == set(FORMS)
+
+
+def test_attention_that_is_not_causal_sees_the_whole_sequence():
+    config = make_config(shared=0, active=1, selection="all")
+    layer = Attention(config, 0, 0.02, 0.02, 1, None, "cpu_sparse", causal=False).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(LENGTH, 1, D, dtype=torch.double)
+    heads = layer.project(x)
+    scores = torch.einsum("qbhe,kbhe->bhqk", heads.query, heads.key) / HEAD_DIM**0.5
+    context = torch.einsum("bhqk,kbhe->qbhe", scores.softmax(-1), heads.value)
+    torch.testing.assert_close(layer(x)[0], context.flatten(2) @ layer.o_proj.weight.T)
 
 
 def test_balance_loss_is_k_over_e_for_equal_loads_and_larger_for_a_collapsed_router():
@@ -269,8 +325,8 @@ def test_balance_loss_is_k_over_e_for_equal_loads_and_larger_for_a_collapsed_rou
         router.w_routed[:, :4] = torch.eye(4)
     balanced = 9 * torch.eye(4, D).double().repeat(5, 1).unsqueeze(1)  # every head is chosen by a quarter of the tokens
     collapsed = 9 * torch.eye(1, D).double().repeat(20, 1).unsqueeze(1)
-    assert router(balanced)[2][0, 0].item() == pytest.approx(1 / 4, abs=1e-12)
-    assert router(collapsed)[2][0, 0].item() > 0.99
+    assert router(balanced)[1].rows[0, BALANCE].item() == pytest.approx(1 / 4, abs=1e-12)
+    assert router(collapsed)[1].rows[0, BALANCE].item() > 0.99
 
 
 def test_routing_in_bf16_follows_the_fp32_arithmetic_on_the_same_weights():
@@ -280,7 +336,7 @@ def test_routing_in_bf16_follows_the_fp32_arithmetic_on_the_same_weights():
         torch.nn.init.normal_(parameter)
     router.bfloat16()
     x = torch.randn(LENGTH, BATCH, D).bfloat16()
-    low, *_ = router(x)
-    high, *_ = router.float()(x.float())
+    low, _ = router(x)
+    high, _ = router.float()(x.float())
     assert low.dtype == torch.float32
     torch.testing.assert_close(low, high, rtol=0, atol=0)

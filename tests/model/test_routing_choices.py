@@ -109,7 +109,7 @@ def run_recorded(flags):
     def recorded(router, *others):
         selected = select(router, *others)
         if torch.is_grad_enabled():
-            taken.setdefault(router.layer_index, []).append(selected)
+            taken.setdefault(router.layer.index, []).append(selected)
         return selected
 
     HeadRouter.select = recorded

@@ -176,7 +176,7 @@ def run_collapsed(flags, stop_after=None):
     select = HeadRouter.select
 
     def collapsed(router, scores, kept):
-        if router.layer_index == 1:
+        if router.layer.index == 1:
             scores = torch.arange(scores.shape[-1], 0, -1.0).expand_as(scores)
         return select(router, scores, kept)
 

@@ -46,7 +46,7 @@ def run_recorded(flags):
         in_backward = torch._C._current_graph_task_id() != -1  # recomputation
         if isinstance(module, HeadRouter) and torch.is_grad_enabled() and not in_backward:
             call = (inputs[0].detach().clone(), outputs[0].detach().clone(), module.w_routed.detach().clone())
-            steps[-1][1].setdefault(module.layer_index, []).append(call)
+            steps[-1][1].setdefault(module.layer.index, []).append(call)
 
     Engine.train_step = recorded
     torch.nn.modules.module.register_module_forward_hook(record)

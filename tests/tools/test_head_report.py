@@ -15,7 +15,6 @@ pytest.importorskip("matplotlib")
 
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
 from moh_lm.data.shards import ShardWriter, write_manifest
-from moh_lm.model.generation import project
 from moh_lm.model.transformer import CausalLM
 from tests.distributed import run_ranks
 from tests.tokenizing import json_lines, train_model
@@ -177,12 +176,12 @@ def attended(model, tokens):
         model(tokens[None])
         found = []
         for index, (layer, x) in enumerate(zip(model.model.layers, inputs, strict=True)):
-            query, key, value, _, _ = project(layer.self_attn, x, torch.arange(len(tokens)), len(tokens))
+            query, key = layer.self_attn.project(x)[:2]
             key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
             scores = torch.einsum("qhe,khe->hqk", query[:, 0], key[:, 0]) / math.sqrt(query.shape[-1])
             scores += torch.full(scores.shape[1:], -math.inf).triu(1)
             used = gates[index][:, 0] != 0 if index in gates else torch.ones(len(tokens), query.shape[2]).bool()
-            if layer.self_attn.selection == "static":
+            if layer.self_attn.static:
                 used[:, 5:] = False
             found.append((scores.softmax(-1), used))
     for handle in handles:

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 
 from moh_lm.kernels.attention import dense_heads
-from moh_lm.model.generation import project, wide
+from moh_lm.model.generation import wide
 from tools.heads.importance import written_sizes
 
 FEWEST = 20  # queries that a measure needs
@@ -79,18 +79,15 @@ def sweep(model, batches):
 
 
 def read_heads(layer, x):
-    attention, length = layer.self_attn, len(x)
-    positions = torch.arange(length, device=x.device)
-    query, key, value, gates, used = project(attention, layer.input_layernorm(x), positions, length)
-    if gates is None:
-        gates = query.new_ones(query.shape[:-1])
-    return Heads(query, key, dense_heads(query, key, value, None), gates, used)
+    attention = layer.self_attn
+    heads = attention.project(layer.input_layernorm(x))
+    gates = heads.query.new_ones(heads.query.shape[:-1]) if heads.gates is None else heads.gates
+    return Heads(heads.query, heads.key, dense_heads(*heads[:3]), gates, heads.in_use())
 
 
 def finish(layer, x, weighted):
     """What the layer makes of ``x``, given g_i H_i [s, b, h, e]."""
-    x = x + layer.self_attn.o_proj(weighted.flatten(2))
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    return layer.block(x, attend=lambda _: (layer.self_attn.output(weighted), None))[0]
 
 
 # --- Text: loads, sizes, redundancy, offsets ---

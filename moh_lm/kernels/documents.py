@@ -4,9 +4,13 @@ A token attends to the keys from the start of its document to its own position: 
 lower bound besides the upper one. Neither bound descends along the sequence, so that what a block of queries or of keys
 needs is a range too.
 
+Rotary attention depends on differences of positions only. So tokens keep their positions in the window: what they see
+of their own document is the same as if it stood alone.
+
 Shapes: s sequence, b batch.
 """
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -36,3 +40,27 @@ def document_mask(starts):
     """Which tokens attend to which: those of their document up to themselves; bool [b, 1, s, s], query by key."""
     token = torch.arange(starts.shape[1], device=starts.device)
     return ((token >= starts[:, :, None]) & (token <= token[:, None])).unsqueeze(1)
+
+
+class Documents:
+    """The boundaries in the micro-batch that is going through the model, for all layers of a stage.
+
+    ``feed`` takes the positions of micro-batches to come, in the order of their forward passes; each pass begins with
+    ``advance``. Without boundaries ``boundaries`` is None, and attention is causal over the whole window.
+    attention_backend: of ``choose_backend``; one that is sparse in every layer needs no mask.
+    """
+
+    def __init__(self, attention_backend="auto"):
+        self.masked = attention_backend in ("auto", "dense")
+        self.waiting = deque()
+        self.boundaries = None
+
+    def feed(self, positions):
+        """positions: for each micro-batch int64 [b, s], of each token in its document, or None."""
+        self.waiting.extend(positions)
+
+    def advance(self, device):
+        positions = self.waiting.popleft() if self.waiting else None
+        self.boundaries = None
+        if positions is not None:
+            self.boundaries = boundaries(positions.to(device, non_blocking=True), self.masked)

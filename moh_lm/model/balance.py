@@ -1,0 +1,94 @@
+"""The load balance loss (Eq. 7), how it joins the loss of the task (Eq. 8), and the row that a router keeps.
+
+    L_b = sum over routed i of f_i P_i                                                            (Eq. 7)
+    L = L_task + beta (mean of L_b over layers with routed heads and micro-batches)               (Eq. 8)
+
+f_i is the share of the tokens that select expert i, P_i the mean of its probability. Eq. 8 has no mean over layers in
+the paper; the authors' released code takes it. beta over the number of losses is a factor of each loss
+(``HeadRouter``), and ``attach_loss`` does the addition: a router's loss starts its own backward pass where it is
+computed.
+
+Shapes: s sequence, b batch, tp tensor-parallel ranks, E routed experts.
+"""
+
+import torch
+import torch.distributed as dist
+
+from moh_lm.parallel.groups import group_size
+
+# The row of a sequence, float [2 + E]: its L_b, a1 summed over its tokens (0 without the second stage), and how often
+# each routed expert was selected. Of this rank's tokens: the rows of all tensor-parallel ranks add up.
+BALANCE, A1, COUNTS = 0, 1, slice(2, None)
+
+
+def row_width(layer):
+    """Numbers in the row of a sequence. layer: ``RoutedLayer`` of moh_lm.config."""
+    return 2 + layer.num_routed
+
+
+def balance_loss(probability, selected, group, previous_share=None):
+    """L_b of Eq. 7 for every sequence, and how often this rank's tokens selected each expert: [b], [b, E].
+
+    probability, selected: [s/tp, b, E]. previous_share: f for all sequences, [E], in place of the share of each.
+    The losses of all tensor-parallel ranks add up to that of the whole sequence.
+    """
+    tokens = probability.shape[0] * group_size(group)  # of one sequence
+    selections = selected.sum(0)  # [b, E]
+    share = previous_share
+    if share is None:
+        whole = selections
+        if group is not None:
+            whole = selections.clone()
+            dist.all_reduce(whole, group=group)
+        share = whole / tokens  # [b, E]
+    return (share * probability.sum(0)).sum(-1) / tokens, selections
+
+
+def make_rows(losses, a1, selections):
+    """The rows [b, 2 + E]. losses: [b]. a1: [s/tp, b, 1], or a number without the second stage. selections: [b, E]."""
+    weights = a1.detach().sum(0) if isinstance(a1, torch.Tensor) else torch.zeros_like(losses)[:, None]  # [b, 1]
+    return torch.cat((losses.detach()[:, None], weights, selections), dim=1)
+
+
+class RouterStatistics:
+    """The rows of one layer, kept until ``take`` is called.
+
+    Rows are added in the backward pass. It runs once per micro-batch even if activations are recomputed, and in the
+    order of the micro-batches. ``previous_share`` [E] is f of Eq. 7 for the scope ``global_batch``: the share of the
+    tokens of the whole previous step, over all ranks, that selected each expert; None before the first step.
+    """
+
+    def __init__(self):
+        self.previous_share = None
+        self.rows = []
+
+    def add(self, rows):
+        self.rows.append(rows)
+
+    def take(self):
+        """[n, 2 + E] float64: a row for each sequence of this rank since the last call, in their order."""
+        rows, self.rows = torch.cat(self.rows).double(), []
+        return rows
+
+
+def attach_loss(hidden, loss, rows, statistics):
+    """Return ``hidden`` unchanged; its backward pass also starts that of ``loss``, as if added to L_task (Eq. 8).
+
+    So the loss of a router needs no road of its own through the layers, stages and micro-batches that follow.
+    rows: added to the ``RouterStatistics`` then.
+    """
+    return AttachLoss.apply(hidden, loss, rows, statistics)
+
+
+class AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, loss, rows, statistics):
+        ctx.save_for_backward(loss, rows)
+        ctx.statistics = statistics
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        loss, rows = ctx.saved_tensors
+        ctx.statistics.add(rows)
+        return gradient, torch.ones_like(loss), None, None

@@ -1,0 +1,145 @@
+"""The routing forms: how the scores of a token become the gates of its heads.
+
+An expert is a head, or with ``routing_unit`` key_value_group the heads that share a key/value head. For a token x_t, of
+n_s shared experts and E routed ones, K of which are selected:
+
+    paper          shared  g_i = a1 softmax(W_s x_t)_i                                       (Eq. 5)
+                   routed  g_i = a2 softmax(W_r x_t)_i for the K largest, else 0             (Eq. 5)
+                   [a1, a2] = softmax(W_h x_t)                                               (Eq. 6)
+    paper_scaled   the same, times 2 n_s and 2 E: every gate is 1 where the scores are equal
+    released       of the authors' vision code: routed gates divided by their sum over the selected experts and
+                   multiplied by K, shared ones by n_s, [a1, a2] by 2
+    sigmoid        g_i = 2 sigmoid(s_i) for shared and selected experts; no competition, no second stage. W_s begins
+                   with zeros, so that these gates begin with exactly 1. With all heads shared it is the head-wise gate
+                   of Gated Attention (Qiu et al. 2025, arXiv 2505.06708), times 2
+    query_norm     of the authors' MoH-LLaMA3: no weights. The score is the norm of the expert's query before rotary
+                   over the deviation of these norms. A gate is 1 forward (the quantiser, Eq. 9) and has the gradient
+                   of the softmax of the scores (the straight-through estimator, Eq. 10)
+
+A form is a class of a few lines. To add one: write it here, name it in ``FORMS`` and in the choices of ``routing`` in
+moh_lm/config.py, and give it its formula in float64 in tests/model/test_routing.py. An exported model computes it in
+tools/hf/modeling_moh.py.
+
+Shapes: a dot stands for tokens, [s, b] or a slice of them.
+"""
+
+
+class Paper:
+    """Eq. 5-6 to the letter, and what the other forms change. layer: ``RoutedLayer`` of moh_lm.config.
+
+    ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
+    ``balance_factor``: multiplies L_b of Eq. 7.
+    """
+
+    reads_queries = False
+    type_scale = 1
+
+    def __init__(self, layer, two_stage):
+        self.layer = layer
+        self.two_stage = two_stage and layer.num_shared > 0 and layer.num_routed > 0
+        self.balance_factor = 1
+
+    def weights(self, init_std):
+        """{name: (rows, deviation of their first values)} of the matrices [rows, d] that give the scores."""
+        rows = {"w_shared": self.layer.num_shared, "w_routed": self.layer.num_routed, "w_type": 2 * self.two_stage}
+        return {name: (count, init_std) for name, count in rows.items() if count}
+
+    def shared_gates(self, scores):
+        """W_s x [., n_s] -> gates before a1 (Eq. 5)."""
+        return scores.softmax(-1)
+
+    def probability(self, scores):
+        """W_r x [., E] -> what P of Eq. 7 is the mean of; adds up to 1."""
+        return scores.softmax(-1)
+
+    def routed_gates(self, scores, probability, selected):
+        """W_r x, its ``probability`` and the selection, each [., E] -> gates before a2 (Eq. 5); 0 if not selected."""
+        return probability * selected
+
+    def type_weights(self, scores):
+        """W_h x [., 2] -> [a1, a2] of Eq. 6, each [., 1]; 1 without the second stage."""
+        if not self.two_stage:
+            return 1, 1
+        weights = scores.softmax(-1)
+        return (weights * self.type_scale if self.type_scale != 1 else weights).split(1, dim=-1)
+
+
+class PaperScaled(Paper):
+    type_scale = 2
+
+    def shared_gates(self, scores):
+        return scores.softmax(-1) * self.layer.num_shared
+
+    def routed_gates(self, scores, probability, selected):
+        return probability * selected * self.layer.num_routed
+
+
+class Released(Paper):
+    type_scale = 2
+
+    def __init__(self, layer, two_stage):
+        super().__init__(layer, two_stage)
+        self.balance_factor = layer.num_routed
+
+    def shared_gates(self, scores):
+        return scores.softmax(-1) * self.layer.num_shared
+
+    def routed_gates(self, scores, probability, selected):
+        gates = probability * selected
+        return gates / gates.sum(-1, keepdim=True) * selected.sum(-1, keepdim=True)
+
+
+class Sigmoid(Paper):
+    def __init__(self, layer, two_stage):
+        super().__init__(layer, two_stage=False)
+
+    def weights(self, init_std):
+        found = super().weights(init_std)
+        return found | ({"w_shared": (self.layer.num_shared, 0.0)} if self.layer.num_shared else {})
+
+    def shared_gates(self, scores):
+        return 2 * scores.sigmoid()
+
+    def probability(self, scores):
+        """sigmoid(s_i) / sum_j sigmoid(s_j), as in DeepSeek-V3 (arXiv 2412.19437, Eq. 19)."""
+        gates = scores.sigmoid()
+        return gates / gates.sum(-1, keepdim=True)
+
+    def routed_gates(self, scores, probability, selected):
+        return 2 * scores.sigmoid() * selected
+
+
+class QueryNorm(Paper):
+    reads_queries = True
+
+    def __init__(self, layer, two_stage):
+        super().__init__(layer, two_stage=False)
+
+    def weights(self, init_std):
+        return {}
+
+    def scores(self, norms):
+        """Norms of the queries [., h] -> shared [., n_s], routed scores [., E]. A group's query: all of its heads'."""
+        size, num_shared = self.layer.heads_per_expert, self.layer.num_shared
+        if size > 1:
+            norms = norms.unflatten(-1, (-1, size)).norm(dim=-1)
+        shared, routed = norms.split([num_shared, self.layer.num_routed], dim=-1)
+        if self.layer.num_routed <= 1:  # the unbiased deviation of one number is not defined
+            return shared, routed
+        return shared, routed / routed.std(-1, keepdim=True).clamp_min(1e-6)  # a token of zeros has equal norms
+
+    def shared_gates(self, scores):
+        return scores.new_ones(scores.shape)
+
+    def routed_gates(self, scores, probability, selected):
+        gates = probability * selected
+        return gates + (selected - gates).detach()  # Eq. 9 forward, Eq. 10 backward
+
+
+FORMS = {
+    "paper": Paper,
+    "paper_scaled": PaperScaled,
+    "released": Released,
+    "sigmoid": Sigmoid,
+    "query_norm": QueryNorm,
+}

@@ -1,0 +1,41 @@
+"""The attention layer on a CPU: queries and outputs of the selected rows only.
+
+Where the router chooses the heads before the queries are made, a head needs queries, attention and outputs of the
+tokens that use it. On a CPU that saves as much as head-sparse attention itself at short lengths. The rows are those of
+moh_lm/kernels/cpu_sparse.py. Heads of key/value groups that every token uses go through the usual products.
+"""
+
+import torch.nn.functional as F
+
+from moh_lm.kernels.attention import moh_attention
+from moh_lm.kernels.cpu_sparse import AttendRows, ProjectRows, SelectedRows, SumRows, weigh
+from moh_lm.parallel.mappings import gather_sequence
+
+
+def output_of_rows(layer, x, gates, selected, documents):
+    """What ``layer``, an ``Attention``, makes of x [s/tp, b, d]: [s/tp, b, d].
+
+    gates, selected: [s, b, h/tp], of ``Attention.route``. documents: ``Boundaries``, or None.
+    """
+    x = gather_sequence(x, layer.group)  # [s, b, d]
+    key, value, table = layer.keys_and_values(x)
+    groups = layer.heads.num_leading * key.shape[2] // gates.shape[2]  # key/value heads of shared heads alone
+    first = groups * gates.shape[2] // key.shape[2]
+    split = first * layer.head_dim
+    rows = SelectedRows(selected[..., first:], documents and documents.starts)
+    shared, queries = layer.q_proj(
+        x, lambda x, weight: (F.linear(x, weight[:split]), ProjectRows.apply(x, weight[split:], rows))
+    )
+    queries = layer.positions.turn(queries, [part.flatten(1).index_select(0, rows.position) for part in table])
+    heads = AttendRows.apply(queries, key[:, :, groups:], value[:, :, groups:], rows)
+    heads = weigh(heads, rows.gather(gates[..., first:]))
+    if first == 0:
+        return layer.o_proj(heads, lambda heads, weight: SumRows.apply(heads, weight, rows))
+    shared = layer.positions.turn(layer.split_heads(shared), table)
+    context = moh_attention(
+        shared, key[:, :, :groups], value[:, :, :groups], gates[..., :first], documents=documents, backend="cpu_sparse"
+    )  # fmt: skip
+    return layer.o_proj(
+        context.flatten(2),
+        lambda x, weight: F.linear(x, weight[:, :split]) + SumRows.apply(heads, weight[:, split:], rows),
+    )
