@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.positions = positions or rotary_of(config)
         self.causal = causal
-        self.static = config.heads.head_selection == "static"
+        self.selection = config.heads.head_selection
         self.group = group
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
         d, e = config.hidden_size, self.head_dim
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         x = gather_sequence(x, self.group)  # [s, b, d]
         key, value, table = self.keys_and_values(x, positions, length)
         query = self.split_heads(self.q_proj(x))
-        if self.static:
+        if self.selection == "static":
             gates = selected = self.static_gates(query)
         elif self.reads_queries:
             wide = query.to(torch.promote_types(query.dtype, torch.float32))

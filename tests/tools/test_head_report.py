@@ -181,7 +181,7 @@ def attended(model, tokens):
             scores = torch.einsum("qhe,khe->hqk", query[:, 0], key[:, 0]) / math.sqrt(query.shape[-1])
             scores += torch.full(scores.shape[1:], -math.inf).triu(1)
             used = gates[index][:, 0] != 0 if index in gates else torch.ones(len(tokens), query.shape[2]).bool()
-            if layer.self_attn.static:
+            if layer.self_attn.selection == "static":
                 used[:, 5:] = False
             found.append((scores.softmax(-1), used))
     for handle in handles:
