@@ -17,10 +17,7 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 def examine_norms(optimizer, zero_stage, examine):
     """Make DeepSpeed's ``optimizer`` take its gradient norm from here, and by way of ``examine``."""
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        norm = norm_of_whole_gradients(optimizer)
-        bf16_optimizer.get_global_norm_of_tensors = lambda input_tensors, **_: examine(
-            norm(input_tensors), without(optimizer.get_grads_for_norm(for_clipping=True), input_tensors)
-        )
+        examine_norm_of_whole_gradients(optimizer, examine)
     elif zero_stage == 3:
         groups = optimizer._get_norm_groups
         kept = [] if optimizer.offload_optimizer else optimizer.fp16_groups  # offloaded gradients are not kept
@@ -34,6 +31,25 @@ def examine_norms(optimizer, zero_stage, examine):
     else:
         optimizer.scaled_global_norm = lambda: examine(*norm_of_sharded_gradients(optimizer))
         optimizer.check_overflow = lambda partition_gradients: None  # the norm tells as much, without another pass
+
+
+def examine_norm_of_whole_gradients(optimizer, examine):
+    """The same where the norm is a function of DeepSpeed's module, which is changed for this optimizer's steps only."""
+    norm, step = norm_of_whole_gradients(optimizer), optimizer.step
+
+    def examined_norm(input_tensors, **_):
+        copies = without(optimizer.get_grads_for_norm(for_clipping=True), input_tensors)
+        return examine(norm(input_tensors), copies)
+
+    def step_by_examined_norm(*arguments, **more):
+        before = bf16_optimizer.get_global_norm_of_tensors
+        bf16_optimizer.get_global_norm_of_tensors = examined_norm
+        try:
+            return step(*arguments, **more)
+        finally:
+            bf16_optimizer.get_global_norm_of_tensors = before
+
+    optimizer.step = step_by_examined_norm
 
 
 def norm_of_whole_gradients(optimizer):

@@ -21,10 +21,10 @@ def report(engine, loader, batches, journal, step, result):
     names = loader.dataset.source_names
     mine = {
         kind: [(first + place, names[sources[place]]) for place in places]
-        for kind, places in engine.bad_sequences().items()
+        for kind, places in engine.step_verdict.bad_sequences().items()
     }
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (mine, engine.differences))
+    dist.all_gather_object(ranks, (mine, engine.step_verdict.result().differences))
     found = {(rank, sample, source) for rank, (bad, _) in enumerate(ranks) for sample, source in sum(bad.values(), [])}
     details = [text for _, differences in ranks for text in differences] + engine.guard.spikes(
         result.loss, result.grad_norm
