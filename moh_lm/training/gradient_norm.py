@@ -21,9 +21,7 @@ def examine_norms(optimizer, zero_stage, examine):
     elif zero_stage == 3:
         groups = optimizer._get_norm_groups
         kept = [] if optimizer.offload_optimizer else optimizer.fp16_groups  # offloaded gradients are not kept
-        optimizer._get_norm_groups = lambda: [
-            examine(combine_grad_norm_groups(groups()), divide(optimizer, kept)[1])
-        ]
+        optimizer._get_norm_groups = lambda: [examine(combine_grad_norm_groups(groups()), divide(optimizer, kept)[1])]
     elif optimizer.cpu_offload:
         norm = optimizer.scaled_global_norm
         optimizer.scaled_global_norm = lambda: examine(norm(), [])

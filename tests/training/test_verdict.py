@@ -1,5 +1,7 @@
 """Every update of the weights is looked at before it is made, by the engine that makes it and in its own step."""
 
+import functools
+
 import pytest
 import torch
 from deepspeed.runtime import bf16_optimizer
@@ -29,13 +31,13 @@ def batch(seed):
 
 
 def norms(flags, seeds):
-    """The gradient norms of engines that take a step each, the first of them last; and of each engine by itself."""
+    """The gradient norms of engines that take a step each, the last of them first; and of each engine by itself."""
     norm_function = bf16_optimizer.get_global_norm_of_tensors
-    together = engines(flags, len(seeds))
-    one_process = [engine.train_step(batch(seed), 1e-3).grad_norm for engine, seed in list(zip(together, seeds))[::-1]]
+    pairs = list(zip(engines(flags, len(seeds)), seeds, strict=True))
+    together = [engine.train_step(batch(seed), 1e-3).grad_norm for engine, seed in reversed(pairs)]
     assert bf16_optimizer.get_global_norm_of_tensors is norm_function
-    alone = [engines(flags, 1)[0].train_step(batch(seed), 1e-3).grad_norm for seed in seeds]
-    return one_process[::-1], alone
+    alone = [engines(flags, 1)[0].train_step(batch(seed), 1e-3).grad_norm for seed in reversed(seeds)]
+    return together, alone
 
 
 def test_engines_in_one_process_look_at_their_own_gradients():
@@ -43,22 +45,26 @@ def test_engines_in_one_process_look_at_their_own_gradients():
     assert together == alone and together[0] != together[1]
 
 
-def steps_behind_the_back(flags):
-    """What is raised by a second step whose gradient norm DeepSpeed takes by itself, and by one that it asks for twice."""
-    said = []
-    for ask in (0, 2):
-        (engine,) = engines(flags, 1)
-        engine.train_step(batch(1), 1e-3)
-        optimizer = engine.optimizer.optimizer
-        norm = optimizer.scaled_global_norm
-        optimizer.scaled_global_norm = lambda times=ask, norm=norm: [torch.ones(()), *(norm() for _ in range(times))][-1]
-        with pytest.raises(NotExamined) as error:
-            engine.train_step(batch(2), 1e-3)
-        said.append(str(error.value))
-    return said
+def never(norm):
+    return torch.ones(())
 
 
-def test_an_update_that_was_not_looked_at_is_an_error_and_no_verdict_of_another_step():
-    ((never, twice),) = run_ranks(steps_behind_the_back, 1, ())
-    assert "never asked for the gradient norm" in never
-    assert "asked twice for the gradient norm" in twice
+def twice(norm):
+    norm()
+    return norm()
+
+
+def said_of_a_second_step(ask):
+    """What is raised by the second step of an engine in which DeepSpeed takes its norm by way of ``ask``."""
+    (engine,) = engines((), 1)
+    engine.train_step(batch(1), 1e-3)
+    optimizer = engine.optimizer.optimizer
+    optimizer.scaled_global_norm = functools.partial(ask, optimizer.scaled_global_norm)
+    with pytest.raises(NotExamined) as error:
+        engine.train_step(batch(2), 1e-3)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ask, said", [(never, "never asked for the gradient norm"), (twice, "asked twice")])
+def test_an_update_that_was_not_looked_at_is_an_error_and_gets_no_verdict_of_another_step(ask, said):
+    assert said in run_ranks(said_of_a_second_step, 1, ask)[0]
