@@ -124,6 +124,7 @@ class Engine:
         examined = self.step_verdict.result()
         skipped = self.guard.skips(examined.code)
         if skipped:
+            self.optimizer.drop_gradients()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
         lasting = of_all_ranks(self.compare_replicas()) if examined.code == DIVERGENCE else []
         if lasting:
