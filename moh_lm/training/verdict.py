@@ -54,7 +54,8 @@ class StepVerdict:
     def examine(self, norm, copies):
         """The gradient norm of the step, or infinity if the step is to be skipped.
 
-        norm: [] of this step. copies: gradients that are not in the norm; see moh_lm.training.gradient_norm.
+        norm: [] of this step. copies: gradients that are not in the norm, or norms of them; see
+        moh_lm.training.gradient_norm.
         """
         if self.examined:
             raise NotExamined("DeepSpeed asked twice for the gradient norm of one step: its second update is unknown")
