@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moh_lm.training.guard import DIVERGENCE, GRADIENT
+from moh_lm.training.guard import DIVERGENCE
 
 
 class NotExamined(RuntimeError):
@@ -64,15 +64,19 @@ class StepVerdict:
         total, tokens, _, grad_norm = numbers.tolist()  # waits for the backward pass
         now = time.perf_counter()
         mean = total / tokens
-        code = self.guard.judge(mean, grad_norm)
-        if copies and not torch.stack([part.detach().float().norm() for part in copies]).isfinite().all():
-            code = max(code, GRADIENT)
+        code = max(self.guard.judge(mean, value) for value in (grad_norm, *self.largest(copies)))
         differences = self.compare_replicas() if self.compare_replicas else []
         code = max(code, DIVERGENCE) if differences else code
         shared = torch.tensor(code, dtype=torch.int32, device=losses.device)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         self.examined = Examined(mean, grad_norm, int(shared), differences, now)
         return torch.full_like(norm, torch.inf) if self.guard.skips(self.examined.code) else norm
+
+    @staticmethod
+    def largest(gradients):
+        """The largest norm among ``gradients``, NaN if one is; nothing if there are none."""
+        norms = [torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64) for gradient in gradients]
+        return [torch.stack(norms).max().item()] if norms else []
 
     def result(self):
         """What was ``Examined``. Raises NotExamined."""
