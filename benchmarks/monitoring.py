@@ -32,11 +32,12 @@ from moh_lm.monitor.interval import Interval
 from moh_lm.monitor.log import RunLog
 from moh_lm.run.launch import make_run_directory, start_process_group
 from moh_lm.training.engine import Engine
+from moh_lm.training.step_sums import RouterSums
 
 FLAGS = """--num-layers 8 --hidden-size 512 --intermediate-size 1408 --num-attention-heads 8 --vocab-size 16384
     --seq-length 128 --batch-tokens 512 --micro-batch-size 1 --warmup-iters 2 --precision fp32 --log-interval 1
     --save-interval 0 --eval-interval 0 --eval-samples 1 --validation-fraction 0.01"""
-IN_STEP = [(Engine, "router_sums"), (Interval, "add")]
+IN_STEP = [(RouterSums, "take"), (Interval, "add")]
 PER_INTERVAL = [
     (pretrain, "of_ranks"),
     (Interval, "head_figures"),

@@ -212,6 +212,11 @@ def reliability_problems(reliability):
     found += below(reliability, 1, "hang_timeout")
     if reliability.exit_after is not None:
         found += below(reliability, 1, "exit_after")
+    if reliability.absurd_factor != 0 and not 100 <= reliability.absurd_factor < math.inf:
+        found.append(
+            f"--absurd-factor {reliability.absurd_factor:g}: must be 100 or above, or honest steps would be skipped; "
+            "choose 1e6, or 0 to take any finite step"
+        )
     if reliability.keep_every and not reliability.keep_last:
         found.append(f"--keep-every {reliability.keep_every}: all checkpoints are kept already; give --keep-last too")
     return found

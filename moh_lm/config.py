@@ -274,6 +274,11 @@ class ReliabilityConfig:
     exit_after: int | None = option(None, "save and stop after this time, such as 3h50m", duration=True)
     hang_timeout: int = option(1800, "end the run if a rank makes no progress for so long, such as 30m", duration=True)
     max_skipped_steps: int = option(10, "stop if more of the last --spike-window iterations were skipped")
+    absurd_factor: float = option(
+        1e6,
+        "a step is skipped whose loss or gradient norm is above this many times the median of --spike-window good "
+        "steps, or above this if the median is less than 1; 0: none is",
+    )
     spike_sigmas: float = option(
         0.0, "a loss or gradient norm so many standard deviations above the mean is a spike; 0: no spikes"
     )

@@ -3,10 +3,11 @@
 DeepSpeed shards the optimizer, sums and clips the gradients and keeps the fp32 masters. The learning rate and the
 position in the data are the caller's: DeepSpeed's own counters drift when a step is skipped.
 
-Shapes: s sequence, b batch, E routed experts of a layer, heads or key/value groups.
+Shapes: b batch, E routed experts of a layer, heads or key/value groups.
 """
 
 import contextlib
+import functools
 import time
 from typing import NamedTuple
 
@@ -16,17 +17,17 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
-from moh_lm.model.balance import COUNTS, row_width
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
 from moh_lm.parallel.agreement import of_all_ranks
-from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding
 from moh_lm.training.deepspeed_config import deepspeed_config
-from moh_lm.training.guard import DIVERGENCE, GRADIENT, Divergence, Guard
+from moh_lm.training.guard import DIVERGENCE, Divergence, Guard
 from moh_lm.training.optimizer import Fragment, ShardedAdamW, make_adamw
 from moh_lm.training.replicas import replica_differences
+from moh_lm.training.step_sums import RouterSums, StepSums
+from moh_lm.training.verdict import StepVerdict
 
 
 class StepResult(NamedTuple):
@@ -62,11 +63,8 @@ class Engine:
         self.num_sources = num_sources
         self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size())
         self.guard = Guard(config.reliability)
-        self.shares = [
-            torch.full((layer.num_routed,), layer.num_active / layer.num_routed, dtype=torch.float64, device=device)
-            for layer in config.model.routed_layers()
-        ]
-        self.reset(check_replicas=False)
+        self.sums = None  # of the step, or of the evaluation
+        self.step_verdict = None  # of the newest step
         self.model = self.build_model()
         if config.run.compile:
             compile_layers(self.model)
@@ -75,7 +73,14 @@ class Engine:
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.register_forward_hook(self.watch_gradient)
-        self.routers = self.model.routers()
+        self.router_sums = RouterSums(
+            self.model.routers(),
+            config.model.routed_layers(),
+            num_sources,
+            config.run.tokens_per_iteration,
+            groups,
+            device,
+        )
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
             self.engine, *_ = deepspeed.initialize(
                 model=self.model,
@@ -86,6 +91,13 @@ class Engine:
             )
         self.optimizer = ShardedAdamW(
             self.engine.optimizer, config.parallel.zero_stage, group_rank(groups.data), self.examine
+        )
+        self.compare_replicas = functools.partial(
+            replica_differences,
+            list(self.named_parameters()),
+            list(self.model.tied_parameters()),
+            config.parallel,
+            groups,
         )
 
     def build_model(self):
@@ -106,61 +118,38 @@ class Engine:
         """
         started = time.perf_counter()
         self.optimizer.set_learning_rate(learning_rate)
-        self.reset(check_replicas)
+        self.sums = StepSums(self.num_sources, self.groups, self.device)
+        self.step_verdict = StepVerdict(self.sums, self.guard, self.compare_replicas if check_replicas else None)
         self.step(micro_batches)
-        skipped = self.guard.skips(self.verdict)
+        examined = self.step_verdict.result()
+        skipped = self.guard.skips(examined.code)
         if skipped:
+            self.optimizer.drop_gradients()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
-        lasting = of_all_ranks(self.compare_replicas()) if self.verdict == DIVERGENCE else []
+        lasting = of_all_ranks(self.compare_replicas()) if examined.code == DIVERGENCE else []
         if lasting:
             raise Divergence(f"{'; '.join(lasting)}; also in the fp32 masters")
-        routers = self.router_sums([batch.sources for batch in micro_batches], keep_shares=skipped)
+        routers = self.router_sums.take([batch.sources for batch in micro_batches], keep_shares=skipped)
         get_accelerator().synchronize()
         seconds = {
-            "forward_backward": self.gradients_done - started,
-            "optimizer": time.perf_counter() - self.gradients_done,
+            "forward_backward": examined.time - started,
+            "optimizer": time.perf_counter() - examined.time,
         }
-        return StepResult(self.sums, routers, self.mean, self.grad_norm, self.verdict, skipped, seconds)
-
-    def reset(self, check_replicas):
-        self.sums = self.zero_sums(self.num_sources)
-        self.check_replicas = check_replicas
-        self.loss_flags, self.gradient_flags, self.differences = [], [], []
+        losses, mean, norm = self.sums.losses, examined.mean, examined.grad_norm
+        return StepResult(losses, routers, mean, norm, examined.code, skipped, seconds)
 
     def examine(self, norm, copies):
-        """The gradient norm of the step, or infinity if the step is to be skipped; all ranks decide together.
-
-        copies: gradients that are not in the norm; see moh_lm.training.gradient_norm.
-        """
-        losses = self.reduce(self.sums, self.groups.data, self.groups.pipeline)
-        numbers = torch.cat((losses.sum(0), norm.to(losses).reshape(1)))
-        total, tokens, _, self.grad_norm = numbers.tolist()  # waits for the backward pass
-        self.gradients_done = time.perf_counter()
-        self.mean = total / tokens
-        verdict = self.guard.judge(self.mean, self.grad_norm)
-        if copies and not torch.stack([part.detach().float().norm() for part in copies]).isfinite().all():
-            verdict = max(verdict, GRADIENT)
-        if self.check_replicas:
-            self.differences = self.compare_replicas()
-            verdict = max(verdict, DIVERGENCE) if self.differences else verdict
-        shared = torch.tensor(verdict, dtype=torch.int32, device=self.device)
-        dist.all_reduce(shared, dist.ReduceOp.MAX)
-        self.verdict = int(shared)
-        return torch.full_like(norm, torch.inf) if self.guard.skips(self.verdict) else norm
-
-    def compare_replicas(self):
-        tied = self.model.tied_parameters()
-        return replica_differences(self.named_parameters(), tied, self.config.parallel, self.groups)
+        """DeepSpeed's optimizer calls this with the gradient norm of the step; see ``StepVerdict.examine``."""
+        return self.step_verdict.examine(norm, copies)
 
     def watch_gradient(self, module, inputs, output):
-        """Note the sequences whose gradient is not finite where it arrives at the embedding, and so anywhere above."""
         if output.requires_grad:
-            output.register_hook(lambda grad: self.gradient_flags.append(~grad.sum((0, 2)).isfinite()))  # [b]
+            self.step_verdict.watch_gradient(output)
 
-    def bad_sequences(self):
-        """Places, in this rank's part of the step, of the sequences with a loss, or a gradient, that is not finite."""
-        flags = {"loss": self.loss_flags, "gradient": self.gradient_flags}
-        return {name: torch.cat(parts).nonzero()[:, 0].tolist() if parts else [] for name, parts in flags.items()}
+    @property
+    def shares(self):
+        """For each layer with routed heads, the share of the last step's tokens that selected each of them."""
+        return self.router_sums.shares
 
     def step(self, micro_batches):
         self.engine.train()
@@ -176,10 +165,9 @@ class Engine:
     def evaluate_rows(self, micro_batches, num_rows):
         """The same, and the number of sequences, for each number below ``num_rows`` that a sequence may have as its
         source: [num_rows, 3]."""
-        self.reset(check_replicas=False)
-        self.sums = self.zero_sums(num_rows)
+        self.sums = StepSums(num_rows, self.groups, self.device)
         self.evaluation_forward(micro_batches)
-        return self.reduce(self.sums, self.groups.data, self.groups.pipeline)
+        return self.sums.reduce()
 
     def evaluation_forward(self, micro_batches):
         self.engine.eval()
@@ -190,55 +178,11 @@ class Engine:
         self.model.documents.feed([batch.positions])
         tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
         mean, losses = self.engine(tokens, labels)
-        self.add_losses(losses, labels, sources)
+        self.sums.add(losses, labels, sources)
         return mean
-
-    def add_losses(self, losses, labels, sources):
-        """Add the losses [s, b] of a micro-batch's sequences to the sums of their ``sources`` [b]."""
-        counted = (labels != IGNORED).double().sum(1)
-        per_sample = torch.stack((losses.double().sum(0), counted, torch.ones_like(counted)), dim=1)  # [b, 3]
-        self.loss_flags.append(~per_sample[:, 0].isfinite())
-        self.sums += one_hot(sources, len(self.sums)) @ per_sample  # index_add_ would not be deterministic on a GPU
-
-    def router_sums(self, sources, keep_shares):
-        """``StepResult.routers``; also gives each router the step's shares, which ``global_batch`` balances against.
-
-        sources: [b] of each of this rank's micro-batches. keep_shares: leave the shares of the step before, if the
-        numbers of this one are not to be trusted.
-        """
-        layers = self.config.model.routed_layers()
-        widths = [row_width(layer) for layer in layers]
-        sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
-        parts = {layer.index: part for layer, part in zip(layers, sums.split(widths, dim=1), strict=True)}  # views
-        of_source = one_hot(self.on_device(torch.cat(sources)), self.num_sources)
-        for router in self.routers:
-            parts[router.layer.index] += of_source @ router.statistics.take()
-        self.reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
-        if not keep_shares:
-            tokens = self.config.run.tokens_per_iteration
-            self.set_shares([parts[layer.index][:, COUNTS].sum(0) / tokens for layer in layers])
-        return sums
-
-    def set_shares(self, shares):
-        """``shares``: for each layer with routed heads, the share of a step's tokens that selected each of them."""
-        self.shares = shares
-        by_layer = {layer.index: share for layer, share in zip(self.config.model.routed_layers(), shares, strict=True)}
-        for router in self.routers:
-            router.statistics.previous_share = by_layer[router.layer.index].float()
 
     def on_device(self, tensor):
         return tensor.to(self.device, non_blocking=True)  # the other way this process waits for all earlier kernels
-
-    def zero_sums(self, rows):
-        return torch.zeros(rows, 3, dtype=torch.float64, device=self.device)
-
-    @staticmethod
-    def reduce(tensor, *groups):
-        """Sum ``tensor`` over the ranks of each of ``groups``, in place."""
-        for group in groups:
-            if group is not None:
-                dist.all_reduce(tensor, group=group)
-        return tensor
 
     def named_parameters(self):
         """(canonical name, parameter) of what this rank holds."""
@@ -260,7 +204,7 @@ class Engine:
     def adopt(self, optimizer_steps, shares):
         """Go on from ``fragments`` that were filled from a checkpoint, and from the ``shares`` of its routers."""
         self.optimizer.adopt(optimizer_steps)
-        self.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
+        self.router_sums.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
 
 
 class PipelineEngine(Engine):
@@ -284,7 +228,7 @@ class PipelineEngine(Engine):
         return None  # PipelineModule brings its own
 
     def last_stage_loss(self, mean, labels_and_sources):
-        self.add_losses(self.model.losses, *labels_and_sources)
+        self.sums.add(self.model.losses, *labels_and_sources)
         return mean
 
     def step(self, micro_batches):
@@ -304,11 +248,6 @@ class PipelineEngine(Engine):
 
     def named_parameters(self):
         return self.model.canonical_parameters()
-
-
-def one_hot(sources, num_sources):
-    """[b] -> [num_sources, b] float64: 1 where a sequence is of the source."""
-    return (sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)).double()
 
 
 def make_engine(config, groups, device, num_sources):

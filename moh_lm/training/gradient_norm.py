@@ -8,6 +8,8 @@ DeepSpeed adds the squares of each pipeline stage in fp32, so that the last bit 
 weight, would depend on the number of stages. Squares added in float64 and rounded once do not.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
@@ -17,23 +19,38 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 def examine_norms(optimizer, zero_stage, examine):
     """Make DeepSpeed's ``optimizer`` take its gradient norm from here, and by way of ``examine``."""
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        norm = norm_of_whole_gradients(optimizer)
-        bf16_optimizer.get_global_norm_of_tensors = lambda input_tensors, **_: examine(
-            norm(input_tensors), without(optimizer.get_grads_for_norm(for_clipping=True), input_tensors)
-        )
+        examine_norm_of_whole_gradients(optimizer, examine)
     elif zero_stage == 3:
         groups = optimizer._get_norm_groups
-        kept = [] if optimizer.offload_optimizer else optimizer.fp16_groups  # offloaded gradients are not kept
-        optimizer._get_norm_groups = lambda: [
-            examine(combine_grad_norm_groups(groups()), divide(optimizer, kept)[1])
-        ]
-    elif optimizer.cpu_offload:
-        norm = optimizer.scaled_global_norm
-        optimizer.scaled_global_norm = lambda: examine(norm(), [])
-        optimizer.check_overflow = lambda partition_gradients: None
+        copies = functools.partial(copies_of, optimizer, optimizer.fp16_groups, optimizer.offload_optimizer)
+        optimizer._get_norm_groups = lambda: [examine(combine_grad_norm_groups(groups()), copies())]
     else:
-        optimizer.scaled_global_norm = lambda: examine(*norm_of_sharded_gradients(optimizer))
+        if optimizer.cpu_offload:
+            norm = optimizer.scaled_global_norm
+            copies = functools.partial(copies_of, optimizer, optimizer.params_in_partition, True)
+            optimizer.scaled_global_norm = lambda: examine(norm(), copies())
+        else:
+            optimizer.scaled_global_norm = lambda: examine(*norm_of_sharded_gradients(optimizer))
         optimizer.check_overflow = lambda partition_gradients: None  # the norm tells as much, without another pass
+
+
+def examine_norm_of_whole_gradients(optimizer, examine):
+    """The same where the norm is a function of DeepSpeed's module, which is changed for this optimizer's steps only."""
+    norm, step = norm_of_whole_gradients(optimizer), optimizer.step
+
+    def examined_norm(input_tensors, **_):
+        copies = without(optimizer.get_grads_for_norm(for_clipping=True), input_tensors)
+        return examine(norm(input_tensors), copies)
+
+    def step_by_examined_norm(*arguments, **more):
+        before = bf16_optimizer.get_global_norm_of_tensors
+        bf16_optimizer.get_global_norm_of_tensors = examined_norm
+        try:
+            return step(*arguments, **more)
+        finally:
+            bf16_optimizer.get_global_norm_of_tensors = before
+
+    optimizer.step = step_by_examined_norm
 
 
 def norm_of_whole_gradients(optimizer):
@@ -51,6 +68,15 @@ def norm_of_sharded_gradients(optimizer):
     counted, copies = divide(optimizer, optimizer.params_in_partition)
     groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
     return norm_of(counted, optimizer.device, groups), copies
+
+
+def copies_of(optimizer, parameter_groups, offloaded):
+    """This rank's gradients of copies, or their norms where gradients are offloaded: DeepSpeed notes all of these."""
+    if not offloaded:
+        return divide(optimizer, parameter_groups)[1]
+    norms = optimizer.norm_for_param_grads  # a rank with nothing but padding of a parameter has none
+    copies = [p for parameters in parameter_groups for p in parameters if not counts(optimizer, p)]
+    return [norms[key] for key in map(optimizer.get_param_id, copies) if key in norms]
 
 
 def divide(optimizer, parameter_groups):

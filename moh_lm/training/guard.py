@@ -1,16 +1,24 @@
 """Whether the gradients of a step may be applied.
 
-A step is skipped if its loss or gradient norm is not finite, if it is a spike (and --on-spike says so), or if weights
-that several ranks hold were found to differ. All ranks take the decision together, before any of them changes a
-weight. A skipped step consumes its samples and its place in the learning rate schedule; the optimizer's state stays.
-Too many skipped steps in a window end the run: a later start goes on from the last checkpoint, whose state is finite.
+A step is skipped if its loss or gradient norm is not finite, or so large that it cannot come from training (a flipped
+bit of an exponent multiplies a number by up to 1e38), if it is a spike (and --on-spike says so), or if weights that
+several ranks hold were found to differ. All ranks take the decision together, before any of them changes a weight. A
+skipped step consumes its samples and its place in the learning rate schedule; the optimizer's state stays. Too many
+skipped steps in a window end the run: a later start goes on from the last checkpoint, whose state is finite.
 """
 
 import math
 import statistics
 
-FINE, SPIKE, DIVERGENCE, GRADIENT, LOSS = range(5)  # where ranks see different things, the highest counts
-REASONS = ("", "spike", "weights differ between ranks", "gradient not finite", "loss not finite")
+FINE, SPIKE, ABSURD, DIVERGENCE, GRADIENT, LOSS = range(6)  # where ranks see different things, the highest counts
+REASONS = (
+    "",
+    "spike",
+    "too large to come from training",
+    "weights differ between ranks",
+    "gradient not finite",
+    "loss not finite",
+)
 
 
 class BadNumbers(Exception):
@@ -42,11 +50,25 @@ class Guard:
             return LOSS
         if not math.isfinite(grad_norm):
             return GRADIENT
+        if self.absurdities(loss, grad_norm):
+            return ABSURD
         return SPIKE if self.spikes(loss, grad_norm) else FINE
 
     def skips(self, code):
         """Whether a step with this code is skipped."""
         return code > SPIKE or (code == SPIKE and self.settings.on_spike == "skip")
+
+    def absurdities(self, loss, grad_norm):
+        """Sentences for the values above ``absurd_factor`` times the median of the last good steps.
+
+        A median below 1 counts as 1: a run that knows its data by heart has medians near 0.
+        """
+        factor, found = self.settings.absurd_factor, []
+        for (name, window), value in zip(self.history.items(), (loss, grad_norm), strict=True):
+            usual = max(1.0, statistics.median(window)) if window else 1.0
+            if factor and value > factor * usual:
+                found.append(f"{name} {value:.4g} is above --absurd-factor {factor:g} times {usual:.4g}")
+        return found
 
     def spikes(self, loss, grad_norm):
         """Sentences for the values that are so many deviations above the mean of a full window."""

@@ -21,14 +21,14 @@ def report(engine, loader, batches, journal, step, result):
     names = loader.dataset.source_names
     mine = {
         kind: [(first + place, names[sources[place]]) for place in places]
-        for kind, places in engine.bad_sequences().items()
+        for kind, places in engine.step_verdict.bad_sequences().items()
     }
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (mine, engine.differences))
+    dist.all_gather_object(ranks, (mine, engine.step_verdict.result().differences))
     found = {(rank, sample, source) for rank, (bad, _) in enumerate(ranks) for sample, source in sum(bad.values(), [])}
-    details = [text for _, differences in ranks for text in differences] + engine.guard.spikes(
-        result.loss, result.grad_norm
-    )
+    details = [text for _, differences in ranks for text in differences]
+    values = result.loss, result.grad_norm
+    details += engine.guard.absurdities(*values) or engine.guard.spikes(*values)
     facts = {
         "reason": REASONS[result.verdict],
         "details": list(dict.fromkeys(details)),

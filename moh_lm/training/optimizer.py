@@ -104,6 +104,16 @@ class ShardedAdamW:
             state["step"].fill_(steps)
         self.refresh_weights()
 
+    def drop_gradients(self):
+        """Forget the gradients of a step that was skipped.
+
+        DeepSpeed does, but for one case: bf16 gradients that ZeRO-1 or 2 sums in fp32 and offloads. The next step
+        would add its own to them.
+        """
+        if self.whole_parameters and getattr(self.optimizer, "cpu_offload", False):
+            gradients = self.optimizer.averaged_gradients
+            gradients.update(dict.fromkeys(gradients))
+
     @torch.no_grad()
     def refresh_weights(self):
         """Make the weights of the model follow their masters; all ranks together."""

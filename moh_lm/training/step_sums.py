@@ -1,0 +1,94 @@
+"""What is summed over the sequences of a step: losses of every source, and what the routers kept.
+
+Sums are float64 on the device, so that reading them is the caller's choice. Each sum is of this rank's sequences until
+it is reduced over the ranks.
+
+Shapes: s sequence, b batch, E routed experts of a layer, heads or key/value groups.
+"""
+
+import torch
+import torch.distributed as dist
+
+from moh_lm.model.balance import COUNTS, row_width
+from moh_lm.parallel.cross_entropy import IGNORED
+
+
+class StepSums:
+    """Losses of one step, or of one evaluation.
+
+    rows: how many sources a sequence may have. groups: ``ParallelGroups``. losses: [rows, 3] float64, the loss
+    summed over tokens, the number of tokens, the number of sequences. not_finite: [b] bool of each micro-batch, the
+    sequences whose loss is not finite.
+    """
+
+    def __init__(self, rows, groups, device):
+        self.groups = groups
+        self.losses = torch.zeros(rows, 3, dtype=torch.float64, device=device)
+        self.not_finite = []
+
+    def add(self, losses, labels, sources):
+        """Add the losses [s, b] of a micro-batch's sequences, with ``labels`` [b, s], to the rows ``sources`` [b]."""
+        counted = (labels != IGNORED).double().sum(1)
+        per_sample = torch.stack((losses.double().sum(0), counted, torch.ones_like(counted)), dim=1)  # [b, 3]
+        self.not_finite.append(~per_sample[:, 0].isfinite())
+        self.losses += one_hot(sources, len(self.losses)) @ per_sample  # index_add_ would not be deterministic on a GPU
+
+    def reduce(self):
+        """Sum ``losses`` over all ranks, in place, and return them."""
+        return reduce(self.losses, self.groups.data, self.groups.pipeline)
+
+
+class RouterSums:
+    """What the routers of this rank kept of a step, and the shares that ``global_batch`` balances against.
+
+    routers: of this pipeline stage. layers: ``RoutedLayer``s of the whole model. tokens: of a step, all ranks. shares:
+    for each of ``layers``, the share of a step's tokens that selected each expert, [E] float64.
+    """
+
+    def __init__(self, routers, layers, num_sources, tokens, groups, device):
+        self.routers = routers
+        self.layers = layers
+        self.num_sources = num_sources
+        self.tokens = tokens
+        self.groups = groups
+        self.device = device
+        self.shares = [
+            torch.full((layer.num_routed,), layer.num_active / layer.num_routed, dtype=torch.float64, device=device)
+            for layer in layers
+        ]
+
+    def take(self, sources, keep_shares):
+        """Sums of a step over all ranks, [num_sources, sum of (2 + E)]; each router also gets the step's shares.
+
+        sources: [b] of each of this rank's micro-batches. keep_shares: leave the shares of the step before, if the
+        numbers of this one are not to be trusted.
+        """
+        widths = [row_width(layer) for layer in self.layers]
+        sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
+        parts = {layer.index: part for layer, part in zip(self.layers, sums.split(widths, dim=1), strict=True)}  # views
+        of_source = one_hot(torch.cat(sources).to(self.device, non_blocking=True), self.num_sources)
+        for router in self.routers:
+            parts[router.layer.index] += of_source @ router.statistics.take()
+        reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
+        if not keep_shares:
+            self.set_shares([parts[layer.index][:, COUNTS].sum(0) / self.tokens for layer in self.layers])
+        return sums
+
+    def set_shares(self, shares):
+        self.shares = shares
+        by_layer = {layer.index: share for layer, share in zip(self.layers, shares, strict=True)}
+        for router in self.routers:
+            router.statistics.previous_share = by_layer[router.layer.index].float()
+
+
+def one_hot(sources, num_sources):
+    """[b] -> [num_sources, b] float64: 1 where a sequence is of the source."""
+    return (sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)).double()
+
+
+def reduce(tensor, *groups):
+    """Sum ``tensor`` over the ranks of each of ``groups``, in place, and return it."""
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
+    return tensor

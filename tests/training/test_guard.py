@@ -1,0 +1,70 @@
+"""Finite numbers that cannot come from training are found without a setting, and honest ones never."""
+
+import json
+import random
+
+import pytest
+
+from moh_lm.config import ReliabilityConfig
+from moh_lm.training.guard import ABSURD, FINE, Guard
+from tests.distributed import run_ranks
+from tests.run.test_reliability import EVERY_STEP, events, run_with
+from tests.training.test_training import arguments
+
+
+def test_a_value_is_absurd_above_so_many_medians_of_the_last_good_steps_and_medians_below_1_count_as_1():
+    guard = Guard(ReliabilityConfig(absurd_factor=1000.0, spike_window=3))
+    assert guard.judge(1000.0, 1000.0) == FINE  # no step yet
+    assert guard.judge(1000.1, 1.0) == ABSURD and guard.judge(1.0, 1000.1) == ABSURD
+    for step, (loss, norm) in enumerate([(9.0, 0.1), (8.0, 5.0), (7.0, 3.0), (0.5, 0.2)], 1):
+        guard.record(step, loss, norm, skipped=False)  # the first has left the window
+    restored = Guard(guard.settings)
+    restored.restore(json.loads(json.dumps(guard.state())))
+    for one in (guard, restored):
+        assert one.judge(7000.0, 3000.0) == FINE
+        assert one.judge(7000.1, 1.0) == ABSURD and one.judge(1.0, 3000.1) == ABSURD
+        assert one.absurdities(1.0, 3e38) == ["gradient norm 3e+38 is above --absurd-factor 1000 times 3"]
+    assert Guard(ReliabilityConfig(absurd_factor=0.0)).judge(1e30, 3e38) == FINE
+
+
+def norms_of_a_run(generator, steps):
+    """Gradient norms as of a run that begins at 30, learns, and has its learning rate raised again in the middle.
+
+    Each is multiplied by a Pareto number of index 1, whose mean is infinite: one in a thousand is above 1,000.
+    """
+    for step in range(steps):
+        since = step % (steps // 2)
+        level = 30 / (1 + since) + 0.3 * (1 - step / steps) + 0.001
+        yield level * generator.paretovariate(1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_10_000_honest_steps_with_heavy_tails_are_all_taken(seed):
+    generator = random.Random(seed)
+    guard = Guard(ReliabilityConfig())
+    largest = 0.0
+    for step, norm in enumerate(norms_of_a_run(generator, 10_000), 1):
+        largest = max(largest, norm)
+        loss = 11 * generator.paretovariate(2)
+        assert guard.judge(loss, norm) == FINE, (step, loss, norm)
+        guard.record(step, loss, norm, skipped=False)
+    assert largest > 100  # the tails are there
+
+
+def element_of_1e30(engine):
+    parameter = dict(engine.model.named_parameters())["model.layers.1.mlp.down_proj.weight"]
+
+    def spoil(grad):
+        grad = grad.clone()
+        grad[3, 3] = 1e30
+        return grad
+
+    element_of_1e30.undo = parameter.register_hook(spoil).remove
+
+
+def test_an_absurd_gradient_changes_nothing_and_the_event_names_it(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP)
+    assert run_ranks(run_with, 1, flags, 4, element_of_1e30, 0) == [True]
+    (event,) = events(tmp_path, "skipped")
+    assert event["step"] == 4 and event["reason"] == "too large to come from training"
+    assert event["details"][0].startswith("gradient norm 4e+30 is above --absurd-factor 1e+06 times 1")

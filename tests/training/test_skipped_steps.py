@@ -1,0 +1,134 @@
+"""A step that is skipped leaves nothing behind: the step after it is that of a run in which it never was.
+
+Two engines stand side by side on two ranks. Both take the same good steps; before each of them one engine takes a bad
+step, which differs from the last in what is wrong with it. After every good step both have the same gradient norm and,
+parameter by parameter, the same bits of first moment (which adds up the gradients), second moment and master.
+"""
+
+import itertools
+import math
+import os
+
+import pytest
+import torch
+
+from moh_lm.data.loader import MicroBatch
+from moh_lm.flags import parse_config
+from moh_lm.parallel.groups import ParallelGroups, group_size
+from moh_lm.run.launch import start_process_group
+from moh_lm.training.engine import PipelineEngine, make_engine
+from moh_lm.training.guard import ABSURD, DIVERGENCE, GRADIENT, LOSS, SPIKE
+from tests.distributed import run_ranks
+from tests.training.test_training import SIZES
+
+RATE = 1e-3
+NORM_WEIGHT, MATRIX = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+def nan_loss(engine, weights):
+    last = engine.model.forward_funcs[-1] if isinstance(engine, PipelineEngine) else engine.model.model
+    return last.register_forward_hook(lambda module, inputs, out: out * math.nan)
+
+
+def nan_gradient(engine, weights):
+    """Of a weight that tensor-parallel ranks hold copies of: here of one that no norm counts."""
+    return weights[NORM_WEIGHT].register_hook(lambda grad: grad * math.nan)
+
+
+def inf_gradient(engine, weights):
+    return weights[MATRIX].register_hook(lambda grad: torch.full_like(grad, math.inf))
+
+
+def absurd_gradient(engine, weights):
+    """One element, as a flipped bit of its exponent makes it, where no norm counts it."""
+    return weights[NORM_WEIGHT].register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), 1e38))
+
+
+def spike(engine, weights):
+    return weights[MATRIX].register_hook(lambda grad: grad + 1e3)
+
+
+def flipped_bit(engine, weights):
+    """In the copy of a weight: of any under ZeRO-1 and 2, of a norm between tensor-parallel ranks under ZeRO-3."""
+    weight = getattr(weights[NORM_WEIGHT], "ds_tensor", weights[NORM_WEIGHT]).data
+    weight.view(torch.int16 if weight.dtype == torch.bfloat16 else torch.int32).view(-1)[3] ^= 1
+
+
+HARMS = {  # the greatest verdict is that of all ranks; squares of 1e38 are infinite in DeepSpeed's own fp32 norm
+    nan_loss: {LOSS},
+    nan_gradient: {GRADIENT},
+    inf_gradient: {GRADIENT},
+    absurd_gradient: {ABSURD, GRADIENT},
+    spike: {SPIKE},
+    flipped_bit: {DIVERGENCE},
+}
+PRECISIONS = ("fp32", "bf16")
+LAYOUTS = [  # tensor, pipeline, ZeRO stage, precision, offload
+    *itertools.product((1,), (1,), (1, 2, 3), PRECISIONS, (False, True)),
+    *itertools.product((2,), (1,), (1, 2, 3), PRECISIONS, (True,)),
+    *itertools.product((1,), (2,), (1,), PRECISIONS, (False,)),
+]
+
+
+def step(engine, number, seed):
+    """The result of a step of two micro-batches of this rank, recorded as the program does."""
+    different = int(os.environ["RANK"]) if group_size(engine.groups.data) > 1 else 0
+    tokens = torch.randint(3, 64, (4, 17), generator=torch.Generator().manual_seed(2 * seed + different))
+    batches = [MicroBatch(part[:, :-1], part[:, 1:], torch.zeros(2, dtype=torch.int64)) for part in tokens.split(2)]
+    result = engine.train_step(batches, RATE, check_replicas=True)
+    engine.guard.record(number, result.loss, result.grad_norm, result.skipped)
+    return result
+
+
+def left_behind(layout):
+    """{name of a harm: in what the two engines differ after the good step that follows it}."""
+    tensor, pipeline, zero, precision, offload = layout
+    copies = zero < 3 and pipeline == 1 or tensor == 2  # there is more than one of a weight
+    flags = f"""--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline} --zero-stage {zero}
+        --precision {precision} --batch-tokens {16 * 8 // tensor // pipeline} --spike-window 2 --spike-sigmas 1e3"""
+    config, _ = parse_config([*SIZES.split(), *flags.split(), "--offload-optimizer", str(offload)])
+    device = start_process_group(120)
+    groups = ParallelGroups.create(tensor, pipeline)
+    harmed, sound = (make_engine(config, groups, device, 1) for _ in range(2))
+    weights, found = dict(harmed.named_parameters()), {}
+    for seed, harm in enumerate((None, None, *HARMS)):
+        if harm is flipped_bit and not copies:
+            continue
+        if harm:
+            handle = harm(harmed, weights) if os.environ["RANK"] == "1" else None
+            bad = step(harmed, seed, 100 + seed)
+            assert bad.skipped and bad.verdict in HARMS[harm], (harm.__name__, bad.verdict)
+            if handle:
+                handle.remove()
+        mine, theirs = (step(engine, seed, seed) for engine in (harmed, sound))
+        assert not mine.skipped and not theirs.skipped
+        differing = [name for name, same in compare(harmed, sound) if not same]
+        if differing or mine.grad_norm != theirs.grad_norm:
+            found[harm.__name__] = [f"norm {mine.grad_norm}, not {theirs.grad_norm}", *differing]
+    return found
+
+
+def compare(engine, other):
+    """(name, whether the bits are the same) of what this rank's optimizers own of each parameter."""
+    for mine, theirs in zip(engine.fragments(), other.fragments(), strict=True):
+        yield mine.name, all(torch.equal(tensor, theirs.tensors[key]) for key, tensor in mine.tensors.items())
+
+
+def all_left_behind(layouts):
+    found = {}
+    for layout in layouts:
+        try:
+            found[layout] = left_behind(layout)
+        except Exception as error:
+            found[layout] = repr(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def left():
+    return run_ranks(all_left_behind, 2, LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+def test_the_step_after_a_skipped_one_is_as_if_that_had_never_been(layout, left):
+    assert [of_rank[layout] for of_rank in left] == [{}, {}]
