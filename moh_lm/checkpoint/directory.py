@@ -11,8 +11,9 @@ import re
 import shutil
 from pathlib import Path
 
-from moh_lm.checkpoint.manifest import HashedFile, describe, flush, read_manifest
+from moh_lm.checkpoint.manifest import HashedFile, describe, read_entries
 from moh_lm.config import Config, ConfigError
+from moh_lm.data.files import flush
 
 STEP_NAME = re.compile(r"step-(0|[1-9]\d*)")
 
@@ -34,7 +35,7 @@ def newest_model(run):
     """
     for step in list_steps(Path(run) / "checkpoints"):
         try:
-            if describe(step / "config.json") == read_manifest(step).get("config.json"):
+            if describe(step / "config.json") == read_entries(step).get("config.json"):
                 return step, Config.load(step / "config.json").model
         except (ConfigError, ValueError, OSError):
             continue  # a resume says so

@@ -14,6 +14,8 @@ import os
 import re
 from pathlib import Path
 
+from moh_lm.data.files import read_json, write_json
+
 BLOCK_BYTES = 1 << 22
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -87,17 +89,16 @@ def read_block(file):
 
 
 def write_manifest(directory, entries):
-    """Write ``directory``/manifest.json and flush it and the directory to the disk."""
+    """Write ``directory``/manifest.json to the disk."""
     content = {"block_bytes": BLOCK_BYTES, "files": entries, "sha256": hash_of(entries)}
     write_json(directory / "manifest.json", content)
-    flush(directory)
 
 
 def hash_of(entries):
     return hashlib.sha256(json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_manifest(directory):
+def read_entries(directory):
     """{name: entry} of ``directory``/manifest.json. Raises ValueError, naming it, if it is absent or damaged."""
     path = directory / "manifest.json"
     try:
@@ -121,7 +122,7 @@ def verify(directory, rank=0, world_size=1, progress=lambda: None):
     """
     directory = Path(directory)
     try:
-        entries = read_manifest(directory)
+        entries = read_entries(directory)
     except ValueError as error:
         return [str(error)]
     found = []
@@ -149,25 +150,3 @@ def difference(path, expected, progress=lambda: None):
     last = min(first + BLOCK_BYTES, found["bytes"])
     more = f", and {len(damaged) - 1} more blocks" if damaged[1:] else ""
     return [f"{path}: is damaged in block {damaged[0]} (bytes {first:,} to {last:,}){more}"]
-
-
-def flush(path):
-    """Force a file, or the entries of a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path, content):
-    """Write a JSON file that after a crash is there in full, or as it was before."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    flush(temporary)
-    temporary.replace(path)
-    flush(path.parent)
-
-
-def read_json(path):
-    return json.loads(path.read_text(encoding="utf-8"))

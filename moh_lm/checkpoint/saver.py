@@ -24,9 +24,10 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint.directory import STEP_NAME, discard, list_steps, outdated, point_latest, remove_leftovers
 from moh_lm.checkpoint.fragments import address_of, write_safetensors
-from moh_lm.checkpoint.manifest import HashedFile, flush, verify, write_manifest
+from moh_lm.checkpoint.manifest import HashedFile, verify, write_manifest
 from moh_lm.config import ConfigError
-from moh_lm.parallel.agreement import from_rank_0, of_all_ranks
+from moh_lm.data.files import flush
+from moh_lm.parallel.agreement import from_rank_0, problems_of_all_ranks
 
 FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
 
@@ -124,7 +125,7 @@ class Saver:
         written.join()
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, written.entries)
-        problems = of_all_ranks(written.problems)
+        problems = problems_of_all_ranks(written.problems)
         final = written.directory.with_suffix("")
         if dist.get_rank() == 0:
             entries = {name: entry for part in parts for name, entry in part.items()}
@@ -189,7 +190,7 @@ class Saver:
 
     def refuse(self, error, problems):
         """Raise ``error`` on every rank if any rank has problems; each ends with what there is to go on from."""
-        problems = of_all_ranks(problems)
+        problems = problems_of_all_ranks(problems)
         if problems:
             newest = self.newest()
             raise error([f"{problem}; {newest}" for problem in problems])

@@ -13,7 +13,7 @@ from moh_lm.monitor.interval import ratio
 def training_row(config, dataset, interval, step, rate, grad_norm, figures, ranks, device):
     """The object of metrics.jsonl for the interval that ends after ``step``; its figures of heads are rounded.
 
-    figures: ``Interval.head_figures``. ranks: ``of_ranks`` of moh_lm.monitor.interval.
+    figures: ``Interval.head_figures``. ranks: ``waits_and_memory`` of moh_lm.monitor.interval.
     """
     run, losses, speed = config.run, interval.source_losses(), interval.tokens_per_second()
     data, memory = zip(*ranks, strict=True)

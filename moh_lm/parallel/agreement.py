@@ -14,14 +14,14 @@ def from_rank_0(value):
     return values[0]
 
 
-def of_all_ranks(problems):
+def problems_of_all_ranks(problems):
     """The problems of every rank, each once."""
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, problems)
     return list(dict.fromkeys(problem for part in parts for problem in part))
 
 
-def of_any_rank(flags, device):
+def set_on_any_rank(flags, device):
     """For each of ``flags`` whether it is set on any rank; every rank calls this together and gets the same answer."""
     flags = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)

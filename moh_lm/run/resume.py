@@ -12,75 +12,53 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
-from moh_lm.checkpoint.manifest import describe, read_json, read_manifest, verify
+from moh_lm.checkpoint.manifest import describe, read_entries, verify
 from moh_lm.config import Config, ConfigError, walk
+from moh_lm.data.files import read_json
 from moh_lm.monitor.row import last_step
-from moh_lm.parallel.agreement import from_rank_0, of_all_ranks
+from moh_lm.parallel.agreement import from_rank_0, problems_of_all_ranks
 from moh_lm.run.launch import say
+from moh_lm.run.state import read_state
 
 
-def resume(config, dataset, engine, interval, alarms, journal, progress):
-    """Fill the engine from the run's last sound checkpoint.
+def resume(state, journal, progress):
+    """Fill ``state``, a ``RunState`` of moh_lm.run.state, from the run's last sound checkpoint, if there is one.
 
-    Returns the number of iterations done, 0 without a checkpoint; the dataset as it goes on from there; and where the
-    model that the run began with was imported from, or None. progress: called as it goes. Raises ConfigError if the run
-    cannot go on with this configuration or these data.
+    progress: called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
     """
-    directory = Path(config.run.checkpoint_dir)
+    config, directory = state.config, Path(state.config.run.checkpoint_dir)
     if dist.get_rank() == 0:
         remove_leftovers(directory / "checkpoints")
-        for pattern in (".seen-*", "*.json*.tmp", "checkpoints/latest.tmp"):
+        for pattern in (".seen-*", "*.json*.tmp*", "checkpoints/latest.tmp"):
             for leftover in directory.glob(pattern):
                 leftover.unlink(missing_ok=True)
     step = sound_step(directory / "checkpoints", journal, progress)
     if step is None:
-        return 0, dataset, None
-    state = read_state(step)
-    begins, imported = state["step"] == 0, state.get("imported")
-    problems = of_all_ranks(changes(step, state, config, dataset))
+        return
+    saved = read_state(step)
+    problems = problems_of_all_ranks(changes(step, saved, config, state.dataset))
     if problems:
         raise ConfigError(
             [f"cannot go on from {step}: {text}; restore it, or choose a new --checkpoint-dir" for text in problems]
         )
+    begins = saved["step"] == 0
     before, now = Config.load(step / "config.json").to_dict(), config.to_dict()
     for key in now:
         if before[key] != now[key] and not begins:
             say(f"resuming with another {key}: {now[key]} instead of {before[key]}")
     problems = []
     try:
-        load_fragments(step, engine.fragments(), progress)
+        load_fragments(step, state.engine.fragments(), progress)
     except (ValueError, OSError) as error:
         problems = [f"{step}: {error}; set it aside by hand, and the run goes on from the one before it"]
-    problems = of_all_ranks(problems)
+    problems = problems_of_all_ranks(problems)
     if problems:
         raise ConfigError(problems)
-    engine.adopt(state["optimizer_steps"], state["router_shares"])
-    if begins:
-        journal.add("resumed", 0, f"beginning with {step}, imported from {imported['source']}")
-        return 0, dataset, imported
-    engine.guard.restore(state["guard"])
-    changed = dataset.changes(state["data"])
+    changed = state.restore(saved)
     if changed:
-        journal.add("data changed", state["step"], "\n".join(["resuming with other data:", *changed]), changes=changed)
-    else:
-        interval.restore(state["interval"])
-    alarms.restore(state["alarms"], same_data=not changed)
-    journal.add("resumed", state["step"], f"resumed {step}")
-    return state["step"], dataset.continue_from(state["data"], state["consumed_samples"]), imported
-
-
-def read_state(step):
-    """What ``run_state`` of moh_lm.pretrain wrote. Raises ConfigError if it is not that."""
-    path = step / "state.json"
-    keys = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard", "interval", "alarms", "data"}
-    try:
-        state = read_json(path)
-        missing = keys - state.keys()
-    except (ValueError, AttributeError) as error:
-        raise ConfigError([f"{path}: not the state of a run ({error})"]) from error
-    if missing:
-        raise ConfigError([f"{path}: has no {', '.join(sorted(missing))}; it was written by another version"])
-    return state
+        journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
+    how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
+    journal.add("resumed", state.step, how)
 
 
 def changes(step, state, config, dataset):
@@ -91,7 +69,7 @@ def changes(step, state, config, dataset):
         found += [f"{change} (--allow-data-change goes on all the same)" for change in dataset.changes(state["data"])]
     if state["consumed_samples"] != state["step"] * config.run.global_batch_size:
         found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {state['step']} steps")
-    written = read_manifest(step).get("tokenizer.model")
+    written = read_entries(step).get("tokenizer.model")
     present = describe(dataset.tokenizer_path) if dataset.tokenizer_path else None
     if written != present and (written or state["step"]):  # an import need not have one
         was, now_is = (entry["sha256"][0][:12] if entry else "absent" for entry in (written, present))
@@ -127,8 +105,8 @@ def sound_step(directory, journal, progress):
     damaged = {}
     for name in names:
         step = Path(directory) / name
-        problems = of_all_ranks(verify(step, dist.get_rank(), dist.get_world_size(), progress))
-        problems = problems or of_all_ranks(foreign(step))
+        problems = problems_of_all_ranks(verify(step, dist.get_rank(), dist.get_world_size(), progress))
+        problems = problems or problems_of_all_ranks(foreign(step))
         if not problems:
             settle(step, damaged, journal)
             return step

@@ -18,6 +18,7 @@ import torch
 
 from moh_lm import pretrain
 from moh_lm.checkpoint import manifest, saver
+from moh_lm.run import loop
 from moh_lm.training import engine
 from tests.distributed import CONTEXT, free_port
 
@@ -143,9 +144,9 @@ def mark_phases(path, rank):
 
     engine.Engine.train_step = count(engine.Engine.train_step)
     around(engine.Engine, "train_step", "main", "step")
-    around(pretrain, "make_engine", "main", "engine")
-    around(pretrain, "resume", "main", "resume")
-    around(pretrain, "evaluate", "main", "evaluation")
+    around(loop, "make_engine", "main", "engine")
+    around(loop, "resume", "main", "resume")
+    around(loop.Run, "evaluate", "main", "evaluation")
     around(saver.Saver, "save", "main", "save")
     around(saver.Saver, "commit", "main", "commit")
     around(saver.Writing, "run", "writer", "write")

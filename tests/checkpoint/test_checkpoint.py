@@ -231,7 +231,7 @@ def cut(generator, whole, dim, ranks):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_range_of_any_shard_is_read_from_any_other_cut(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(fragments, "read_manifest", lambda step: [path.name for path in step.iterdir()])
+    monkeypatch.setattr(fragments, "read_entries", lambda step: [path.name for path in step.iterdir()])
     generator = random.Random(seed)
     whole = tuple(generator.randrange(5, 12) for _ in range(generator.randrange(1, 3)))
     values = torch.arange(1.0, 1 + math.prod(whole)).view(whole)
@@ -253,13 +253,13 @@ def test_any_range_of_any_shard_is_read_from_any_other_cut(tmp_path, monkeypatch
 
 def write_rank(path, whole, partition, start, values):
     parameter = make_parameter(whole, partition=partition)
-    fragment = Fragment("w", parameter, tuple(parameter.shape), start, False, {"master": values})
+    fragment = Fragment("w", parameter, start, False, {"master": values})
     addresses = json.dumps({"w": fragments.address_of(fragment)})
     write_safetensors(path, {"master/w": values.clone()}, {"fragments": addresses})
 
 
 def test_elements_that_no_file_holds_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(fragments, "read_manifest", lambda step: [path.name for path in step.iterdir()])
+    monkeypatch.setattr(fragments, "read_entries", lambda step: [path.name for path in step.iterdir()])
     write_rank(tmp_path / "rank-0.safetensors", (4, 3), None, 0, torch.zeros(7))
     write_rank(tmp_path / "rank-1.safetensors", (4, 3), None, 8, torch.zeros(4))
     reader = FragmentReader(tmp_path)
@@ -366,7 +366,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(data_dir, tmp
 def save_not_finite(directory):
     parameter = make_parameter((4, 4))
     values = torch.zeros(16)
-    fragment = Fragment("w", parameter, (4, 4), 0, False, {"master": values, "exp_avg": values.clone()})
+    fragment = Fragment("w", parameter, 0, False, {"master": values, "exp_avg": values.clone()})
     saver = Saver(directory)
     saver.save(1, [fragment], Config(), {}, None)
     for bad in (math.nan, math.inf, -math.inf):
@@ -381,7 +381,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
 
 
 def save_with_a_broken_writer(directory):
-    fragment = Fragment("w", make_parameter((4, 4)), (4, 4), 0, False, {"master": torch.zeros(16)})
+    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
     saver = Saver(directory, keep_last=1)
     saver.save(1, [fragment], Config(), {}, None)
     if dist.get_rank() == 1:
@@ -422,7 +422,7 @@ def test_odd_things_in_a_run_directory_do_not_stop_it(copy, data_dir, whole):
 
 
 def save_below_a_file(directory):
-    fragment = Fragment("w", make_parameter((4, 4)), (4, 4), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
+    fragment = Fragment("w", make_parameter((4, 4)), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
     with pytest.raises(CheckpointError, match="step-1.tmp: not a directory: the checkpoint takes"):
         Saver(directory).save(1, [fragment], Config(), {}, None)
 
@@ -434,7 +434,7 @@ def test_a_directory_that_rank_0_cannot_make_is_an_error_of_all_ranks(tmp_path):
 
 def save_in_the_background(directory):
     values = torch.ones(100_000)
-    fragment = Fragment("w", make_parameter((100_000,)), (100_000,), 0, dist.get_rank() > 0, {"master": values})
+    fragment = Fragment("w", make_parameter((100_000,)), 0, dist.get_rank() > 0, {"master": values})
     saver = Saver(directory, background=True)
     for step in (1, 2, 3):
         saver.save(step, [fragment], Config(), {}, None)
