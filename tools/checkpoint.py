@@ -137,6 +137,8 @@ def describe_state(entry):
         expected = {name: content["bytes"] for name, content in read_entries(entry).items()}
     except ValueError as error:
         return f"{aside}{str(error).removeprefix(f'{entry}/')}"
+    except OSError as error:
+        return f"{aside}cannot be read ({error.strerror})"
     present = {path.name: size_of(path) for path in entry.iterdir() if not path.name.startswith(".")}
     present.pop("manifest.json")
     wrong = sorted(name for name in present.keys() | expected if present.get(name) != expected.get(name))

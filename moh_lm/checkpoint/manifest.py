@@ -18,6 +18,7 @@ from moh_lm.data.files import read_json, write_json
 
 BLOCK_BYTES = 1 << 22
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+NO_SUCH_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # other errors say nothing about it
 
 
 class HashedFile:
@@ -70,13 +71,19 @@ class HashedFile:
 
 
 def describe(path, progress=lambda: None):
-    """The manifest's entry for a file as it is now. ``progress`` is called after each block."""
+    """The manifest's entry for a file as it is now. ``progress`` is called after each block.
+
+    Raises OSError with the path.
+    """
     hashes = []
-    with open(path, "rb", buffering=0) as file:
-        while block := read_block(file):
-            hashes.append(hashlib.sha256(block).hexdigest())
-            progress()
-        return {"bytes": file.tell(), "sha256": hashes}
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while block := read_block(file):
+                hashes.append(hashlib.sha256(block).hexdigest())
+                progress()
+            return {"bytes": file.tell(), "sha256": hashes}
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_block(file):
@@ -99,14 +106,17 @@ def hash_of(entries):
 
 
 def read_entries(directory):
-    """{name: entry} of ``directory``/manifest.json. Raises ValueError, naming it, if it is absent or damaged."""
+    """{name: entry} of ``directory``/manifest.json.
+
+    Raises ValueError, naming it, if it is absent or damaged; OSError if it cannot be read.
+    """
     path = directory / "manifest.json"
     try:
         content = read_json(path)
         entries = content["files"]
         sound = entries and content["sha256"] == hash_of(entries) and content["block_bytes"] == BLOCK_BYTES
         sound = sound and all(PLAIN_NAME.fullmatch(name) for name in entries)
-    except OSError as error:
+    except NO_SUCH_FILE as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
@@ -118,7 +128,8 @@ def read_entries(directory):
 def verify(directory, rank=0, world_size=1, progress=lambda: None):
     """Sentences for whatever in ``directory`` is not as its manifest says; each of ``world_size`` ranks reads a share.
 
-    ``progress`` is called after each block.
+    Only what was read can be found damaged: raises OSError, with the path, for what cannot be read. ``progress`` is
+    called after each block.
     """
     directory = Path(directory)
     try:
@@ -132,7 +143,7 @@ def verify(directory, rank=0, world_size=1, progress=lambda: None):
     for name in sorted(entries)[rank::world_size]:
         try:
             found += difference(directory / name, entries[name], progress)
-        except OSError as error:
+        except NO_SUCH_FILE as error:
             found.append(f"{directory / name}: cannot be read ({error.strerror})")
     return found
 

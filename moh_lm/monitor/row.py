@@ -7,6 +7,7 @@ import json
 import math
 
 from moh_lm.cost.flops import flops_per_token, peak_flops
+from moh_lm.data.files import publish
 from moh_lm.monitor.interval import ratio
 
 
@@ -78,14 +79,9 @@ def keep_rows(path, last_step):
     """Drop the rows of ``path`` that the run is about to write again: those after ``last_step``, or all if it is 0."""
     if not path.exists():
         return
-    if last_step == 0:
-        path.unlink()
-        return
     rows = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [row for row in rows if complete(row) and json.loads(row)["step"] <= last_step]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
-    temporary.replace(path)
+    kept = [row for row in rows if last_step and complete(row) and json.loads(row)["step"] <= last_step]
+    publish(path, "".join(row + "\n" for row in kept).encode())
 
 
 def last_step(path):

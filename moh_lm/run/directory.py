@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moh_lm.config import ConfigError
-from moh_lm.parallel.agreement import from_rank_0, problems_of_all_ranks
+from moh_lm.parallel.agreement import by_rank_0, from_rank_0, problems_of_all_ranks
 
 LOCK_SECONDS = 10  # to wait for a run directory that is in use
 
@@ -42,15 +42,13 @@ def lock_run_directory(path):
 def check_nodes(config, dataset):
     """Raise ConfigError on every rank unless all of them see one run directory, one configuration and the same data."""
     marker = Path(config.run.checkpoint_dir) / from_rank_0(f".seen-{time.time_ns()}")
-    if dist.get_rank() == 0:
-        marker.touch()
+    by_rank_0(marker.touch)
     mine = {"data": dataset.fingerprint(), **config.to_dict()}
     first = from_rank_0(mine)  # also waits for the marker
     here = f"rank {dist.get_rank()} on {socket.gethostname()}"
     problems = [] if marker.exists() else [f"--checkpoint-dir {marker.parent}: {here} does not see that of rank 0"]
     problems += [f"{here} has another {key} than rank 0: {mine[key]}" for key in mine if mine[key] != first[key]]
     problems = problems_of_all_ranks(problems)
-    if dist.get_rank() == 0:
-        marker.unlink()
+    by_rank_0(marker.unlink)
     if problems:
         raise ConfigError([f"{problem}; use paths on a file system that all nodes share" for problem in problems])

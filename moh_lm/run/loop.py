@@ -19,7 +19,7 @@ from moh_lm.monitor.journal import Journal
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.row import training_row
 from moh_lm.monitor.tasks import Tasks
-from moh_lm.parallel.agreement import set_on_any_rank
+from moh_lm.parallel.agreement import set_on_any_rank, together
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.directory import check_nodes
 from moh_lm.run.launch import say
@@ -99,7 +99,7 @@ class Run:
             on_saved=lambda step, path, facts: self.journal.add("saved", step, f"saved {path}", **facts),
             progress=self.watchdog.progress,
         )
-        self.log = open_log(self.config, step)
+        self.log = together(lambda: open_log(self.config, step))
         if step == 0:
             self.evaluate()
 

@@ -7,12 +7,10 @@ Each writes into a shared file what it is doing, so that a kill can be placed, a
 import mmap
 import os
 import random
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -150,8 +148,7 @@ def mark_phases(path, rank):
     around(saver.Saver, "save", "main", "save")
     around(saver.Saver, "commit", "main", "commit")
     around(saver.Writing, "run", "writer", "write")
-    saver.shutil = SimpleNamespace(rmtree=shutil.rmtree, disk_usage=shutil.disk_usage)
-    around(saver.shutil, "rmtree", "remover", "removal")
+    around(saver, "remove_entry", "remover", "removal")
 
 
 def slow_files(seed):
