@@ -35,14 +35,15 @@ import torch
 import torch.distributed as dist
 
 from moh_lm.checkpoint.fragments import load_fragments
-from moh_lm.checkpoint.manifest import flush, verify
+from moh_lm.checkpoint.manifest import verify
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.checks import layout_problems, model_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_batches, describe_model
+from moh_lm.data.files import flush
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import Parser, parse_config
-from moh_lm.parallel.agreement import from_rank_0, of_any_rank
+from moh_lm.parallel.agreement import from_rank_0, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.launch import leave, say, start_process_group
 from moh_lm.training.engine import make_engine
@@ -180,7 +181,7 @@ class Benchmark:
         started, pending = time.perf_counter(), self.saver.pending
         watcher = threading.Thread(target=lambda: ended.append(pending.join() or time.perf_counter() - started))
         watcher.start()
-        while of_any_rank([self.saver.writing()], self.device)[0]:
+        while set_on_any_rank([self.saver.writing()], self.device)[0]:
             self.add("step while writing", self.seconds(self.train))
         watcher.join()
         self.add("background disk", stall + self.slowest(ended[0]) + self.seconds(self.saver.finish))

@@ -30,7 +30,9 @@ from moh_lm.flags import parse_config
 from moh_lm.monitor.alarms import Alarms
 from moh_lm.monitor.interval import Interval
 from moh_lm.monitor.log import RunLog
-from moh_lm.run.launch import make_run_directory, start_process_group
+from moh_lm.run import loop
+from moh_lm.run.directory import make_run_directory
+from moh_lm.run.launch import start_process_group
 from moh_lm.training.engine import Engine
 from moh_lm.training.step_sums import RouterSums
 
@@ -39,9 +41,9 @@ FLAGS = """--num-layers 8 --hidden-size 512 --intermediate-size 1408 --num-atten
     --save-interval 0 --eval-interval 0 --eval-samples 1 --validation-fraction 0.01"""
 IN_STEP = [(RouterSums, "take"), (Interval, "add")]
 PER_INTERVAL = [
-    (pretrain, "of_ranks"),
+    (loop, "waits_and_memory"),
     (Interval, "head_figures"),
-    (pretrain, "training_row"),
+    (loop, "training_row"),
     (RunLog, "training"),
     (Alarms, "check"),
 ]

@@ -27,7 +27,7 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps
-from moh_lm.checkpoint.manifest import read_manifest
+from moh_lm.checkpoint.manifest import read_entries
 from moh_lm.config import Config, ConfigError
 from moh_lm.cost.summary import describe_configuration
 from moh_lm.flags import Parser
@@ -134,9 +134,11 @@ def describe_state(entry):
         return "does not belong here"
     aside = "" if STEP_NAME.fullmatch(entry.name) else "set aside; "
     try:
-        expected = {name: content["bytes"] for name, content in read_manifest(entry).items()}
+        expected = {name: content["bytes"] for name, content in read_entries(entry).items()}
     except ValueError as error:
         return f"{aside}{str(error).removeprefix(f'{entry}/')}"
+    except OSError as error:
+        return f"{aside}cannot be read ({error.strerror})"
     present = {path.name: size_of(path) for path in entry.iterdir() if not path.name.startswith(".")}
     present.pop("manifest.json")
     wrong = sorted(name for name in present.keys() | expected if present.get(name) != expected.get(name))

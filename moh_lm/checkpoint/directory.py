@@ -7,34 +7,45 @@ A step directory is complete or has another name: it gets the name ``step-N`` by
 loses it by a rename before it is removed.
 """
 
+import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
-from moh_lm.checkpoint.manifest import HashedFile, describe, flush, read_manifest
+from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries
 from moh_lm.config import Config, ConfigError
+from moh_lm.data.files import publish
 
 STEP_NAME = re.compile(r"step-(0|[1-9]\d*)")
 
 
 def list_steps(directory):
-    """The step directories in the order in which a run would go on from them: the newest first."""
-    numbers = {}
-    for entry in Path(directory).iterdir() if Path(directory).is_dir() else ():
-        match = STEP_NAME.fullmatch(entry.name)
-        if match and entry.is_dir():
-            numbers[int(match[1])] = entry
-    return [numbers[number] for number in sorted(numbers, reverse=True)]
+    """The step directories in the order in which a run would go on from them: the newest first.
+
+    A directory that is not there holds none. Raises OSError if it cannot be read.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            named = [(STEP_NAME.fullmatch(entry.name), entry) for entry in entries]
+            numbers = [int(match[1]) for match, entry in named if match and entry.is_dir()]
+    except NO_SUCH_FILE:
+        return []
+    return [Path(directory) / f"step-{number}" for number in sorted(numbers, reverse=True)]
 
 
 def newest_model(run):
     """(step directory, ModelConfig) of the newest step of the run directory ``run``; (None, None) without a sound one.
 
-    Only config.json is compared with the manifest.
+    Only config.json is compared with the manifest. Raises ConfigError if the directory of the steps cannot be read.
     """
-    for step in list_steps(Path(run) / "checkpoints"):
+    try:
+        steps = list_steps(Path(run) / "checkpoints")
+    except OSError as error:
+        raise ConfigError([f"{error.filename}: cannot be read ({error.strerror}); make it readable"]) from error
+    for step in steps:
         try:
-            if describe(step / "config.json") == read_manifest(step).get("config.json"):
+            if describe(step / "config.json") == read_entries(step).get("config.json"):
                 return step, Config.load(step / "config.json").model
         except (ConfigError, ValueError, OSError):
             continue  # a resume says so
@@ -50,25 +61,38 @@ def outdated(steps, verified, keep_last, keep_every):
 
 
 def discard(step):
-    """Take the name of a step from a directory that is to be removed; returns the directory."""
+    """Take the name of a step from a directory, or a link to one, that is to be removed; returns the new path."""
     doomed = step.with_name(f"{step.name}.old.tmp")
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove_entry(doomed)
     step.rename(doomed)
     return doomed
+
+
+def remove_entry(path):
+    """Remove a directory with all that is in it, a file, or a link but not what it points to.
+
+    What cannot be removed is named on standard error: it is in nobody's way but the disk's.
+    """
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        print(f"{error.filename or path}: cannot be removed ({error.strerror})", file=sys.stderr, flush=True)
 
 
 def remove_leftovers(directory):
     """Remove what a save or a removal that a crash cut short has left. Rank 0 only."""
     for leftover in Path(directory).glob("step-*.tmp"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        remove_entry(leftover)
 
 
 def point_latest(step):
     """Make ``latest`` name ``step``."""
-    pointer = step.with_name("latest.tmp")
-    with HashedFile(pointer) as file:
-        file.write(f"{step.name}\n".encode())
-    if step.with_name("latest").is_dir():
-        shutil.rmtree(step.with_name("latest"))
-    pointer.replace(step.with_name("latest"))
-    flush(step.parent)
+    latest, name = step.with_name("latest"), f"{step.name}\n".encode()
+    if latest.is_file() and latest.read_bytes() == name:
+        return
+    if latest.is_dir():
+        remove_entry(latest)
+    publish(latest, name)

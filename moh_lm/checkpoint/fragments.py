@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moh_lm.checkpoint.manifest import HashedFile, read_manifest
+from moh_lm.checkpoint.manifest import HashedFile, read_entries
 from moh_lm.config import Config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.layers import Partition
@@ -81,7 +81,7 @@ class FragmentReader:
         self.shapes = {}  # name -> shape of the whole parameter
         self.shards = {}  # name -> {Partition or None: [Piece]}
         self.zero = set()  # kinds that the files leave out
-        names = [name for name in read_manifest(Path(step)) if name.startswith("rank-")]
+        names = [name for name in read_entries(Path(step)) if name.startswith("rank-")]
         for path in (Path(step) / name for name in sorted(names)):
             try:
                 file = safe_open(path, "pt")

@@ -14,8 +14,11 @@ import os
 import re
 from pathlib import Path
 
+from moh_lm.data.files import read_json, write_json
+
 BLOCK_BYTES = 1 << 22
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+NO_SUCH_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # other errors say nothing about it
 
 
 class HashedFile:
@@ -68,13 +71,19 @@ class HashedFile:
 
 
 def describe(path, progress=lambda: None):
-    """The manifest's entry for a file as it is now. ``progress`` is called after each block."""
+    """The manifest's entry for a file as it is now. ``progress`` is called after each block.
+
+    Raises OSError with the path.
+    """
     hashes = []
-    with open(path, "rb", buffering=0) as file:
-        while block := read_block(file):
-            hashes.append(hashlib.sha256(block).hexdigest())
-            progress()
-        return {"bytes": file.tell(), "sha256": hashes}
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while block := read_block(file):
+                hashes.append(hashlib.sha256(block).hexdigest())
+                progress()
+            return {"bytes": file.tell(), "sha256": hashes}
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_block(file):
@@ -87,25 +96,27 @@ def read_block(file):
 
 
 def write_manifest(directory, entries):
-    """Write ``directory``/manifest.json and flush it and the directory to the disk."""
+    """Write ``directory``/manifest.json to the disk."""
     content = {"block_bytes": BLOCK_BYTES, "files": entries, "sha256": hash_of(entries)}
     write_json(directory / "manifest.json", content)
-    flush(directory)
 
 
 def hash_of(entries):
     return hashlib.sha256(json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_manifest(directory):
-    """{name: entry} of ``directory``/manifest.json. Raises ValueError, naming it, if it is absent or damaged."""
+def read_entries(directory):
+    """{name: entry} of ``directory``/manifest.json.
+
+    Raises ValueError, naming it, if it is absent or damaged; OSError if it cannot be read.
+    """
     path = directory / "manifest.json"
     try:
         content = read_json(path)
         entries = content["files"]
         sound = entries and content["sha256"] == hash_of(entries) and content["block_bytes"] == BLOCK_BYTES
         sound = sound and all(PLAIN_NAME.fullmatch(name) for name in entries)
-    except OSError as error:
+    except NO_SUCH_FILE as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
@@ -117,11 +128,12 @@ def read_manifest(directory):
 def verify(directory, rank=0, world_size=1, progress=lambda: None):
     """Sentences for whatever in ``directory`` is not as its manifest says; each of ``world_size`` ranks reads a share.
 
-    ``progress`` is called after each block.
+    Only what was read can be found damaged: raises OSError, with the path, for what cannot be read. ``progress`` is
+    called after each block.
     """
     directory = Path(directory)
     try:
-        entries = read_manifest(directory)
+        entries = read_entries(directory)
     except ValueError as error:
         return [str(error)]
     found = []
@@ -131,7 +143,7 @@ def verify(directory, rank=0, world_size=1, progress=lambda: None):
     for name in sorted(entries)[rank::world_size]:
         try:
             found += difference(directory / name, entries[name], progress)
-        except OSError as error:
+        except NO_SUCH_FILE as error:
             found.append(f"{directory / name}: cannot be read ({error.strerror})")
     return found
 
@@ -149,25 +161,3 @@ def difference(path, expected, progress=lambda: None):
     last = min(first + BLOCK_BYTES, found["bytes"])
     more = f", and {len(damaged) - 1} more blocks" if damaged[1:] else ""
     return [f"{path}: is damaged in block {damaged[0]} (bytes {first:,} to {last:,}){more}"]
-
-
-def flush(path):
-    """Force a file, or the entries of a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_json(path, content):
-    """Write a JSON file that after a crash is there in full, or as it was before."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    flush(temporary)
-    temporary.replace(path)
-    flush(path.parent)
-
-
-def read_json(path):
-    return json.loads(path.read_text(encoding="utf-8"))

@@ -13,6 +13,7 @@ rename, so that half a step never looks like a step.
 """
 
 import json
+import os
 import shutil
 import sys
 import threading
@@ -22,11 +23,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moh_lm.checkpoint.directory import STEP_NAME, discard, list_steps, outdated, point_latest, remove_leftovers
+from moh_lm.checkpoint.directory import (
+    STEP_NAME,
+    discard,
+    list_steps,
+    outdated,
+    point_latest,
+    remove_entry,
+    remove_leftovers,
+)
 from moh_lm.checkpoint.fragments import address_of, write_safetensors
-from moh_lm.checkpoint.manifest import HashedFile, flush, verify, write_manifest
+from moh_lm.checkpoint.manifest import HashedFile, verify, write_manifest
 from moh_lm.config import ConfigError
-from moh_lm.parallel.agreement import from_rank_0, of_all_ranks
+from moh_lm.data.files import flush
+from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks
 
 FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
 
@@ -124,7 +134,7 @@ class Saver:
         written.join()
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, written.entries)
-        problems = of_all_ranks(written.problems)
+        problems = problems_of_all_ranks(written.problems)
         final = written.directory.with_suffix("")
         if dist.get_rank() == 0:
             entries = {name: entry for part in parts for name, entry in part.items()}
@@ -132,7 +142,7 @@ class Saver:
             problems += [f"{written.directory / name}: was not written" for name in sorted(absent) if not problems]
             problems = problems or self.commit(written.directory, final, entries)
             if problems:
-                shutil.rmtree(written.directory, ignore_errors=True)
+                remove_entry(written.directory)
         self.refuse(CheckpointError, problems)
         if dist.get_rank() == 0:
             seconds = time.perf_counter() - self.started
@@ -148,7 +158,7 @@ class Saver:
         """Manifest, rename, ``latest``, and the removal of old steps; returns problems. Rank 0 only."""
         try:
             write_manifest(temporary, entries)
-            replaced = [discard(final)] if final.exists() else []  # put there by somebody else
+            replaced = [discard(final)] if os.path.lexists(final) else []  # put there by somebody else
             temporary.rename(final)
             flush(final.parent)
             point_latest(final)
@@ -166,7 +176,7 @@ class Saver:
                 doomed.append(discard(self.directory / f"step-{number}"))
             except OSError as error:
                 print(f"{error.filename}: cannot be removed ({error.strerror})", file=sys.stderr, flush=True)
-        self.removal = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in doomed])
+        self.removal = threading.Thread(target=lambda: [remove_entry(path) for path in doomed])
         self.removal.start()
 
     def make_room(self, step, need):
@@ -189,14 +199,17 @@ class Saver:
 
     def refuse(self, error, problems):
         """Raise ``error`` on every rank if any rank has problems; each ends with what there is to go on from."""
-        problems = of_all_ranks(problems)
+        problems = problems_of_all_ranks(problems)
         if problems:
             newest = self.newest()
             raise error([f"{problem}; {newest}" for problem in problems])
 
     def newest(self):
         """Words for what there is to go on from."""
-        steps = from_rank_0([str(step) for step in list_steps(self.directory)])
+        try:
+            steps = by_rank_0(lambda: [str(step) for step in list_steps(self.directory)])
+        except ConfigError as error:
+            return f"which checkpoints there are is not known: {error.problems[0]}"
         return f"the last checkpoint is {steps[0]}" if steps else "there is no checkpoint"
 
     def close(self):
@@ -289,9 +302,9 @@ def free_bytes(directory):
 def check_space(directory, fragments):
     """Raise ConfigError unless there is room for two more checkpoints, or for one beside one that exists."""
     need = total_bytes(needed_bytes(fragments))
-    copies = 1 if any(step.name != "step-0" for step in list_steps(directory)) else 2  # step 0 stays
-    free = free_bytes(directory)
-    if from_rank_0(free < copies * need):
+    steps, free = by_rank_0(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
+    copies = 1 if any(step != "step-0" for step in steps) else 2  # step 0 stays
+    if free < copies * need:
         raise ConfigError([
             f"--checkpoint-dir {Path(directory).parent}: no space left: {free:,} bytes are free, and {copies} "
             f"checkpoints of {need:,} bytes need room; make room, or give a directory on a larger disk"
@@ -301,13 +314,16 @@ def check_space(directory, fragments):
 def find_step(path):
     """The step directory that ``path`` names: itself, or the newest one of a run directory. Its files are verified.
 
-    Raises ConfigError if there is none, or naming the file that is damaged.
+    Raises ConfigError if there is none, or naming the file that is damaged or cannot be read.
     """
     path = Path(path)
-    steps = [path] if STEP_NAME.fullmatch(path.name) else list_steps(path / "checkpoints")
-    if not steps or not steps[0].is_dir():
-        raise ConfigError([f"{path}: no checkpoint here; give a run directory, or its checkpoints/step-N"])
-    damaged = verify(steps[0])
+    try:
+        steps = [path] if STEP_NAME.fullmatch(path.name) else list_steps(path / "checkpoints")
+        if not steps or not steps[0].is_dir():
+            raise ConfigError([f"{path}: no checkpoint here; give a run directory, or its checkpoints/step-N"])
+        damaged = verify(steps[0])
+    except OSError as error:
+        raise ConfigError([f"{error.filename}: cannot be read ({error.strerror}); make it readable"]) from error
     if damaged:
         raise ConfigError([f"{problem}; restore it, or give an earlier checkpoint" for problem in damaged])
     return steps[0]

@@ -68,27 +68,43 @@ def publish(path: Path, data: bytes):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
+    flush(path.parent)
+
+
+def flush(path: str | Path):
+    """Force a file, or the entries of a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
+
+
+def write_json(path: Path, value):
+    """``publish`` of a JSON text."""
+    publish(path, json_bytes(value))
 
 
 def temporary_name(path: Path) -> Path:
     return beside(path, f".tmp-{os.getpid()}")
 
 
-def json_bytes(value: dict) -> bytes:
+def json_bytes(value) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
 # --- Reading ---
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path):
+    """The value of a JSON file. Raises OSError, and ValueError if it is none."""
+    return json.loads(path.read_bytes())
+
+
+def read_facts(path: Path) -> dict:
+    """The object of a sidecar or manifest. Raises ShardError if it is none of this format."""
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
     except OSError as error:
         raise ShardError(f"{path}: {error.strerror}") from error
     except ValueError as error:

@@ -18,7 +18,7 @@ from moh_lm.data.files import (
     beside,
     block_sums,
     damaged_block,
-    read_json,
+    read_facts,
     read_range,
 )
 from moh_lm.data.index import HEADER, Counts, DocumentStarts, read_counts, verify_arrays
@@ -170,7 +170,7 @@ def damaged_file(path, recorded, actual) -> str:
 
 def read_sidecar(path: Path) -> dict:
     """The sidecar at ``path``. Raises ShardError if it is not one of this version."""
-    sidecar = read_json(path)
+    sidecar = read_facts(path)
     keys = {"dtype", "documents", "tokens", "largest_id", "tokenizer", "inputs", "bin", "idx"}
     if not keys <= sidecar.keys():
         raise ShardError(f"{path}: not the sidecar of a shard ({', '.join(sorted(keys - sidecar.keys()))} missing)")

@@ -29,11 +29,11 @@ from moh_lm.data.files import (
     Description,
     ShardError,
     beside,
-    json_bytes,
     publish,
-    read_json,
+    read_facts,
     sha256_of,  # noqa: F401 (data_prep finds it here)
     temporary_name,
+    write_json,
 )
 from moh_lm.data.index import DTYPES, DocumentStarts, index_bytes, token_code
 from moh_lm.data.reader import Shard, open_shard, opened, read_sidecar  # noqa: F401 (data_prep finds it here)
@@ -105,7 +105,7 @@ class ShardWriter:
         }
         os.replace(self.temporary, beside(self.prefix, ".bin"))
         publish(beside(self.prefix, ".idx"), index)
-        publish(beside(self.prefix, ".json"), json_bytes(sidecar))
+        write_json(beside(self.prefix, ".json"), sidecar)
         return sidecar
 
 
@@ -144,7 +144,7 @@ def write_manifest(data_dir: str | Path) -> dict:
             )
     tokenizer = {key: value for _, used in tokenizers.values() for key, value in used.items() if key != "engine"}
     manifest = {"version": VERSION, "tokenizer": tokenizer, "cut_fractions": list(CUTS), "sources": sources}
-    publish(Path(data_dir) / "manifest.json", json_bytes(manifest))
+    write_json(Path(data_dir) / "manifest.json", manifest)
     return manifest
 
 
@@ -168,7 +168,7 @@ def unit_entry(shard: Shard) -> dict:
 def read_manifest(data_dir: str | Path) -> dict:
     """The manifest of a data directory. Raises ShardError."""
     path = Path(data_dir) / "manifest.json"
-    manifest = read_json(path)
+    manifest = read_facts(path)
     if not {"tokenizer", "sources", "cut_fractions"} <= manifest.keys():
         raise ShardError(f"{path}: not the manifest of a data directory")
     return manifest

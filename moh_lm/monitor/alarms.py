@@ -6,10 +6,10 @@
     dead source         a source of the mix without a sample where the mix has one; or with a loss that is exactly 0,
                         not finite, or of no token
 
-The first three ring when they hold for --alarm-intervals intervals of the log in a row, and are over when they do not
-hold for as many; the last rings, and is over, at once. A running median is over the last ``WINDOW`` intervals at which
-the alarm did not hold, and counts from ``ENOUGH`` of them on. What has rung is part of a checkpoint: a resumed run does
-not ring again.
+The first three fire when they hold for --alarm-intervals intervals of the log in a row, and are over when they do not
+hold for as many; the last fires, and is over, at once. A running median is over the last ``WINDOW`` intervals at which
+the alarm did not hold, and counts from ``ENOUGH`` of them on. What has fired is part of a checkpoint: a resumed run
+does not fire again.
 
 The mix has a sample of a source with the share w among any m samples with m w >= 2: moh_lm.data.mixture keeps the count
 of every prefix within less than one of its share.
@@ -24,7 +24,7 @@ COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "thr
 
 
 class Alarms:
-    """What rings, and for how long. A condition is (kind, place, head): layer or source, and routed head, or None.
+    """What fires, and for how long. A condition is (kind, place, head): layer or source, and routed head, or None.
 
     settings: ``AlarmConfig``. layers: ``RoutedLayer``s. shares: {source: its share of the mix}.
     """
@@ -35,14 +35,14 @@ class Alarms:
         self.unit = layers[0].unit if layers else "head"
         self.shares = shares
         self.streaks = {}  # {condition: intervals that it has held for}
-        self.ringing = {}  # {condition: intervals that it has not held for}
+        self.firing = {}  # {condition: intervals that it has not held for}
         self.history = {}  # {(kind, place): values at which it did not hold}
         self.unseen = dict.fromkeys(shares, 0)  # samples of all sources since the last one of each
 
     def check(self, interval, figures, ranks=()):
         """[(text, facts for the journal)] of the alarms that begin, and of those that end, with ``interval``.
 
-        figures: of its heads, or None. ranks: ``of_ranks`` of moh_lm.monitor.interval.
+        figures: of its heads, or None. ranks: ``waits_and_memory`` of moh_lm.monitor.interval.
         """
         held = dict(self.dead_sources(interval))
         if interval.timed_tokens:
@@ -55,12 +55,12 @@ class Alarms:
         # Of what this interval knows nothing about, all stays as it was.
         unknown = {condition: number for condition, number in self.streaks.items() if condition[0] not in known}
         self.streaks = unknown | {condition: self.streaks.get(condition, 0) + 1 for condition in held}
-        for condition in self.ringing:
+        for condition in self.firing:
             if condition[0] in known:
-                self.ringing[condition] = 0 if condition in held else self.ringing[condition] + 1
-        begun = [c for c in held if c not in self.ringing and self.streaks[c] >= self.patience(c)]
-        ended = [c for c, quiet in self.ringing.items() if quiet >= self.patience(c)]
-        self.ringing = {c: quiet for c, quiet in self.ringing.items() if c not in ended} | dict.fromkeys(begun, 0)
+                self.firing[condition] = 0 if condition in held else self.firing[condition] + 1
+        begun = [c for c in held if c not in self.firing and self.streaks[c] >= self.patience(c)]
+        ended = [c for c, quiet in self.firing.items() if quiet >= self.patience(c)]
+        self.firing = {c: quiet for c, quiet in self.firing.items() if c not in ended} | dict.fromkeys(begun, 0)
         return [
             *grouped("ALARM", "alarm", begun, held, self.unit),
             *grouped("alarm over:", "alarm over", sorted(ended, key=str), {}, self.unit),
@@ -130,7 +130,7 @@ class Alarms:
         """JSON-able; ``restore`` takes it back."""
         return {
             "streaks": [[*condition, number] for condition, number in self.streaks.items()],
-            "ringing": [[*condition, number] for condition, number in self.ringing.items()],
+            "ringing": [[*condition, number] for condition, number in self.firing.items()],
             "history": [[*key, values] for key, values in self.history.items()],
             "unseen": self.unseen,
         }
@@ -140,7 +140,7 @@ class Alarms:
         kept = [row for row in state["streaks"] if same_data or row[0] != SOURCE]
         self.streaks = {tuple(condition): number for *condition, number in kept}
         kept = [row for row in state["ringing"] if same_data or row[0] != SOURCE]
-        self.ringing = {tuple(condition): number for *condition, number in kept}
+        self.firing = {tuple(condition): number for *condition, number in kept}
         self.history = {tuple(key): values for *key, values in state["history"]}
         if same_data:
             self.unseen = dict(state["unseen"])

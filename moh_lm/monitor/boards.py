@@ -9,9 +9,12 @@ run, whose id is in wandb.json; it ignores steps that it has, and a resumed run 
 import importlib
 import json
 import secrets
+import struct
 import sys
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+from tensorboard.compat.proto.event_pb2 import Event
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -74,3 +77,22 @@ class Boards:
             self.tensorboard.close()
         if self.wandb is not None:
             self.guarded(self.wandb.finish)
+
+
+def first_drawn(directory):
+    """The first step after 0 in the TensorBoard files below ``directory``; None if there is none.
+
+    A file is records end to end: u64 length, u32 checksum, an ``Event``, u32 checksum. The last may be cut short.
+    """
+    for path in sorted(Path(directory, "tensorboard").glob("events.out.tfevents.*")):
+        with open(path, "rb") as file:
+            while len(header := file.read(12)) == 12:
+                content = file.read(struct.unpack("<Q", header[:8])[0])
+                try:
+                    step = Event.FromString(content).step
+                except DecodeError:
+                    break
+                if step > 0:
+                    return step
+                file.seek(4, 1)
+    return None

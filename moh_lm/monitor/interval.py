@@ -108,7 +108,7 @@ class Interval:
         self.not_finite = dict(state["not_finite"])
 
 
-def of_ranks(interval, device):
+def waits_and_memory(interval, device):
     """[(seconds that a step waited for its data, peak memory in bytes)] of every rank; all call it together."""
     mine = torch.tensor(
         [interval.seconds_per_step()["data"], peak_memory(device)], dtype=torch.float64, device=device

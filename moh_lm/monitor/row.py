@@ -7,13 +7,14 @@ import json
 import math
 
 from moh_lm.cost.flops import flops_per_token, peak_flops
+from moh_lm.data.files import publish
 from moh_lm.monitor.interval import ratio
 
 
 def training_row(config, dataset, interval, step, rate, grad_norm, figures, ranks, device):
     """The object of metrics.jsonl for the interval that ends after ``step``; its figures of heads are rounded.
 
-    figures: ``Interval.head_figures``. ranks: ``of_ranks`` of moh_lm.monitor.interval.
+    figures: ``Interval.head_figures``. ranks: ``waits_and_memory`` of moh_lm.monitor.interval.
     """
     run, losses, speed = config.run, interval.source_losses(), interval.tokens_per_second()
     data, memory = zip(*ranks, strict=True)
@@ -78,14 +79,9 @@ def keep_rows(path, last_step):
     """Drop the rows of ``path`` that the run is about to write again: those after ``last_step``, or all if it is 0."""
     if not path.exists():
         return
-    if last_step == 0:
-        path.unlink()
-        return
     rows = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [row for row in rows if complete(row) and json.loads(row)["step"] <= last_step]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(row + "\n" for row in kept), encoding="utf-8")
-    temporary.replace(path)
+    kept = [row for row in rows if last_step and complete(row) and json.loads(row)["step"] <= last_step]
+    publish(path, "".join(row + "\n" for row in kept).encode())
 
 
 def last_step(path):

@@ -4,8 +4,12 @@ One rank that sees another directory, other data or a damaged file must stop all
 others would wait in for ever. So whatever may differ between ranks is decided by rank 0 or by all of them together.
 """
 
+import socket
+
 import torch
 import torch.distributed as dist
+
+from moh_lm.config import ConfigError
 
 
 def from_rank_0(value):
@@ -14,15 +18,37 @@ def from_rank_0(value):
     return values[0]
 
 
-def of_all_ranks(problems):
+def problems_of_all_ranks(problems):
     """The problems of every rank, each once."""
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, problems)
     return list(dict.fromkeys(problem for part in parts for problem in part))
 
 
-def of_any_rank(flags, device):
+def set_on_any_rank(flags, device):
     """For each of ``flags`` whether it is set on any rank; every rank calls this together and gets the same answer."""
     flags = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [bool(flag) for flag in flags.tolist()]
+
+
+def together(work):
+    """What ``work()`` returns on this rank. If a file fails it on any rank, every rank raises the same ConfigError."""
+    result, problems = None, []
+    try:
+        result = work()
+    except OSError as error:
+        where = f"rank {dist.get_rank()} on {socket.gethostname()}"
+        reason = (error.strerror or str(error)).lower()
+        problems = [f"{error.filename}: {reason} ({where}); mend this, and start the same command again"]
+    except ConfigError as error:
+        problems = error.problems
+    problems = problems_of_all_ranks(problems)
+    if problems:
+        raise ConfigError(problems)
+    return result
+
+
+def by_rank_0(work):
+    """What ``work()`` returns on rank 0, which alone does it. Raises ConfigError as ``together`` does."""
+    return from_rank_0(together(work if dist.get_rank() == 0 else lambda: None))

@@ -1,14 +1,10 @@
-"""The processes of a run: how they start, what they check together, how they are asked to stop, and how they leave."""
+"""The processes of a run: how they start, and how they leave."""
 
-import fcntl
 import os
-import signal
 import socket
 import sys
-import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import deepspeed
 import deepspeed.ops
@@ -19,34 +15,6 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch.distributed.rendezvous import rendezvous
 
 from moh_lm.config import ConfigError
-from moh_lm.parallel.agreement import from_rank_0, of_all_ranks
-
-LOCK_SECONDS = 10  # to wait for a run directory that is in use
-
-
-def make_run_directory(path):
-    """Raises ConfigError unless ``path`` is a directory that can be written, or can be made one."""
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
-    except OSError as error:
-        reason = error.strerror
-    if reason:
-        raise ConfigError([f"--checkpoint-dir {path}: cannot be written ({reason}); give another directory"])
-
-
-def lock_run_directory(path):
-    """Hold the run directory until this process ends, however it ends. Raises ConfigError if another run holds it."""
-    lock = open(Path(path) / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
-    for attempt in range(LOCK_SECONDS + 1):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            time.sleep(attempt < LOCK_SECONDS)  # the ranks of the run before this one may still be ending
-        except OSError:
-            return lock  # a file system without locks
-    raise ConfigError([f"--checkpoint-dir {path}: another run is writing to it; end it, or give another directory"])
 
 
 def refuse_foreign_launcher():
@@ -88,42 +56,6 @@ def start_process_group(timeout):
         dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=limit)
     deepspeed.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
     return device
-
-
-def check_nodes(config, dataset):
-    """Raise ConfigError on every rank unless all of them see one run directory, one configuration and the same data."""
-    marker = Path(config.run.checkpoint_dir) / from_rank_0(f".seen-{time.time_ns()}")
-    if dist.get_rank() == 0:
-        marker.touch()
-    mine = {"data": dataset.fingerprint(), **config.to_dict()}
-    first = from_rank_0(mine)  # also waits for the marker
-    here = f"rank {dist.get_rank()} on {socket.gethostname()}"
-    problems = [] if marker.exists() else [f"--checkpoint-dir {marker.parent}: {here} does not see that of rank 0"]
-    problems += [f"{here} has another {key} than rank 0: {mine[key]}" for key in mine if mine[key] != first[key]]
-    problems = of_all_ranks(problems)
-    if dist.get_rank() == 0:
-        marker.unlink()
-    if problems:
-        raise ConfigError([f"{problem}; use paths on a file system that all nodes share" for problem in problems])
-
-
-class StopRequest:
-    """SIGTERM or SIGUSR1 to any one rank, or the end of ``exit_after`` seconds, asks the run to stop after its step."""
-
-    def __init__(self, exit_after=None):
-        self.deadline = time.monotonic() + exit_after if exit_after else None
-        self.reason = None
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self.note)
-
-    def note(self, number, frame):
-        self.reason = signal.Signals(number).name
-
-    def due(self):
-        """Whether this rank was asked to stop."""
-        if self.deadline and time.monotonic() >= self.deadline:
-            self.reason = "--exit-after"
-        return self.reason is not None
 
 
 def say(text):

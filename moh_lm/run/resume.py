@@ -1,102 +1,89 @@
 """Going on from the last sound checkpoint of a run.
 
 All ranks verify the files together and hear one verdict before any of them loads. A damaged step is set aside under
-another name, loudly, and the one before it is used. A run directory whose checkpoints are all damaged or gone never
-starts afresh by itself.
+another name, loudly, and the one before it is used. Only what was read can be damaged: a file that cannot be read ends
+the run and changes nothing. A run directory whose checkpoints are all damaged or gone never starts afresh by itself.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_leftovers
+from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
-from moh_lm.checkpoint.manifest import describe, read_json, read_manifest, verify
+from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
 from moh_lm.config import Config, ConfigError, walk
+from moh_lm.data.files import read_json
+from moh_lm.monitor.boards import first_drawn
 from moh_lm.monitor.row import last_step
-from moh_lm.parallel.agreement import from_rank_0, of_all_ranks
+from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks, together
 from moh_lm.run.launch import say
+from moh_lm.run.state import read_state
 
 
-def resume(config, dataset, engine, interval, alarms, journal, progress):
-    """Fill the engine from the run's last sound checkpoint.
+def resume(state, journal, progress):
+    """Fill ``state``, a ``RunState`` of moh_lm.run.state, from the run's last sound checkpoint, if there is one.
 
-    Returns the number of iterations done, 0 without a checkpoint; the dataset as it goes on from there; and where the
-    model that the run began with was imported from, or None. progress: called as it goes. Raises ConfigError if the run
-    cannot go on with this configuration or these data.
+    progress: called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
     """
-    directory = Path(config.run.checkpoint_dir)
-    if dist.get_rank() == 0:
-        remove_leftovers(directory / "checkpoints")
-        for pattern in (".seen-*", "*.json*.tmp", "checkpoints/latest.tmp"):
-            for leftover in directory.glob(pattern):
-                leftover.unlink(missing_ok=True)
+    config, directory = state.config, Path(state.config.run.checkpoint_dir)
+    by_rank_0(lambda: tidy(directory))
     step = sound_step(directory / "checkpoints", journal, progress)
     if step is None:
-        return 0, dataset, None
-    state = read_state(step)
-    begins, imported = state["step"] == 0, state.get("imported")
-    problems = of_all_ranks(changes(step, state, config, dataset))
-    if problems:
-        raise ConfigError(
-            [f"cannot go on from {step}: {text}; restore it, or choose a new --checkpoint-dir" for text in problems]
-        )
-    before, now = Config.load(step / "config.json").to_dict(), config.to_dict()
+        return
+    saved = together(lambda: read_state(step))
+    before, now = together(lambda: Config.load(step / "config.json")).to_dict(), config.to_dict()
+    together(lambda: refuse_changes(step, saved, before, config, state.dataset))
+    begins = saved["step"] == 0
     for key in now:
         if before[key] != now[key] and not begins:
             say(f"resuming with another {key}: {now[key]} instead of {before[key]}")
-    problems = []
-    try:
-        load_fragments(step, engine.fragments(), progress)
-    except (ValueError, OSError) as error:
-        problems = [f"{step}: {error}; set it aside by hand, and the run goes on from the one before it"]
-    problems = of_all_ranks(problems)
-    if problems:
-        raise ConfigError(problems)
-    engine.adopt(state["optimizer_steps"], state["router_shares"])
-    if begins:
-        journal.add("resumed", 0, f"beginning with {step}, imported from {imported['source']}")
-        return 0, dataset, imported
-    engine.guard.restore(state["guard"])
-    changed = dataset.changes(state["data"])
+    together(lambda: load(step, state.engine.fragments(), progress))
+    changed = state.restore(saved)
     if changed:
-        journal.add("data changed", state["step"], "\n".join(["resuming with other data:", *changed]), changes=changed)
-    else:
-        interval.restore(state["interval"])
-    alarms.restore(state["alarms"], same_data=not changed)
-    journal.add("resumed", state["step"], f"resumed {step}")
-    return state["step"], dataset.continue_from(state["data"], state["consumed_samples"]), imported
+        journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
+    how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
+    journal.add("resumed", state.step, how)
 
 
-def read_state(step):
-    """What ``run_state`` of moh_lm.pretrain wrote. Raises ConfigError if it is not that."""
-    path = step / "state.json"
-    keys = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard", "interval", "alarms", "data"}
+def tidy(directory):
+    """Remove what a start that a crash cut short has left in a run directory."""
+    remove_leftovers(directory / "checkpoints")
+    for pattern in (".seen-*", "*.json*.tmp*", "checkpoints/latest.tmp*"):
+        for leftover in directory.glob(pattern):
+            remove_entry(leftover)
+
+
+def load(step, fragments, progress):
+    """``load_fragments``. Raises ConfigError if the files do not hold what they should."""
     try:
-        state = read_json(path)
-        missing = keys - state.keys()
-    except (ValueError, AttributeError) as error:
-        raise ConfigError([f"{path}: not the state of a run ({error})"]) from error
-    if missing:
-        raise ConfigError([f"{path}: has no {', '.join(sorted(missing))}; it was written by another version"])
-    return state
+        load_fragments(step, fragments, progress)
+    except ValueError as error:
+        advice = "set it aside by hand, and the run goes on from the one before it"
+        raise ConfigError([f"{step}: {error}; {advice}"]) from error
 
 
-def changes(step, state, config, dataset):
-    """Sentences for what makes ``config`` and ``dataset`` another run than the one that wrote ``step``."""
-    before, now = Config.load(step / "config.json").to_dict(), config.to_dict()
-    found = model_changes(before, now, config.model)
-    if not config.data.allow_data_change and state["step"]:
-        found += [f"{change} (--allow-data-change goes on all the same)" for change in dataset.changes(state["data"])]
-    if state["consumed_samples"] != state["step"] * config.run.global_batch_size:
-        found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {state['step']} steps")
-    written = read_manifest(step).get("tokenizer.model")
+def refuse_changes(step, saved, before, config, dataset):
+    """Raise ConfigError if ``config`` and ``dataset`` are another run than the one that wrote ``step``.
+
+    saved: its state. before: its configuration, {field: value}.
+    """
+    found = model_changes(before, config.to_dict(), config.model)
+    if not config.data.allow_data_change and saved["step"]:
+        found += [f"{change} (--allow-data-change goes on all the same)" for change in dataset.changes(saved["data"])]
+    if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:
+        found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {saved['step']} steps")
+    written = read_entries(step).get("tokenizer.model")
     present = describe(dataset.tokenizer_path) if dataset.tokenizer_path else None
-    if written != present and (written or state["step"]):  # an import need not have one
+    if written != present and (written or saved["step"]):  # an import need not have one
         was, now_is = (entry["sha256"][0][:12] if entry else "absent" for entry in (written, present))
         found.append(f"the tokenizer was {was} and is {now_is} (SHA-256): {dataset.tokenizer_path}")
-    return found
+    if found:
+        raise ConfigError(
+            [f"cannot go on from {step}: {text}; restore it, or choose a new --checkpoint-dir" for text in found]
+        )
 
 
 def model_changes(before, now, model):
@@ -121,16 +108,13 @@ def sound_step(directory, journal, progress):
     """The newest step whose files are what its manifest says; None if this run has never saved one.
 
     Rank 0 names the steps, each rank reads a share of the files, and all of them hear the verdict. Raises ConfigError
-    if there were checkpoints and none is sound.
+    if there were checkpoints and none is sound, or if a file cannot be read.
     """
-    names = from_rank_0([step.name for step in list_steps(directory)])
     damaged = {}
-    for name in names:
-        step = Path(directory) / name
-        problems = of_all_ranks(verify(step, dist.get_rank(), dist.get_world_size(), progress))
-        problems = problems or of_all_ranks(foreign(step))
+    for step in by_rank_0(lambda: list_steps(directory)):
+        problems = problems_of_all_ranks(together(lambda step=step: damage(step, progress)))
         if not problems:
-            settle(step, damaged, journal)
+            by_rank_0(lambda step=step: settle(step, damaged, journal))
             return step
         damaged[step] = problems
         for problem in problems:
@@ -138,45 +122,46 @@ def sound_step(directory, journal, progress):
     if damaged:
         advice = "no checkpoint of this run is sound: restore one, or choose a new --checkpoint-dir"
         raise ConfigError([*(problem for problems in damaged.values() for problem in problems), advice])
-    lost = from_rank_0(trace_of_checkpoints(directory, journal))
+    lost = by_rank_0(lambda: trace_of_checkpoints(directory, journal))
     if lost:
         raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started afresh"])
     return None
 
 
-def foreign(step):
-    """A sentence, or none, if the directory holds another step than its name says."""
+def damage(step, progress):
+    """Sentences for what is wrong in this rank's share of a step, or for another step under its name."""
+    found = verify(step, dist.get_rank(), dist.get_world_size(), progress)
+    if found:
+        return found
     number = step.name.removeprefix("step-")
     try:
         inside = str(read_json(step / "state.json")["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return []  # said by ``read_state``
+    except (*NO_SUCH_FILE, ValueError, KeyError, TypeError):
+        return []  # said by the rank that verifies it, or by ``read_state``
     return [] if inside == number else [f"{step}: holds step {inside}"]
 
 
 def settle(sound, damaged, journal):
     """Give the ``damaged`` steps names that no run goes on from, and let ``latest`` name the ``sound`` one."""
-    if dist.get_rank() == 0:
-        for step, problems in damaged.items():
-            aside = free_name(step.with_name(f"damaged-{step.name}"))
-            step.rename(aside)
-            number = int(step.name.split("-")[1])
-            journal.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
-        point_latest(sound)
-    dist.barrier()
+    for step, problems in damaged.items():
+        aside = free_name(step.with_name(f"damaged-{step.name}"))
+        step.rename(aside)
+        number = int(step.name.split("-")[1])
+        journal.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
+    point_latest(sound)
 
 
 def free_name(path):
     """``path``, or with a number after it if it is taken."""
     number, free = 1, path
-    while free.exists():
+    while os.path.lexists(free):
         number += 1
         free = path.with_name(f"{path.name}-{number}")
     return free
 
 
 def trace_of_checkpoints(directory, journal):
-    """What shows that there once were checkpoints, where there are none; or None."""
+    """What shows that there were checkpoints, or that files of the run were removed, where there are none; or None."""
     saved = journal.last("saved")
     begun = journal.last("import")
     if begun and not saved:
@@ -190,6 +175,9 @@ def trace_of_checkpoints(directory, journal):
     logged, interval = last_step(run / "metrics.jsonl"), saved_every(run / "config.json")
     if interval and logged > 2 * interval:  # the second save waited for the first
         return f"{directory}: empty, though metrics.jsonl knows step {logged} and saves were due every {interval}"
+    drawn = first_drawn(run)
+    if drawn and not (run / "metrics.jsonl").exists():  # whose row is written before the drawing
+        return f"{run / 'metrics.jsonl'}: is not there, nor any checkpoint, though tensorboard/ knows step {drawn}"
     return None
 
 

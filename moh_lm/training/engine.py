@@ -19,7 +19,7 @@ from deepspeed.utils import set_z3_leaf_modules
 
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
-from moh_lm.parallel.agreement import of_all_ranks
+from moh_lm.parallel.agreement import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding
 from moh_lm.training.deepspeed_config import deepspeed_config
@@ -126,7 +126,7 @@ class Engine:
         if skipped:
             self.optimizer.drop_gradients()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
-        lasting = of_all_ranks(self.compare_replicas()) if examined.code == DIVERGENCE else []
+        lasting = problems_of_all_ranks(self.compare_replicas()) if examined.code == DIVERGENCE else []
         if lasting:
             raise Divergence(f"{'; '.join(lasting)}; also in the fp32 masters")
         routers = self.router_sums.take([batch.sources for batch in micro_batches], keep_shares=skipped)
@@ -193,8 +193,8 @@ class Engine:
         for name, parameter in self.named_parameters():
             owned = self.optimizer.fragment(parameter)
             if owned is not None:
-                shape, start, tensors = owned
-                yield Fragment(name, parameter, shape, start, self.is_copy(parameter), tensors)
+                start, tensors = owned
+                yield Fragment(name, parameter, start, self.is_copy(parameter), tensors)
 
     def is_copy(self, parameter):
         """Whether another rank holds the same parameter and speaks for it: a replicated weight, or a tied one."""

@@ -18,14 +18,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class Fragment(NamedTuple):
     """A range of one parameter that this rank's optimizer owns.
 
-    shape: of the local ``parameter``; start: first element of the range in it, flattened. tensors: "master", "exp_avg",
+    start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg",
     "exp_avg_sq", flat fp32, all of one length, the optimizer's own. is_copy: another rank has the same and speaks for
     it.
     """
 
     name: str
     parameter: torch.nn.Parameter
-    shape: tuple[int, ...]
     start: int
     is_copy: bool
     tensors: dict[str, torch.Tensor]
@@ -75,13 +74,13 @@ class ShardedAdamW:
             group["lr"] = rate
 
     def fragment(self, parameter):
-        """(shape of the local parameter, start, tensors) of what this rank owns of it, or None; see ``Fragment``."""
+        """(start, tensors) of what this rank owns of it, or None; see ``Fragment``."""
         if self.whole_parameters:
             mapping = parameter._hp_mapping
             if mapping is None:
                 return None
             tensors = {"master": mapping.get_hp_fragment(), **{key: mapping.get_hp_fragment(key) for key in MOMENTS}}
-            return tuple(parameter.shape), mapping.lp_fragment_address.start, tensors
+            return mapping.lp_fragment_address.start, tensors
         start = self.rank * parameter.partition_numel()
         length = min(parameter.partition_numel(), parameter.ds_numel - start)  # the rest is padding
         if length <= 0:
@@ -90,7 +89,7 @@ class ShardedAdamW:
         for kind, key in (("master", None), *((key, key) for key in MOMENTS)):
             owned, _ = self.optimizer._get_fp32_opt_state_partition(parameter, True, key)
             tensors[kind] = owned[:length]
-        return tuple(parameter.ds_shape), start, tensors
+        return start, tensors
 
     @property
     def steps(self):

@@ -7,17 +7,16 @@ Each writes into a shared file what it is doing, so that a kill can be placed, a
 import mmap
 import os
 import random
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 from moh_lm import pretrain
 from moh_lm.checkpoint import manifest, saver
+from moh_lm.run import loop
 from moh_lm.training import engine
 from tests.distributed import CONTEXT, free_port
 
@@ -143,14 +142,13 @@ def mark_phases(path, rank):
 
     engine.Engine.train_step = count(engine.Engine.train_step)
     around(engine.Engine, "train_step", "main", "step")
-    around(pretrain, "make_engine", "main", "engine")
-    around(pretrain, "resume", "main", "resume")
-    around(pretrain, "evaluate", "main", "evaluation")
+    around(loop, "make_engine", "main", "engine")
+    around(loop, "resume", "main", "resume")
+    around(loop.Run, "evaluate", "main", "evaluation")
     around(saver.Saver, "save", "main", "save")
     around(saver.Saver, "commit", "main", "commit")
     around(saver.Writing, "run", "writer", "write")
-    saver.shutil = SimpleNamespace(rmtree=shutil.rmtree, disk_usage=shutil.disk_usage)
-    around(saver.shutil, "rmtree", "remover", "removal")
+    around(saver, "remove_entry", "remover", "removal")
 
 
 def slow_files(seed):

@@ -1,8 +1,12 @@
 """Checkpoints on the disk: damage, pointers, retention, full disks, and reading any part of any layout."""
 
+import builtins
 import contextlib
+import errno
+import io
 import json
 import math
+import os
 import pickle
 import random
 import re
@@ -16,9 +20,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from moh_lm.checkpoint import fragments, manifest, saver
-from moh_lm.checkpoint.directory import list_steps, outdated
+from moh_lm.checkpoint.directory import list_steps, newest_model, outdated, remove_leftovers
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters, write_safetensors
-from moh_lm.checkpoint.manifest import BLOCK_BYTES, describe, verify
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, describe, read_entries, verify
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.parallel.layers import Partition, make_parameter
@@ -231,7 +235,7 @@ def cut(generator, whole, dim, ranks):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_range_of_any_shard_is_read_from_any_other_cut(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr(fragments, "read_manifest", lambda step: [path.name for path in step.iterdir()])
+    monkeypatch.setattr(fragments, "read_entries", lambda step: [path.name for path in step.iterdir()])
     generator = random.Random(seed)
     whole = tuple(generator.randrange(5, 12) for _ in range(generator.randrange(1, 3)))
     values = torch.arange(1.0, 1 + math.prod(whole)).view(whole)
@@ -253,13 +257,13 @@ def test_any_range_of_any_shard_is_read_from_any_other_cut(tmp_path, monkeypatch
 
 def write_rank(path, whole, partition, start, values):
     parameter = make_parameter(whole, partition=partition)
-    fragment = Fragment("w", parameter, tuple(parameter.shape), start, False, {"master": values})
+    fragment = Fragment("w", parameter, start, False, {"master": values})
     addresses = json.dumps({"w": fragments.address_of(fragment)})
     write_safetensors(path, {"master/w": values.clone()}, {"fragments": addresses})
 
 
 def test_elements_that_no_file_holds_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(fragments, "read_manifest", lambda step: [path.name for path in step.iterdir()])
+    monkeypatch.setattr(fragments, "read_entries", lambda step: [path.name for path in step.iterdir()])
     write_rank(tmp_path / "rank-0.safetensors", (4, 3), None, 0, torch.zeros(7))
     write_rank(tmp_path / "rank-1.safetensors", (4, 3), None, 8, torch.zeros(4))
     reader = FragmentReader(tmp_path)
@@ -302,6 +306,64 @@ def test_a_run_keeps_the_checkpoints_that_its_flags_say(data_dir, tmp_path, back
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {"latest", "step-3", "step-6", "step-7"}
     assert all(verify(step) == [] for step in list_steps(tmp_path / "checkpoints"))
+
+
+def save_beside_a_link(directory, elsewhere):
+    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
+    writer = Saver(directory, keep_last=1)
+    writer.save(1, [fragment], Config(), {}, None)
+    (directory / "step-1").rename(elsewhere)
+    (directory / "step-1").symlink_to(elsewhere)
+    for step in (2, 3, 4):
+        writer.save(step, [fragment], Config(), {}, None)
+    writer.close()
+
+
+def test_an_old_step_that_is_a_link_is_removed_and_what_it_points_to_stays(tmp_path):
+    """Under its own name, and as the leftover of a removal that was cut short."""
+    steps, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    run_ranks(save_beside_a_link, 1, steps, elsewhere)
+    assert sorted(path.name for path in steps.iterdir()) == ["latest", "step-4"]
+    (steps / "step-3.old.tmp").symlink_to(elsewhere)
+    (steps / "step-5.tmp").symlink_to(tmp_path / "nowhere")
+    remove_leftovers(steps)
+    assert sorted(path.name for path in steps.iterdir()) == ["latest", "step-4"]
+    assert verify(elsewhere) == []
+
+
+# --- What cannot be read ---
+
+
+def test_what_cannot_be_read_is_not_called_damaged(copy, monkeypatch):
+    """The tests may run as root, whom no permission stops: the error comes from ``open``."""
+    step = copy / "checkpoints" / "step-6"
+    for name in (*read_entries(step), "manifest.json"):
+        with monkeypatch.context() as patch:
+            refuse(patch, step / name)
+            with pytest.raises(OSError, match=f"Stale.*{name}"):
+                verify(step)
+            with pytest.raises(ConfigError, match=rf"{name}: cannot be read \(Stale"):
+                find_step(copy)
+    monkeypatch.setattr("os.scandir", lambda path: stale(path))
+    for search in (find_step, newest_model):
+        with pytest.raises(ConfigError, match=r"checkpoints: cannot be read \(Stale"):
+            search(copy)
+
+
+def refuse(patch, path):
+    """Make every ``open`` of ``path`` fail, as that of a network file system whose server has forgotten it."""
+
+    def opened(file, *more, original=open, **named):
+        stale(file, path)
+        return original(file, *more, **named)
+
+    patch.setattr(builtins, "open", opened)
+    patch.setattr(io, "open", opened)  # which pathlib calls
+
+
+def stale(file, path=None):
+    if path is None or str(file) == str(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(file))
 
 
 # --- Saves that fail ---
@@ -366,7 +428,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(data_dir, tmp
 def save_not_finite(directory):
     parameter = make_parameter((4, 4))
     values = torch.zeros(16)
-    fragment = Fragment("w", parameter, (4, 4), 0, False, {"master": values, "exp_avg": values.clone()})
+    fragment = Fragment("w", parameter, 0, False, {"master": values, "exp_avg": values.clone()})
     saver = Saver(directory)
     saver.save(1, [fragment], Config(), {}, None)
     for bad in (math.nan, math.inf, -math.inf):
@@ -381,13 +443,13 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
 
 
 def save_with_a_broken_writer(directory):
-    fragment = Fragment("w", make_parameter((4, 4)), (4, 4), 0, False, {"master": torch.zeros(16)})
-    saver = Saver(directory, keep_last=1)
-    saver.save(1, [fragment], Config(), {}, None)
+    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
+    writer = Saver(directory, keep_last=1)
+    writer.save(1, [fragment], Config(), {}, None)
     if dist.get_rank() == 1:
         saver.write_safetensors = broken
     with pytest.raises(CheckpointError, match="step-2.tmp/rank-1.safetensors: MemoryError"):
-        saver.save(2, [fragment], Config(), {}, None)
+        writer.save(2, [fragment], Config(), {}, None)
 
 
 def broken(*_):
@@ -422,7 +484,7 @@ def test_odd_things_in_a_run_directory_do_not_stop_it(copy, data_dir, whole):
 
 
 def save_below_a_file(directory):
-    fragment = Fragment("w", make_parameter((4, 4)), (4, 4), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
+    fragment = Fragment("w", make_parameter((4, 4)), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
     with pytest.raises(CheckpointError, match="step-1.tmp: not a directory: the checkpoint takes"):
         Saver(directory).save(1, [fragment], Config(), {}, None)
 
@@ -434,7 +496,7 @@ def test_a_directory_that_rank_0_cannot_make_is_an_error_of_all_ranks(tmp_path):
 
 def save_in_the_background(directory):
     values = torch.ones(100_000)
-    fragment = Fragment("w", make_parameter((100_000,)), (100_000,), 0, dist.get_rank() > 0, {"master": values})
+    fragment = Fragment("w", make_parameter((100_000,)), 0, dist.get_rank() > 0, {"master": values})
     saver = Saver(directory, background=True)
     for step in (1, 2, 3):
         saver.save(step, [fragment], Config(), {}, None)

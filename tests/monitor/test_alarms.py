@@ -150,7 +150,7 @@ def test_what_rang_and_what_is_about_to_ring_outlive_a_checkpoint():
     assert texts(other.check(slow, low)) == ["ALARM throughput: 85 tokens/s after a median of 256"]  # and no collapse
     changed = alarms()
     changed.restore({**one.state(), "unseen": {"old": 5}}, same_data=False)
-    assert changed.unseen == {"a": 0, "b": 0} and changed.ringing == one.ringing
+    assert changed.unseen == {"a": 0, "b": 0} and changed.firing == one.firing
 
 
 def test_thresholds_at_which_a_healthy_run_rings_are_refused(data_dir, tmp_path):

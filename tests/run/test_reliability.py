@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from moh_lm import pretrain
 from moh_lm.checkpoint.directory import list_steps
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
-from moh_lm.checkpoint.saver import find_step
+from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.config import ReliabilityConfig
 from moh_lm.run.watchdog import UNAVAILABLE
 from moh_lm.training.engine import Engine
@@ -271,7 +270,7 @@ def test_a_master_that_drifts_from_its_copy_ends_the_run(data_dir, tmp_path, mor
 
 def run_with_signal(flags, step, number, moment):
     """``run``, in which rank 1 gets the signal ``number`` in a step, or as it begins to evaluate or to save."""
-    places = {"step": (Engine, "step"), "evaluation": (Engine, "evaluate"), "save": (pretrain.Saver, "save")}
+    places = {"step": (Engine, "step"), "evaluation": (Engine, "evaluate"), "save": (Saver, "save")}
     owner, name = places[moment]
     original = getattr(owner, name)
     calls = {"number": 0}

@@ -19,7 +19,7 @@ from safetensors.torch import load_file as load_torch_file
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, describe, verify, write_manifest
 from moh_lm.config import Config
 from moh_lm.model.transformer import CausalLM
-from moh_lm.run import launch
+from moh_lm.run import directory as run_directory
 from tests.checkpoint.test_checkpoint import (
     Canary,
     add_a_rank,
@@ -446,8 +446,8 @@ class FullDisk(HashedFile):
 
 def test_a_run_that_is_training_gets_no_copy(tool, source, tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    monkeypatch.setattr(launch, "LOCK_SECONDS", 0)
-    with launch.lock_run_directory(tmp_path / "run"):
+    monkeypatch.setattr(run_directory, "LOCK_SECONDS", 0)
+    with run_directory.lock_run_directory(tmp_path / "run"):
         code, _, problem = tool("copy", source, tmp_path / "run")
     assert code == 2 and "another run is writing to it" in problem
     assert tool("copy", source, tmp_path / "run")[0] == 0

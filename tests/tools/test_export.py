@@ -83,7 +83,7 @@ def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=3
             start, stop, is_copy = rank * values.numel() // size, (rank + 1) * values.numel() // size, False
             owned = values.flatten()[start:stop]
         tensors = {"master": owned.flatten()}
-        fragments.append(Fragment(name, parameter, tuple(parameter.shape), start, is_copy, tensors))
+        fragments.append(Fragment(name, parameter, start, is_copy, tensors))
     run_config = RunConfig(seq_length=seq_length, batch_tokens=10 * seq_length, train_iters=STEP)
     config = Config(model=model_config, run=run_config)
     state = {

@@ -499,12 +499,12 @@ def test_a_run_that_is_stopped_ends_as_if_it_had_not_been(pristine, straight, da
 
 
 def run_and_die(arguments):
-    from moh_lm import pretrain
+    from moh_lm.checkpoint.saver import Saver
 
     def die(*_):
         raise KeyboardInterrupt
 
-    pretrain.Saver.save = die
+    Saver.save = die
     run(arguments)
 
 

@@ -15,13 +15,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from moh_lm import pretrain
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
-from moh_lm.checkpoint.saver import find_step
+from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.config import Config, OptimizerConfig
 from moh_lm.flags import parse_config
 from moh_lm.monitor.log import RunLog
 from moh_lm.run import launch
-from moh_lm.run.launch import make_run_directory, start_process_group
+from moh_lm.run.directory import make_run_directory
+from moh_lm.run.launch import start_process_group
 from moh_lm.training.engine import Engine
+from moh_lm.training.schedule import learning_rate
 from tests.distributed import run_ranks
 
 SIZES = """
@@ -42,7 +44,7 @@ def arguments(data_dir, directory, *more):
 def run(flags, stop_after=None):
     """The training program on this rank; ``stop_after``: leave after the checkpoint of that step, as a crash would."""
     if stop_after is not None:
-        save = pretrain.Saver.save
+        save = Saver.save
 
         def save_and_stop(saver, step, *others):
             save(saver, step, *others)
@@ -50,7 +52,7 @@ def run(flags, stop_after=None):
                 saver.close()
                 raise KeyboardInterrupt
 
-        pretrain.Saver.save = save_and_stop
+        Saver.save = save_and_stop
     config, _ = parse_config(flags)
     make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
@@ -237,7 +239,7 @@ def test_a_changed_model_or_sample_order_is_refused_by_name(data_dir, straight, 
 
 def test_the_learning_rate_at_every_corner():
     optimizer = OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_init_lr=1e-7, warmup_iters=2000)
-    rates = [pretrain.learning_rate(step, optimizer, 23_842) for step in range(23_842)]
+    rates = [learning_rate(step, optimizer, 23_842) for step in range(23_842)]
     assert rates[0] == 1e-7
     assert rates[1] == pytest.approx(1e-7 + (3e-4 - 1e-7) / 2000, rel=1e-12)
     assert rates[2000] == max(rates) == 3e-4
@@ -247,8 +249,8 @@ def test_the_learning_rate_at_every_corner():
     assert rates[7460] == pytest.approx(3e-5 + 2.7e-4 * (1 + math.cos(math.pi / 4 * (5460 / (quarter - 2000)))) / 2)
     assert all(a > b for a, b in pairwise(rates[2000:]))
     assert 3e-5 < rates[-1] < 3e-5 * (1 + 1e-6)
-    assert pretrain.learning_rate(23_842, optimizer, 23_842) == pretrain.learning_rate(10**6, optimizer, 23_842) == 3e-5
-    short = [pretrain.learning_rate(step, optimizer, 100) for step in range(99)]
+    assert learning_rate(23_842, optimizer, 23_842) == learning_rate(10**6, optimizer, 23_842) == 3e-5
+    short = [learning_rate(step, optimizer, 100) for step in range(99)]
     assert short == rates[:99]  # a run that ends within its warm-up
 
 

@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps
 from moh_lm.checkpoint.fragments import FragmentReader, shard_shape
-from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_block, read_manifest, verify
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_block, read_entries, verify
 from moh_lm.config import Config, ConfigError
 from moh_lm.model.transformer import CausalLM
-from moh_lm.run.resume import read_state
+from moh_lm.run.state import read_state
 from moh_lm.training.optimizer import MOMENTS
 
 KINDS = ("master", *MOMENTS)
@@ -41,7 +41,7 @@ class Step:
         if damaged:
             raise ConfigError([f"{problem}; restore it, or give another checkpoint" for problem in damaged])
         try:
-            self.entries = read_manifest(path)
+            self.entries = read_entries(path)
             self.config = Config.load(path / "config.json")
             self.state = read_state(path)
             self.segments, self.skipped = self.state["data"]["segments"], self.state["guard"]["skipped"]
@@ -110,7 +110,7 @@ def progress(title, total):
 def find_damage(step):
     """The sentences of ``moh_lm.checkpoint.manifest.verify``, found by many threads."""
     try:
-        entries = read_manifest(step)
+        entries = read_entries(step)
     except ValueError as error:
         return [str(error)]
     suspects = {path.name for path in step.iterdir() if not path.name.startswith(".")} ^ {"manifest.json", *entries}

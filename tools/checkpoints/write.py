@@ -9,10 +9,11 @@ import torch
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps, point_latest
 from moh_lm.checkpoint.fragments import DTYPES
-from moh_lm.checkpoint.manifest import HashedFile, difference, flush, read_block, read_manifest
+from moh_lm.checkpoint.manifest import HashedFile, difference, read_block, read_entries
 from moh_lm.checkpoint.saver import free_bytes
 from moh_lm.config import ConfigError
-from moh_lm.run.launch import lock_run_directory
+from moh_lm.data.files import flush
+from moh_lm.run.directory import lock_run_directory
 from moh_lm.training.optimizer import MOMENTS
 from tools.checkpoints.read import Step, find_damage, locate, progress
 
@@ -30,7 +31,7 @@ def copy(path, destination):
     """
     source = locate(path)[0]
     try:
-        entries = read_manifest(source)
+        entries = read_entries(source)
     except ValueError as error:
         raise ConfigError([f"{error}; restore it, or give another checkpoint"]) from error
     if not STEP_NAME.fullmatch(source.resolve().name):

@@ -15,12 +15,13 @@ import torch
 
 from moh_lm.checkpoint.directory import point_latest, remove_leftovers
 from moh_lm.checkpoint.fragments import safetensors_header
-from moh_lm.checkpoint.manifest import HashedFile, flush, write_manifest
+from moh_lm.checkpoint.manifest import HashedFile, write_manifest
 from moh_lm.checkpoint.saver import free_bytes
-from moh_lm.config import ConfigError, ReliabilityConfig
+from moh_lm.config import ConfigError
+from moh_lm.data.files import flush
 from moh_lm.monitor.journal import Journal
-from moh_lm.run.launch import lock_run_directory, make_run_directory
-from moh_lm.training.guard import Guard
+from moh_lm.run.directory import lock_run_directory, make_run_directory
+from moh_lm.run.state import first_state
 from moh_lm.training.optimizer import MOMENTS
 
 FILE_BYTES = 1 << 32
@@ -64,7 +65,7 @@ def write_step(run, config, parts, facts, tokenizer, progress):
             name = f"rank-{number}.safetensors"
             entries[name] = write_parts(temporary / name, group, progress)
         texts = {"config.json": json.dumps(config.to_dict(), indent=1) + "\n"}
-        texts["state.json"] = json.dumps(first_state(config, facts), indent=1) + "\n"
+        texts["state.json"] = json.dumps(first_state(config.model, facts), indent=1) + "\n"
         contents = {name: text.encode() for name, text in texts.items()}
         contents |= {} if tokenizer is None else {"tokenizer.model": tokenizer}
         for name, content in contents.items():
@@ -111,19 +112,3 @@ def write_parts(path, parts, progress):
                 file.write(block.contiguous().flatten().view(torch.uint8).numpy())
                 progress(block.nbytes)
     return file.entry
-
-
-def first_state(config, facts):
-    """state.json of a run before its first step; see ``run_state`` of moh_lm.pretrain."""
-    layers = config.model.routed_layers()
-    return {
-        "step": 0,
-        "consumed_samples": 0,
-        "optimizer_steps": 0,
-        "router_shares": [[layer.num_active / layer.num_routed] * layer.num_routed for layer in layers],
-        "guard": Guard(ReliabilityConfig()).state(),
-        "interval": None,
-        "alarms": None,
-        "data": {"segments": [], "units": {}},
-        "imported": facts,
-    }

@@ -1,0 +1,215 @@
+"""The training loop: everything that a rank does between the first and the last step of one start of a run.
+
+    set up      groups, engine, the last checkpoint (moh_lm.run.resume), data, checkpoints, log
+    step        one iteration; then, each at its interval, a line of the log, an evaluation and a checkpoint
+    close       everything on the disk, and a word on how it ended
+"""
+
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moh_lm.checkpoint.saver import Saver, check_space
+from moh_lm.data.files import write_json
+from moh_lm.data.loader import Loader
+from moh_lm.monitor.alarms import Alarms
+from moh_lm.monitor.interval import Interval, waits_and_memory
+from moh_lm.monitor.journal import Journal
+from moh_lm.monitor.log import RunLog
+from moh_lm.monitor.row import training_row
+from moh_lm.monitor.tasks import Tasks
+from moh_lm.parallel.agreement import set_on_any_rank, together
+from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.run.directory import check_nodes
+from moh_lm.run.launch import say
+from moh_lm.run.resume import resume
+from moh_lm.run.state import RunState
+from moh_lm.training.engine import make_engine
+from moh_lm.training.guard import BadNumbers
+from moh_lm.training.incidents import report
+from moh_lm.training.schedule import learning_rate
+
+START = 300  # seconds that the imports and the making of an engine may take besides --hang-timeout
+
+
+def run_steps(config, dataset, device, stop, watchdog):
+    """From the last checkpoint, or the first step, to the last, or to the step after which ``stop`` is due.
+
+    Returns whether the run is complete. Every rank calls it together.
+    """
+    check_nodes(config, dataset)
+    run = Run(config, dataset, device, stop, watchdog)
+    if run.complete():
+        iterations = config.run.train_iters
+        say(f"the run is complete: {run.state.step} of {iterations} steps are in {config.run.checkpoint_dir}")
+        return True
+    run.prepare()
+    while not run.complete() and not run.stopping:
+        run.step()
+    run.close()
+    return run.complete()
+
+
+class Run:
+    """One start of a run on this rank. ``state`` is where it stands, ``stopping`` whether it was asked to stop."""
+
+    def __init__(self, config, dataset, device, stop, watchdog):
+        self.config = config
+        self.device = device
+        self.stop = stop
+        self.watchdog = watchdog
+        self.stopping = False
+        watchdog.progress(seconds=START)
+        parallel, layers = config.parallel, config.model.routed_layers()
+        self.groups = ParallelGroups.create(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self.engine = make_engine(config, self.groups, device, len(dataset.source_names))
+        watchdog.progress()
+        watchdog.limit_groups()
+        self.interval = Interval(dataset.source_names, layers, device)
+        self.alarms = Alarms(config.alarms, layers, dataset.shares)
+        self.journal = Journal(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
+        self.state = RunState(config, dataset, self.engine, self.interval, self.alarms)
+        resume(self.state, self.journal, watchdog.progress)
+
+    def complete(self):
+        return self.state.step >= self.config.run.train_iters
+
+    def prepare(self):
+        """Open what the steps need, and evaluate what the run begins with."""
+        run, step, dataset = self.config.run, self.state.step, self.state.dataset
+        self.loader = Loader(
+            dataset,
+            global_batch_size=run.global_batch_size,
+            micro_batch_size=run.micro_batch_size,
+            data_parallel_rank=dist.get_rank(self.groups.data),
+            data_parallel_size=dist.get_world_size(self.groups.data),
+            reset_at_documents=self.config.data.reset_at_documents,
+            pin_memory=self.device.type == "cuda",
+        )
+        self.tasks = Tasks.open(self.config, dataset.tokenizer_path)
+        checkpoints = Path(run.checkpoint_dir) / "checkpoints"
+        check_space(checkpoints, self.engine.fragments())
+        self.saver = Saver(
+            checkpoints,
+            keep_last=self.config.reliability.keep_last,
+            keep_every=self.config.reliability.keep_every,
+            background=self.config.reliability.async_save,
+            verified=[step] if step else [],
+            on_saved=lambda step, path, facts: self.journal.add("saved", step, f"saved {path}", **facts),
+            progress=self.watchdog.progress,
+        )
+        self.log = together(lambda: open_log(self.config, step))
+        if step == 0:
+            self.evaluate()
+
+    def step(self):
+        """One iteration, and what is due after it."""
+        run = self.config.run
+        rate, result = self.train()
+        step, last = self.state.step, self.complete()
+        if due(step, run.log_interval) or last:
+            self.write_log(rate, result)
+        if due(step, run.eval_interval) or last:
+            self.evaluate()
+        self.stopping, writing = set_on_any_rank([self.stop.due(), self.saver.writing()], self.device)
+        started = time.perf_counter()
+        if due(step, self.config.reliability.save_interval) or last or self.stopping:
+            tokenizer = self.state.dataset.tokenizer_path
+            self.saver.save(step, self.engine.fragments(), self.config, self.state.capture(), tokenizer)
+        elif not writing:
+            self.saver.finish()
+        self.interval.seconds["save"] += time.perf_counter() - started
+
+    def train(self):
+        """(learning rate, ``StepResult``) of one iteration. Raises BadNumbers, with the last checkpoint's name."""
+        run, state = self.config.run, self.state
+        started = time.perf_counter()
+        rate = learning_rate(state.step, self.config.optimizer, run.train_iters)
+        batches = self.loader.train_step(state.step * run.global_batch_size)
+        data_seconds = time.perf_counter() - started
+        state.step += 1
+        bad_sources = []
+        try:
+            check_replicas = due(state.step, self.config.reliability.replica_check_interval)
+            result = self.engine.train_step(batches, rate, check_replicas=check_replicas)
+            if result.verdict:
+                bad_sources = report(self.engine, self.loader, batches, self.journal, state.step, result)
+            self.engine.guard.record(state.step, result.loss, result.grad_norm, result.skipped)
+        except BadNumbers as error:
+            self.saver.finish()
+            text = f"step {state.step}: {error}; {self.saver.newest()}"
+            self.journal.add("failed", state.step, text)
+            raise BadNumbers(text) from error
+        self.interval.add(result, data_seconds, run.tokens_per_iteration, bad_sources)
+        self.watchdog.progress()
+        return rate, result
+
+    def write_log(self, rate, result):
+        """The line of the interval that ends here, and the alarms that fire or end with it."""
+        config, step, interval = self.config, self.state.step, self.interval
+        ranks = waits_and_memory(interval, self.device)
+        if self.log:
+            figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel.tensor_parallel_size)
+            dataset, norm = self.state.dataset, result.grad_norm
+            self.log.training(
+                training_row(config, dataset, interval, step, rate, norm, figures, ranks, self.device), figures
+            )
+            announce(self.alarms.check(interval, figures, ranks), self.journal, self.log, step)
+        interval.clear()
+
+    def evaluate(self):
+        """Mean loss per token of every source's held-out windows, and the scores of the tasks."""
+        loader, step = self.loader, self.state.step
+        losses = {}
+        for name in loader.dataset.source_names:
+            total, tokens = self.engine.evaluate(loader.validation(name, self.config.run.eval_samples))
+            self.watchdog.progress()
+            if tokens:
+                losses[name] = total / tokens
+        if self.log and losses:
+            self.log.evaluation(step, losses, loader.dataset.bytes_per_token())
+        scores = {}
+        for name in self.tasks.questions:
+            micro_batch_size = self.config.run.micro_batch_size
+            batches, choices = self.tasks.micro_batches(name, micro_batch_size, loader.rank, loader.size)
+            scores[name] = self.tasks.metrics(name, self.engine.evaluate_rows(batches, choices)[:, 0].tolist())
+            self.watchdog.progress()
+        if self.log and scores:
+            self.log.tasks(step, scores)
+
+    def close(self):
+        """Wait until all is written, and record how the run ended."""
+        self.saver.close()
+        self.loader.close()
+        if self.log:
+            self.log.close()
+        step, run = self.state.step, self.config.run
+        if self.complete():
+            self.journal.add("complete", step, f"complete: {step} steps are in {run.checkpoint_dir}")
+            return
+        reason = f" ({self.stop.reason})" if self.stop.reason else ""
+        text = f"stopped after step {step} of {run.train_iters}, as asked{reason}; the same command goes on"
+        self.journal.add("stopped", step, text)
+
+
+def due(step, interval):
+    """Whether ``step`` ends an interval; an interval of 0 never ends."""
+    return interval > 0 and step % interval == 0
+
+
+def announce(alarms, journal, log, step):
+    """Say each of ``Alarms.check`` on the console, in events.jsonl and on the boards."""
+    for text, facts in alarms:
+        text = f"step {step}: {text}"
+        journal.add(facts.pop("event"), step, text, **facts)
+        log.boards.alarm(text, step)
+
+
+def open_log(config, step):
+    """The run directory and its log; rank 0 only."""
+    if dist.get_rank() > 0:
+        return None
+    directory = Path(config.run.checkpoint_dir)
+    write_json(directory / "config.json", config.to_dict())
+    return RunLog(directory, step, config)

@@ -1,0 +1,89 @@
+"""state.json of a checkpoint: what a run needs to go on besides its weights, their moments and its configuration.
+
+    step, consumed_samples    iterations done, and the samples that they read
+    optimizer_steps           iterations whose gradients were applied
+    router_shares             for each layer with routed heads, the share of a step's tokens that selected each of them
+    guard                     the skipped steps, and the window in which spikes are looked for (moh_lm.training.guard)
+    interval                  sums since the last line of the log (moh_lm.monitor.interval)
+    alarms                    what has fired (moh_lm.monitor.alarms)
+    data                      what was read of which shards (moh_lm.data.segments)
+    imported                  only of a run that began with an imported model: what tools/import_hf.py said of it
+
+``RunState`` writes it and takes it back; nothing else in the code knows its keys but those who read one of them.
+"""
+
+from moh_lm.config import ConfigError, ReliabilityConfig
+from moh_lm.data.files import read_json
+from moh_lm.training.guard import Guard
+
+KEYS = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard", "interval", "alarms", "data"}
+
+
+class RunState:
+    """What the steps of a run change: the parts given, ``step`` (iterations done) and ``imported``."""
+
+    def __init__(self, config, dataset, engine, interval, alarms):
+        self.config = config
+        self.dataset = dataset
+        self.engine = engine
+        self.interval = interval
+        self.alarms = alarms
+        self.step = 0
+        self.imported = None
+
+    def capture(self):
+        """The state, JSON-able. The same on every rank but for the alarms: rank 0 writes it."""
+        return {
+            "step": self.step,
+            "consumed_samples": self.step * self.config.run.global_batch_size,
+            "optimizer_steps": self.engine.optimizer.steps,
+            "router_shares": [share.tolist() for share in self.engine.shares],
+            "guard": self.engine.guard.state(),
+            "interval": self.interval.state(),
+            "alarms": self.alarms.state(),
+            "data": self.dataset.state(),
+            **({"imported": self.imported} if self.imported else {}),
+        }
+
+    def restore(self, saved):
+        """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data."""
+        self.step, self.imported = saved["step"], saved.get("imported")
+        self.engine.adopt(saved["optimizer_steps"], saved["router_shares"])
+        if self.step == 0:  # an imported model: nothing was read yet
+            return []
+        self.engine.guard.restore(saved["guard"])
+        changes = self.dataset.changes(saved["data"])
+        if not changes:
+            self.interval.restore(saved["interval"])
+        self.alarms.restore(saved["alarms"], same_data=not changes)
+        self.dataset = self.dataset.continue_from(saved["data"], saved["consumed_samples"])
+        return changes
+
+
+def first_state(model, imported):
+    """The state of a run that begins with an imported ``model`` (``ModelConfig``). imported: JSON-able."""
+    layers = model.routed_layers()
+    return {
+        "step": 0,
+        "consumed_samples": 0,
+        "optimizer_steps": 0,
+        "router_shares": [[layer.num_active / layer.num_routed] * layer.num_routed for layer in layers],
+        "guard": Guard(ReliabilityConfig()).state(),
+        "interval": None,
+        "alarms": None,
+        "data": {"segments": [], "units": {}},
+        "imported": imported,
+    }
+
+
+def read_state(step):
+    """The state in the step directory ``step``. Raises ConfigError if it is none."""
+    path = step / "state.json"
+    try:
+        state = read_json(path)
+        missing = KEYS - state.keys()
+    except (ValueError, AttributeError) as error:
+        raise ConfigError([f"{path}: not the state of a run ({error})"]) from error
+    if missing:
+        raise ConfigError([f"{path}: has no {', '.join(sorted(missing))}; it was written by another version"])
+    return state

@@ -1,0 +1,100 @@
+"""What the ranks find together before a run goes on: unreadable files, a disk that is full, files that are gone."""
+
+import errno
+import json
+import os
+
+import torch
+import torch.distributed as dist
+
+from moh_lm.checkpoint import directory as steps
+from moh_lm.checkpoint import manifest
+from moh_lm.checkpoint.saver import Saver
+from moh_lm.config import Config, ConfigError
+from moh_lm.monitor.boards import Boards
+from moh_lm.monitor.journal import Journal
+from moh_lm.parallel.layers import make_parameter
+from moh_lm.run.resume import sound_step, trace_of_checkpoints
+from moh_lm.training.optimizer import Fragment
+from tests.distributed import run_ranks
+
+
+def fail(number, path=None):
+    """A function that fails with this error of the system, for files below ``path`` if one is given."""
+
+    def failing(original):
+        def call(file, *more, **named):
+            if path is None or str(file).startswith(str(path)):
+                raise OSError(number, os.strerror(number), str(file))
+            return original(file, *more, **named)
+
+        return call
+
+    return failing
+
+
+def find_with_errors(run):
+    """[problems] of ``sound_step`` on this rank, with one error after the other; what it finds without."""
+    checkpoints, journal = run / "checkpoints", Journal(run, writes=dist.get_rank() == 0)
+    writer = Saver(checkpoints)
+    fragment = Fragment("w", make_parameter((4, 4)), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
+    for step in (1, 2):
+        writer.save(step, [fragment], Config(), {"consumed_samples": 0}, None)
+    (checkpoints / "latest").write_text("step-1\n")
+    newest = checkpoints / "step-2"
+    cases = [
+        (1, manifest, "describe", fail(errno.ESTALE, newest)),
+        (0, manifest, "describe", fail(errno.EACCES, newest)),
+        (1, manifest, "read_json", fail(errno.EIO, newest)),
+        (0, os, "scandir", fail(errno.EACCES, checkpoints)),
+        (0, steps, "publish", fail(errno.ENOSPC)),
+    ]
+    found = []
+    for rank, module, name, failing in cases:
+        original = getattr(module, name)
+        if dist.get_rank() == rank:
+            setattr(module, name, failing(original))
+        try:
+            sound_step(checkpoints, journal, lambda: None)
+        except ConfigError as error:
+            found.append(error.problems)
+        setattr(module, name, original)
+    return found, sound_step(checkpoints, journal, lambda: None)
+
+
+def test_what_one_rank_cannot_read_or_write_ends_all_with_one_sentence_and_no_step_is_set_aside(tmp_path):
+    (found, step), other = run_ranks(find_with_errors, 2, tmp_path)
+    assert other == (found, step)
+    expected = [
+        ("step-2/rank-0.safetensors: stale file handle", 1),
+        ("step-2/config.json: permission denied", 0),
+        ("step-2/manifest.json: input/output error", 1),
+        ("checkpoints: permission denied", 0),
+        ("checkpoints/latest: no space left on device", 0),
+    ]
+    for problems, (words, rank) in zip(found, expected, strict=True):
+        (problem,) = problems
+        assert f"{words} (rank {rank} on " in problem
+        assert problem.endswith("mend this, and start the same command again")
+    assert step == tmp_path / "checkpoints" / "step-2"
+    assert sorted(path.name for path in step.parent.iterdir()) == ["latest", "step-1", "step-2"]
+
+
+def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_taken_for_a_new_one(tmp_path):
+    checkpoints, journal = tmp_path / "checkpoints", Journal(tmp_path, writes=True)
+    boards = Boards(tmp_path, 0)
+    (tmp_path / "config.json").write_text(json.dumps(Config().to_dict()))
+    boards.scalars({"validation_loss/a": 3.0}, 0)
+    boards.tensorboard.flush()
+    assert trace_of_checkpoints(checkpoints, journal) is None  # killed before its first line
+    boards.scalars({"train/loss": 2.0}, 5)
+    boards.close()
+    (tmp_path / "metrics.jsonl").touch()
+    assert trace_of_checkpoints(checkpoints, journal) is None  # killed as it started again
+    (tmp_path / "metrics.jsonl").unlink()
+    assert "metrics.jsonl: is not there, nor any checkpoint, though tensorboard/ knows step 5" in trace_of_checkpoints(
+        checkpoints, journal
+    )
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    path.write_bytes(path.read_bytes()[:-9])  # a crash has cut off the only row
+    assert trace_of_checkpoints(checkpoints, journal) is None
