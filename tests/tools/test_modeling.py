@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
-from tools.hf import modeling_moh
 from tools.hf.configuration_moh import MoHLlamaConfig
 from tools.hf.modeling_moh import (
     ALL_ATTENTION_FUNCTIONS,
@@ -53,12 +52,6 @@ def make_model(seed=0, attention="sdpa", **changes):
             spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.2
             parameter.normal_(float(parameter.ndim == 1), 1.5 * spread, generator=generator)
     return model
-
-
-@pytest.fixture
-def one_thread(threads):
-    """With more of them every head is read at once."""
-    torch.set_num_threads(1)
 
 
 def random_tokens(batch, length, seed=0):
@@ -418,25 +411,13 @@ CASES = [
 ]
 
 
-HALF = {"num_shared_heads": [1, 0], "num_active_routed_heads": [1, 2]}
-GROUPS_HALF = GROUPS | {"num_shared_heads": [0, 0], "num_active_routed_heads": [2, 2]}
-HALVES = [
-    HALF,
-    HALF | {"routing": "query_norm"},
-    HALF | {"head_selection": "static", "tie_word_embeddings": True},
-    GROUPS_HALF | {"routing_top_p": 0.7},
-]
-LENGTHS = [*((case, modeling_moh.LONG) for case in CASES), *((case, 1) for case in HALVES)]  # 1: selected heads only
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("changes, long", LENGTHS)
+@pytest.mark.parametrize("changes", CASES)
 @torch.no_grad()
-def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention, long, monkeypatch, one_thread):
+def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention):
     model, tokens = make_model(attention=attention, **changes), random_tokens(2, 12)
     whole = model(tokens, use_cache=False).logits
     tolerance = 3e-6 * whole.abs().max().item()
-    monkeypatch.setattr(modeling_moh, "LONG", long)
 
     for stops in ([12], [5, 12], [5, *range(6, 13)]):
         cache, start, pieces = None, 0, []
@@ -454,65 +435,9 @@ def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention
         torch.testing.assert_close(logits[row, -length:], whole[row, :length], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("changes", HALVES)
+@pytest.mark.parametrize("changes", CASES)
 @torch.no_grad()
-def test_a_new_token_after_many_reads_the_keys_and_values_of_its_heads_only(changes, monkeypatch, threads):
-    model, tokens = make_model(**changes), random_tokens(3, 12)
-    expected = model(tokens, output_router_gates=True)
-    for long, num_threads, same in ((12, 1, True), (13, 1, False), (12, 2, False)):  # the new token is the twelfth
-        monkeypatch.setattr(modeling_moh, "LONG", long)
-        torch.set_num_threads(num_threads)
-        cache = model(tokens[:, :-1]).past_key_values
-        for layer, selected in zip(cache.layers, expected.router_selections, strict=True):
-            unread = ~selected[:, -1].unflatten(-1, (layer.keys.shape[1], -1)).any(-1)  # [b, key/value heads]
-            layer.keys[unread] = layer.values[unread] = math.nan
-        logits = model(tokens[:, -1:], past_key_values=cache).logits[:, 0]
-        assert torch.allclose(logits, expected.logits[:, -1], rtol=0, atol=1e-5) == same
-
-
-@pytest.mark.parametrize(
-    "changes, number",
-    [
-        ({"num_shared_heads": [4, 1, 1], "num_active_routed_heads": [0, 2, 1]}, 1),
-        ({"num_shared_heads": [1] * 3, "num_active_routed_heads": [1] * 3, "num_key_value_heads": 2}, 0),
-        (GROUPS | {"num_shared_heads": [0, 2, 0], "num_active_routed_heads": [2, 2, 2]}, 2),
-    ],
-)
-@torch.no_grad()
-def test_only_layers_in_which_a_token_needs_half_of_the_keys_are_read_so(changes, number, monkeypatch, one_thread):
-    monkeypatch.setattr(modeling_moh, "LONG", 1)
-    layers, attend = [], modeling_moh.attend_selected
-    monkeypatch.setattr(modeling_moh, "attend_selected", lambda *inputs: layers.append(inputs) or attend(*inputs))
-    make_model(num_hidden_layers=3, **changes)(random_tokens(1, 1))
-    assert len(layers) == number
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 12), (1, 4, 1, 12), (3, 1, 1, 12), (3, 4, 1, 12)])
-@pytest.mark.parametrize("attention, dtype", [("sdpa", bool), ("sdpa", float), ("eager", float)])
-@pytest.mark.parametrize("changes", [HALF, GROUPS_HALF])
-@torch.no_grad()
-def test_a_mask_of_the_callers_own_holds_where_selected_heads_only_are_read(
-    changes, attention, dtype, shape, monkeypatch, one_thread
-):
-    """Of each shape that attention broadcasts to [b, h, 1, k]."""
-    model, tokens = make_model(attention=attention, **changes), random_tokens(3, 12)
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
-    mask[..., -1] = True
-    if dtype is float:
-        mask = torch.zeros(shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    logits = []
-    for long in (modeling_moh.LONG, 1):
-        monkeypatch.setattr(modeling_moh, "LONG", long)
-        cache = model(tokens[:, :-1]).past_key_values
-        logits.append(model(tokens[:, -1:], past_key_values=cache, attention_mask=mask).logits)
-    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
-    assert not torch.allclose(logits[0][:, 0], model(tokens).logits[:, -1], rtol=0, atol=1e-2)  # it hides something
-
-
-@pytest.mark.parametrize("changes, long", LENGTHS)
-@torch.no_grad()
-def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes, long, monkeypatch, one_thread):
-    monkeypatch.setattr(modeling_moh, "LONG", long)
+def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes):
     model, tokens = make_model(**changes), random_tokens(2, 7)
     expected = tokens
     for _ in range(GREEDY["max_new_tokens"]):  # generation without generate()

@@ -9,10 +9,8 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
     [a1, a2] = softmax(W_h x)                                                       (Eq. 6)
 
 Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 whatever the model's dtype;
-of equal scores the one with the lower head index is selected. Every head is computed and the inactive ones are weighted
-by zero, with one exception: from ``LONG`` cached tokens on, where a token uses at most half of the heads, or of the
-groups below, a new one on a CPU with one thread reads the keys and values of its heads only. The load-balance loss of
-Eq. 7-8 belongs to training.
+of equal scores the one with the lower head index is selected. Every head is computed, and the inactive ones are
+weighted by zero.
 
 With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
 and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
@@ -28,7 +26,6 @@ the form of ``MoHLlamaAttention.forward`` follow the transformers interface, whi
 
 import functools
 import inspect
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -53,9 +50,6 @@ try:
     MASK_ARGUMENTS = set(inspect.signature(create_causal_mask).parameters)  # they differ between versions 4 and 5
 except ImportError:  # transformers before 4.53
     create_causal_mask = None
-
-
-LONG = 4096  # cached tokens from which reading half of the heads was faster than all, on one core of an AMD EPYC
 
 
 def select(scores, num_active, top_p=None):
@@ -133,18 +127,19 @@ class MoHLlamaRouter(nn.Module):
 def query_norm_routing(query, num_shared, num_active, heads_per_expert=1):
     """Routing without weights: query [b, s, h, head_dim], before rotary -> gates and selection as ``MoHLlamaRouter``.
 
-    The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads
-    (Eq. 9). Shared and selected heads have gate 1; the gradient of a selected gate goes to its softmax score (Eq. 10).
+    The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads, as
+    in the authors' released code. Shared and selected heads have gate 1 (Eq. 9); the gradient of a selected gate goes
+    to its softmax score (Eq. 10).
     The query of a group is those of its heads, one after the other. num_shared, num_active: of experts.
     """
     if heads_per_expert > 1:
         query = query.unflatten(-2, (-1, heads_per_expert)).flatten(-2)
-    scores = query.float().norm(dim=-1)[..., num_shared:]  # Eq. 9
+    scores = query.float().norm(dim=-1)[..., num_shared:]
     if scores.shape[-1] > 1:
         scores = scores / scores.std(dim=-1, keepdim=True).clamp_min(1e-6)  # equal norms: a token of zeros
     selected = select(scores, num_active)
     probabilities = scores.softmax(dim=-1)
-    routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 10, straight-through
+    routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 9, and Eq. 10 backward
     shared = torch.ones_like(query[..., :num_shared, 0], dtype=torch.float32)
     experts = torch.cat((shared, routed), dim=-1), with_shared(selected, num_shared)
     return tuple(per_head(part, heads_per_expert) for part in experts)
@@ -178,31 +173,6 @@ def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, *
     value = repeat_key_value(value, module.num_key_value_groups)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return output.transpose(1, 2).contiguous(), None
-
-
-def attend_selected(query, key, value, selected, attention_mask, scaling):
-    """Attention of one token per row by its heads alone: the keys and values of the others are not read.
-
-    query [b, h, 1, head_dim], key and value [b, h / groups, k, head_dim], selected [b, 1, h]; the mask has the form of
-    either function above, for all heads. Returns [b, 1, h, head_dim], zeros for the other heads.
-    """
-    output = torch.zeros_like(query)
-    if attention_mask is not None:  # one that the caller made may hold for all rows
-        attention_mask = attention_mask[..., : key.shape[2]].expand(len(query), -1, -1, -1)  # [b, 1, 1, k]
-    shared_by = query.shape[1] // key.shape[1]  # query heads of a key/value head
-    for row, used in enumerate(selected[:, 0]):
-        heads = used.nonzero().flatten()
-        mask = None if attention_mask is None else attention_mask[row : row + 1]
-        queries = query[row, :, 0].index_select(0, heads)[None, None]  # [1, 1, heads, head_dim]
-        read, start = torch.empty_like(queries), 0
-        for index, group in itertools.groupby(heads.tolist(), key=lambda head: head // shared_by):
-            stop, at = start + len(list(group)), (slice(row, row + 1), slice(index, index + 1))
-            read[:, :, start:stop] = F.scaled_dot_product_attention(
-                queries[:, :, start:stop], key[at], value[at], attn_mask=mask, scale=scaling
-            )
-            start = stop
-        output[row, :, 0] = output[row, :, 0].index_copy(0, heads, read[0, 0])
-    return output.transpose(1, 2)
 
 
 def local_heads(gates, num_local):
@@ -270,37 +240,17 @@ class MoHLlamaAttention(nn.Module):
         if past_key_values is not None:  # transformers 4 finds the slots of a static cache by cache_position
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
-        if self.saves_by_selection(query, key, attention_mask):
-            output, weights = attend_selected(query, key, value, selected, attention_mask, self.scaling), None
-        else:
-            # vLLM recognises the attention by this assignment, and by the one call of the name that it assigns.
-            attention_interface = eager_attention_forward
-            if self.config._attn_implementation != "eager":
-                attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-            output, weights = attention_interface(
-                self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
-            )
+        # vLLM recognises the attention by this assignment, and by the one call of the name that it assigns.
+        attention_interface = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        output, weights = attention_interface(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
         output = output.reshape(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
         if self.gated:
             output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
         return self.o_proj(output.reshape(*shape, -1)), weights, gates, selected  # Eq. 4
-
-    def saves_by_selection(self, query, key, attention_mask):
-        """Whether to read the selected heads only, as ``attend_selected`` does: where it was measured to be faster."""
-        return (
-            2 * (self.num_shared + self.num_active) <= self.config.num_attention_heads
-            and (self.num_key_value_groups == 1 or self.config.heads_per_expert > 1)  # single heads read most groups
-            and self.config._attn_implementation in ("eager", "sdpa")  # asked first: vLLM traces this without tensors
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()
-            and query.device.type == "cpu"
-            and query.shape[1] == self.config.num_attention_heads  # no tensor parallelism
-            and query.shape[2] == 1
-            and key.shape[2] >= LONG
-            and (attention_mask is None or attention_mask.shape[1] == 1)  # not of single heads
-            and torch.get_num_threads() == 1  # more share the heads, if these are attended to by one call
-        )
 
 
 class MoHLlamaRMSNorm(nn.Module):
