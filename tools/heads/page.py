@@ -107,11 +107,9 @@ def summary(report):
 
 
 def routed_rows(report):
-    loads, similarity = report["load"], report["similarity"]
+    layers, loads, similarity = report["panel_layers"], report["load"], report["similarity"]
     return {
-        "load_rows": [
-            [layer, name, *map(percent, load[layer])] for layer in report["panel_layers"] for name, load in loads.items()
-        ],
+        "load_rows": [[layer, name, *map(percent, load[layer])] for layer in layers for name, load in loads.items()],
         "similarity_rows": [[a, *(number(similarity[a][b]) for b in similarity)] for a in similarity],
     }
 
@@ -129,7 +127,8 @@ def head_columns(report):
     columns = ["head", "kind", "class", "offset", "at it %", "previous", "first", "prefix", "rare %", "written", "CKA"]
     columns.append("with")
     if report["routed"]:
-        columns += ["bits", *(f"load % {name}" for name in report["load"]), *(f"gate {name}" for name in report["load"])]
+        domains = list(report["load"])
+        columns += ["bits", *(f"load % {name}" for name in domains), *(f"gate {name}" for name in domains)]
     if "ablation" in report:
         columns += [f"rise {name}" for name in report["ablation"]["rise"]]
     return columns
