@@ -38,8 +38,10 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
 from moh_lm.model.transformer import CausalLM
+from tools.command import exit_code
 from tools.hf import tiktoken_json
 from tools.hf.export_check import ExportError, check_export
+from tools.hf.export_files import plan_shards
 from tools.hf.model_card import model_card
 from tools.hf.tokenizer_json import read_model, special_ids, write_tokenizer
 
@@ -50,15 +52,8 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB
 
 
 def main():
-    try:
-        arguments = parse_arguments(sys.argv[1:])
-        export(arguments)
-    except ConfigError as error:
-        print("\n".join(f"export_hf: {problem}" for problem in error.problems), file=sys.stderr)
-        sys.exit(2)
-    except (ExportError, SafetensorError, OSError) as error:
-        print(f"export_hf: {error}; nothing was exported", file=sys.stderr)
-        sys.exit(1)
+    failures = (ExportError, SafetensorError, OSError)
+    sys.exit(exit_code("export_hf", export, sys.argv[1:], failures=failures, remark="; nothing was exported"))
 
 
 def parse_arguments(texts):
@@ -79,8 +74,9 @@ def shard_size(text):
     return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
 
 
-def export(arguments):
+def export(texts):
     """The whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
+    arguments = parse_arguments(texts)
     output = arguments.output.resolve()
     problems = output_problems(output, arguments.overwrite)
     try:
@@ -268,18 +264,6 @@ def write_weights(step, model_config, dtype, max_shard_size, directory):
         write_safetensors(directory / file, tensors, {"format": "pt"})
         del tensors  # before the next shard is read
     return sum(shape.numel() for shape in shapes.values())
-
-
-def plan_shards(sizes, most):
-    """Consecutive names in shards of at most ``most`` bytes, or of one parameter that is larger."""
-    shards, filled = [[]], 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
 
 
 def read_parameters(parameters, names):
