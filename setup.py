@@ -1,7 +1,7 @@
 from setuptools import find_packages, setup
 
 EVAL = ["lm_eval~=0.4.13", "accelerate", "transformers>=4.46"]
-PLOT = ["matplotlib"]
+PLOT = ["matplotlib", "jinja2"]
 TRITON = ["triton; platform_system == 'Linux'"]  # CUDA builds of torch bring the version that they need
 
 setup(

@@ -15,8 +15,8 @@ MoH layer with the backend ``dense``; ``no router`` is ordinary attention.
 
 On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls, which wait for Python where
 their kernels are short. The bases are FLASH (EFFICIENT in fp32, and with documents, which it cannot mask) and CUDNN
-separately, as far as they run, and benchmarks/attention_gpu.py is run first: errors, tiles, names of the kernels,
-synchronisation and CUDA graphs. ``unfused`` there is attention in separate operations, against which the paper may have
+separately, as far as they run, and benchmarks/attention_gpu.py is run first: errors, tiles, synchronisation and CUDA
+graphs. ``unfused`` there is attention in separate operations, against which the paper may have
 measured. The micro-batch is 1 on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch``
 says another.
 

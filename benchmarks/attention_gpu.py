@@ -1,7 +1,7 @@
 """What only a GPU can tell of the Triton backend, before it is timed: part of benchmarks/attention.py.
 
-Errors against float64 beside those of scaled dot-product attention in the same precision; the fastest tiles; the
-kernels that really run; that nothing waits for the device; that a CUDA graph computes other routings when replayed.
+Errors against float64 beside those of scaled dot-product attention in the same precision; the fastest tiles; that
+nothing waits for the device; that a CUDA graph computes other routings when replayed.
 """
 
 import itertools
@@ -9,9 +9,7 @@ import traceback
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.timing import recorded, seconds
 from moh_lm.kernels import break_even, triton_attention
@@ -45,7 +43,6 @@ def check_and_tune(new, shapes, lengths, device, dtype):
     ]
     shape = next(iter(shapes.values()))
     passed += [attempt(check, shape, device, dtype) for check in (never_waits, replays)]
-    attempt(kernel_names, shape, device, dtype)
     return new, all(passed)
 
 
@@ -171,24 +168,6 @@ def tune(new, shape, length, device, dtype):
 def agree(tensor, other):
     """Whether two results differ by no more than roundings of 16 bits explain, by their L2 distance."""
     return bool((tensor.double() - other.double()).norm() <= 0.03 * other.double().norm())
-
-
-def kernel_names(shape, device, dtype, length=2048):
-    tensors, upstream, selected = make(shape, length, device, dtype)
-
-    def plain(*tensors):
-        return moh_attention(*tensors[:3]) * tensors[3].unsqueeze(-1).to(dtype)
-
-    cases = {"FLASH": SDPBackend.FLASH_ATTENTION, "CUDNN": SDPBackend.CUDNN_ATTENTION}
-    for name, backend in {**cases, "triton": None}.items():
-        function = plain if backend else triton(selected, shape[1] // 4)
-        with sdpa_kernel(backend or list(cases.values())), profile(activities=[ProfilerActivity.CUDA]) as record:
-            with_gradients(function, tensors, upstream)
-            torch.cuda.synchronize()
-        kernels = [event for event in record.key_averages() if event.device_type == DeviceType.CUDA]
-        kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
-        shown = (f"{kernel.key[:60]} {kernel.self_device_time_total:.0f} us" for kernel in kernels[:4])
-        print(f"kernels of {name}: {'; '.join(shown)}")
 
 
 def never_waits(shape, device, dtype, length=1024):

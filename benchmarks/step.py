@@ -24,11 +24,11 @@ if __name__ == "__main__":
 
 import argparse
 import platform
-import time
 from statistics import median
 
 import torch
 
+from benchmarks.timing import seconds
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.break_even import fastest
@@ -81,7 +81,9 @@ def compare(arguments, length, device):
             before = allocated(device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            taken, losses[name] = timed(lambda step=step, tokens=tokens: step(tokens), device)
+            found = []  # the loss
+            taken = seconds(lambda step=step, tokens=tokens, found=found: found.append(step(tokens)), device, repeats=1)
+            losses[name] = found[0].item()
             if device.type == "cuda":
                 memory[name] = (own[name] + torch.cuda.max_memory_allocated() - before) / 2**30
             own[name] += allocated(device) - before  # the first step makes the moments
@@ -172,20 +174,6 @@ def hugging_face(sizes, length, compiled):
 
 def hugging_face_loss(model, tokens):
     return model(input_ids=tokens[:, :-1], labels=tokens[:, :-1], shift_labels=tokens[:, 1:]).loss
-
-
-def timed(step, device):
-    """((seconds,) of the GPU by its events, or (seconds on the wall, CPU seconds of all threads); loss)."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        loss = step()
-        end.record()
-        end.synchronize()
-        return (start.elapsed_time(end) / 1000,), loss.item()
-    wall, cpu = time.perf_counter(), time.process_time()
-    loss = step().item()
-    return (time.perf_counter() - wall, time.process_time() - cpu), loss
 
 
 if __name__ == "__main__":

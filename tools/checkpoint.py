@@ -44,22 +44,18 @@ from tools.checkpoints.read import (
     state_hash,
 )
 from tools.checkpoints.write import WRITABLE, consolidate, copy
+from tools.command import exit_code
 
 POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "data")  # of state.json: what goes on
 
 
 def main():
-    try:
-        arguments = parse_arguments(sys.argv[1:])
-        code = arguments.command(arguments)
-    except ConfigError as error:
-        print("\n".join(f"checkpoint: {problem}" for problem in error.problems), file=sys.stderr)
-        code = 2
-    except OSError as error:
-        where = error.filename or "standard output"
-        print(f"checkpoint: {where}: {(error.strerror or str(error)).lower()}", file=sys.stderr)
-        code = 2
-    sys.exit(code)
+    sys.exit(exit_code("checkpoint", run, sys.argv[1:], failures=OSError, code=2))
+
+
+def run(texts):
+    arguments = parse_arguments(texts)
+    return arguments.command(arguments)
 
 
 def parse_arguments(texts):

@@ -36,6 +36,7 @@ from pathlib import Path
 
 from moh_lm.config import ConfigError
 from moh_lm.flags import Parser
+from tools.command import exit_code
 
 try:
     import lm_eval
@@ -51,29 +52,26 @@ else:
 
 
 def main():
-    try:
-        if MISSING:
-            raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
-        arguments = parse_arguments(sys.argv[1:])
-        if arguments.compare:
-            files = {path: result_in(path, arguments) for path in arguments.compare if not is_model(path)}
-            models = [arguments.model, *arguments.compare]
-            print_table([files.get(model) or result_of(model, arguments) for model in models], arguments)
-        else:
-            with contextlib.redirect_stdout(sys.stderr):  # the harness prints beside the table
-                result = evaluate(arguments)
-            print_table([result], arguments)
-            if arguments.output:
-                arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    except ConfigError as error:
-        print("\n".join(f"evaluate: {problem}" for problem in error.problems), file=sys.stderr)
-        sys.exit(2)
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        sys.exit(1)
+    sys.exit(exit_code("evaluate", run, sys.argv[1:], failures=(OSError, ValueError, RuntimeError)))
+
+
+def run(texts):
+    arguments = parse_arguments(texts)
+    if arguments.compare:
+        files = {path: result_in(path, arguments) for path in arguments.compare if not is_model(path)}
+        models = [arguments.model, *arguments.compare]
+        print_table([files.get(model) or result_of(model, arguments) for model in models], arguments)
+        return
+    with contextlib.redirect_stdout(sys.stderr):  # the harness prints beside the table
+        result = evaluate(arguments)
+    print_table([result], arguments)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def parse_arguments(texts):
+    if MISSING:
+        raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
     parser = Parser(prog="evaluate.py", description="Benchmark tables of the paper.", allow_abbrev=False)
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="an export, or another model")
     parser.add_argument("--suite", required=True, choices=SUITES, help="which of the paper's tables")

@@ -19,13 +19,11 @@ import json
 import tempfile
 from pathlib import Path
 
-from sentencepiece import SentencePieceProcessor
-
-from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
+from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
 from moh_lm.flags import Parser
-from tools.hf.tokenizer_json import read_model, special_ids
+from tools.command import exit_code
 
 try:
     from tools.tasks.suites import SEED, SUITES, entries_of, load_tasks, task_manager
@@ -36,19 +34,12 @@ else:
 
 
 def main():
-    try:
-        if MISSING:
-            raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
-        prepare(parse_arguments(sys.argv[1:]))
-    except ConfigError as error:
-        print("\n".join(f"evaluate_prepare: {problem}" for problem in error.problems), file=sys.stderr)
-        sys.exit(2)
-    except (RuntimeError, OSError) as error:
-        print(f"evaluate_prepare: {error}", file=sys.stderr)
-        sys.exit(1)
+    sys.exit(exit_code("evaluate_prepare", prepare, sys.argv[1:], failures=(RuntimeError, OSError)))
 
 
 def parse_arguments(texts):
+    if MISSING:
+        raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
     parser = Parser(prog="evaluate_prepare.py", description="Questions for --eval-tasks.", allow_abbrev=False)
     parser.add_argument("--suite", required=True, choices=SUITES, help="which of the paper's tables")
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="tokenizer.model of the run")
@@ -62,12 +53,10 @@ def parse_arguments(texts):
     return arguments
 
 
-def prepare(arguments):
+def prepare(texts):
+    arguments = parse_arguments(texts)
     entries = entries_of(arguments.suite, arguments.tasks)
-    try:
-        encode = encoder(arguments.tokenizer)
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"--tokenizer {arguments.tokenizer}: {error}"]) from error
+    encode = encoder(arguments.tokenizer)
     header = {"tokenizer": hashlib.sha256(arguments.tokenizer.read_bytes()).hexdigest()}
     lines, counts = [json.dumps(header)], {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -89,17 +78,16 @@ def prepare(arguments):
 
 def encoder(path):
     """(context, continuation) -> their ids, as the harness splits them; EOS stands for an empty context."""
-    if is_tiktoken(path):
-        tokenizer = TiktokenModel(path)
-        eos = tokenizer.eos_id()
-    else:
-        eos, tokenizer = special_ids(read_model(path))["eos"], SentencePieceProcessor(model_file=str(path))
+    tokenizer = Tokenizer(str(path))
+
+    def ids(text):
+        return list(map(int, tokenizer.model.encode(text)))
 
     def encode(context, continuation):
         if not context:
-            return [eos], list(map(int, tokenizer.encode(continuation)))
-        before = list(map(int, tokenizer.encode(context.rstrip())))  # spaces at its end belong to the continuation
-        return before, list(map(int, tokenizer.encode(context + continuation)))[len(before) :]
+            return [tokenizer.eos_id], ids(continuation)
+        before = ids(context.rstrip())  # spaces at its end belong to the continuation
+        return before, ids(context + continuation)[len(before) :]
 
     return encode
 

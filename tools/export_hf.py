@@ -37,28 +37,31 @@ from moh_lm.checkpoint.manifest import read_json, write_json
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.transformer import INIT_STD, CausalLM
+from tools.command import exit_code
 from tools.hf import tiktoken_json
 from tools.hf.export_check import ExportError, check_export
+from tools.hf.export_files import plan_shards
+from tools.hf.keys import written
 from tools.hf.model_card import model_card
 from tools.hf.tokenizer_json import read_model, special_ids, write_tokenizer
 
 HF = Path(__file__).resolve().parent / "hf"
 REMOTE_CODE = ("configuration_moh.py", "modeling_moh.py")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+AUTO_MAP = {
+    "AutoConfig": "configuration_moh.MoHLlamaConfig",
+    "AutoModel": "modeling_moh.MoHLlamaModel",
+    "AutoModelForCausalLM": "modeling_moh.MoHLlamaForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_moh.MoHLlamaForSequenceClassification",
+}
+EXPORTED_BY = "moh_lm"  # by which an export is known that may be overwritten
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def main():
-    try:
-        arguments = parse_arguments(sys.argv[1:])
-        export(arguments)
-    except ConfigError as error:
-        print("\n".join(f"export_hf: {problem}" for problem in error.problems), file=sys.stderr)
-        sys.exit(2)
-    except (ExportError, SafetensorError, OSError) as error:
-        print(f"export_hf: {error}; nothing was exported", file=sys.stderr)
-        sys.exit(1)
+    failures = (ExportError, SafetensorError, OSError)
+    sys.exit(exit_code("export_hf", export, sys.argv[1:], failures=failures, remark="; nothing was exported"))
 
 
 def parse_arguments(texts):
@@ -79,8 +82,9 @@ def shard_size(text):
     return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
 
 
-def export(arguments):
+def export(texts):
     """The whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
+    arguments = parse_arguments(texts)
     output = arguments.output.resolve()
     problems = output_problems(output, arguments.overwrite)
     try:
@@ -126,8 +130,9 @@ def output_problems(output, overwrite):
 
 def is_export(directory):
     try:
-        return read_json(directory / "config.json")["model_type"] == "moh_llama"
-    except (OSError, ValueError, LookupError, TypeError):
+        values = read_json(directory / "config.json")
+        return values.get("exported_by") == EXPORTED_BY or values["model_type"] == "moh_llama"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
 
 
@@ -166,7 +171,7 @@ def write_export(step, config, dtype, max_shard_size, directory):
     if ids["pad_token_id"] is None:  # otherwise generate() takes EOS and says so every time
         ids["pad_token_id"] = ids["eos_token_id"]
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-    for name in REMOTE_CODE:
+    for name in REMOTE_CODE if config.model.heads.head_selection != "all" else ():
         shutil.copyfile(HF / name, directory / name)
     parameters = write_weights(step, config.model, dtype, max_shard_size, directory)
     card = model_card(step, config, read_json(step / "state.json"), dtype, parameters)
@@ -190,61 +195,20 @@ def export_tokenizer(model, directory, max_length):
 
 def hugging_face_config(config, dtype, special):
     """Content of config.json. special: ids of the special tokens, see ``special_ids``."""
-    model, heads = config.model, config.model.heads
-    shared, active = list(heads.num_shared_heads), list(heads.num_active_routed_heads)
-    if heads.head_selection == "all":  # the budgets have no meaning then; every head is always on
-        shared, active = [model.num_attention_heads] * model.num_layers, [0] * model.num_layers
+    if config.model.heads.head_selection == "all":
+        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    else:
+        kind = {"architectures": ["MoHLlamaForCausalLM"], "model_type": "moh_llama", "auto_map": AUTO_MAP}
     return {
-        "architectures": ["MoHLlamaForCausalLM"],
-        "model_type": "moh_llama",
-        "auto_map": {
-            "AutoConfig": "configuration_moh.MoHLlamaConfig",
-            "AutoModel": "modeling_moh.MoHLlamaModel",
-            "AutoModelForCausalLM": "modeling_moh.MoHLlamaForCausalLM",
-        },
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "head_dim": model.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **kind,
+        **written(config.model),
         "max_position_embeddings": config.run.seq_length,
-        "rms_norm_eps": model.rms_norm_eps,
-        **rope(model),
-        "tie_word_embeddings": model.tie_embeddings,
-        "head_selection": heads.head_selection,
-        "routing": heads.routing,
-        "two_stage": heads.two_stage,
-        "num_shared_heads": shared,
-        "num_active_routed_heads": active,
-        **({"routing_unit": heads.routing_unit} if heads.routing_unit != "head" else {}),
-        **({"routing_top_p": heads.routing_top_p} if heads.routing_top_p is not None else {}),
-        "initializer_range": 0.02,
+        "initializer_range": INIT_STD,
         "use_cache": True,
-        "bos_token_id": special.get("bos"),
-        "eos_token_id": special.get("eos"),
-        "pad_token_id": special.get("pad"),
+        **{f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")},
+        "tokenizer_class": "PreTrainedTokenizerFast",  # transformers 4.46 chooses its tokenizer by it
         "torch_dtype": str(dtype).removeprefix("torch."),  # understood by every version
-    }
-
-
-def rope(model):
-    """The rotary settings in the keys of transformers 4, and in that of transformers 5."""
-    keys = {
-        "factor": model.rope_factor,
-        "low_freq_factor": model.rope_low_freq_factor,
-        "high_freq_factor": model.rope_high_freq_factor,
-        "original_max_position_embeddings": model.rope_original_length,
-    }
-    scaling = {"rope_type": model.rope_type, **{key: value for key, value in keys.items() if value is not None}}
-    return {
-        "rope_theta": model.rope_theta,
-        "rope_scaling": None if model.rope_type == "default" else scaling,
-        "rope_parameters": {**scaling, "rope_theta": model.rope_theta},
+        "exported_by": EXPORTED_BY,
     }
 
 
@@ -268,18 +232,6 @@ def write_weights(step, model_config, dtype, max_shard_size, directory):
         write_safetensors(directory / file, tensors, {"format": "pt"})
         del tensors  # before the next shard is read
     return sum(shape.numel() for shape in shapes.values())
-
-
-def plan_shards(sizes, most):
-    """Consecutive names in shards of at most ``most`` bytes, or of one parameter that is larger."""
-    shards, filled = [[]], 0
-    for name, size in sizes.items():
-        if shards[-1] and filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
 
 
 def read_parameters(parameters, names):

@@ -25,7 +25,6 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from data_prep.encoding import Tokenizer
 from moh_lm.checkpoint.fragments import full_parameters
@@ -36,6 +35,8 @@ from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.kernels.decode import BACKENDS
 from moh_lm.model.generation import generate
 from moh_lm.model.transformer import CausalLM
+from tools.command import exit_code
+from tools.hf.export_files import exported_files
 from tools.hf.import_config import model_config, read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,18 +44,17 @@ UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet
 
 
 def main(texts):
-    try:
-        arguments = parse_arguments(texts)
-        model, limit, encoder = load(arguments, arguments.attention_backend)
-        tokenizer = encoder.model
-        prompts = [tokenizer.encode(prompt, out_type=int) for prompt in arguments.prompt]
-        check_lengths(arguments, prompts, limit)
-    except ConfigError as error:
-        print("\n".join(f"generate: {problem}" for problem in error.problems), file=sys.stderr)
-        return 2
-    with torch.no_grad():
-        write(arguments, model, tokenizer, prompts)
-    return 0
+    return exit_code("generate", run, texts)
+
+
+@torch.no_grad()
+def run(texts):
+    arguments = parse_arguments(texts)
+    model, limit, encoder = load(arguments, arguments.attention_backend)
+    tokenizer = encoder.model
+    prompts = [tokenizer.encode(prompt, out_type=int) for prompt in arguments.prompt]
+    check_lengths(arguments, prompts, limit)
+    write(arguments, model, tokenizer, prompts)
 
 
 def parse_arguments(texts):
@@ -95,7 +95,8 @@ def load(arguments, attention_backend="auto"):
         raise ConfigError([f"--model {directory}: no such directory; give a run, a step or an export"])
     values = read_config(directory) if (directory / "config.json").exists() else {}
     if "model_type" in values:
-        config, limit, parameters = model_config(values), values["max_position_embeddings"], exported(directory)
+        config, limit = model_config(values), values["max_position_embeddings"]
+        parameters = ((name, file.get_tensor(name)) for name, file in exported_files(directory).items())
     else:
         directory = find_step(directory)
         run = Config.load(directory / "config.json")
@@ -115,14 +116,6 @@ def load(arguments, attention_backend="auto"):
     if wanted:
         raise ConfigError([f"--model {directory}: has no {', '.join(wanted)}; export it again"])
     return model.eval(), limit, tokenizer
-
-
-def exported(directory):
-    """(name, tensor) of every parameter of an export."""
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dictionary
-                yield name, file.get_tensor(name)
 
 
 def check_triton(device, head_dim):

@@ -4,8 +4,8 @@
     python tools/head_report.py --model runs/llm-b --data data/llm --output heads
 
 FILES are text in any form that data_prep/tokenize.py reads; DIR holds token shards; --data DIR alone makes every source
-of a data directory a domain (head_text.py). What is measured, and from which value on a head counts as something, is
-said in head_measures.py, head_findings.py and head_ablation.py, and on the page.
+of a data directory a domain (tools/heads/text.py). What is measured, and from which value on a head counts as
+something, is said in tools/heads/measures.py, findings.py and ablation.py, and on the page.
 
 DIR gets index.html, one file that needs no other, its pictures as PNG, and heads.json with all numbers. Dense and
 static models have no loads: their heads are told by attention, redundancy and importance (--ablation-tokens).
@@ -30,6 +30,7 @@ from tqdm import tqdm
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
 from moh_lm.flags import Parser
+from tools.command import exit_code
 from tools.generate import DTYPES, count, load
 from tools.heads.ablation import measure_ablation
 from tools.heads.findings import (
@@ -60,34 +61,24 @@ PANELS = 4  # layers whose loads are shown by domain
 
 
 def main(texts):
-    try:
-        arguments = parse_arguments(texts)
-        model, limit, tokenizer = load(arguments)
-        length = arguments.seq_length or min(limit, LONGEST_WINDOW)
-        if not SEGMENT <= length <= limit:
-            raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, the length of training"])
-        vocab_size = model.model.embed_tokens.weight.shape[0]
-        domains = read_domains(
-            arguments.data, tokenizer, vocab_size, length, arguments.tokens, arguments.text_key
-        )
-    except ConfigError as error:
-        print("\n".join(f"head_report: {problem}" for problem in error.problems), file=sys.stderr)
-        return 2
-    except ShardError as error:
-        print(f"head_report: {error}", file=sys.stderr)
-        return 1
+    return exit_code("head_report", run, texts, failures=(ShardError, OSError))
+
+
+def run(texts):
+    arguments = parse_arguments(texts)
+    model, limit, tokenizer = load(arguments)
+    length = arguments.seq_length or min(limit, LONGEST_WINDOW)
+    if not SEGMENT <= length <= limit:
+        raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, the length of training"])
+    vocab_size = model.model.embed_tokens.weight.shape[0]
+    domains = read_domains(arguments.data, tokenizer, vocab_size, length, arguments.tokens, arguments.text_key)
     report, pictures = report_of(arguments, model, tokenizer, domains)
     text = page(report, pictures, tokenizer.model.decode)
     files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
     files |= {"heads.json": json.dumps(plain(report)).encode() + b"\n", "index.html": text.encode()}
-    try:
-        for name, content in files.items():
-            publish(arguments.output / name, content)
-    except OSError as error:
-        print(f"head_report: {error.filename or arguments.output}: {error.strerror}", file=sys.stderr)
-        return 1
+    for name, content in files.items():
+        publish(arguments.output / name, content)
     print(f"{arguments.output / 'index.html'}: {len(text) / 1e6:.1f} MB, {len(pictures)} pictures")
-    return 0
 
 
 def parse_arguments(texts):

@@ -37,6 +37,7 @@ from moh_lm.config import Config, ConfigError, HeadsConfig, RunConfig, flag
 from moh_lm.cost.summary import describe_model
 from moh_lm.flags import Parser, is_list, placeholder, read_value
 from moh_lm.quantities import quantity
+from tools.command import exit_code
 from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.import_config import model_config, own_heads, read_config
 from tools.hf.import_step import output_problems, write_step
@@ -48,14 +49,7 @@ TRAINING_ONLY = ("load_balance_coefficient", "load_balance_scope", "routing_entr
 
 def main():
     try:
-        run(parse_arguments(sys.argv[1:]))
-    except ConfigError as error:
-        print("\n".join(f"import_hf: {problem}" for problem in error.problems), file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        print(f"import_hf: {error.filename}: {reason}; nothing is left", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exit_code("import_hf", run, sys.argv[1:], failures=OSError, code=2, remark="; nothing is left"))
     except KeyboardInterrupt:
         print("import_hf: stopped; nothing is left", file=sys.stderr)
         sys.exit(130)
@@ -83,8 +77,9 @@ def parse_arguments(texts):
     return parser.parse_args(texts)
 
 
-def run(arguments):
+def run(texts):
     """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
+    arguments = parse_arguments(texts)
     values = read_config(arguments.model)
     problems = output_problems(arguments.output)
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")

@@ -34,19 +34,21 @@ from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.flags import Parser, parse_config
+from tools.command import exit_code
 from tools.shards.directory import open_directory, summarize, verify
 
 ANY_VOCABULARY = 2**31
-LENGTHS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)  # tokens; powers of two at which a column of the table begins
+LENGTHS = {1: "1-", 16: "16-", 64: "64-", 256: "256-", 1024: "1K-", 4096: "4K-", 16384: "16K-", 65536: "64K-"}  # tokens
 
 
 def main(texts):
+    return exit_code("inspect_data", run, texts)
+
+
+def run(texts):
+    arguments, config = parse_arguments(texts)
     try:
-        arguments, config = parse_arguments(texts)
         report, problems = inspect(arguments, config)
-    except ConfigError as error:
-        print("\n".join(f"inspect_data: {problem}" for problem in error.problems), file=sys.stderr)
-        return 2
     except ShardError as error:
         report, problems = {}, [str(error)]
     if arguments.json:
@@ -231,12 +233,12 @@ def describe_sources(rows):
     for row in rows:
         for reason, count in row["dropped"].items():
             yield f"dropped of {row['name']}: {count:,} {reason}"
-    heads = "".join(f"{short(start) + '-':>7}" for start in LENGTHS)
+    heads = "".join(f"{title:>7}" for title in LENGTHS.values())
     yield from ("", "documents by length in tokens", f"{'source':<{width}} {heads} {'mean':>7} {'longest':>10}")
     for row in shown:
         counts = [0] * len(LENGTHS)
         for shortest, count in row["lengths"].items():
-            counts[max(0, bisect_right(LENGTHS, int(shortest)) - 1)] += count
+            counts[max(0, bisect_right(list(LENGTHS), int(shortest)) - 1)] += count
         shares = "".join(f"{count / max(1, row['documents']):>7.1%}" for count in counts)
         mean = row["tokens"] / max(1, row["documents"])
         yield f"{row['name']:<{width}} {shares} {mean:>7,.0f} {row['longest']:>10,}"
@@ -266,10 +268,6 @@ def describe_plan(rows, tokens):
             f"{row['name']:<{width}} {row['share']:>8.2%} {row['samples']:>14,} {row['windows']:>14,} "
             f"{row['epochs']:>9.3f} {row['validation_windows']:>17,}"
         )
-
-
-def short(number):
-    return f"{number // 1024}K" if number >= 1024 else str(number)
 
 
 if __name__ == "__main__":

@@ -27,25 +27,25 @@ from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import memory_estimate, parameter_counts, stage_shares
 from moh_lm.flags import Parser, parse_config
 from moh_lm.quantities import short
+from tools.command import exit_code
 
 USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
 DAY = 24 * 3600
 
 
 def main():
-    try:
-        machine, flags = parse_machine(sys.argv[1:])
-        config, _ = parse_config(flags)
-        problems = [*model_problems(config.model), *optimizer_problems(config.optimizer)]
-        problems += below(config.run, 1, "seq_length")
-        if problems:
-            raise ConfigError(problems)
-        plans = rank_layouts(config, machine)
-    except ConfigError as error:
-        print("\n".join(f"plan: {problem}" for problem in error.problems), file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code("plan", plan, sys.argv[1:]))
+
+
+def plan(texts):
+    machine, flags = parse_machine(texts)
+    config, _ = parse_config(flags)
+    problems = [*model_problems(config.model), *optimizer_problems(config.optimizer)]
+    problems += below(config.run, 1, "seq_length")
+    if problems:
+        raise ConfigError(problems)
     show = show_json if machine.json else show_table
-    show(config, machine, plans)
+    show(config, machine, rank_layouts(config, machine))
 
 
 def parse_machine(arguments):

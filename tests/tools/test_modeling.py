@@ -10,18 +10,20 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
-from tools.hf import modeling_moh
 from tools.hf.configuration_moh import MoHLlamaConfig
 from tools.hf.modeling_moh import (
     ALL_ATTENTION_FUNCTIONS,
     MoHLlamaForCausalLM,
+    MoHLlamaForSequenceClassification,
     MoHLlamaRouter,
     eager_attention_forward,
     query_norm_routing,
+    rotate,
 )
 
 SHAPE = {
@@ -54,12 +56,6 @@ def make_model(seed=0, attention="sdpa", **changes):
             spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.2
             parameter.normal_(float(parameter.ndim == 1), 1.5 * spread, generator=generator)
     return model
-
-
-@pytest.fixture
-def one_thread(threads):
-    """With more of them every head is read at once."""
-    torch.set_num_threads(1)
 
 
 def random_tokens(batch, length, seed=0):
@@ -257,7 +253,7 @@ def test_a_router_computes_in_fp32_from_bf16_inputs_and_under_autocast():
         for parameter in router.parameters():
             parameter.normal_(0, 0.5, generator=generator)
         x = torch.randn(1, 200, SHAPE["hidden_size"], generator=generator).bfloat16()
-        gates, _ = router(x)
+        gates, *_ = router(x)
         with torch.autocast("cpu", torch.bfloat16):
             assert router(x)[0].equal(gates)
     weights = {name: parameter.detach().double().numpy() for name, parameter in router.named_parameters()}
@@ -270,7 +266,7 @@ def test_query_norm_gates_are_one_with_the_gradient_of_the_selected_softmax_scor
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 1, 5, 4, generator=generator, requires_grad=True)
     upstream = torch.randn(5, generator=generator)
-    gates, selection = query_norm_routing(query, 1, 2)
+    gates, selection, _ = query_norm_routing(query, 1, 2)
     (gates * upstream).sum().backward()
     selected = gates.detach()[0, 0].double().numpy()
     assert selected.tolist().count(1.0) == 3 and selected.tolist().count(0.0) == 2
@@ -288,7 +284,7 @@ def test_query_norm_gates_are_one_with_the_gradient_of_the_selected_softmax_scor
 
 
 def test_a_token_whose_query_norms_are_all_equal_has_finite_gates():
-    gates, _ = query_norm_routing(torch.zeros(1, 1, 4, 6), 1, 2)
+    gates, *_ = query_norm_routing(torch.zeros(1, 1, 4, 6), 1, 2)
     assert gates.tolist() == [[[1.0, 1.0, 1.0, 0.0]]]
 
 
@@ -335,6 +331,94 @@ def test_router_outputs_are_the_gates_and_the_selected_heads_of_every_layer(chan
     outputs = model(tokens)
     assert outputs.logits.equal(plain.logits)
     assert_router_outputs(outputs, model, tokens)
+
+
+def reference_balance(model, states, tokens, mask):
+    """Eq. 7 in float64, one token at a time, the mean over the sequences and the layers with routed heads."""
+    config, found = model.config, []
+    for index, layer in enumerate(model.model.layers):
+        shared = config.num_shared_heads[index]
+        if shared == config.num_attention_heads:
+            continue
+        x = layer.input_layernorm(states[index])
+        query = layer.self_attn.q_proj(x).unflatten(-1, (config.num_attention_heads, -1)).double().numpy()
+        for b in range(len(tokens)):
+            share, mean = np.zeros((2, config.num_attention_heads - shared))
+            for t in mask[b].nonzero().flatten().tolist():
+                if config.routing == "query_norm":
+                    norms = np.linalg.norm(query[b, t, shared:], axis=-1)
+                    scores = norms / norms.std(ddof=1)
+                else:
+                    scores = layer.self_attn.router.w_routed.double().numpy() @ x[b, t].double().numpy()
+                order = sorted(range(len(scores)), key=lambda i: -scores[i])
+                share[order[: config.num_active_routed_heads[index]]] += 1
+                mean += softmax(scores.tolist())
+            count = mask[b].sum().item()
+            found.append((share / count * mean / count).sum() * (len(scores) if config.routing == "released" else 1))
+    return np.mean(found)
+
+
+@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@torch.no_grad()
+def test_output_router_logits_adds_the_load_balance_loss_without_padding(routing):
+    changes = {"num_hidden_layers": 3, "num_shared_heads": [1, 4, 0], "num_active_routed_heads": [2, 0, 3]}
+    model, tokens = make_model(routing=routing, **changes), random_tokens(2, 9)
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    plain = model(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True)
+    outputs = model(tokens, attention_mask=mask, labels=tokens, output_router_logits=True)
+    expected = reference_balance(model, plain.hidden_states, tokens, mask)
+    assert plain.aux_loss is None and plain.router_logits is None
+    assert outputs.aux_loss.item() == pytest.approx(expected, rel=1e-5)
+    assert [scores.shape[-1] for scores in outputs.router_logits] == [3, 4]
+    assert outputs.loss.item() == pytest.approx(plain.loss.item() + 0.01 * expected, rel=1e-6)
+    # Trainer sums micro-batches whose mean is over all of their tokens: each counts by its share of them.
+    parts = [
+        model(tokens, attention_mask=mask, labels=tokens, num_items_in_batch=64, output_router_logits=logits).loss
+        for logits in (True, False)
+    ]
+    assert (parts[0] - parts[1]).item() == pytest.approx(0.01 * expected * 16 / 64, rel=1e-3)
+    model.config.router_aux_loss_coef, model.config.output_router_logits = 0.5, True
+    loss = model(tokens, attention_mask=mask, labels=tokens).loss
+    assert loss.item() == pytest.approx(plain.loss.item() + 0.5 * expected, rel=1e-6)
+
+
+@torch.no_grad()
+def test_attention_weights_are_returned_by_eager_attention_only():
+    model, tokens = make_model(attention="eager", num_key_value_heads=2), random_tokens(2, 7)
+    outputs = model(tokens, output_attentions=True)
+    assert len(outputs.attentions) == 2 and outputs.logits.equal(model(tokens).logits)
+    layer, x = model.model.layers[0], model(tokens, output_hidden_states=True).hidden_states[0]
+    x = layer.input_layernorm(x)
+    projections = layer.self_attn.q_proj, layer.self_attn.k_proj
+    query, key = (projection(x).unflatten(-1, (-1, 6)).transpose(1, 2) for projection in projections)
+    places = model.model.rotary_emb(x, torch.arange(7)[None])
+    query, key = rotate(query, *places), rotate(key, *places)
+    scores = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) / math.sqrt(6)
+    expected = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf).softmax(-1)
+    torch.testing.assert_close(outputs.attentions[0], expected, rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="attn_implementation='eager'"):
+        make_model()(tokens, output_attentions=True)
+
+
+@torch.no_grad()
+def test_sequence_classification_reads_the_last_token_before_or_after_padding():
+    config = MoHLlamaConfig(**SHAPE, num_labels=3, pad_token_id=0)
+    torch.manual_seed(0)
+    model, tokens = MoHLlamaForSequenceClassification(config).eval(), random_tokens(2, 8)
+    one = [model(tokens[:1]).logits, model(tokens[1:, :5]).logits]
+    expected = model.score(model.model(tokens[:1]).last_hidden_state[:, -1])
+    torch.testing.assert_close(one[0], expected, rtol=0, atol=1e-6)
+    for pads in (slice(5, 8), slice(0, 3)):  # behind, before
+        batch, mask = tokens.clone(), torch.ones_like(tokens)
+        batch[1, pads], mask[1, pads] = 0, 0
+        batch[1][mask[1].bool()] = tokens[1, :5]
+        outputs = model(batch, attention_mask=mask, labels=torch.tensor([2, 0]))
+        torch.testing.assert_close(outputs.logits, torch.cat(one), rtol=0, atol=1e-6)
+        assert outputs.loss.item() == pytest.approx(F.cross_entropy(torch.cat(one), torch.tensor([2, 0])).item())
+    config.pad_token_id = None
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(tokens)
 
 
 @pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
@@ -403,7 +487,7 @@ def test_with_all_heads_the_model_is_llama_to_the_bit(attention, tied, rope):
     changes = {"head_selection": "all", "num_key_value_heads": 2, "tie_word_embeddings": tied, "head_dim": 12}
     model = make_model(attention=attention, rope_parameters=rope, **changes)
     own = {"head_selection", "routing", "two_stage", "num_shared_heads", "num_active_routed_heads", "model_type"}
-    own |= {"output_router_gates", "rope_parameters"}
+    own |= {"output_router_gates", "output_router_logits", "router_aux_loss_coef", "rope_parameters"}
     shape = {k: v for k, v in model.config.to_dict().items() if k not in own | {"architectures", "auto_map"}}
     llama = LlamaForCausalLM._from_config(LlamaConfig(**shape, rope_scaling=rope), attn_implementation=attention).eval()
     llama.load_state_dict(model.state_dict())
@@ -420,25 +504,13 @@ CASES = [
 ]
 
 
-HALF = {"num_shared_heads": [1, 0], "num_active_routed_heads": [1, 2]}
-GROUPS_HALF = GROUPS | {"num_shared_heads": [0, 0], "num_active_routed_heads": [2, 2]}
-HALVES = [
-    HALF,
-    HALF | {"routing": "query_norm"},
-    HALF | {"head_selection": "static", "tie_word_embeddings": True},
-    GROUPS_HALF | {"routing_top_p": 0.7},
-]
-LENGTHS = [*((case, modeling_moh.LONG) for case in CASES), *((case, 1) for case in HALVES)]  # 1: selected heads only
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("changes, long", LENGTHS)
+@pytest.mark.parametrize("changes", CASES)
 @torch.no_grad()
-def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention, long, monkeypatch, one_thread):
+def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention):
     model, tokens = make_model(attention=attention, **changes), random_tokens(2, 12)
     whole = model(tokens, use_cache=False).logits
     tolerance = 3e-6 * whole.abs().max().item()
-    monkeypatch.setattr(modeling_moh, "LONG", long)
 
     for stops in ([12], [5, 12], [5, *range(6, 13)]):
         cache, start, pieces = None, 0, []
@@ -456,65 +528,9 @@ def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention
         torch.testing.assert_close(logits[row, -length:], whole[row, :length], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("changes", HALVES)
+@pytest.mark.parametrize("changes", CASES)
 @torch.no_grad()
-def test_a_new_token_after_many_reads_the_keys_and_values_of_its_heads_only(changes, monkeypatch, threads):
-    model, tokens = make_model(**changes), random_tokens(3, 12)
-    expected = model(tokens, output_router_gates=True)
-    for long, num_threads, same in ((12, 1, True), (13, 1, False), (12, 2, False)):  # the new token is the twelfth
-        monkeypatch.setattr(modeling_moh, "LONG", long)
-        torch.set_num_threads(num_threads)
-        cache = model(tokens[:, :-1]).past_key_values
-        for layer, selected in zip(cache.layers, expected.router_selections, strict=True):
-            unread = ~selected[:, -1].unflatten(-1, (layer.keys.shape[1], -1)).any(-1)  # [b, key/value heads]
-            layer.keys[unread] = layer.values[unread] = math.nan
-        logits = model(tokens[:, -1:], past_key_values=cache).logits[:, 0]
-        assert torch.allclose(logits, expected.logits[:, -1], rtol=0, atol=1e-5) == same
-
-
-@pytest.mark.parametrize(
-    "changes, number",
-    [
-        ({"num_shared_heads": [4, 1, 1], "num_active_routed_heads": [0, 2, 1]}, 1),
-        ({"num_shared_heads": [1] * 3, "num_active_routed_heads": [1] * 3, "num_key_value_heads": 2}, 0),
-        (GROUPS | {"num_shared_heads": [0, 2, 0], "num_active_routed_heads": [2, 2, 2]}, 2),
-    ],
-)
-@torch.no_grad()
-def test_only_layers_in_which_a_token_needs_half_of_the_keys_are_read_so(changes, number, monkeypatch, one_thread):
-    monkeypatch.setattr(modeling_moh, "LONG", 1)
-    layers, attend = [], modeling_moh.attend_selected
-    monkeypatch.setattr(modeling_moh, "attend_selected", lambda *inputs: layers.append(inputs) or attend(*inputs))
-    make_model(num_hidden_layers=3, **changes)(random_tokens(1, 1))
-    assert len(layers) == number
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 12), (1, 4, 1, 12), (3, 1, 1, 12), (3, 4, 1, 12)])
-@pytest.mark.parametrize("attention, dtype", [("sdpa", bool), ("sdpa", float), ("eager", float)])
-@pytest.mark.parametrize("changes", [HALF, GROUPS_HALF])
-@torch.no_grad()
-def test_a_mask_of_the_callers_own_holds_where_selected_heads_only_are_read(
-    changes, attention, dtype, shape, monkeypatch, one_thread
-):
-    """Of each shape that attention broadcasts to [b, h, 1, k]."""
-    model, tokens = make_model(attention=attention, **changes), random_tokens(3, 12)
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
-    mask[..., -1] = True
-    if dtype is float:
-        mask = torch.zeros(shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    logits = []
-    for long in (modeling_moh.LONG, 1):
-        monkeypatch.setattr(modeling_moh, "LONG", long)
-        cache = model(tokens[:, :-1]).past_key_values
-        logits.append(model(tokens[:, -1:], past_key_values=cache, attention_mask=mask).logits)
-    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
-    assert not torch.allclose(logits[0][:, 0], model(tokens).logits[:, -1], rtol=0, atol=1e-2)  # it hides something
-
-
-@pytest.mark.parametrize("changes, long", LENGTHS)
-@torch.no_grad()
-def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes, long, monkeypatch, one_thread):
-    monkeypatch.setattr(modeling_moh, "LONG", long)
+def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes):
     model, tokens = make_model(**changes), random_tokens(2, 7)
     expected = tokens
     for _ in range(GREEDY["max_new_tokens"]):  # generation without generate()

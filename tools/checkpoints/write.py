@@ -1,14 +1,13 @@
 """Copies of a checkpoint, and its parameters in one file. What is written is there in full, or not at all."""
 
 import contextlib
-import json
 import math
 import shutil
 
 import torch
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps, point_latest
-from moh_lm.checkpoint.fragments import DTYPES
+from moh_lm.checkpoint.fragments import safetensors_header
 from moh_lm.checkpoint.manifest import HashedFile, difference, read_block, read_entries
 from moh_lm.checkpoint.saver import free_bytes
 from moh_lm.config import ConfigError
@@ -103,7 +102,9 @@ def consolidate(path, output, moments, dtype):
     for kind in MOMENTS if moments else ():
         tensors += [(f"{kind}/{name}", kind, name, torch.float32) for name in step.shapes]
     tensors += [(name, "master", name, dtype) for name in step.shapes]
-    header, size = header_of(step, tensors)
+    described = {key: (written, list(step.shapes[name])) for key, _, name, written in tensors}
+    header = safetensors_header(described, {"format": "pt", "step": str(step.state["step"])})
+    size = len(header) + sum(math.prod(shape) * written.itemsize for written, shape in described.values())
     refuse_without_room(output, size)
     temporary = output.with_name(f"{output.name}.tmp")
     try:
@@ -119,18 +120,6 @@ def consolidate(path, output, moments, dtype):
         raise
     flush(output.parent)
     return size
-
-
-def header_of(step, tensors):
-    """(the safetensors header, bytes of the whole file)."""
-    header, offset = {"__metadata__": {"format": "pt", "step": str(step.state["step"])}}, 0
-    for key, _, name, dtype in tensors:
-        end = offset + math.prod(step.shapes[name]) * dtype.itemsize
-        header[key] = {"dtype": DTYPES[dtype], "shape": list(step.shapes[name]), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, 8 + len(text) + offset
 
 
 def refuse_without_room(path, need):

@@ -1,10 +1,10 @@
 """Configuration of a mixture-of-head Llama (MoH, arXiv 2410.11842), read by transformers 4.46 to 5.x.
 
-The keys are those of ``LlamaConfig`` and seven more:
+The keys are those of ``LlamaConfig`` and these:
 
     head_selection           all: ordinary attention; mixture: shared heads and a router's top-K of the others;
                              static: only the first (shared + active) heads
-    routing                  paper: Eq. 5-6; released: the authors' published code; query_norm: Eq. 9-10
+    routing                  paper: Eq. 5-6; released: the authors' published code; query_norm: query norms, Eq. 9-10
     two_stage                weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
@@ -13,7 +13,9 @@ The keys are those of ``LlamaConfig`` and seven more:
 
 The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
 (transformers 5); both ``rope_theta`` and ``rope_parameters`` are kept, so that every version reads what any wrote.
-``output_router_gates`` makes the model return the gates and selections of every layer.
+``output_router_gates`` makes the model return the gates and selections of every layer. ``output_router_logits`` makes
+it return the scores of the routed heads and their load-balance loss; with labels, that loss times
+``router_aux_loss_coef`` is added to the loss (Eq. 8).
 """
 
 from transformers import PretrainedConfig
@@ -78,6 +80,8 @@ class MoHLlamaConfig(PretrainedConfig):
         routing_unit="head",
         routing_top_p=None,
         output_router_gates=False,
+        output_router_logits=False,
+        router_aux_loss_coef=0.01,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
@@ -99,6 +103,8 @@ class MoHLlamaConfig(PretrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.use_cache = use_cache
         self.output_router_gates = output_router_gates
+        self.output_router_logits = output_router_logits
+        self.router_aux_loss_coef = router_aux_loss_coef
 
         # ``rope_scaling`` is not set as an attribute: in transformers 5 it is an alias of ``rope_parameters``.
         rope = {**(rope_scaling or {}), **(rope_parameters or {})}

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from sentencepiece import SentencePieceProcessor
 
 from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
@@ -33,6 +32,7 @@ from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
 from moh_lm.model.transformer import CausalLM
+from tools.hf.export_files import exported_files
 from tools.hf.import_config import model_config
 
 try:
@@ -116,12 +116,6 @@ def fill(module, inputs=None, *, prefix, read):
 
 def empty(module, inputs, output):
     module.to("meta")
-
-
-def exported_files(directory):
-    """Parameter -> the open safetensors file in ``directory`` that holds it."""
-    files = (safe_open(path, "pt") for path in sorted(directory.glob("*.safetensors")))
-    return {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dictionary
 
 
 # --- transformers ---

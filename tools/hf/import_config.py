@@ -8,39 +8,18 @@ other activations, sliding windows, other scalings of the rotary embedding, quan
 """
 
 import json
-from dataclasses import fields
 
 from moh_lm.checks import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
+from tools.hf.keys import FIXED, HEADS, MODEL, REQUIRED, ROPE, ROPE_TYPES
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "moh_llama": "MoHLlamaForCausalLM"}
-SIZES = {  # key of config.json -> field of ModelConfig
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-}
-LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}  # or absent
+USUAL = {**FIXED, "partial_rotary_factor": 1.0}  # or absent
 FOREIGN = (  # of relatives of Llama, or of variants of its code
     "sliding_window", "quantization_config", "num_experts", "num_local_experts", "clip_qkv", "qk_layernorm",
     "use_qk_norm", "logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier",
     "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping",
 )  # fmt: skip
-ROPE = {  # key of a rope dictionary -> field of ModelConfig
-    "rope_theta": "rope_theta",
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_length",
-}
-ROPE_TYPES = {
-    "default": ("rope_theta",),
-    "linear": ("rope_theta", "factor"),
-    "llama3": tuple(ROPE),
-}
-
-
 def read_config(directory):
     """The content of ``directory``/config.json. Raises ConfigError."""
     path = directory / "config.json"
@@ -59,7 +38,8 @@ def model_config(values, heads=None):
     A Llama has none of its own: all heads, if ``heads`` is None. Raises ConfigError with all that cannot be read.
     """
     problems = foreign(values)
-    problems += [f"{key} is missing" for key in SIZES if not isinstance(values.get(key), int)]
+    needed = [entry.key for entry in MODEL if entry.absent is REQUIRED]
+    problems += [f"{key} is missing" for key in needed if not isinstance(values.get(key), int)]
     rope = {}
     try:
         rope = rope_fields(values)
@@ -68,11 +48,7 @@ def model_config(values, heads=None):
     if problems:
         raise ConfigError([f"config.json: {problem}" for problem in problems])
     model = ModelConfig(
-        **{field: values[key] for key, field in SIZES.items()},
-        num_key_value_heads=values.get("num_key_value_heads"),
-        head_dim=values.get("head_dim"),
-        rms_norm_eps=values.get("rms_norm_eps", 1e-6),  # LlamaConfig's own default
-        tie_embeddings=values.get("tie_word_embeddings", False),
+        **{entry.field: values.get(entry.key, entry.absent) for entry in MODEL},
         heads=heads or own_heads(values),
         **rope,
     )
@@ -86,7 +62,7 @@ def own_heads(values):
     """The HeadsConfig of the file: that of an export, or all heads."""
     if values["model_type"] == "llama":
         return HeadsConfig(head_selection="all")
-    given = {entry.name: values[entry.name] for entry in fields(HeadsConfig) if entry.name in values}
+    given = {entry.field: values[entry.key] for entry in HEADS if entry.key in values}
     if values["head_selection"] == "all":  # every head counts as shared there
         given = {"head_selection": "all"}
     return HeadsConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
@@ -105,7 +81,7 @@ def foreign(values):
         found.append("auto_map: the model has code of its own, which may compute something else")
     found += [
         f"{key} {values[key]!r}: can only be {usual!r}"
-        for key, usual in LLAMA.items()
+        for key, usual in USUAL.items()
         if values.get(key) not in (None, usual)
     ]
     found += [f"{key} {values[key]!r}: has no counterpart here" for key in FOREIGN if values.get(key)]
@@ -134,13 +110,14 @@ def rope_fields(values):
     if kind not in ROPE_TYPES:
         raise ConfigError([f"rope_type {kind!r}: only {', '.join(ROPE_TYPES)} can be read"])
     missing = [key for key in ROPE_TYPES[kind] if not isinstance(rope.get(key), int | float)]
-    extra = sorted(rope.keys() - set(ROPE))
+    fields = {entry.key: entry.field for entry in ROPE}
+    extra = sorted(rope.keys() - fields.keys())
     if missing or extra:
         raise ConfigError([
             *(f"rope_type {kind!r} without {key}: transformers assumes one; write it into the file" for key in missing),
             *(f"{key} {rope[key]!r} of rope_type {kind!r}: has no counterpart here" for key in extra),
         ])
-    numbers = {ROPE[key]: rope[key] for key in ROPE_TYPES[kind]}
+    numbers = {fields[key]: rope[key] for key in ROPE_TYPES[kind]}
     whole = "rope_original_length"
     return {"rope_type": kind, **{key: int(n) if key == whole else float(n) for key, n in numbers.items()}}
 

@@ -23,6 +23,7 @@ from moh_lm.monitor.journal import Journal
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.state import first_state
 from moh_lm.training.optimizer import MOMENTS
+from tools.hf.export_files import plan_shards
 
 FILE_BYTES = 1 << 32
 OVERHEAD = 1 << 20  # bytes of a step besides its tensors, generously
@@ -61,9 +62,11 @@ def write_step(run, config, parts, facts, tokenizer, progress):
         remove_leftovers(final.parent)
         temporary.mkdir(parents=True)
         entries = {}
-        for number, group in enumerate(grouped(parts)):
+        by_name = {part.name: part for part in parts}
+        sizes = {name: 4 * math.prod(part.shape) for name, part in by_name.items()}
+        for number, names in enumerate(plan_shards(sizes, FILE_BYTES)):
             name = f"rank-{number}.safetensors"
-            entries[name] = write_parts(temporary / name, group, progress)
+            entries[name] = write_parts(temporary / name, [by_name[n] for n in names], progress)
         texts = {"config.json": json.dumps(config.to_dict(), indent=1) + "\n"}
         texts["state.json"] = json.dumps(first_state(config.model, facts), indent=1) + "\n"
         contents = {name: text.encode() for name, text in texts.items()}
@@ -82,19 +85,6 @@ def write_step(run, config, parts, facts, tokenizer, progress):
     finally:
         lock.close()
     return final
-
-
-def grouped(parts):
-    """Consecutive parts in groups of at most FILE_BYTES, or of one that is larger."""
-    groups, filled = [[]], 0
-    for part in parts:
-        size = 4 * math.prod(part.shape)
-        if groups[-1] and filled + size > FILE_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(part)
-        filled += size
-    return groups
 
 
 def write_parts(path, parts, progress):

@@ -9,18 +9,26 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
     [a1, a2] = softmax(W_h x)                                                       (Eq. 6)
 
 Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 whatever the model's dtype;
-of equal scores the one with the lower head index is selected. Every head is computed and the inactive ones are weighted
-by zero, with one exception: from ``LONG`` cached tokens on, where a token uses at most half of the heads, or of the
-groups below, a new one on a CPU with one thread reads the keys and values of its heads only. The load-balance loss of
-Eq. 7-8 belongs to training.
+of equal scores the one with the lower head index is selected. Every head is computed, and the inactive ones are
+weighted by zero.
 
 With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
 and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
 largest first and at most K, whose softmax adds up to it.
 
-``output_router_gates=True``, as an argument or in the configuration, adds to the outputs for every layer
-``router_gates``, the g_i in fp32 [b, s, h], and ``router_selections``, the heads that a token uses, bool [b, s, h]:
-a gate can underflow to 0 and its head be selected all the same.
+Each of these, as an argument or in the configuration, adds to the outputs:
+
+    output_router_gates   router_gates, the g_i of every layer in fp32 [b, s, h], and router_selections, the heads that
+                          a token uses, bool [b, s, h]: a gate can underflow to 0 and its head be selected all the same
+    output_router_logits  router_logits, the scores of the routed heads [b, s, E] of every layer that has some, and
+                          aux_loss, their load-balance loss; with labels, router_aux_loss_coef times aux_loss is added
+                          to the loss, as in training:
+
+    L_b = sum over the routed heads of f_i P_i                                      (Eq. 7)
+    L = L_task + beta * (mean of L_b over the sequences and the layers)             (Eq. 8)
+
+with f_i the share of the tokens of a sequence that select head i and P_i the mean of its softmax. Padding does not
+count. The authors' published code multiplies L_b by the number of routed heads.
 
 Shapes: b batch, s new tokens, k cached and new tokens, h heads, d hidden size. Names of arguments and attributes and
 the form of ``MoHLlamaAttention.forward`` follow the transformers interface, which vLLM's Transformers backend reads.
@@ -28,7 +36,6 @@ the form of ``MoHLlamaAttention.forward`` follow the transformers interface, whi
 
 import functools
 import inspect
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -38,7 +45,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 
 from .configuration_moh import MoHLlamaConfig
 
@@ -53,9 +64,6 @@ try:
     MASK_ARGUMENTS = set(inspect.signature(create_causal_mask).parameters)  # they differ between versions 4 and 5
 except ImportError:  # transformers before 4.53
     create_causal_mask = None
-
-
-LONG = 4096  # cached tokens from which reading half of the heads was faster than all, on one core of an AMD EPYC
 
 
 def select(scores, num_active, top_p=None):
@@ -84,7 +92,9 @@ def per_head(experts, heads_per_expert):
 
 
 class MoHLlamaRouter(nn.Module):
-    """Routing of one layer from learned weights: x [b, s, d] -> gates, fp32, and selection, bool, both [b, s, h].
+    """Routing of one layer from learned weights.
+
+    x [b, s, d] -> gates, fp32, and selection, bool, both [b, s, h]; scores of the routed experts, fp32 [b, s, E].
 
     ``paper`` is Eq. 5-6. ``released`` is the authors' published code: routed gates are renormalised over the selected
     heads and multiplied by their number, so are shared gates by theirs, a1 and a2 by 2. The weights are parameters of
@@ -111,7 +121,7 @@ class MoHLlamaRouter(nn.Module):
     def forward(self, x):
         with torch.autocast(device_type=x.device.type, enabled=False):
             x = x.float()
-            gates, selected = [], x[..., :0]
+            gates, selected, scores = [], x[..., :0], x[..., :0]
             if self.num_shared:
                 shared = F.linear(x, self.w_shared.float()).softmax(dim=-1)  # Eq. 5, shared heads
                 gates.append(shared * self.num_shared if self.released else shared)
@@ -127,27 +137,28 @@ class MoHLlamaRouter(nn.Module):
                 a = a * 2 if self.released else a
                 gates = [gates[0] * a[..., :1], gates[1] * a[..., 1:]]
             experts = torch.cat(gates, dim=-1), with_shared(selected, self.num_shared)
-            return tuple(per_head(part, self.heads_per_expert) for part in experts)
+            return *(per_head(part, self.heads_per_expert) for part in experts), scores
 
 
 def query_norm_routing(query, num_shared, num_active, heads_per_expert=1):
-    """Routing without weights: query [b, s, h, head_dim], before rotary -> gates and selection as ``MoHLlamaRouter``.
+    """Routing without weights: query [b, s, h, head_dim], before rotary -> the same as ``MoHLlamaRouter``.
 
-    The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads
-    (Eq. 9). Shared and selected heads have gate 1; the gradient of a selected gate goes to its softmax score (Eq. 10).
+    The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads, as
+    in the authors' released code. Shared and selected heads have gate 1 (Eq. 9); the gradient of a selected gate goes
+    to its softmax score (Eq. 10).
     The query of a group is those of its heads, one after the other. num_shared, num_active: of experts.
     """
     if heads_per_expert > 1:
         query = query.unflatten(-2, (-1, heads_per_expert)).flatten(-2)
-    scores = query.float().norm(dim=-1)[..., num_shared:]  # Eq. 9
+    scores = query.float().norm(dim=-1)[..., num_shared:]
     if scores.shape[-1] > 1:
         scores = scores / scores.std(dim=-1, keepdim=True).clamp_min(1e-6)  # equal norms: a token of zeros
     selected = select(scores, num_active)
     probabilities = scores.softmax(dim=-1)
-    routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 10, straight-through
+    routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 9, and Eq. 10 backward
     shared = torch.ones_like(query[..., :num_shared, 0], dtype=torch.float32)
     experts = torch.cat((shared, routed), dim=-1), with_shared(selected, num_shared)
-    return tuple(per_head(part, heads_per_expert) for part in experts)
+    return *(per_head(part, heads_per_expert) for part in experts), scores
 
 
 def rotate(x, cos, sin):
@@ -178,31 +189,6 @@ def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, *
     value = repeat_key_value(value, module.num_key_value_groups)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return output.transpose(1, 2).contiguous(), None
-
-
-def attend_selected(query, key, value, selected, attention_mask, scaling):
-    """Attention of one token per row by its heads alone: the keys and values of the others are not read.
-
-    query [b, h, 1, head_dim], key and value [b, h / groups, k, head_dim], selected [b, 1, h]; the mask has the form of
-    either function above, for all heads. Returns [b, 1, h, head_dim], zeros for the other heads.
-    """
-    output = torch.zeros_like(query)
-    if attention_mask is not None:  # one that the caller made may hold for all rows
-        attention_mask = attention_mask[..., : key.shape[2]].expand(len(query), -1, -1, -1)  # [b, 1, 1, k]
-    shared_by = query.shape[1] // key.shape[1]  # query heads of a key/value head
-    for row, used in enumerate(selected[:, 0]):
-        heads = used.nonzero().flatten()
-        mask = None if attention_mask is None else attention_mask[row : row + 1]
-        queries = query[row, :, 0].index_select(0, heads)[None, None]  # [1, 1, heads, head_dim]
-        read, start = torch.empty_like(queries), 0
-        for index, group in itertools.groupby(heads.tolist(), key=lambda head: head // shared_by):
-            stop, at = start + len(list(group)), (slice(row, row + 1), slice(index, index + 1))
-            read[:, :, start:stop] = F.scaled_dot_product_attention(
-                queries[:, :, start:stop], key[at], value[at], attn_mask=mask, scale=scaling
-            )
-            start = stop
-        output[row, :, 0] = output[row, :, 0].index_copy(0, heads, read[0, 0])
-    return output.transpose(1, 2)
 
 
 def local_heads(gates, num_local):
@@ -241,7 +227,7 @@ class MoHLlamaAttention(nn.Module):
         self.gated = self.router is not None or self.num_shared < config.num_attention_heads  # else every gate is 1
 
     def route(self, hidden_states, query):
-        """Gates in fp32 and selection, both [b, s, h], of all heads; query [b, s, h, head_dim] before rotary."""
+        """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before rotary."""
         num_heads = self.config.num_attention_heads
         if self.router is not None:
             return self.router(hidden_states)
@@ -252,7 +238,7 @@ class MoHLlamaAttention(nn.Module):
             return query_norm_routing(query, self.num_shared // size, self.num_active // size, size)
         always_on = torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active
         selected = always_on.expand(*query.shape[:-2], num_heads)
-        return selected.float(), selected
+        return selected.float(), selected, query.new_zeros(*query.shape[:-2], 0)
 
     def forward(
         self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache_position=None,
@@ -262,7 +248,7 @@ class MoHLlamaAttention(nn.Module):
         query = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
         key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
         value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
-        gates, selected = self.route(hidden_states, query)
+        gates, selected, scores = self.route(hidden_states, query)
 
         query = rotate(query.transpose(1, 2), *position_embeddings)  # [b, h, s, head_dim]
         key = rotate(key.transpose(1, 2), *position_embeddings)
@@ -270,37 +256,17 @@ class MoHLlamaAttention(nn.Module):
         if past_key_values is not None:  # transformers 4 finds the slots of a static cache by cache_position
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
 
-        if self.saves_by_selection(query, key, attention_mask):
-            output, weights = attend_selected(query, key, value, selected, attention_mask, self.scaling), None
-        else:
-            # vLLM recognises the attention by this assignment, and by the one call of the name that it assigns.
-            attention_interface = eager_attention_forward
-            if self.config._attn_implementation != "eager":
-                attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-            output, weights = attention_interface(
-                self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
-            )
+        # vLLM recognises the attention by this assignment, and by the one call of the name that it assigns.
+        attention_interface = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        output, weights = attention_interface(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
         output = output.reshape(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
         if self.gated:
             output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
-        return self.o_proj(output.reshape(*shape, -1)), weights, gates, selected  # Eq. 4
-
-    def saves_by_selection(self, query, key, attention_mask):
-        """Whether to read the selected heads only, as ``attend_selected`` does: where it was measured to be faster."""
-        return (
-            2 * (self.num_shared + self.num_active) <= self.config.num_attention_heads
-            and (self.num_key_value_groups == 1 or self.config.heads_per_expert > 1)  # single heads read most groups
-            and self.config._attn_implementation in ("eager", "sdpa")  # asked first: vLLM traces this without tensors
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()
-            and query.device.type == "cpu"
-            and query.shape[1] == self.config.num_attention_heads  # no tensor parallelism
-            and query.shape[2] == 1
-            and key.shape[2] >= LONG
-            and (attention_mask is None or attention_mask.shape[1] == 1)  # not of single heads
-            and torch.get_num_threads() == 1  # more share the heads, if these are attended to by one call
-        )
+        return self.o_proj(output.reshape(*shape, -1)), weights, gates, selected, scores  # Eq. 4
 
 
 class MoHLlamaRMSNorm(nn.Module):
@@ -338,12 +304,12 @@ class MoHLlamaDecoderLayer(nn.Module):
         self.input_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden_states, output_router_gates=False, **kwargs):
-        """hidden_states [b, s, d] -> [b, s, d]; if asked for, a tuple with its gates and selection, both [b, s, h]."""
-        attended, _, gates, selected = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+    def forward(self, hidden_states, output_details=False, **kwargs):
+        """hidden_states [b, s, d] -> [b, s, d]; with details, a tuple of it and what the attention returns besides."""
+        attended, *details = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return (hidden_states, gates, selected) if output_router_gates else hidden_states
+        return (hidden_states, *details) if output_details else hidden_states
 
 
 def rotary_frequencies(rope, head_dim, device):
@@ -435,16 +401,42 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.weight)
 
 
+def load_balance_loss(config, router_logits, router_selections, attention_mask):
+    """Eq. 7, the mean over the sequences and over the layers with routed heads; a scalar in fp32.
+
+    router_logits, router_selections: of every layer, [b, s, E], E = 0 without routed heads, and [b, s, h].
+    attention_mask [b, k] or None: 0 for padding, of which the last s columns belong to the tokens.
+    """
+    losses, size = [], config.heads_per_expert
+    for scores, selected, shared in zip(router_logits, router_selections, config.num_shared_heads, strict=True):
+        num_routed = scores.shape[-1]
+        if not num_routed:
+            continue
+        counted = scores.new_ones(*scores.shape[:2], 1)
+        if attention_mask is not None and attention_mask.dim() == 2:
+            counted = attention_mask[:, -scores.shape[1] :, None].to(scores)
+        tokens = counted.sum(1).clamp_min(1)  # [b, 1]
+        share = (selected[..., shared::size] * counted).sum(1) / tokens  # f, [b, E]
+        probability = (scores.softmax(dim=-1) * counted).sum(1) / tokens  # P
+        loss = (share * probability).sum(-1).mean()
+        losses.append(loss * num_routed if config.routing == "released" else loss)
+    return torch.stack(losses).mean() if losses else torch.zeros(())
+
+
 @dataclass
 class MoHLlamaModelOutput(BaseModelOutputWithPast):
     router_gates: tuple[torch.FloatTensor, ...] | None = None
     router_selections: tuple[torch.BoolTensor, ...] | None = None
+    router_logits: tuple[torch.FloatTensor, ...] | None = None
+    aux_loss: torch.FloatTensor | None = None
 
 
 @dataclass
 class MoHLlamaCausalLMOutput(CausalLMOutputWithPast):
     router_gates: tuple[torch.FloatTensor, ...] | None = None
     router_selections: tuple[torch.BoolTensor, ...] | None = None
+    router_logits: tuple[torch.FloatTensor, ...] | None = None
+    aux_loss: torch.FloatTensor | None = None
 
 
 class MoHLlamaModel(MoHLlamaPreTrainedModel):
@@ -467,18 +459,22 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-        use_cache=None, output_attentions=None, output_hidden_states=None, output_router_gates=None, return_dict=None,
-        cache_position=None, **kwargs,
+        use_cache=None, output_attentions=None, output_hidden_states=None, output_router_gates=None,
+        output_router_logits=None, return_dict=None, cache_position=None, **kwargs,
     ):  # fmt: skip
         """input_ids [b, s] or inputs_embeds [b, s, d] -> last hidden state [b, s, d], cache, and what is asked for."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        if output_attentions:
-            raise ValueError("output_attentions: moh_llama does not return attention weights")
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_attentions and self.config._attn_implementation != "eager":
+            raise ValueError("output_attentions: load the model with attn_implementation='eager'")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if output_router_gates is None:
             output_router_gates = self.config.output_router_gates
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
         if use_cache is None:
             use_cache = self.config.use_cache
         recompute = self.gradient_checkpointing and self.training
@@ -494,7 +490,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         mask = causal_mask(self.config, x, attention_mask, past_key_values, cache_position, position_ids)
         position_embeddings = self.rotary_emb(x, position_ids)
 
-        states, routing = [], []
+        output_details = output_attentions or output_router_gates or output_router_logits
+        states, details = [], []
         for layer in self.layers:
             states.append(x)
             layer = functools.partial(
@@ -504,26 +501,33 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
                 past_key_values=past_key_values,
                 position_ids=position_ids,
                 cache_position=cache_position,
-                output_router_gates=output_router_gates,
+                output_details=output_details,
                 **kwargs,
             )
             x = self._gradient_checkpointing_func(layer, x) if recompute else layer(x)
-            if output_router_gates:
-                x, *gates_and_selection = x
-                routing.append(gates_and_selection)
+            if output_details:
+                x, *of_layer = x
+                details.append(of_layer)
         x = self.norm(x)
+        weights, gates, selections, scores = zip(*details, strict=True) if details else (None,) * 4
+        aux_loss = None
+        if output_router_logits:
+            aux_loss = load_balance_loss(self.config, scores, selections, attention_mask).to(x.device)
         outputs = MoHLlamaModelOutput(
             last_hidden_state=x,
             past_key_values=past_key_values,
             hidden_states=(*states, x) if output_hidden_states else None,
-            router_gates=tuple(gates for gates, _ in routing) if output_router_gates else None,
-            router_selections=tuple(selected for _, selected in routing) if output_router_gates else None,
+            attentions=weights if output_attentions else None,
+            router_gates=gates if output_router_gates else None,
+            router_selections=selections if output_router_gates else None,
+            router_logits=tuple(part for part in scores if part.shape[-1]) if output_router_logits else None,
+            aux_loss=aux_loss,
         )
         return outputs.to_tuple() if return_dict is False else outputs
 
 
 class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
-    """The language model. ``labels`` gives the cross-entropy of the next token, without the load-balance loss."""
+    """The language model. ``labels`` gives the cross-entropy of the next token, see also ``output_router_logits``."""
 
     # transformers 5 reads the mapping, transformers 4 the keys.
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -571,13 +575,60 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            if outputs.aux_loss is not None:
+                share = share_of_batch(labels, **kwargs)
+                loss = loss + self.config.router_aux_loss_coef * share * outputs.aux_loss
         outputs = MoHLlamaCausalLMOutput(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
             router_gates=outputs.router_gates,
             router_selections=outputs.router_selections,
+            router_logits=outputs.router_logits,
+            aux_loss=outputs.aux_loss,
+        )
+        return outputs.to_tuple() if return_dict is False else outputs
+
+
+def share_of_batch(labels, num_items_in_batch=None, **kwargs):
+    """Of the tokens over which Trainer's gradient accumulation takes the mean, the share that is here."""
+    return 1 if num_items_in_batch is None else (labels[:, 1:] != -100).sum() / num_items_in_batch
+
+
+class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
+    """A label for each sequence, from the state of its last token."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MoHLlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, return_dict=None, **kwargs):
+        """input_ids [b, s] -> logits [b, num_labels]. The last token is the last one of the mask, or before padding."""
+        outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        logits = self.score(outputs.last_hidden_state)  # [b, s, num_labels]
+        batch, length = logits.shape[:2]
+        present = attention_mask
+        if present is None and input_ids is not None and self.config.pad_token_id is not None:
+            present = input_ids != self.config.pad_token_id
+        if present is None and batch > 1:
+            raise ValueError("give an attention_mask, or set pad_token_id: where does each sequence of the batch end?")
+        index = torch.arange(length, device=logits.device)
+        last = length - 1 if present is None else (index * present.to(index)).argmax(-1)
+        pooled = logits[torch.arange(batch, device=logits.device), last]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled, config=self.config)
+        outputs = SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=pooled,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
         )
         return outputs.to_tuple() if return_dict is False else outputs
 
@@ -585,3 +636,4 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
 # Then save_pretrained writes these files beside the weights in every version; transformers 4.46 does not by itself.
 MoHLlamaModel.register_for_auto_class("AutoModel")
 MoHLlamaForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+MoHLlamaForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

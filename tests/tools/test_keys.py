@@ -1,0 +1,67 @@
+"""tools/hf/keys.py: the keys of config.json are said once, and the remote code that has to say them again agrees."""
+
+import inspect
+from dataclasses import fields, replace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from moh_lm.config import HeadsConfig, ModelConfig
+from tools.hf import keys
+from tools.hf.configuration_moh import ROPE_KEYS, MoHLlamaConfig
+from tools.hf.import_config import model_config
+from tools.import_hf import TRAINING_ONLY
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
+    "rope_original_length": 64,
+}  # fmt: skip
+HEADS = HeadsConfig(
+    num_shared_heads=(2, 0), num_active_routed_heads=(2, 4), routing="released", routing_unit="key_value_group",
+    routing_top_p=0.7, two_stage=False, load_balance_coefficient=0.05,
+)  # fmt: skip
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, num_key_value_heads=4, head_dim=6,
+    vocab_size=301, rope_theta=500.0, rms_norm_eps=1e-4, tie_embeddings=True, heads=HEADS,
+)  # fmt: skip
+MODELS = {
+    "mixture": replace(MODEL, **LLAMA3),
+    "static": replace(MODEL, heads=replace(HEADS, head_selection="static")),
+    "all": replace(MODEL, rope_type="linear", rope_factor=2.0, heads=HeadsConfig(head_selection="all")),
+}
+
+
+def test_every_field_of_a_model_has_its_key():
+    model = {entry.name for entry in fields(ModelConfig)} - {"heads", "rope_type"}
+    assert model == {entry.field for entry in (*keys.MODEL, *keys.ROPE)}
+    heads = {entry.name for entry in fields(HeadsConfig)}
+    assert heads - {entry.field for entry in keys.HEADS} <= set(TRAINING_ONLY)
+
+
+def test_the_remote_configuration_has_every_key_with_the_default_of_the_table():
+    arguments = inspect.signature(MoHLlamaConfig.__init__).parameters
+    written = {entry.key for entry in (*keys.MODEL, *keys.HEADS)} | keys.FIXED.keys() | {"rope_theta", "rope_scaling"}
+    assert written <= arguments.keys()
+    assert {kind: set(needed) - {"rope_theta"} for kind, needed in keys.ROPE_TYPES.items()} == {
+        kind: set(needed) for kind, needed in ROPE_KEYS.items()
+    }
+    for entry in keys.HEADS:
+        if entry.absent is not keys.REQUIRED:
+            assert arguments[entry.key].default == entry.absent
+    assert {key: arguments[key].default for key in keys.FIXED} == keys.FIXED
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_written_is_read_again_and_understood_by_the_remote_configuration(name):
+    model = MODELS[name]
+    routed = name != "all"
+    values = {"model_type": "moh_llama" if routed else "llama", "max_position_embeddings": 64, **keys.written(model)}
+    read = model_config(values)
+    assert replace(read, heads=model.heads) == model
+    for entry in keys.HEADS if routed else ():
+        assert getattr(read.heads, entry.field) == getattr(model.heads, entry.field)
+    remote = MoHLlamaConfig(**values, **({} if routed else {"head_selection": "all"}))
+    same = {entry.key for entry in (*keys.MODEL, *keys.HEADS)} if routed else {entry.key for entry in keys.MODEL}
+    assert {key: getattr(remote, key) for key in same} == {key: values[key] for key in same}
+    assert remote.rope_parameters == values["rope_parameters"]

@@ -1,0 +1,74 @@
+"""The keys of config.json and the fields of ModelConfig and HeadsConfig: a line for each, read both ways.
+
+tools/export_hf.py writes a model by ``written``; tools/hf/import_config.py reads by the same tables. The remote code in
+configuration_moh.py has to stand alone and says its keys again: tests/tools/test_keys.py holds them equal.
+"""
+
+from typing import NamedTuple
+
+REQUIRED = object()
+
+
+class Key(NamedTuple):
+    """key: of config.json. field: of the dataclass. absent: what a file means that has no such key."""
+
+    key: str
+    field: str
+    absent: object = REQUIRED
+
+
+MODEL = (
+    Key("vocab_size", "vocab_size"),
+    Key("hidden_size", "hidden_size"),
+    Key("intermediate_size", "intermediate_size"),
+    Key("num_hidden_layers", "num_layers"),
+    Key("num_attention_heads", "num_attention_heads"),
+    Key("num_key_value_heads", "num_key_value_heads", None),
+    Key("head_dim", "head_dim", None),
+    Key("rms_norm_eps", "rms_norm_eps", 1e-6),  # LlamaConfig's own default
+    Key("tie_word_embeddings", "tie_embeddings", False),
+)
+HEADS = (  # of a moh_llama only; what is absent is the default of HeadsConfig
+    Key("head_selection", "head_selection"),
+    Key("routing", "routing"),
+    Key("two_stage", "two_stage"),
+    Key("num_shared_heads", "num_shared_heads"),
+    Key("num_active_routed_heads", "num_active_routed_heads"),
+    Key("routing_unit", "routing_unit", "head"),
+    Key("routing_top_p", "routing_top_p", None),
+    Key("router_aux_loss_coef", "load_balance_coefficient", 0.01),
+)
+ROPE = (  # inside of rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4)
+    Key("rope_theta", "rope_theta"),
+    Key("factor", "rope_factor"),
+    Key("low_freq_factor", "rope_low_freq_factor"),
+    Key("high_freq_factor", "rope_high_freq_factor"),
+    Key("original_max_position_embeddings", "rope_original_length"),
+)
+ROPE_TYPES = {  # rope_type -> the keys that it needs
+    "default": ("rope_theta",),
+    "linear": ("rope_theta", "factor"),
+    "llama3": tuple(entry.key for entry in ROPE),
+}
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # of every model here
+
+
+def written(model):
+    """The keys of a ModelConfig. A model without routing has those of a Llama only."""
+    keys = {entry.key: getattr(model, entry.field) for entry in MODEL} | FIXED | written_rope(model)
+    if model.heads.head_selection == "all":
+        return keys
+    heads = {entry.key: getattr(model.heads, entry.field) for entry in HEADS}
+    return keys | {key: list(value) if isinstance(value, tuple) else value for key, value in heads.items()}
+
+
+def written_rope(model):
+    """The rotary settings in the keys of transformers 4, and in that of transformers 5."""
+    needed = [entry for entry in ROPE if entry.key in ROPE_TYPES[model.rope_type]]
+    rope = {"rope_type": model.rope_type, **{entry.key: getattr(model, entry.field) for entry in needed}}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None if model.rope_type == "default" else scaling,
+        "rope_parameters": rope,
+    }
