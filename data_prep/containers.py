@@ -9,12 +9,14 @@ A container is the unit of failure: one that is cut off, damaged, or not what it
 saved in place of an archive, a pointer of Git LFS) is an ``InputError``: a part of a file never passes for the whole.
 """
 
+import io
 import json
 import os
 import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import BinaryIO
 
 import pyarrow
 import zstandard
@@ -64,7 +66,7 @@ def sniff(file, name: str) -> tuple[str, str]:
     if container == "parquet":
         return container, "column"
     file.seek(0)
-    content = head if container == "plain" else next(filter(None, decompressed(file, container)), b"")
+    content = head if container == "plain" else unpacked(file, container).read1(READ)
     content = content.removeprefix(BYTE_ORDER_MARK).lstrip()
     holds_json, named_json = begins_with_object(content), JSON_LINES_NAME.search(name) is not None
     misnamed = ARCHIVE_NAME.search(name) if container == "plain" else None
@@ -95,7 +97,29 @@ def begins_with_object(content: bytes) -> bool:
         return not newline and re.match(rb'\{\s*"', line) is not None
 
 
-def decompressed(file, container: str) -> Iterator[bytes]:
+def unpacked(file: BinaryIO, container: str) -> BinaryIO:
+    """The content of an open file of bytes; ``file.tell()`` still counts the bytes of the file itself."""
+    return file if container == "plain" else io.BufferedReader(Unpacked(file, container), READ)
+
+
+class Unpacked(io.RawIOBase):
+    def __init__(self, file: BinaryIO, container: str):
+        self.parts = decompressed(file, container)
+        self.part = memoryview(b"")
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.part and (part := next(self.parts, None)) is not None:
+            self.part = memoryview(part)
+        size = min(len(buffer), len(self.part))
+        buffer[:size] = self.part[:size]
+        self.part = self.part[size:]
+        return size
+
+
+def decompressed(file: BinaryIO, container: str) -> Iterator[bytes]:
     """The content of all gzip members, or zstandard frames, of an open file. Raises EOFError if the last is cut off."""
     member = None
     while data := file.read(READ):

@@ -15,6 +15,7 @@ A file that mixes several sources (data_prep/corpora.py) is read for one source 
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 import pyarrow.parquet
 
-from data_prep.containers import BYTE_ORDER_MARK, READ, InputError, decompressed, reading, sniff, unchanged
+from data_prep.containers import BYTE_ORDER_MARK, READ, InputError, reading, sniff, unchanged, unpacked
 from data_prep.corpora import SET_COLUMNS, source_of_line, source_of_record
 
 SAMPLE = 1 << 16  # bytes at either end of a file that tell it from others
@@ -149,44 +150,29 @@ def lines(piece: Piece) -> Iterator[tuple[bytes | None, int, int]]:
     begin with a byte order mark may have been joined: it is removed from the beginning of every line.
     """
     with open(piece.path, "rb") as file:
-        if piece.container != "plain":
-            for line, offset in split_lines(decompressed(file, piece.container)):
-                yield line and line.removeprefix(BYTE_ORDER_MARK), offset, file.tell()
-            return
+        content = unpacked(file, piece.container)
+        offset, end = piece.start, piece.end if piece.container == "plain" else math.inf
         if piece.start:
-            file.seek(piece.start - 1)
-            skip_line(file)  # the rest of a line that starts before the range
-        while (offset := file.tell()) < piece.end and (line := file.readline(LONGEST + 1)):
+            content.seek(piece.start - 1)
+            offset += skip_line(content) - 1  # the rest of a line that starts before the range
+        while offset < end and (line := content.readline(LONGEST + 1)):
+            start = offset
+            offset += len(line)
             if len(line) > LONGEST and not line.endswith(b"\n"):
-                skip_line(file)
+                offset += skip_line(content)
                 line = None
             position = min(file.tell() - piece.start, piece.num_bytes)
-            yield line and line.removeprefix(BYTE_ORDER_MARK), offset, position
+            yield line and line.removeprefix(BYTE_ORDER_MARK), start, position
 
 
-def skip_line(file):
-    while (part := file.readline(READ)) and not part.endswith(b"\n"):
-        pass
-
-
-def split_lines(chunks: Iterator[bytes]) -> Iterator[tuple[bytes | None, int]]:
-    """The lines of a stream, None for one that is longer than ``LONGEST``, and their offsets."""
-    unfinished, length, offset = [], 0, 0  # parts of a line that may span many chunks
-    for chunk in chunks:
-        *complete, rest = chunk.split(b"\n")
-        for line in complete:
-            length += len(line)
-            yield b"".join([*unfinished, line]) if length <= LONGEST else None, offset
-            offset += length + 1
-            length = 0
-            unfinished.clear()
-        length += len(rest)
-        if length <= LONGEST:
-            unfinished.append(rest)
-        else:
-            unfinished.clear()
-    if length:
-        yield b"".join(unfinished) if length <= LONGEST else None, offset
+def skip_line(file) -> int:
+    """Read to the end of the line; returns the number of bytes."""
+    skipped = 0
+    while part := file.readline(READ):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
 
 
 # --- Parquet ---
@@ -238,8 +224,8 @@ def text_documents(piece, text_key):
     """The one document of the file; a byte order mark tells its encoding and is not part of it."""
     parts, length = [], 0
     with open(piece.path, "rb") as file:
-        plain = iter(lambda: file.read(READ), b"")
-        for part in plain if piece.container == "plain" else decompressed(file, piece.container):
+        content = unpacked(file, piece.container)
+        while part := content.read(READ):
             length += len(part)
             if length <= LONGEST:
                 parts.append(part)

@@ -26,6 +26,7 @@ from data_prep.documents import SAMPLE, STDIN, Piece, inspect_file, lines
 from moh_lm.config import ConfigError
 from moh_lm.data.files import sha256_of
 
+SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FIRST_RECORDS = 100  # of which one must tell the corpus
 NO_DATA = re.compile(
     r"(?i)(^|/)(\.[^/]*|urls|(readme|licen[cs]e|sha256sums?|md5sums?|urls|dataset_infos?)(\.[a-z]+)?)(/|$)"
@@ -69,6 +70,22 @@ def same_content(piece: Piece, other: Piece) -> bool:
 
 
 # --- Named files ---
+
+
+def source_patterns(sources: list[str]) -> dict[str, list[str]]:
+    """Source name -> its patterns, from NAME=GLOB. Raises ConfigError."""
+    patterns, problems = {}, []
+    for source in sources:
+        name, separator, pattern = source.partition("=")
+        if not separator or not pattern:
+            problems.append(f"--source {source}: write NAME=GLOB, such as --source 'wikipedia=text/wiki/*.jsonl.gz'")
+        elif not SOURCE_NAME.fullmatch(name):
+            problems.append(f"--source {source}: begin the name with a letter or digit, then also '.', '_' or '-'")
+        else:
+            patterns.setdefault(name, []).append(pattern)
+    if problems:
+        raise ConfigError(problems)
+    return patterns
 
 
 def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,17 +18,26 @@ def plan_line(name: str, source: Source, complete: list[bool]) -> str:
     return line + (f"; left out, as copies of other files: {copies}" if copies else "")
 
 
-def progress_bar(units: list[Unit]) -> tqdm:
-    """Bytes of input done, per second and in all, and the time left; tokens are added to it."""
+def progress_bar(title: str, num_bytes: int, least: int = 1) -> tqdm:
+    """Bytes done, per second and in all, and the time left; nothing is shown for fewer than ``least`` bytes in all."""
     return tqdm(
-        desc="tokenizing",
-        total=sum(unit.num_bytes for unit in units),
+        desc=title,
+        total=num_bytes,
         unit="B",
         unit_scale=True,
         dynamic_ncols=True,
         mininterval=0.5 if sys.stderr.isatty() else 30,
-        disable=not units,
+        disable=num_bytes < least,
     )
+
+
+def table(head: list[str], rows: list[list], left: tuple[int, ...] = (0,)) -> Iterator[str]:
+    """Lines of aligned columns: those in ``left`` to the left, the others to the right; whole numbers with commas."""
+    shown = [[f"{value:,}" if isinstance(value, int) else value for value in row] for row in [head, *rows]]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
+        cells = zip(row, widths, range(len(row)), strict=True)
+        yield "  ".join(f"{text:{'<' if at in left else '>'}{width}}" for text, width, at in cells).rstrip()
 
 
 def room(output: str | Path) -> str:
@@ -49,11 +58,12 @@ def outlook(units: list[Unit], finished: dict[Unit, dict]) -> str:
 
 
 def print_summary(sources: Iterable[str], finished: dict[Unit, dict]):
-    print(f"{'source':24} {'files':>8} {'documents':>12} {'tokens':>16} {'bytes/token':>12}  dropped")
+    rows = []
     for source in sources:
         sidecars = [sidecar for unit, sidecar in finished.items() if unit.source == source]
         files = len({made_of["path"] for sidecar in sidecars for made_of in sidecar["inputs"]})
         documents, tokens, text_bytes = (sum(s[key] for s in sidecars) for key in ("documents", "tokens", "text_bytes"))
         dropped = sum((Counter(sidecar["dropped"]) for sidecar in sidecars), Counter())
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items())) or "none"
-        print(f"{source:24} {files:8,} {documents:12,} {tokens:16,} {text_bytes / max(1, tokens):12.2f}  {reasons}")
+        rows.append([source, files, documents, tokens, f"{text_bytes / max(1, tokens):.2f}", reasons])
+    print("\n".join(table(["source", "files", "documents", "tokens", "bytes/token", "dropped"], rows, left=(0, 5))))

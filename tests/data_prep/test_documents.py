@@ -195,7 +195,7 @@ def test_a_bad_line_costs_no_other_document_and_is_counted_by_its_reason(pack, t
     piece = inspect_file(str(tmp_path / "x.jsonl"), "x.jsonl")
     for document, line in zip(documents(piece, "text"), lines, strict=True):
         assert b"\n".join(lines)[document.offset :].startswith(line)
-        assert document.excerpt == (b"" if line in good else (line + b"\n" * (pack is bytes))[:200])
+        assert document.excerpt == (b"" if line in good else (line + b"\n")[:200])
 
 
 def test_bad_rows_of_a_parquet_column_are_counted_by_their_reason(tmp_path):
