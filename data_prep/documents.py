@@ -1,7 +1,7 @@
 """The documents of an input file, one after another, whatever they are packed in (data_prep/containers.py).
 
     jsonl     a JSON object per line, the text under ``text_key``; a line is the unit of damage
-    column    the parquet column ``text_key``, a document per row
+    column    the column ``text_key`` of parquet or Arrow, a document per row
     text      the whole file is one document
 
 Text leaves as it is: nothing is normalised, trimmed or repaired. What is not a document is dropped with a reason, so
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
+import pyarrow.ipc
 import pyarrow.parquet
 
 from data_prep.containers import BYTE_ORDER_MARK, READ, InputError, reading, sniff, unchanged, unpacked
@@ -29,7 +30,8 @@ from data_prep.corpora import SET_COLUMNS, source_of_line, source_of_record
 
 SAMPLE = 1 << 16  # bytes at either end of a file that tell it from others
 LONGEST = 1 << 29  # bytes of a line, or of a text
-BATCH = 1 << 24  # bytes of text that are read from parquet at once
+ARROW_FILE, END_OF_STREAM = b"ARROW1\0\0", b"\xff\xff\xff\xff\0\0\0\0"
+BATCH = 1 << 24  # bytes of text that are read from a row group at once
 EXCERPT = 200  # bytes of what was dropped
 STDIN = "/dev/stdin"  # the name of a piece that was standard input
 HARMLESS = frozenset({"blank line", "empty text", "of another set"})
@@ -43,7 +45,7 @@ class Piece:
     name: str  # relative to the fixed part of the pattern that matched it
     size: int  # bytes of the file
     sample: str  # hash of the first and last bytes of the file, of all of standard input
-    container: str  # plain, gzip, zstd, parquet
+    container: str  # plain, gzip, zstd, parquet, arrow
     form: str  # jsonl, column, text
     start: int
     end: int
@@ -61,7 +63,7 @@ class Document(NamedTuple):
     dropped: str | None  # the reason why there is no text
     num_bytes: int  # of the text, in UTF-8
     position: int  # bytes of the piece read so far, of ``Piece.num_bytes``
-    offset: int  # where it is: the byte in the unpacked file, or the row in the parquet file
+    offset: int  # where it is: the byte in the unpacked file, or the row of the table
     excerpt: bytes  # the beginning of what was dropped
 
 
@@ -75,7 +77,7 @@ def inspect_file(path: str, name: str) -> Piece:
         sample = sha256(head + file.read()).hexdigest()
         file.seek(0)
         container, form = sniff(file, name)
-        end = pyarrow.parquet.read_metadata(path).num_row_groups if form == "column" else size
+        end = pyarrow.parquet.read_metadata(path).num_row_groups if container == "parquet" else size
     return Piece(path, name, size, sample, container, form, 0, end, size)
 
 
@@ -175,7 +177,7 @@ def skip_line(file) -> int:
     return skipped
 
 
-# --- Parquet ---
+# --- Tables ---
 
 
 def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
@@ -183,29 +185,73 @@ def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
     with reading(piece.path):
         metadata = pyarrow.parquet.read_metadata(piece.path)
     columns = [metadata.schema.column(i).path.split(".")[0] for i in range(metadata.num_columns)]
-    if text_key not in columns:
-        names = ", ".join(dict.fromkeys(columns))
-        raise InputError(f"{piece.path}: has no column {text_key!r} but {names}; give --text-key")
+    require_column(piece, text_key, columns)
     column = columns.index(text_key)
     return [metadata.row_group(i).column(column).total_uncompressed_size for i in range(metadata.num_row_groups)]
 
 
+def require_column(piece: Piece, text_key: str, columns: list[str]):
+    if text_key not in columns:
+        names = ", ".join(dict.fromkeys(columns))
+        raise InputError(f"{piece.path}: has no column {text_key!r} but {names}; give --text-key")
+
+
 def column_documents(piece, text_key):
+    read = parquet_batches if piece.container == "parquet" else arrow_batches
+    for batch, row, position in read(piece, text_key):
+        columns = SET_COLUMNS if piece.source else ()
+        sets = [(name, batch.column(name)) for name in columns if name in batch.schema.names]
+        for i, value in enumerate(batch.column(text_key)):
+            text, dropped = text_of_row(value, {name: column[i] for name, column in sets}, piece.source)
+            yield document(text, dropped, position, row + i, None)
+
+
+def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
+    """(some rows, the number of the first, the bytes of the piece read with them) of its row groups."""
     sizes = row_group_bytes(piece, text_key)
     # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
     with pyarrow.parquet.ParquetFile(piece.path, buffer_size=READ, pre_buffer=False) as file:
         columns = [text_key, *(name for name in SET_COLUMNS if piece.source and name in file.schema_arrow.names)]
         rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]
-        row, done, total = sum(rows[: piece.start]), 0, max(1, sum(rows[piece.start : piece.end]))
+        row = first = sum(rows[: piece.start])
+        total = sum(rows[piece.start : piece.end])
         for group in range(piece.start, piece.end):
             batch_size = max(1, min(1024, BATCH * rows[group] // max(1, sizes[group])))
             for batch in file.iter_batches(batch_size, row_groups=[group], columns=columns):
-                sets = [(name, batch.column(name)) for name in columns[1:]]
-                for i, value in enumerate(batch.column(text_key)):
-                    done += 1
-                    text, dropped = text_of_row(value, {name: column[i] for name, column in sets}, piece.source)
-                    yield document(text, dropped, piece.num_bytes * done // total, row, None)
-                    row += 1
+                yield batch, row, piece.num_bytes * (row + len(batch) - first) // total
+                row += len(batch)
+
+
+def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
+    """The same of the record batches of an Arrow file; ``text_key`` None asks for no column."""
+    with pyarrow.memory_map(piece.path) as file:
+        in_stream = file.read(len(END_OF_STREAM)) != ARROW_FILE
+        file.seek(piece.size - len(END_OF_STREAM))
+        if in_stream and file.read() != END_OF_STREAM:  # pyarrow takes a stream that is cut between batches
+            raise EOFError("the file is cut off")
+        file.seek(0)
+        reader = pyarrow.ipc.open_stream(file) if in_stream else pyarrow.ipc.open_file(file)
+        if text_key is not None:
+            require_column(piece, text_key, reader.schema.names)
+        row, number = 0, 0 if in_stream else reader.num_record_batches
+        for batch in reader if in_stream else map(reader.get_batch, range(number)):
+            yield batch, row, file.tell() if in_stream else piece.size
+            row += len(batch)
+
+
+def first_row(piece: Piece, text_key: str) -> dict | None:
+    """The first row of a table, without the text itself; None if there is no row."""
+    if piece.container == "arrow":
+        batches, names = (batch for batch, _, _ in arrow_batches(piece)), None
+    else:
+        file = pyarrow.parquet.ParquetFile(piece.path)
+        names = file.schema_arrow.names
+        batches = file.iter_batches(1, columns=[name for name in names if name != text_key])
+    for batch in batches:
+        names = names or batch.schema.names
+        others = batch.select([name for name in batch.schema.names if name != text_key])
+        return {**dict.fromkeys(names), **others.slice(0, 1).to_pylist()[0]}
+    return None
 
 
 def text_of_row(value, record, source):

@@ -1,15 +1,21 @@
 """What a run tells its user: the plan, the progress, the summary, and what a full disk means."""
 
+import io
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
 
+from data_prep.containers import FAILURES, READ, unpacked
+from data_prep.documents import Piece
 from data_prep.inputs import Source, shortened
 from data_prep.units import Unit
+
+JUDGED = 1 << 20  # bytes of a compressed file that tell how much it holds
 
 
 def plan_line(name: str, source: Source, complete: list[bool]) -> str:
@@ -47,14 +53,28 @@ def room(output: str | Path) -> str:
 
 def outlook(units: list[Unit], finished: dict[Unit, dict]) -> str:
     """How much room the units that are not finished will take, judged by those that are."""
-    missing = sum(unit.num_bytes for unit in units if unit not in finished)
+    missing = sum(content_bytes(piece) for unit in units if unit not in finished for piece in unit.pieces)
     written = sum(sidecar["bin"]["bytes"] + sidecar["idx"]["bytes"] for sidecar in finished.values())
-    read = sum(unit.num_bytes for unit in finished)
+    read = sum(content_bytes(piece) for unit in finished for piece in unit.pieces)
     needed = f", the others take about {missing * written / read / 1e6:,.1f} MB" if read else ""
     return (
         f"{len(finished)} of {len(units)} shards are complete and stay{needed}: make room, and the same command goes "
         "on from here"
     )
+
+
+def content_bytes(piece: Piece) -> float:
+    """About how many bytes a piece has when it is unpacked, judged by its beginning."""
+    if piece.container not in ("gzip", "zstd"):
+        return piece.num_bytes
+    unpacked_bytes = 0
+    with suppress(*FAILURES):  # the beginning ends inside a member or a frame
+        with open(piece.path, "rb") as file:
+            head = file.read(JUDGED)
+        content = unpacked(io.BytesIO(head), piece.container)
+        while part := content.read1(READ):
+            unpacked_bytes += len(part)
+    return piece.num_bytes * max(1, unpacked_bytes) / max(1, len(head))
 
 
 def print_summary(sources: Iterable[str], finished: dict[Unit, dict]):
