@@ -28,7 +28,7 @@ from pathlib import Path
 
 from data_prep.encoding import read_model
 from data_prep.report import table
-from moh_lm.config import ConfigError, DataConfig
+from moh_lm.config import Config, ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.flags import Parser, parse_config
@@ -68,6 +68,7 @@ def parse_arguments(texts):
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksums")
     parser.add_argument("--json", action="store_true", help="everything, as one JSON object")
     arguments, flags = parser.parse_known_args(texts)
+    arguments.given = {text.split("=")[0] for text in flags}
     problems = [f"--sample {number}: must be 0 or above" for number in arguments.sample or () if number < 0]
     if problems:
         raise ConfigError(problems)
@@ -78,7 +79,7 @@ def inspect(arguments, config):
     """(what was asked for, by kind; sentences for what is damaged). Raises ConfigError and ShardError."""
     if arguments.sample is not None:
         decode = decoder(arguments)
-        dataset = None if arguments.state else open_dataset(config)
+        dataset = None if arguments.state else sampled_dataset(config, arguments.given)
         samples = [
             read_sample(dataset or dataset_of_state(arguments, number), number, decode) for number in arguments.sample
         ]
@@ -102,6 +103,29 @@ def inspect(arguments, config):
 def open_dataset(config):
     run = config.run
     return Dataset.open(config.data, seq_length=run.seq_length, seed=run.seed, vocab_size=ANY_VOCABULARY)
+
+
+def sampled_dataset(config, given):
+    """The data of the run; where it is too small for one, with as much changed of what is not ``given`` as it takes."""
+    changes = [{}]
+    if "--validation-fraction" not in given:
+        changes.append({"validation_fraction": 0.0})
+    if "--seq-length" not in given:
+        shorter = (config.run.seq_length >> halvings for halvings in range(1, config.run.seq_length.bit_length()))
+        changes += [{**changes[-1], "seq_length": seq_length} for seq_length in shorter]
+    refusals = []
+    for change in changes:
+        try:
+            dataset = open_dataset(Config.from_dict({**config.to_dict(), **change}))
+        except ConfigError as error:
+            refusals.append(error)
+            continue
+        if change:
+            flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in change.items())
+            print(f"inspect_data: too little data for a run with the defaults; these are samples with {flags}",
+                  file=sys.stderr)  # fmt: skip
+        return dataset
+    raise refusals[0]
 
 
 # --- Text ---
