@@ -2,38 +2,51 @@
 
     gzip       all members, and zero bytes between them
     zstd       all frames, skippable ones passed over, windows of up to 2 GiB
-    parquet    read by data_prep/documents.py
+    parquet    a table, as is
+    arrow      Arrow IPC, its file or its stream format; data_prep/documents.py reads the tables
     plain      everything else
 
 A container is the unit of failure: one that is cut off, damaged, or not what its name says (an error page that was
 saved in place of an archive, a pointer of Git LFS) is an ``InputError``: a part of a file never passes for the whole.
 """
 
+import io
 import json
 import os
 import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import BinaryIO
 
 import pyarrow
 import zstandard
 
 READ = 1 << 18  # bytes per read
 LARGEST_WINDOW = 1 << 31  # of zstandard, in bytes
-CONTAINER = re.compile(rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)|(?P<parquet>PAR1)")
+CONTAINER = re.compile(
+    rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
+    rb"|(?P<parquet>PAR1)|(?P<arrow>ARROW1\0\0|\xff{4})"
+)
 FOREIGN = {
     rb"BZh[1-9]1AY&SY": "a bzip2 file; unpack it, or compress it with zstd",
     rb"\xfd7zXZ\0": "an xz file; unpack it, or compress it with zstd",
     rb"\x04\x22\x4d\x18": "an lz4 file; unpack it, or compress it with zstd",
     rb"PK\x03\x04": "a zip archive; unpack it",
     rb"(?s:.{257})ustar": "a tar archive; unpack it",
-    rb"WARC/1\.": "a WARC file; extract its text to JSON lines",
+    rb"WARC/\d": "a WARC file; extract its text to JSON lines",
+    rb"%PDF-": "a PDF file; extract its text",
+    rb"\x93NUMPY": "a NumPy array; give the text that its numbers were made of",
+    rb"\xff\xfe|\xfe\xff|\0\0\xfe\xff|([\x01-\x7f]\0){4}|(\0[\x01-\x7f]){4}": "text in UTF-16 or UTF-32; convert it to "
+    "UTF-8, such as with iconv -f UTF-16 -t UTF-8",
     rb"version https://git-lfs": "a pointer of Git LFS in place of the file; fetch it with `git lfs pull`",
 }
 ERROR_PAGE = re.compile(rb"(?i)<(!doctype html|html|\?xml|error)")
+NAMED_TABLE = re.compile(r"\.(csv|tsv)(\.|$)")
+SEPARATORS = {"csv": "comma", "tsv": "tab"}
+CARRIAGE_RETURN = re.compile(rb"\}[ \t]*\r\s*\{")  # between objects; a string of JSON holds none
 ONE_JSON_VALUE = re.compile(rb"\[\s*\{|[\[{]\s*\n")
-ARCHIVE_NAME = re.compile(r"\.(gz|zst|zstd|parquet)$")
+ARCHIVE_NAME = re.compile(r"\.(gz|zst|zstd|parquet|arrow)$")
 JSON_LINES_NAME = re.compile(r"\.(jsonl|json|ndjson)(\.|$)")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FAILURES = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
@@ -54,17 +67,17 @@ def reading(path: str):
 
 
 def sniff(file, name: str) -> tuple[str, str]:
-    """(container, form) of an open binary file, the form being jsonl, text, or column for parquet.
+    """(container, form) of an open binary file, the form being jsonl, text, or column for parquet and Arrow.
 
     JSON lines are known by their first line, else by ``name``. Raises InputError for what is none of them.
     """
     head = file.read(READ)
     match = CONTAINER.match(head)
     container = match.lastgroup if match else "plain"
-    if container == "parquet":
+    if container in ("parquet", "arrow"):
         return container, "column"
     file.seek(0)
-    content = head if container == "plain" else next(filter(None, decompressed(file, container)), b"")
+    content = head if container == "plain" else unpacked(file, container).read1(READ)
     content = content.removeprefix(BYTE_ORDER_MARK).lstrip()
     holds_json, named_json = begins_with_object(content), JSON_LINES_NAME.search(name) is not None
     misnamed = ARCHIVE_NAME.search(name) if container == "plain" else None
@@ -77,10 +90,14 @@ def sniff(file, name: str) -> tuple[str, str]:
         problem = f"an error page in place of the file (it begins with {content[:40]}); download it again"
     elif container != "plain" and CONTAINER.match(content):
         problem = "compressed twice; unpack it once"
-    elif misnamed and not holds_json and (named_json or name.endswith(".parquet") or not head):
+    elif misnamed and not holds_json and (named_json or misnamed[1] in ("parquet", "arrow") or not head):
         problem = f"not {misnamed[1]} as its name says: it {f'begins with {head[:40]}' if head else 'is empty'}"
     elif named_json and not holds_json and ONE_JSON_VALUE.match(content):
         problem = "one JSON value instead of an object per line; convert it, such as with jq -c '.[]'"
+    elif (named_json or holds_json) and b"\n" not in content and CARRIAGE_RETURN.search(content):
+        problem = "lines that end in carriage returns alone; convert it, such as with tr '\\r' '\\n'"
+    elif (table := NAMED_TABLE.search(name)) and not holds_json:
+        problem = f"a table of {SEPARATORS[table[1]]}-separated values; convert it to parquet or JSON lines"
     if problem:
         raise InputError(f"{file.name}: {problem}")
     return container, "jsonl" if holds_json or named_json else "text"
@@ -95,7 +112,29 @@ def begins_with_object(content: bytes) -> bool:
         return not newline and re.match(rb'\{\s*"', line) is not None
 
 
-def decompressed(file, container: str) -> Iterator[bytes]:
+def unpacked(file: BinaryIO, container: str) -> BinaryIO:
+    """The content of an open file of bytes; ``file.tell()`` still counts the bytes of the file itself."""
+    return file if container == "plain" else io.BufferedReader(Unpacked(file, container), READ)
+
+
+class Unpacked(io.RawIOBase):
+    def __init__(self, file: BinaryIO, container: str):
+        self.parts = decompressed(file, container)
+        self.part = memoryview(b"")
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.part and (part := next(self.parts, None)) is not None:
+            self.part = memoryview(part)
+        size = min(len(buffer), len(self.part))
+        buffer[:size] = self.part[:size]
+        self.part = self.part[size:]
+        return size
+
+
+def decompressed(file: BinaryIO, container: str) -> Iterator[bytes]:
     """The content of all gzip members, or zstandard frames, of an open file. Raises EOFError if the last is cut off."""
     member = None
     while data := file.read(READ):

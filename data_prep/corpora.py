@@ -6,6 +6,10 @@
     RedPajama-Data-1T    red_pajama_subset; or meta but no id; or pred_label and wiki_prob     redpajama-SET
     PG-19                short_book_title beside the text                                      pg19
     Dolma v1.5 to v1.7   id and source; or a path with dolma-v1_                               dolma
+    FineWeb              dump, file_path, language_score and token_count                       fineweb
+    FineWeb-Edu          the same and int_score                                                fineweb-edu
+    DCLM-Baseline        bff_contained_ngram_count_before_dedupe                               dclm
+    C4                   text, timestamp and url, and no more                                  c4
 
 ``meta`` is an object, or a string that holds JSON or the representation of a Python dictionary, as in parquet files
 that were converted from RedPajama. A SET of RedPajama is told by meta.source, by keys that only one set has, at last by
@@ -39,6 +43,7 @@ KEYS = {  # of ``meta``, that only one set has
     "stackexchange": {"question_score"},
     "wikipedia": {"title", "language"},
 }
+FINEWEB = {"dump", "file_path", "language_score", "token_count"}
 STATED_SET = re.compile(rb'"redpajama_set_name"\s*:\s*"(\w+)"')
 DOLMA_PATH = re.compile(r"dolma-v1_")
 
@@ -65,7 +70,13 @@ def recognize(record: dict, name: str, text_key: str, tabular: bool) -> list[str
         return [source] if source else []
     if "short_book_title" in record:
         return ["pg19"]
-    return ["dolma"] if {"id", "source"} <= record.keys() or DOLMA_PATH.search(name) else []
+    if {"id", "source"} <= record.keys() or DOLMA_PATH.search(name):
+        return ["dolma"]
+    if record.keys() >= FINEWEB:
+        return ["fineweb-edu" if "int_score" in record else "fineweb"]
+    if "bff_contained_ngram_count_before_dedupe" in record:
+        return ["dclm"]
+    return ["c4"] if record.keys() == {text_key, "timestamp", "url"} else []
 
 
 def source_of_record(record: dict) -> str | None:

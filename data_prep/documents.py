@@ -1,7 +1,7 @@
 """The documents of an input file, one after another, whatever they are packed in (data_prep/containers.py).
 
     jsonl     a JSON object per line, the text under ``text_key``; a line is the unit of damage
-    column    the parquet column ``text_key``, a document per row
+    column    the column ``text_key`` of parquet or Arrow, a document per row
     text      the whole file is one document
 
 Text leaves as it is: nothing is normalised, trimmed or repaired. What is not a document is dropped with a reason, so
@@ -15,20 +15,23 @@ A file that mixes several sources (data_prep/corpora.py) is read for one source 
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
+import pyarrow.ipc
 import pyarrow.parquet
 
-from data_prep.containers import BYTE_ORDER_MARK, READ, InputError, decompressed, reading, sniff, unchanged
+from data_prep.containers import BYTE_ORDER_MARK, READ, InputError, reading, sniff, unchanged, unpacked
 from data_prep.corpora import SET_COLUMNS, source_of_line, source_of_record
 
 SAMPLE = 1 << 16  # bytes at either end of a file that tell it from others
 LONGEST = 1 << 29  # bytes of a line, or of a text
-BATCH = 1 << 24  # bytes of text that are read from parquet at once
+ARROW_FILE, END_OF_STREAM = b"ARROW1\0\0", b"\xff\xff\xff\xff\0\0\0\0"
+BATCH = 1 << 24  # bytes of text that are read from a row group at once
 EXCERPT = 200  # bytes of what was dropped
 STDIN = "/dev/stdin"  # the name of a piece that was standard input
 HARMLESS = frozenset({"blank line", "empty text", "of another set"})
@@ -42,7 +45,7 @@ class Piece:
     name: str  # relative to the fixed part of the pattern that matched it
     size: int  # bytes of the file
     sample: str  # hash of the first and last bytes of the file, of all of standard input
-    container: str  # plain, gzip, zstd, parquet
+    container: str  # plain, gzip, zstd, parquet, arrow
     form: str  # jsonl, column, text
     start: int
     end: int
@@ -60,7 +63,7 @@ class Document(NamedTuple):
     dropped: str | None  # the reason why there is no text
     num_bytes: int  # of the text, in UTF-8
     position: int  # bytes of the piece read so far, of ``Piece.num_bytes``
-    offset: int  # where it is: the byte in the unpacked file, or the row in the parquet file
+    offset: int  # where it is: the byte in the unpacked file, or the row of the table
     excerpt: bytes  # the beginning of what was dropped
 
 
@@ -74,7 +77,7 @@ def inspect_file(path: str, name: str) -> Piece:
         sample = sha256(head + file.read()).hexdigest()
         file.seek(0)
         container, form = sniff(file, name)
-        end = pyarrow.parquet.read_metadata(path).num_row_groups if form == "column" else size
+        end = pyarrow.parquet.read_metadata(path).num_row_groups if container == "parquet" else size
     return Piece(path, name, size, sample, container, form, 0, end, size)
 
 
@@ -149,47 +152,32 @@ def lines(piece: Piece) -> Iterator[tuple[bytes | None, int, int]]:
     begin with a byte order mark may have been joined: it is removed from the beginning of every line.
     """
     with open(piece.path, "rb") as file:
-        if piece.container != "plain":
-            for line, offset in split_lines(decompressed(file, piece.container)):
-                yield line and line.removeprefix(BYTE_ORDER_MARK), offset, file.tell()
-            return
+        content = unpacked(file, piece.container)
+        offset, end = piece.start, piece.end if piece.container == "plain" else math.inf
         if piece.start:
-            file.seek(piece.start - 1)
-            skip_line(file)  # the rest of a line that starts before the range
-        while (offset := file.tell()) < piece.end and (line := file.readline(LONGEST + 1)):
+            content.seek(piece.start - 1)
+            offset += skip_line(content) - 1  # the rest of a line that starts before the range
+        while offset < end and (line := content.readline(LONGEST + 1)):
+            start = offset
+            offset += len(line)
             if len(line) > LONGEST and not line.endswith(b"\n"):
-                skip_line(file)
+                offset += skip_line(content)
                 line = None
             position = min(file.tell() - piece.start, piece.num_bytes)
-            yield line and line.removeprefix(BYTE_ORDER_MARK), offset, position
+            yield line and line.removeprefix(BYTE_ORDER_MARK), start, position
 
 
-def skip_line(file):
-    while (part := file.readline(READ)) and not part.endswith(b"\n"):
-        pass
+def skip_line(file) -> int:
+    """Read to the end of the line; returns the number of bytes."""
+    skipped = 0
+    while part := file.readline(READ):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
 
 
-def split_lines(chunks: Iterator[bytes]) -> Iterator[tuple[bytes | None, int]]:
-    """The lines of a stream, None for one that is longer than ``LONGEST``, and their offsets."""
-    unfinished, length, offset = [], 0, 0  # parts of a line that may span many chunks
-    for chunk in chunks:
-        *complete, rest = chunk.split(b"\n")
-        for line in complete:
-            length += len(line)
-            yield b"".join([*unfinished, line]) if length <= LONGEST else None, offset
-            offset += length + 1
-            length = 0
-            unfinished.clear()
-        length += len(rest)
-        if length <= LONGEST:
-            unfinished.append(rest)
-        else:
-            unfinished.clear()
-    if length:
-        yield b"".join(unfinished) if length <= LONGEST else None, offset
-
-
-# --- Parquet ---
+# --- Tables ---
 
 
 def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
@@ -197,29 +185,73 @@ def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
     with reading(piece.path):
         metadata = pyarrow.parquet.read_metadata(piece.path)
     columns = [metadata.schema.column(i).path.split(".")[0] for i in range(metadata.num_columns)]
-    if text_key not in columns:
-        names = ", ".join(dict.fromkeys(columns))
-        raise InputError(f"{piece.path}: has no column {text_key!r} but {names}; give --text-key")
+    require_column(piece, text_key, columns)
     column = columns.index(text_key)
     return [metadata.row_group(i).column(column).total_uncompressed_size for i in range(metadata.num_row_groups)]
 
 
+def require_column(piece: Piece, text_key: str, columns: list[str]):
+    if text_key not in columns:
+        names = ", ".join(dict.fromkeys(columns))
+        raise InputError(f"{piece.path}: has no column {text_key!r} but {names}; give --text-key")
+
+
 def column_documents(piece, text_key):
+    read = parquet_batches if piece.container == "parquet" else arrow_batches
+    for batch, row, position in read(piece, text_key):
+        columns = SET_COLUMNS if piece.source else ()
+        sets = [(name, batch.column(name)) for name in columns if name in batch.schema.names]
+        for i, value in enumerate(batch.column(text_key)):
+            text, dropped = text_of_row(value, {name: column[i] for name, column in sets}, piece.source)
+            yield document(text, dropped, position, row + i, None)
+
+
+def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
+    """(some rows, the number of the first, the bytes of the piece read with them) of its row groups."""
     sizes = row_group_bytes(piece, text_key)
     # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
     with pyarrow.parquet.ParquetFile(piece.path, buffer_size=READ, pre_buffer=False) as file:
         columns = [text_key, *(name for name in SET_COLUMNS if piece.source and name in file.schema_arrow.names)]
         rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]
-        row, done, total = sum(rows[: piece.start]), 0, max(1, sum(rows[piece.start : piece.end]))
+        row = first = sum(rows[: piece.start])
+        total = sum(rows[piece.start : piece.end])
         for group in range(piece.start, piece.end):
             batch_size = max(1, min(1024, BATCH * rows[group] // max(1, sizes[group])))
             for batch in file.iter_batches(batch_size, row_groups=[group], columns=columns):
-                sets = [(name, batch.column(name)) for name in columns[1:]]
-                for i, value in enumerate(batch.column(text_key)):
-                    done += 1
-                    text, dropped = text_of_row(value, {name: column[i] for name, column in sets}, piece.source)
-                    yield document(text, dropped, piece.num_bytes * done // total, row, None)
-                    row += 1
+                yield batch, row, piece.num_bytes * (row + len(batch) - first) // total
+                row += len(batch)
+
+
+def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
+    """The same of the record batches of an Arrow file; ``text_key`` None asks for no column."""
+    with pyarrow.memory_map(piece.path) as file:
+        in_stream = file.read(len(END_OF_STREAM)) != ARROW_FILE
+        file.seek(piece.size - len(END_OF_STREAM))
+        if in_stream and file.read() != END_OF_STREAM:  # pyarrow takes a stream that is cut between batches
+            raise EOFError("the file is cut off")
+        file.seek(0)
+        reader = pyarrow.ipc.open_stream(file) if in_stream else pyarrow.ipc.open_file(file)
+        if text_key is not None:
+            require_column(piece, text_key, reader.schema.names)
+        row, number = 0, 0 if in_stream else reader.num_record_batches
+        for batch in reader if in_stream else map(reader.get_batch, range(number)):
+            yield batch, row, file.tell() if in_stream else piece.size
+            row += len(batch)
+
+
+def first_row(piece: Piece, text_key: str) -> dict | None:
+    """The first row of a table, without the text itself; None if there is no row."""
+    if piece.container == "arrow":
+        batches, names = (batch for batch, _, _ in arrow_batches(piece)), None
+    else:
+        file = pyarrow.parquet.ParquetFile(piece.path)
+        names = file.schema_arrow.names
+        batches = file.iter_batches(1, columns=[name for name in names if name != text_key])
+    for batch in batches:
+        names = names or batch.schema.names
+        others = batch.select([name for name in batch.schema.names if name != text_key])
+        return {**dict.fromkeys(names), **others.slice(0, 1).to_pylist()[0]}
+    return None
 
 
 def text_of_row(value, record, source):
@@ -238,8 +270,8 @@ def text_documents(piece, text_key):
     """The one document of the file; a byte order mark tells its encoding and is not part of it."""
     parts, length = [], 0
     with open(piece.path, "rb") as file:
-        plain = iter(lambda: file.read(READ), b"")
-        for part in plain if piece.container == "plain" else decompressed(file, piece.container):
+        content = unpacked(file, piece.container)
+        while part := content.read(READ):
             length += len(part)
             if length <= LONGEST:
                 parts.append(part)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import sentencepiece
@@ -33,21 +34,25 @@ class Options:
     shuffle: bool = True
 
 
+def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | TiktokenModel:
+    """Raises ConfigError if there is no model at ``path``."""
+    if not os.path.isfile(path):
+        raise ConfigError([f"--tokenizer {path}: no such file; give a SentencePiece model"])
+    if is_tiktoken(path):
+        return TiktokenModel(path)
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError) as error:
+        raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error
+
+
 class Tokenizer:
     """The model at ``path``. Raises ConfigError if it is none, or has no end-of-sequence token."""
 
     def __init__(self, path: str):
-        if not os.path.isfile(path):
-            raise ConfigError([f"--tokenizer {path}: no such file; give a SentencePiece model"])
-        if is_tiktoken(path):
-            self.model = TiktokenModel(path)
-            engine = self.model.engine
-        else:
-            try:
-                self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-            except (RuntimeError, OSError) as error:
-                raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error})"]) from error
-            engine = f"sentencepiece {sentencepiece.__version__}"
+        self.model = read_model(path)
+        plain = isinstance(self.model, sentencepiece.SentencePieceProcessor)
+        engine = f"sentencepiece {sentencepiece.__version__}" if plain else self.model.engine
         self.vocab_size = self.model.vocab_size()
         self.eos_id = self.model.eos_id()
         if self.eos_id < 0:

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-import pyarrow.parquet
 from tqdm import tqdm
 
 from data_prep.containers import READ, InputError, reading
 from data_prep.corpora import recognize
-from data_prep.documents import SAMPLE, STDIN, Piece, inspect_file, lines
+from data_prep.documents import SAMPLE, STDIN, Piece, first_row, inspect_file, lines
 from moh_lm.config import ConfigError
 from moh_lm.data.files import sha256_of
 
+SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FIRST_RECORDS = 100  # of which one must tell the corpus
 NO_DATA = re.compile(
     r"(?i)(^|/)(\.[^/]*|urls|(readme|licen[cs]e|sha256sums?|md5sums?|urls|dataset_infos?)(\.[a-z]+)?)(/|$)"
@@ -69,6 +69,22 @@ def same_content(piece: Piece, other: Piece) -> bool:
 
 
 # --- Named files ---
+
+
+def source_patterns(sources: list[str]) -> dict[str, list[str]]:
+    """Source name -> its patterns, from NAME=GLOB. Raises ConfigError."""
+    patterns, problems = {}, []
+    for source in sources:
+        name, separator, pattern = source.partition("=")
+        if not separator or not pattern:
+            problems.append(f"--source {source}: write NAME=GLOB, such as --source 'wikipedia=text/wiki/*.jsonl.gz'")
+        elif not SOURCE_NAME.fullmatch(name):
+            problems.append(f"--source {source}: begin the name with a letter or digit, then also '.', '_' or '-'")
+        else:
+            patterns.setdefault(name, []).append(pattern)
+    if problems:
+        raise ConfigError(problems)
+    return patterns
 
 
 def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]]:
@@ -129,7 +145,8 @@ def recognized_sources(
     """Source -> the files of it below ``directories``, sentences for unreadable files, and remarks for the user.
 
     Files in ``elsewhere`` (real paths) have been named already; of the sources found, those in ``only`` stay, or all.
-    A file that mixes sources is in each of them. Raises ConfigError with the list of files that are of no known corpus.
+    A file that mixes sources is in each of them. A file of no known corpus counts as unreadable; a remark tells of it
+    before the work. Raises ConfigError if all files are of no known corpus.
     """
     sources, unreadable, left_out, unknown, found = {}, [], [], [], set()
     for directory in directories:
@@ -154,17 +171,19 @@ def recognized_sources(
             for name in names:
                 if not only or name in only:
                     sources.setdefault(name, []).append(replace(piece, source=name) if len(names) > 1 else piece)
+    remarks = [f"left out, as no data: {', '.join(shortened(sorted(left_out)))}"] if left_out else []
     if unknown:
-        head = (
+        remarks.append(
             f"--recognize {' '.join(directories)}: {len(unknown)} files are of no known corpus; "
             "name them with --source NAME=GLOB, or keep them elsewhere:"
         )
-        raise ConfigError([head, *shortened(unknown)])
+        if not found:
+            raise ConfigError([remarks[-1], *shortened(unknown)])
+        remarks += shortened(unknown)
     if missing := [name for name in only if name not in sources]:
         there = ", ".join(sorted(found)) or "no source"
         raise ConfigError([f"--only {' '.join(missing)}: not found below {' '.join(directories)}, which has {there}"])
-    remarks = [f"left out, as no data: {', '.join(shortened(sorted(left_out)))}"] if left_out else []
-    return sources, unreadable, remarks
+    return sources, unreadable + shortened(unknown), remarks
 
 
 def files_below(directory: str) -> tuple[list[tuple[str, str]], list[str]]:
@@ -206,11 +225,8 @@ def sources_of(piece: Piece, folder: str, text_key: str) -> tuple[list[str], str
 def first_records(piece: Piece, text_key: str) -> Iterator[dict]:
     with reading(piece.path):
         if piece.form == "column":
-            with pyarrow.parquet.ParquetFile(piece.path) as file:
-                others = [name for name in file.schema_arrow.names if name != text_key]
-                text = {text_key: None} if text_key in file.schema_arrow.names else {}
-                for batch in islice(file.iter_batches(1, columns=others), 1):
-                    yield {**batch.to_pylist()[0], **text}
+            if row := first_row(piece, text_key):
+                yield row
             return
         for line, _, _ in islice(lines(piece), FIRST_RECORDS):
             try:

@@ -35,6 +35,13 @@ def writable_directory(path: str | Path) -> Path:
         raise ConfigError([f"--output {path}: cannot be written ({error.strerror}); choose another place"]) from error
 
 
+def check_model_file(path: Path):
+    """Raise ConfigError if no model can be written to ``path``."""
+    if path.is_dir():
+        raise ConfigError([f"--output {path}: is a directory; give a file name such as {path / 'tokenizer.model'}"])
+    writable_directory(path.parent)
+
+
 @contextmanager
 def only_run(output: Path):
     """Holds the data directory for this run; the lock ends with the process, however it ends. Raises ConfigError."""

@@ -10,7 +10,6 @@ are listed in FILE, a line each, and the beginnings are added that they are join
 before and after, in lines of both kinds of text that it has not used, and how many of these lines change.
 """
 
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
@@ -29,13 +28,11 @@ from data_prep.bpe_continuation import (
     too_little_text,
     typical,
 )
-from data_prep.containers import InputError
 from data_prep.encoding import Tokenizer
-from data_prep.output import writable_directory
+from data_prep.output import check_model_file
 from data_prep.tiktoken_extension import extended_ranks
 from data_prep.tiktoken_model import is_tiktoken
-from data_prep.training_sample import SAMPLED_UNIT, add_sample_flags, read_sample, sample_sentences, size
-from data_prep.units import plan_units
+from data_prep.training_sample import add_sample_flags, read_sample, sample_sentences, sampled_units, size
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
 from moh_lm.flags import Parser
@@ -52,20 +49,17 @@ def main(arguments: list[str]) -> int:
     """The command, from the arguments after ``extend``; the exit code. Raises ConfigError."""
     flags = read_flags(arguments)
     output = Path(flags.output)
-    if output.is_dir():
-        raise ConfigError([f"--output {output}: is a directory; give a file name such as {output / 'tokenizer.model'}"])
     old = Tokenizer(flags.tokenizer)
     if flags.vocab_size and flags.vocab_size <= old.vocab_size:
         raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} has {old.vocab_size} already"])
     if old.vocab_size > MOST_TOKENS:
         raise ConfigError([f"--tokenizer {flags.tokenizer}: {old.vocab_size} tokens; give one of up to {MOST_TOKENS}"])
-    writable_directory(output.parent)
-    try:
-        lines = read_sample(flags) if flags.vocab_size or flags.input or flags.source else []
-        old_lines = old_text(flags) if flags.old_input else []
-    except InputError as error:
-        print(f"tokenize.py: {error}", file=sys.stderr)
-        return 1
+    check_model_file(output)
+    lines = read_sample(flags) if flags.vocab_size or flags.input or flags.source else []
+    old_lines = []
+    if flags.old_input:
+        units = sampled_units("--old-input ", "", flags.old_input, flags.text_key)
+        old_lines += sample_sentences(units, flags.text_key, OLD_BYTES)
     measured = {"new": lines[::HELD_OUT], "old": old_lines[::2]}
     del lines[::HELD_OUT], old_lines[::2]
     if flags.add_pieces:
@@ -103,15 +97,6 @@ def read_flags(arguments):
     )
     add_sample_flags(parser)
     return parser.parse_args(arguments)
-
-
-def old_text(flags) -> list[bytes]:
-    units, unreadable = plan_units(
-        "--old-input ", "", flags.old_input, text_key=flags.text_key, unit_size=SAMPLED_UNIT, identity=None
-    )
-    if unreadable:
-        raise InputError(unreadable[0])
-    return list(sample_sentences(units, flags.text_key, OLD_BYTES))
 
 
 def print_change(name: str, lines: list[bytes], old: Tokenizer, new: Tokenizer):

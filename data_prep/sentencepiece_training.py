@@ -9,14 +9,12 @@ byte for byte.
 
 import io
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
 import sentencepiece
 
-from data_prep.containers import InputError
-from data_prep.output import writable_directory
+from data_prep.output import check_model_file
 from data_prep.training_sample import LONGEST_SENTENCE, add_sample_flags, read_sample, size
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
@@ -29,14 +27,8 @@ def main(arguments: list[str]) -> int:
     """The command, from the arguments after ``train``; the exit code. Raises ConfigError."""
     flags = read_flags(arguments)
     output = Path(flags.output)
-    if output.is_dir():
-        raise ConfigError([f"--output {output}: is a directory; give a file name such as {output / 'tokenizer.model'}"])
-    writable_directory(output.parent)
-    try:
-        sentences = read_sample(flags)
-    except InputError as error:
-        print(f"tokenize.py: {error}", file=sys.stderr)
-        return 1
+    check_model_file(output)
+    sentences = read_sample(flags)
     print(f"training {flags.vocab_size:,} pieces on {sum(map(len, sentences)):,} bytes of text", flush=True)
     publish(output, train(sentences, flags.vocab_size))
     print(f"wrote {output}")

@@ -17,8 +17,6 @@ if __name__ == "__main__":
     # Python put this file's directory first, where this very file hides the standard module `tokenize`.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-import argparse
-import re
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,7 +24,7 @@ from pathlib import Path
 from data_prep import sentencepiece_extension, sentencepiece_training
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
-from data_prep.inputs import Source, named_source, recognized_sources, standard_input
+from data_prep.inputs import Source, named_source, recognized_sources, source_patterns, standard_input
 from data_prep.output import (
     doubled_shards,
     finished_sidecar,
@@ -38,6 +36,7 @@ from data_prep.output import (
     writable_directory,
 )
 from data_prep.report import outlook, plan_line, print_summary, progress_bar, room
+from data_prep.training_sample import argument, size
 from data_prep.units import Unit, divide
 from data_prep.workers import run_units
 from data_prep.writing import too_many_bad
@@ -45,9 +44,6 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
 from moh_lm.data.shards import write_manifest
 from moh_lm.flags import Parser
-from moh_lm.quantities import quantity
-
-SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def main(arguments: list[str]) -> int:
@@ -61,6 +57,9 @@ def main(arguments: list[str]) -> int:
         for problem in error.problems:
             print(f"tokenize.py: {problem}", file=sys.stderr)
         return 2
+    except InputError as error:  # of text for a vocabulary
+        print(f"tokenize.py: failed: {error}", file=sys.stderr)
+        return 1
     except OSError as error:  # of a model that cannot be written, or a tokenizer that cannot be read
         print(f"tokenize.py: failed: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
         return 1
@@ -157,7 +156,7 @@ def read_flags(arguments):
     add("--only", metavar="NAME", nargs="+", default=[], help="of the sources that --recognize finds, these alone")
     add("--output", metavar="DIR", required=True, help="data directory; sources that it has already stay")
     cores = len(os.sched_getaffinity(0))
-    add("--workers", metavar="N", type=positive, default=cores, help="processes (default: one per core)")
+    add("--workers", metavar="N", type=size, default=cores, help="processes (default: one per core)")
     add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
     add("--no-shuffle", action="store_true", help="keep the documents in order instead of shuffling each shard")
     add(
@@ -176,24 +175,11 @@ def read_flags(arguments):
     return flags
 
 
-def size(text):
-    try:
-        return positive(quantity(1024)(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
-
-
-def positive(text):
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
-    return value
-
-
+@argument
 def fraction(text):
     value = float(text)
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be between 0 and 1")
+        raise ValueError("must be between 0 and 1")
     return value
 
 
@@ -226,22 +212,6 @@ def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[s
     return sources, from_stdin[0] if from_stdin else None, {"": unreadable, **{name: [] for name in sources}}
 
 
-def source_patterns(sources: list[str]) -> dict[str, list[str]]:
-    """Source name -> its patterns, from NAME=GLOB. Raises ConfigError."""
-    patterns, problems = {}, []
-    for source in sources:
-        name, separator, pattern = source.partition("=")
-        if not separator or not pattern:
-            problems.append(f"--source {source}: write NAME=GLOB, such as --source 'wikipedia=text/wiki/*.jsonl.gz'")
-        elif not SOURCE_NAME.fullmatch(name):
-            problems.append(f"--source {source}: begin the name with a letter or digit, then also '.', '_' or '-'")
-        else:
-            patterns.setdefault(name, []).append(pattern)
-    if problems:
-        raise ConfigError(problems)
-    return patterns
-
-
 def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
     """The units of all sources. Raises ConfigError."""
     units = []
@@ -262,7 +232,7 @@ def make_shards(units, finished, failures, flags, options):
     """Make the shards that are not ``finished``, and enter them there, or in ``failures``."""
     missing = [unit for unit in units if unit not in finished]
     tokens, start, no_room = 0, time.monotonic(), ""
-    with progress_bar(missing) as bar:
+    with progress_bar("tokenizing", sum(unit.num_bytes for unit in missing)) as bar:
         work = run_units(missing, flags.workers, flags.tokenizer, options, flags.output, flags.max_bad_fraction)
         for unit, event, value in work:
             if event == "progress":

@@ -7,12 +7,13 @@ those of others left out, evenly. The same inputs and options give the same samp
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
 from data_prep.containers import InputError
 from data_prep.documents import documents
+from data_prep.inputs import source_patterns
 from data_prep.units import Unit, plan_units
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.mixture import data_problems
@@ -34,27 +35,30 @@ def add_sample_flags(parser: argparse.ArgumentParser):
         help="in place of --input: a source and its files; may be repeated",
     )
     add(
-        "--data-mix", metavar="NAME=WEIGHT", nargs="+", default=[], type=mix_entry,
+        "--data-mix", metavar="NAME=WEIGHT", nargs="+", default=[], type=argument(name_and_weight),
         help="the shares of the sources in the sample (default: in proportion to their size)",
     )
     add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
     add("--sample-bytes", metavar="BYTES", type=size, default="256M", help="text to train on, at most (default: 256M)")
 
 
-def mix_entry(text):
-    try:
-        return name_and_weight(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+def argument(read: Callable[[str], object]) -> Callable[[str], object]:
+    """``read`` as a type of argparse: what its ValueError says of a text is shown."""
+
+    def convert(text):
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+
+    return convert
 
 
-def size(text):
-    try:
-        value = quantity(1024)(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+@argument
+def size(text: str) -> int:
+    value = quantity(1024)(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+        raise ValueError("must be at least 1")
     return value
 
 
@@ -66,11 +70,7 @@ def read_sample(flags: argparse.Namespace) -> list[bytes]:
     with tqdm(total=flags.sample_bytes, desc="sampling", unit="B", unit_scale=True, leave=False) as bar:
         for name, (weight, globs) in sources.items():
             option = "--input " if flags.input else f"--source {name or 'NAME'}="
-            units, unreadable = plan_units(
-                option, name, globs, text_key=flags.text_key, unit_size=SAMPLED_UNIT, identity=None
-            )
-            if unreadable:
-                raise InputError(unreadable[0])
+            units = sampled_units(option, name, globs, flags.text_key)
             drawn[name] = []
             for sentence in sample_sentences(units, flags.text_key, flags.sample_bytes * weight / total):
                 drawn[name].append(sentence)
@@ -88,12 +88,7 @@ def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:
         raise ConfigError(["give either --input GLOB ... or --source NAME=GLOB ...; --data-mix goes with the latter"])
     if flags.input:
         return {"": (1.0, flags.input)}
-    patterns = {}
-    for source in flags.source:
-        name, separator, pattern = source.partition("=")
-        if not name or not pattern:
-            raise ConfigError([f"--source {source}: write NAME=GLOB, such as --source 'wiki=text/wiki/*.jsonl.gz'"])
-        patterns.setdefault(name, []).append(pattern)
+    patterns = source_patterns(flags.source)
     if not flags.data_mix:
         return {"": (1.0, sum(patterns.values(), []))}
     problems = data_problems(DataConfig(data_dir=".", data_mix=tuple(flags.data_mix)))
@@ -104,6 +99,13 @@ def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:
     if problems:
         raise ConfigError(problems)
     return {name: (float(weights[name]), globs) for name, globs in patterns.items()}
+
+
+def sampled_units(option: str, name: str, globs: list[str], text_key: str) -> list[Unit]:
+    units, unreadable = plan_units(option, name, globs, text_key=text_key, unit_size=SAMPLED_UNIT, identity=None)
+    if unreadable:
+        raise InputError(unreadable[0])
+    return units
 
 
 def sample_sentences(units: list[Unit], text_key: str, sample_bytes: float) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ and stay as long as their files exist. Nor does a small file join a group if it 
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
@@ -84,7 +84,8 @@ def divide(
     if len(single) > MANY:
         alone = {piece for piece in single if finished(make_unit(name, [piece], identity))}
         if len(single) - len(alone) > MANY:
-            parts += gathered([piece for piece in single if piece not in alone], unit_size)
+            others = [piece for piece in single if piece not in alone]
+            parts += [others[start:end] for start, end in gathered([piece.size for piece in others], unit_size)]
             single = sorted(alone, key=lambda piece: piece.name)
     parts += [[piece] for piece in single]
 
@@ -100,30 +101,22 @@ def divide(
     return list(units.values())
 
 
-def gathered(pieces: list[Piece], unit_size: int) -> list[list[Piece]]:
-    """Groups of consecutive ``pieces`` of at most ``unit_size`` bytes."""
-    groups, total = [], 0
-    for piece in pieces:
-        if not groups or total + piece.size > unit_size:
-            groups.append([])
+def gathered(sizes: list[int], unit_size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of ``sizes`` that add up to at most ``unit_size``, or have one item."""
+    bounds, total = [0], 0
+    for index, size in enumerate(sizes):
+        if total and total + size > unit_size:
+            bounds.append(index)
             total = 0
-        groups[-1].append(piece)
-        total += piece.size
-    return groups
+        total += size
+    return pairwise([*bounds, len(sizes)])
 
 
 def split(piece: Piece, text_key: str, unit_size: int) -> list[Piece]:
     """Cut a large file into ranges of about ``unit_size`` bytes, where its form allows it."""
     if piece.container == "parquet":
         sizes = row_group_bytes(piece, text_key)
-        bounds, total = [0], 0
-        for group, size in enumerate(sizes):
-            if total and total + size > unit_size:
-                bounds.append(group)
-                total = 0
-            total += size
-        bounds.append(len(sizes))
-        ranges = [(start, end, sum(sizes[start:end])) for start, end in pairwise(bounds)]
+        ranges = [(start, end, sum(sizes[start:end])) for start, end in gathered(sizes, unit_size)]
     elif piece.container == "plain" and piece.form == "jsonl":
         count = max(1, -(-piece.size // unit_size))
         bounds = [piece.size * i // count for i in range(count + 1)]

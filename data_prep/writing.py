@@ -38,6 +38,7 @@ class Account:
     text_bytes: int = 0
     dropped: Counter = field(default_factory=Counter)
     rejects: list[dict] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # a sentence for each file with bad records and no document
 
     def drop(self, piece: Piece, document: Document):
         self.dropped[document.dropped] += 1
@@ -52,12 +53,24 @@ def too_many_bad(dropped: dict[str, int], documents: int, max_bad_fraction: floa
     bad = sum(count for reason, count in dropped.items() if reason not in HARMLESS)
     total = bad + documents
     if max_bad_fraction is None and bad <= USUAL_NUMBER:
-        return None
+        return nothing_read(dropped, documents)
     allowed = USUAL_FRACTION if max_bad_fraction is None else max_bad_fraction
     if bad <= allowed * total:
         return None
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()) if reason not in HARMLESS)
+    reasons = bad_records(dropped)
     return f"{bad:,} of {total:,} records are bad ({reasons}), more than --max-bad-fraction {allowed:g} allows"
+
+
+def nothing_read(dropped: dict[str, int], documents: int) -> str | None:
+    """A sentence if there are bad records and no document, neither of this source nor of another one."""
+    reasons = bad_records(dropped)
+    if documents or not reasons or "of another set" in dropped:
+        return None
+    return f"holds no document ({reasons}); give the right --text-key, convert the file, or leave it out"
+
+
+def bad_records(dropped: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()) if reason not in HARMLESS)
 
 
 def tokenize_unit(
@@ -81,8 +94,12 @@ def tokenize_unit(
         for document in shuffled(ids, unit.name, prefix.parent) if options.shuffle else ids:
             shard.add(document)
         write_rejects(beside(prefix, ".rejects.jsonl"), account.rejects)
-        if problem := too_many_bad(account.dropped, account.documents, max_bad_fraction):
-            raise InputError(f"{unit.pieces[0].path}: {problem}; the first are in {prefix}.rejects.jsonl")
+        problem = account.lost[0] if account.lost and max_bad_fraction is None else None
+        if problem is None and (bad := too_many_bad(account.dropped, account.documents, max_bad_fraction)):
+            problem = f"{unit.pieces[0].path}: {bad}"
+        if problem:
+            more = f"; so do {len(account.lost) - 1} other files" if len(account.lost) > 1 else ""
+            raise InputError(f"{problem}{more}; the first bad records are in {prefix}.rejects.jsonl")
         return shard.commit({
             "text_bytes": account.text_bytes,
             "dropped": dict(sorted(account.dropped.items())),
@@ -107,7 +124,7 @@ def encoded(unit, tokenizer, options, account, report) -> Iterator[np.ndarray]:
 
     def texts():
         for piece in unit.pieces:
-            position = 0
+            position, documents_before, dropped_before = 0, account.documents, Counter(account.dropped)
             for document in documents(piece, options.text_key):
                 unreported[1] += document.position - position
                 position = document.position
@@ -121,6 +138,9 @@ def encoded(unit, tokenizer, options, account, report) -> Iterator[np.ndarray]:
                 if max(unreported[:2]) >= REPORT:
                     report(*unreported[1:])
                     unreported[:] = [0, 0, 0]
+            dropped, made = account.dropped - dropped_before, account.documents - documents_before
+            if problem := nothing_read(dropped, made):
+                account.lost.append(f"{piece.path}: {problem}")
 
     for ids in tokenizer.encode_all(texts()):
         unreported[2] += len(ids)

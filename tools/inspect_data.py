@@ -24,21 +24,20 @@ import json
 import signal
 import textwrap
 from bisect import bisect_right
-from collections import Counter
 from pathlib import Path
 
-import sentencepiece
-
-from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
-from moh_lm.config import ConfigError, DataConfig
+from data_prep.encoding import read_model
+from data_prep.report import table
+from moh_lm.config import Config, ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.flags import Parser, parse_config
 from tools.command import exit_code
-from tools.shards.directory import open_directory, summarize, verify
+from tools.shards.directory import open_directory, sum_of, summarize, verify
 
 ANY_VOCABULARY = 2**31
-LENGTHS = {1: "1-", 16: "16-", 64: "64-", 256: "256-", 1024: "1K-", 4096: "4K-", 16384: "16K-", 65536: "64K-"}  # tokens
+COUNTED = ("name", "shards", "documents", "tokens")  # columns of the table
+LENGTHS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)  # tokens; powers of two at which a column of the table begins
 
 
 def main(texts):
@@ -71,6 +70,7 @@ def parse_arguments(texts):
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksums")
     parser.add_argument("--json", action="store_true", help="everything, as one JSON object")
     arguments, flags = parser.parse_known_args(texts)
+    arguments.given = {text.split("=")[0] for text in flags}
     problems = [f"--sample {number}: must be 0 or above" for number in arguments.sample or () if number < 0]
     if problems:
         raise ConfigError(problems)
@@ -81,7 +81,7 @@ def inspect(arguments, config):
     """(what was asked for, by kind; sentences for what is damaged). Raises ConfigError and ShardError."""
     if arguments.sample is not None:
         decode = decoder(arguments)
-        dataset = None if arguments.state else open_dataset(config)
+        dataset = None if arguments.state else sampled_dataset(config, arguments.given)
         samples = [
             read_sample(dataset or dataset_of_state(arguments, number), number, decode) for number in arguments.sample
         ]
@@ -107,6 +107,29 @@ def open_dataset(config):
     return Dataset.open(config.data, seq_length=run.seq_length, seed=run.seed, vocab_size=ANY_VOCABULARY)
 
 
+def sampled_dataset(config, given):
+    """The data of the run; where it is too small for one, with as much changed of what is not ``given`` as it takes."""
+    changes = [{}]
+    if "--validation-fraction" not in given:
+        changes.append({"validation_fraction": 0.0})
+    if "--seq-length" not in given:
+        shorter = (config.run.seq_length >> halvings for halvings in range(1, config.run.seq_length.bit_length()))
+        changes += [{**changes[-1], "seq_length": seq_length} for seq_length in shorter]
+    refusals = []
+    for change in changes:
+        try:
+            dataset = open_dataset(Config.from_dict({**config.to_dict(), **change}))
+        except ConfigError as error:
+            refusals.append(error)
+            continue
+        if change:
+            flags = " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in change.items())
+            print(f"inspect_data: too little data for a run with the defaults; these are samples with {flags}",
+                  file=sys.stderr)  # fmt: skip
+        return dataset
+    raise refusals[0]
+
+
 # --- Text ---
 
 
@@ -116,14 +139,8 @@ def decoder(arguments):
     path = Path(arguments.tokenizer) if arguments.tokenizer else default
     if not path.exists() and not arguments.tokenizer:
         return lambda ids: " ".join(map(str, ids))
-    try:
-        if is_tiktoken(path):
-            return TiktokenModel(path).decode
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as error:
-        raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error
-    size = model.vocab_size()
-    return lambda ids: model.decode([token if token < size else model.unk_id() for token in ids])
+    model = read_model(path)
+    return lambda ids: model.decode([token for token in ids if token < model.vocab_size()])
 
 
 def read_sample(dataset, number, decode):
@@ -219,55 +236,35 @@ def describe_piece(part):
 
 
 def describe_sources(rows):
-    shown = [*rows, sum_of(rows)] if len(rows) > 1 else rows
-    width = max(len(row["name"]) for row in [*shown, {"name": "source"}])
-    yield (
-        f"{'source':<{width}} {'shards':>7} {'documents':>13} {'tokens':>16} {'bytes/token':>11} {'dropped':>9}  dtype"
-    )
+    shown = [*rows, sum_of("all", rows)] if len(rows) > 1 else rows
+    lines, lengths = [], []
     for row in shown:
         rate = "-" if row["text_bytes"] is None or not row["tokens"] else f"{row['text_bytes'] / row['tokens']:.2f}"
-        yield (
-            f"{row['name']:<{width}} {row['shards']:>7,} {row['documents']:>13,} {row['tokens']:>16,} {rate:>11} "
-            f"{sum(row['dropped'].values()):>9,}  {', '.join(row['dtypes'])}"
-        )
+        dropped = sum(row["dropped"].values())
+        lines.append([*(row[key] for key in COUNTED), rate, dropped, ", ".join(row["dtypes"])])
+        counts = [0] * len(LENGTHS)
+        for shortest, count in row["lengths"].items():
+            counts[max(0, bisect_right(LENGTHS, shortest) - 1)] += count
+        documents = max(1, row["documents"])
+        shares = [f"{count / documents:.1%}" for count in counts]
+        lengths.append([row["name"], *shares, f"{row['tokens'] / documents:,.0f}", row["longest"]])
+    yield from table(["source", *COUNTED[1:], "bytes/token", "dropped", "dtype"], lines, left=(0, 6))
     for row in rows:
         for reason, count in row["dropped"].items():
             yield f"dropped of {row['name']}: {count:,} {reason}"
-    heads = "".join(f"{title:>7}" for title in LENGTHS.values())
-    yield from ("", "documents by length in tokens", f"{'source':<{width}} {heads} {'mean':>7} {'longest':>10}")
-    for row in shown:
-        counts = [0] * len(LENGTHS)
-        for shortest, count in row["lengths"].items():
-            counts[max(0, bisect_right(list(LENGTHS), int(shortest)) - 1)] += count
-        shares = "".join(f"{count / max(1, row['documents']):>7.1%}" for count in counts)
-        mean = row["tokens"] / max(1, row["documents"])
-        yield f"{row['name']:<{width}} {shares} {mean:>7,.0f} {row['longest']:>10,}"
-
-
-def sum_of(rows):
-    """The row of all sources together."""
-    total = {key: sum(row[key] for row in rows) for key in ("shards", "documents", "tokens")}
-    known = [row["text_bytes"] for row in rows]
-    return {
-        **total,
-        "name": "all",
-        "dtypes": sorted({dtype for row in rows for dtype in row["dtypes"]}),
-        "text_bytes": None if None in known else sum(known),
-        "longest": max(row["longest"] for row in rows),
-        "dropped": sum((Counter(row["dropped"]) for row in rows), Counter()),
-        "lengths": sum((Counter(row["lengths"]) for row in rows), Counter()),
-    }
+    yield from ("", "documents by length in tokens")
+    starts = [f"{start // 1024}K-" if start >= 1024 else f"{start}-" for start in LENGTHS]
+    yield from table(["source", *starts, "mean", "longest"], lengths)
 
 
 def describe_plan(rows, tokens):
-    width = max(len(row["name"]) for row in [*rows, {"name": "source"}])
     yield from ("", f"plan of {tokens:,} tokens")
-    yield f"{'source':<{width}} {'share':>8} {'samples':>14} {'windows':>14} {'epochs':>9} {'held-out windows':>17}"
-    for row in rows:
-        yield (
-            f"{row['name']:<{width}} {row['share']:>8.2%} {row['samples']:>14,} {row['windows']:>14,} "
-            f"{row['epochs']:>9.3f} {row['validation_windows']:>17,}"
-        )
+    lines = [
+        [row["name"], f"{row['share']:.2%}", row["samples"], row["windows"], f"{row['epochs']:.3f}",
+         row["validation_windows"]]
+        for row in rows
+    ]  # fmt: skip
+    yield from table(["source", "share", "samples", "windows", "epochs", "held-out windows"], lines)
 
 
 if __name__ == "__main__":

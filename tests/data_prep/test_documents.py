@@ -86,6 +86,10 @@ def test_json_lines_are_read_in_full_from_any_container_under_any_name(name, tmp
     assert sum(count for reason, count in dropped.items() if reason != "blank line") == 0
 
 
+def test_two_lines_with_carriage_returns_and_newlines_are_json_lines(tmp_path):
+    assert read(write(tmp_path / "x.jsonl", b'{"text": "a"}\r\n{"text": "b"}')) == (["a", "b"], {})
+
+
 def test_zstandard_frames_with_a_window_of_two_gibibytes_are_read(tmp_path):
     parameters = zstandard.ZstdCompressionParameters(window_log=31, compression_level=1)
     frames = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
@@ -126,6 +130,28 @@ def test_a_parquet_column_is_read_in_ranges_of_row_groups_without_loss(kind, tmp
     found = [document for piece in pieces for document in documents(piece, "text")]
     assert [document.text for document in found] == texts
     assert [document.offset for document in found] == list(range(100))
+
+
+def arrow(table, form, **options):
+    """A table in one of the two formats of Arrow IPC, in batches of 13 rows."""
+    sink = pyarrow.BufferOutputStream()
+    with getattr(pyarrow.ipc, f"new_{form}")(sink, table.schema, **options) as writer:
+        writer.write_table(table, 13)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_arrow_files_as_hugging_face_datasets_writes_them_are_read_without_loss(form, tmp_path):
+    texts = [f"row {number} {TEXTS[number % len(TEXTS)]}" for number in range(100)]
+    table = pyarrow.table({"id": list(range(102)), "text": pyarrow.array([*texts, None, ""], pyarrow.large_string())})
+    data = arrow(table, form, options=pyarrow.ipc.IpcWriteOptions(compression="zstd"))
+    assert read(write(tmp_path / "x", data)) == (texts, {"missing text": 1, "empty text": 1})
+    assert [document.offset for document in documents(inspect_file(str(tmp_path / "x"), "x"), "text")] == [*range(102)]
+    with pytest.raises(InputError, match="no column 'body' but id, text; give --text-key"):
+        read(tmp_path / "x", "body")
+    for cut in (8, 9, len(data) // 2):  # the first loses the mark at the end of a stream and no row
+        with pytest.raises(InputError, match=f"{tmp_path}/cut"):
+            read(write(tmp_path / "cut", data[:-cut]))
 
 
 @pytest.mark.parametrize("unit_size", [50, 300, 1000, 10**6])
@@ -195,7 +221,7 @@ def test_a_bad_line_costs_no_other_document_and_is_counted_by_its_reason(pack, t
     piece = inspect_file(str(tmp_path / "x.jsonl"), "x.jsonl")
     for document, line in zip(documents(piece, "text"), lines, strict=True):
         assert b"\n".join(lines)[document.offset :].startswith(line)
-        assert document.excerpt == (b"" if line in good else (line + b"\n" * (pack is bytes))[:200])
+        assert document.excerpt == (b"" if line in good else (line + b"\n")[:200])
 
 
 def test_bad_rows_of_a_parquet_column_are_counted_by_their_reason(tmp_path):
@@ -209,7 +235,7 @@ def test_bad_rows_of_a_parquet_column_are_counted_by_their_reason(tmp_path):
 
 
 def test_bad_and_empty_texts_are_counted(tmp_path):
-    assert read(write(tmp_path / "bad.txt", b"\xff\xfe not UTF-8")) == ([], {"bad UTF-8": 1})
+    assert read(write(tmp_path / "bad.txt", b"Latin-1 \xe9")) == ([], {"bad UTF-8": 1})
     assert read(write(tmp_path / "empty.txt", b"")) == ([], {"empty text": 1})
 
 
@@ -265,6 +291,19 @@ DAMAGED = {
     "twice.jsonl.gz": (gzip.compress(PACKED), "compressed twice"),
     "bzip2.jsonl": (b"BZh91AY&SY" + bytes(20), "bzip2"),
     "tar.gz": (gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar  \0" + bytes(200)), "tar archive"),
+    "stream.arrow.gz": (gzip.compress(b"\xff\xff\xff\xff" + bytes(99)), "compressed twice"),
+    "empty.arrow": (b"", "not arrow as its name says"),
+    "paper.pdf": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "a PDF file; extract its text"),
+    "tokens.npy": (b"\x93NUMPY\x01\0v\0{'descr': '<u2', }\n" + bytes(9), "a NumPy array; give the text"),
+    "crawl.warc": (b"WARC/1.0\r\nWARC-Type: warcinfo\r\n", "a WARC file; extract its text"),
+    "crawl.warc.gz": (gzip.compress(b"WARC/1.1\r\nWARC-Type: warcinfo\r\n"), "a WARC file; extract its text"),
+    "table.csv": (b"id,text\n1,words\n", "a table of comma-separated values; convert it to parquet"),
+    "table.tsv.gz": (gzip.compress(b"id\ttext\n1\twords\n"), "a table of tab-separated values; convert it to parquet"),
+    "utf-16.jsonl": ('{"text": "a"}\n'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+    "utf-16-le.txt": ("plain text\n".encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8"),
+    "utf-16-be.jsonl.zst": (zstd('{"text": "a"}\n'.encode("utf-16-be")), "iconv -f UTF-16 -t UTF-8"),
+    "utf-32.txt": ("plain text\n".encode("utf-32"), "text in UTF-16 or UTF-32"),
+    "returns.jsonl": (b'{"text": "a"}\r{"text": "b"}\r', "carriage returns alone"),
     "array.json": (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "an object per line"),
     "pretty.json": (b'{\n  "text": "a"\n}\n', "an object per line"),
     "cut.parquet": (None, "magic bytes"),

@@ -51,6 +51,15 @@ COMMON_CRAWL = {
     "pred_label": "__label__cc", "pred_label_prob": 0.71, "wiki_prob": 0.29,
     "source": "cc/2019-30/en_head_0000.json.gz/line401859",
 }  # fmt: skip
+FINEWEB = {
+    "id": "<urn:uuid:0d8a309d>", "dump": "CC-MAIN-2013-20", "url": "https://example.org", "date": "2013-05-18",
+    "file_path": "s3://commoncrawl/a.warc.gz", "language": "en", "language_score": 0.83, "token_count": 717,
+}  # fmt: skip
+DCLM = {
+    "bff_contained_ngram_count_before_dedupe": 2, "language_id_whole_page_fasttext": {"en": 0.9}, "metadata": {},
+    "previous_word_count": 80, "url": "https://example.org", "warcinfo": "robots: classic",
+    "fasttext_openhermes_reddit_eli5_vs_rw_v2_bigram_200_train_prob": 0.03,
+}  # fmt: skip
 META = {  # the seven sets of RedPajama
     "redpajama-arxiv": ARXIV,
     "redpajama-books": BOOK,
@@ -79,6 +88,10 @@ FILES = {  # file -> (a record but for its text, the source)
     "v1_6-sample/v1_5r2_sample-0000.json.gz": ({"id": "a", "source": "common-crawl", "metadata": {}}, "dolma"),
     "v1_7/redpajama-arxiv/arxiv-0000.json.gz": ({"id": "a", "source": "redpajama/arxiv", "version": "1"}, "dolma"),
     "books/books-0000.json.gz": ({"id": "a", "source": "gutenberg", "metadata": {"title": "b"}}, "dolma"),
+    "en/c4-train.00001-of-01024.json.gz": ({"timestamp": "2019-04-25T12:57:54Z", "url": "https://example.org"}, "c4"),
+    "sample/10BT/000_00000.jsonl": (FINEWEB, "fineweb"),
+    "CC-MAIN-2024-10/000_00000.jsonl": ({**FINEWEB, "score": 3.1, "int_score": 3}, "fineweb-edu"),
+    "global-shard_01_of_10/shard_00000000_processed.jsonl.zst": (DCLM, "dclm"),
     "dolma-v1_7/part-0.json.gz": ({"id": "without a source"}, "dolma"),
 }
 
@@ -234,7 +247,6 @@ def test_files_without_a_set_cost_no_document_of_files_that_had_it(model, tmp_pa
 
 def test_unknown_files_are_refused_with_their_names_and_the_flag_to_use(tmp_path):
     (tmp_path / "README.md").write_text("about")
-    write(tmp_path / "known.jsonl", {"text": "a", "meta": {"pile_set_name": "Github"}})
     unknown = {
         "a/custom.jsonl": "holds records with text, label",
         "attributes/c4-0000.json.gz": "holds records with id, source, attributes",
@@ -245,6 +257,8 @@ def test_unknown_files_are_refused_with_their_names_and_the_flag_to_use(tmp_path
         "c4/text-only.jsonl": "holds records with text",
         "meta.jsonl": "holds records with text, meta",
         "own-id.jsonl": "holds records with text, id, meta",
+        "fineweb-2.jsonl": "holds records with text, dump, url, file_path, language_score, language_script",
+        "c4-with-more.jsonl": "holds records with text, timestamp, url, toxicity",
     }
     write(tmp_path / "a/custom.jsonl", {"text": "a", "label": 1})
     write(tmp_path / "attributes/c4-0000.json.gz", {"id": "1", "source": "c4", "attributes": {}})
@@ -255,11 +269,31 @@ def test_unknown_files_are_refused_with_their_names_and_the_flag_to_use(tmp_path
     write(tmp_path / "c4/text-only.jsonl", {"text": "a"})
     write(tmp_path / "meta.jsonl", {"text": "a", "meta": {"page": 1}})
     write(tmp_path / "own-id.jsonl", {"text": "a", "id": "1", "meta": WIKIPEDIA})
+    keys = "dump", "url", "file_path", "language_score", "language_script"
+    write(tmp_path / "fineweb-2.jsonl", {"text": "a", **dict.fromkeys(keys, "x")})
+    write(tmp_path / "c4-with-more.jsonl", {"text": "a", "timestamp": "", "url": "", "toxicity": 0})
     with pytest.raises(ConfigError) as error:
         sources_below(tmp_path)
     head, *listed = error.value.problems
-    assert "9 files are of no known corpus" in head and "--source NAME=GLOB" in head
+    assert "11 files are of no known corpus" in head and "--source NAME=GLOB" in head
     assert sorted(listed) == sorted(f"{tmp_path}/{name}: {what}" for name, what in unknown.items())
+
+
+def test_an_unknown_file_fails_by_name_and_does_not_hide_those_that_are_known(model, tmp_path):
+    write(tmp_path / "in/known.jsonl", {"text": "a", "meta": {"pile_set_name": "Github"}})
+    (tmp_path / "in/novel.txt").write_text("Call me Ishmael.")
+    stdout, stderr = tokenize(model, tmp_path / "out", recognize=tmp_path / "in", code=1)
+    assert decoded(tmp_path / "out", "pile", model) == ["a"]
+    assert f"failed: {tmp_path}/in/novel.txt: holds plain text" in stderr
+    assert "1 files are of no known corpus" in stdout and "--source NAME=GLOB" in stdout
+
+
+def test_tables_of_hugging_face_are_recognised_by_their_columns(tmp_path):
+    columns = {"text": ["a"], **{key: [value] for key, value in FINEWEB.items()}}
+    write_table(tmp_path / "a.parquet", columns)
+    with pyarrow.ipc.new_stream(tmp_path / "b.arrow", pyarrow.table(columns).schema) as writer:
+        writer.write_table(pyarrow.table(columns))
+    assert sources_below(tmp_path) == {"fineweb": ["a.parquet", "b.arrow"]}
 
 
 def test_a_long_list_of_unknown_files_is_shortened(tmp_path):

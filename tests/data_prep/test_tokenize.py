@@ -18,9 +18,11 @@ import pytest
 import sentencepiece
 import zstandard
 
+from data_prep import units as units_module
 from data_prep import writing
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
+from data_prep.report import outlook
 from data_prep.tokenize import main
 from data_prep.units import plan_units
 from data_prep.writing import tokenize_unit
@@ -87,9 +89,9 @@ def test_every_mistake_of_usage_is_one_clear_line_and_exit_code_2(model, tmp_pat
         ({"--recognize": tmp_path / "absent"}, "is no directory"),
         ({"--only": "pile"}, "give that too"),
         ({"--output": tmp_path / "a.txt" / "out"}, "cannot be written"),
-        ({"--workers": "0"}, "--workers: 0: must be at least 1"),
+        ({"--workers": "0"}, "--workers: '0': must be at least 1"),
         ({"--unit-size": "many"}, "--unit-size: 'many': write a whole number"),
-        ({"--max-bad-fraction": "2"}, "--max-bad-fraction: 2.0: must be between 0 and 1"),
+        ({"--max-bad-fraction": "2"}, "--max-bad-fraction: '2': must be between 0 and 1"),
         ({"--unknown": "1"}, "--unknown"),
     ]
     for change, words in mistakes:
@@ -292,11 +294,50 @@ def test_a_file_that_differs_from_an_earlier_one_in_its_middle_only_leaves_its_s
 
 def test_a_source_without_any_document_is_a_failure_that_says_why(model, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b'{"content": "x"}\n' * 3)
-    stdout, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl", code=1)
-    assert "3 missing text" in stdout
+    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl", code=1)
+    assert "in.jsonl: holds no document (3 missing text)" in stderr
     assert "--text-key" in stderr
     tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl", text_key="content")
     assert decoded(tmp_path / "out", "a", model) == ["x"] * 3
+
+
+def test_a_file_of_which_nothing_can_be_read_fails_by_name_however_few_its_records_are(model, tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    lost = {
+        "noise.bin": (os.urandom(999) + b"\xff", "1 bad UTF-8"),
+        "latin-1.txt": ("Zwölf Boxkämpfer".encode("latin-1"), "1 bad UTF-8"),
+        "key.jsonl": (b'{"content": "x"}\n' * 3, "3 missing text"),
+        "cut.jsonl": (b'{"text": "a' * 400, "1 broken JSON"),
+    }
+    for name, (data, _) in lost.items():
+        (tmp_path / "in" / name).write_bytes(data)
+    (tmp_path / "in/sound.txt").write_text("sound")
+    (tmp_path / "in/empty.txt").touch()
+    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*", code=1)
+    for name, (_, reasons) in lost.items():
+        assert f"{tmp_path}/in/{name}: holds no document ({reasons})" in stderr
+    assert stderr.count("failed: ") == len(lost)
+    assert decoded(tmp_path / "out", "a", model) == ["sound"]
+    monkeypatch.setattr(units_module, "MANY", 2)  # in a shard with others too
+    _, stderr = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", code=1)
+    assert f"{tmp_path}/in/latin-1.txt: holds no document (1 bad UTF-8)" in stderr
+    tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", max_bad_fraction=0.5)
+    assert decoded(tmp_path / "grouped", "a", model) == ["sound"]
+
+
+def test_the_room_that_is_missing_is_told_with_compression_undone(model, tmp_path):
+    texts = [f"{number} {' '.join(TEXTS)}" for number in range(400)]
+    (tmp_path / "a").mkdir()
+    pack = {".jsonl": bytes, ".json.gz": gzip.compress, ".jsonl.zst": zstandard.compress}
+    for number, (suffix, packed) in enumerate(pack.items()):
+        (tmp_path / f"{number}{suffix}").write_bytes(packed(json_lines(texts)))
+    planned, _ = plan_units("", "a", [f"{tmp_path}/[0-9]*"], text_key="text", unit_size=10**9, identity=None)
+    tokenizer = Tokenizer(str(model))
+    made = {unit: tokenize_unit(unit, tokenizer, Options(), str(tmp_path), None, lambda *_: None) for unit in planned}
+    for one in planned:
+        needed = sum(made[unit][kind]["bytes"] for unit in planned if unit is not one for kind in ("bin", "idx")) / 1e6
+        told = float(re.search(r"about ([0-9.]+) MB", outlook(planned, {one: made[one]}))[1])
+        assert needed > 0.5 and abs(told - needed) < 0.1 * needed
 
 
 def bad_lines(path, good, bad):

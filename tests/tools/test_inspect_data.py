@@ -129,6 +129,29 @@ def test_a_sample_is_the_text_that_the_run_reads_with_its_source_epoch_and_posit
     assert all(part["text"].strip() in shown for part in report["samples"][3]["pieces"])
 
 
+def test_data_that_is_too_little_for_the_defaults_of_a_run_is_sampled_in_shorter_windows(model, tmp_path):
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    (tmp_path / "notes").mkdir()
+    facts = {"text_bytes": 9, "dropped": {}, "inputs": []}
+    facts["tokenizer"] = {"sha256": "a" * 64, "vocab_size": 300, "eos_id": processor.eos_id()}
+    for number in range(64):
+        with ShardWriter(tmp_path / "notes" / f"n-{number:02d}", 300) as shard:
+            shard.add([*processor.encode("the quick brown fox"), processor.eos_id()])
+            shard.commit(facts)
+    write_manifest(tmp_path)
+    total = 64 * (len(processor.encode("the quick brown fox")) + 1)
+    output, message = run(tmp_path, "--sample", 0, "--tokenizer", model, "--json")
+    seq_length = int(message.split("--seq-length ")[1])
+    assert "--validation-fraction 0 " in message and seq_length < total <= 2 * seq_length + 1
+    (sample,) = json.loads(output)["samples"]
+    assert sum(len(part["ids"]) for part in sample["pieces"]) == seq_length + 1
+    assert "quick brown fox" in sample["pieces"][1]["text"]
+    _, message = run(tmp_path, "--sample", 0, "--seq-length", 2048, code=2)
+    assert "--validation-fraction" in message or "training tokens" in message
+    _, message = run(tmp_path, "--sample", 0, "--seq-length", 16)
+    assert message.endswith("these are samples with --validation-fraction 0\n")
+
+
 def test_a_sample_of_a_run_whose_data_changed_is_found_by_the_state_of_its_checkpoint(corpus, tmp_path):
     directory, _ = corpus
     mixes = [(("books", "1"), ("wiki", "1")), (("books", "5"), ("wiki", "2"))]

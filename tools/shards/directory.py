@@ -1,16 +1,13 @@
 """What inspect_data.py reads of shards: their counts, the lengths of their documents, the checksums of their files."""
 
 import os
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 
 import numpy as np
-from tqdm import tqdm
 
+from data_prep.report import progress_bar
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside
 from moh_lm.data.index import verify_arrays
@@ -66,39 +63,47 @@ def open_listed(path, manifest):
 def summarize(sources):
     """(one dict for each source, sentences for indexes that contradict themselves)."""
     problems, size = [], sum(index_size(shard) for shards in sources.values() for shard in shards)
-    with progress("reading indexes", size) as report:
-        rows = [summarize_source(name, shards, problems, report) for name, shards in sources.items()]
+    with progress_bar("reading indexes", size, SHORT) as bar:
+        rows = [
+            sum_of(name, [summarize_shard(shard, problems, bar.update) for shard in shards])
+            for name, shards in sources.items()
+        ]
     return rows, problems
 
 
-def summarize_source(name, shards, problems, report):
-    lengths, dropped = Counter(), Counter()
-    documents = tokens = longest = 0
-    for shard in shards:
-        try:
-            found = document_lengths(shard)
-        except ShardError as error:
-            problems.append(str(error))
-            continue
-        documents += len(found)
-        tokens += int(found.sum())
-        longest = max(longest, int(found.max(initial=0)))
-        lengths.update(histogram(found))
-        report(index_size(shard))
-    sidecars = [shard.sidecar or {} for shard in shards]
-    for sidecar in sidecars:
-        dropped.update(sidecar.get("dropped", {}))
-    text_bytes = [sidecar.get("text_bytes") for sidecar in sidecars]
+def summarize_shard(shard, problems, report):
+    try:
+        found = document_lengths(shard)
+    except ShardError as error:
+        problems.append(str(error))
+        found = np.zeros(0, np.int64)
+    report(index_size(shard))
+    sidecar = shard.sidecar or {}
+    return {
+        "shards": 1,
+        "dtypes": [shard.dtype.name],
+        "documents": len(found),
+        "tokens": int(found.sum()),
+        "text_bytes": sidecar.get("text_bytes"),
+        "dropped": sidecar.get("dropped", {}),
+        "longest": int(found.max(initial=0)),
+        "lengths": histogram(found),
+    }
+
+
+def sum_of(name, rows):
+    """One row for several: of shards, or of sources."""
+    text_bytes = [row["text_bytes"] for row in rows]
     return {
         "name": name,
-        "shards": len(shards),
-        "dtypes": sorted({shard.dtype.name for shard in shards}),
-        "documents": documents,
-        "tokens": tokens,
+        "shards": sum(row["shards"] for row in rows),
+        "dtypes": sorted({dtype for row in rows for dtype in row["dtypes"]}),
+        "documents": sum(row["documents"] for row in rows),
+        "tokens": sum(row["tokens"] for row in rows),
         "text_bytes": None if None in text_bytes else sum(text_bytes),
-        "dropped": dict(sorted(dropped.items())),
-        "longest": longest,
-        "lengths": {str(shortest): lengths[shortest] for shortest in sorted(lengths)},
+        "dropped": dict(sorted(sum((Counter(row["dropped"]) for row in rows), Counter()).items())),
+        "longest": max((row["longest"] for row in rows), default=0),
+        "lengths": dict(sorted(sum((Counter(row["lengths"]) for row in rows), Counter()).items())),
     }
 
 
@@ -123,28 +128,6 @@ def histogram(lengths):
 def verify(shards):
     """A sentence for each file of ``shards`` that is not as it was written; reads all of them, on all cores."""
     size = sum(os.path.getsize(f"{shard.prefix}{suffix}") for shard in shards for suffix in (".bin", ".idx"))
-    with progress("verifying", size) as report, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = list(pool.map(lambda shard: list(verify_shard(shard, report)), shards))
+    with progress_bar("verifying", size, SHORT) as bar, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        found = list(pool.map(lambda shard: list(verify_shard(shard, bar.update)), shards))
     return sum(found, [])
-
-
-@contextmanager
-def progress(title, size):
-    """A bar with MB/s and the time left, on standard error; gives the function that moves it by a number of bytes."""
-    lock = Lock()
-    bar = tqdm(
-        desc=title,
-        total=size,
-        unit="B",
-        unit_scale=True,
-        dynamic_ncols=True,
-        mininterval=0.5 if sys.stderr.isatty() else 30,
-        disable=size < SHORT,
-    )
-
-    def move(num_bytes):
-        with lock:
-            bar.update(num_bytes)
-
-    with bar:
-        yield move
