@@ -126,7 +126,7 @@ def budget_problems(model):
         if not 0 <= shared <= heads:
             sentence = (
                 f"--num-shared-heads {shared}: must be between 0 and --num-attention-heads {heads}; "
-                f"half of them, {heads // 2}, gives the paper's 75%"
+                f"half of them, {heads // 2}, is the share of the paper's LLaMA3"
             )
         elif not min(1, routed) <= active <= routed:
             sentence = (

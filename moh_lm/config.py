@@ -50,7 +50,7 @@ class HeadsConfig:
     )
     routing: str = option(
         "paper",
-        "gates as in Eq. 5-6, as in the authors' released code, or from query norms (Eq. 9-10)",
+        "gates as in Eq. 5-6, as in the authors' released vision code, or from query norms (quantised, Eq. 9-10)",
         choices=("paper", "released", "query_norm"),
     )
     routing_unit: str = option(
@@ -68,7 +68,7 @@ class HeadsConfig:
     load_balance_coefficient: float = option(0.01, "beta of Eq. 8")
     load_balance_scope: str = option(
         "sequence",
-        "tokens over which Eq. 7 counts selections: each sequence, or the whole previous step",
+        "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), or the whole previous step",
         choices=("sequence", "global_batch"),
     )
 

@@ -4,7 +4,7 @@ The keys are those of ``LlamaConfig`` and seven more:
 
     head_selection           all: ordinary attention; mixture: shared heads and a router's top-K of the others;
                              static: only the first (shared + active) heads
-    routing                  paper: Eq. 5-6; released: the authors' published code; query_norm: Eq. 9-10
+    routing                  paper: Eq. 5-6; released: the authors' published code; query_norm: query norms, Eq. 9-10
     two_stage                weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
