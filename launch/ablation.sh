@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Does Mixture-of-Head pay? The table of Tables 4, 6 and 7 of the paper, at the size that the machine allows:
+# Does Mixture-of-Head pay? The questions of the paper's Tables 4, 6 and 7, at the size that the machine allows. Here
+# those of Tables 6 and 7 are asked at 50% of the heads, with four shares of shared heads where the paper has nine:
 #
 #     bash launch/ablation.sh [OUT [FLAGS]]
 #

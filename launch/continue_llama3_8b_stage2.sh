@@ -45,7 +45,7 @@ DATA=( # made with the extended tokenizer; without --data-mix the sources count 
 OPTIMIZER=(
     --learning-rate 2e-5
     --min-learning-rate 1e-6
-    --warmup-init-lr 1e-7
+    --warmup-init-lr 1e-7 # as for LLM-S and LLM-B: Table D gives none
     --warmup-iters 50
     --weight-decay 0.1
     --adam-beta1 0.9 # the paper gives no betas: those usual for language models

@@ -27,9 +27,10 @@ MODEL=(
     --hidden-size 1536
     --intermediate-size 4096
     --num-attention-heads 16
-    --vocab-size 65536
+    --vocab-size 65536 # the paper names LLaMA2's tokenizer, which has 32,000 pieces: train one of 65,536
 )
-HEADS=( # 75%: of 16 heads 8 are always on, and 4 of the other 8 are chosen for each token
+HEADS=( # 75%: of 16 heads 8 are always on, and 4 of the other 8 are chosen for each token. The paper gives no split
+    # for this model: this is the split of its LLaMA3-8B.
     --head-selection mixture
     --num-shared-heads 8
     --num-active-routed-heads 4

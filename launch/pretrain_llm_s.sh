@@ -24,9 +24,10 @@ MODEL=(
     --hidden-size 768
     --intermediate-size 2048
     --num-attention-heads 12
-    --vocab-size 65536
+    --vocab-size 65536 # the paper names LLaMA2's tokenizer, which has 32,000 pieces: train one of 65,536
 )
-HEADS=( # 75%: of 12 heads 6 are always on, and 3 of the other 6 are chosen for each token
+HEADS=( # 75%: of 12 heads 6 are always on, and 3 of the other 6 are chosen for each token. The paper gives no split
+    # for this model: this is the split of its LLaMA3-8B.
     --head-selection mixture
     --num-shared-heads 6
     --num-active-routed-heads 3

@@ -126,7 +126,7 @@ def budget_problems(model):
         if not 0 <= shared <= heads:
             sentence = (
                 f"--num-shared-heads {shared}: must be between 0 and --num-attention-heads {heads}; "
-                f"half of them, {heads // 2}, gives the paper's 75%"
+                f"half of them, {heads // 2}, is the share of the paper's LLaMA3"
             )
         elif not min(1, routed) <= active <= routed:
             sentence = (
@@ -226,7 +226,7 @@ def alarm_problems(alarms):
     found = below(alarms, 1, "alarm_intervals")
     found += below(alarms, 0, "alarm_head_low", "alarm_head_high", "alarm_throughput", "alarm_balance_loss")
     found += [
-        f"{flag(key)} {getattr(alarms, key):g}: would ring at the usual value; choose {choice}, or 0 for none"
+        f"{flag(key)} {getattr(alarms, key):g}: would fire at the usual value; choose {choice}, or 0 for none"
         for key, wrong, choice in (
             ("alarm_head_low", alarms.alarm_head_low >= 1, "a number below 1"),
             ("alarm_head_high", 0 < alarms.alarm_head_high <= 1, "a number above 1"),

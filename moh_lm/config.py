@@ -71,7 +71,7 @@ class HeadsConfig:
     router_z_loss: float = option(0.0, "of the mean squared logsumexp of the routed scores; 0: none")
     load_balance_scope: str = option(
         "sequence",
-        "tokens over which Eq. 7 counts selections: each sequence, or the whole previous step",
+        "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), or the whole previous step",
         choices=("sequence", "global_batch"),
     )
 
@@ -293,11 +293,11 @@ class ReliabilityConfig:
 class AlarmConfig:
     """alarms: what the log calls attention to; 0 turns one off"""
 
-    alarm_intervals: int = option(3, "intervals of the log, one after another, before heads, speed or balance ring")
-    alarm_head_low: float = option(0.1, "a routed head selected by less than this share of its fair load rings")
-    alarm_head_high: float = option(3.0, "a routed head selected by this many times its fair load, or 95%, rings")
-    alarm_throughput: float = option(0.7, "a throughput below this share of the running median rings")
-    alarm_balance_loss: float = option(1.2, "a layer's balance loss of this many times its running median rings")
+    alarm_intervals: int = option(3, "intervals in a row before an alarm of heads, speed or balance fires")
+    alarm_head_low: float = option(0.1, "fires for a routed head selected by less than this share of its fair load")
+    alarm_head_high: float = option(3.0, "fires for a routed head selected by this many times its fair load, or by 95%")
+    alarm_throughput: float = option(0.7, "fires for a throughput below this share of the running median")
+    alarm_balance_loss: float = option(1.2, "fires for a layer whose balance loss is so many times its running median")
 
 
 @dataclass(frozen=True)

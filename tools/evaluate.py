@@ -1,4 +1,4 @@
-"""The paper's benchmark tables for one or more models, by lm-evaluation-harness.
+"""The tasks of the paper's tables for one or more models, by lm-evaluation-harness.
 
     python tools/evaluate.py --model DIR --suite {llm6,llama14} [--data DIR] [--tasks ...] [--limit N] [--output FILE]
     python tools/evaluate.py --model DIR --suite llm6 --compare OTHER_DIR_OR_FILE.json ...
@@ -7,8 +7,8 @@ DIR is an export of tools/export_hf.py, or any causal model that transformers lo
 config.json says ``moh_llama``); that of other models is not. Each model is loaded in a process of its own. FILE (JSON)
 holds the table, all metrics of the harness, and the versions.
 
-What is comparable with the paper. It names the harness, the tasks and the numbers of examples, and neither a version of
-the harness nor the metrics. This table takes ``acc_norm`` (by the characters of a choice) where the task has it, else
+What is comparable with the paper. It names the harness, the tasks and the numbers of examples. It names no version of
+the harness and no metrics. This table takes ``acc_norm`` (by the characters of a choice) where the task has it, else
 ``acc``, as is usual; exact match for GSM8K and NQ; the average weighs tasks equally, the subjects of MMLU, CEVAL and
 CMMLU as the harness does. Models evaluated with the same version compare with each other. Against the paper's numbers:
 SciQ, PIQA, WinoGrande, OpenbookQA, LogiQA, HellaSwag, BoolQ, LAMBADA and ARC-C have had the same prompts for long and
@@ -72,9 +72,9 @@ def run(texts):
 def parse_arguments(texts):
     if MISSING:
         raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
-    parser = Parser(prog="evaluate.py", description="Benchmark tables of the paper.", allow_abbrev=False)
+    parser = Parser(prog="evaluate.py", description="The tasks of the paper's tables.", allow_abbrev=False)
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="an export, or another model")
-    parser.add_argument("--suite", required=True, choices=SUITES, help="which of the paper's tables")
+    parser.add_argument("--suite", required=True, choices=SUITES, help="the tasks of which table of the paper")
     parser.add_argument("--data", type=Path, metavar="DIR", help="local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these of the suite, by the harness's names")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each task: for a trial")

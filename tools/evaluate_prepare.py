@@ -41,7 +41,7 @@ def parse_arguments(texts):
     if MISSING:
         raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
     parser = Parser(prog="evaluate_prepare.py", description="Questions for --eval-tasks.", allow_abbrev=False)
-    parser.add_argument("--suite", required=True, choices=SUITES, help="which of the paper's tables")
+    parser.add_argument("--suite", required=True, choices=SUITES, help="the tasks of which table of the paper")
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="tokenizer.model of the run")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSON lines")
     parser.add_argument("--data", type=Path, metavar="DIR", help="local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")

@@ -3,10 +3,10 @@
     python benchmarks/attention.py --levels layer --save
 
 measures the machine at hand and writes measured.json beside this file, a list of ``Measurement``: the time of the
-attention layer, forward and backward, by the sparse backend over that by the dense one, with the paper's budgets of
-shared and routed heads; and the fastest tiles of a GPU. A GPU goes by its own figures only, a CPU without its own by
-those of another with as many threads. Inside documents (``--documents``) the ratios are lower from T = 1024 on, and
-where a CPU takes the sparse backend it is not slower at T = 512 either.
+attention layer, forward and backward, by the sparse backend over that by the dense one, with a quarter of the heads
+routed and a quarter or half of them shared; and the fastest tiles of a GPU. A GPU goes by its own figures only, a CPU
+without its own by those of another with as many threads. Inside documents (``--documents``) the ratios are lower from
+T = 1024 on, and where a CPU takes the sparse backend it is not slower at T = 512 either.
 """
 
 import contextlib

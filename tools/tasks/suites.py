@@ -1,7 +1,8 @@
 """The paper's two sets of tasks for lm-evaluation-harness, from the hub or from local files.
 
-``llm6`` is the table of the models trained from scratch, all zero-shot; ``llama14`` that of MoH-LLaMA3-8B with its
-numbers of examples. Prompts, choices and metrics are those of the harness's own task files.
+``llm6`` has the tasks of the models trained from scratch, all zero-shot; ``llama14`` those of MoH-LLaMA3-8B with its
+numbers of examples. TruthfulQA is scored as MC2: the paper does not say which metric it took. Prompts, choices and
+metrics are those of the harness's own task files.
 
 Rows come from the data sets on the hub that the task files name. ``datasets`` no longer runs those that are scripts
 there (LogiQA); of them the hub's conversion to Parquet is read, CONFIGURATION/SPLIT/*.parquet in the branch
