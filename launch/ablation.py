@@ -13,17 +13,14 @@ Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """
 
 import argparse
-import os
 import signal
-import subprocess
 import sys
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 import launch.ablation_report as report
+from launch.runs import Run, name_of, train_all
 
-ROOT = Path(__file__).resolve().parent.parent
 COMMON = (
     "--num-layers 4 --hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
     "--micro-batch-size 8 --precision fp32 --learning-rate 2e-3 --min-learning-rate 2e-4 --warmup-iters 40 "
@@ -89,19 +86,19 @@ def main(arguments):
     if "--train-tokens" in others:
         parser.error("--train-tokens: give --train-iters, which tells complete runs from others")
     chosen = [variant for variant in VARIANTS if variant.name in flags.variants]
-    planned = {
-        f"{variant.name}-{seed}": arguments_of(variant, seed, flags, others)
-        for seed in flags.seeds
-        for variant in chosen
-    }
-    for name, arguments in planned.items():
-        log = flags.out / "runs" / f"{name}.log"
-        if log.exists() and log.read_text(encoding="utf-8").splitlines()[:1] != [" ".join(arguments)]:
-            parser.error(f"{log}: its run has other flags, which stand in its first line; choose another OUT")
-    failed = train_all(planned, flags)
+    planned = [run_of(variant, seed, flags, others) for seed in flags.seeds for variant in chosen]
+    for run in planned:
+        if run.has_other_flags():
+            parser.error(f"{run.log}: its run has other flags, which stand in its first line; choose another OUT")
+    waiting = [run for run in planned if not run.is_complete()]
+    for run in planned:
+        if run not in waiting:
+            print(f"already there: {name_of(run)}", flush=True)
+    codes = train_all(lambda busy, codes: waiting.pop(0) if waiting else None, flags.jobs, flags.ranks)
     report.write(flags.out, [variant.name for variant in VARIANTS])
-    for name in failed:
-        print(f"{name} failed: see {flags.out / 'runs' / name}.log", file=sys.stderr)
+    failed = [run for run in planned if codes.get(run.directory)]
+    for run in failed:
+        print(f"{name_of(run)} failed: see {run.log}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -109,52 +106,13 @@ def absolute(path):
     return Path(path).resolve()
 
 
-def arguments_of(variant, seed, flags, others):
-    """Flags of moh_lm.pretrain of one run."""
+def run_of(variant, seed, flags, others):
+    """One run of the table."""
     iterations = ["--train-iters", str(flags.train_iters), "--eval-interval", str(max(1, flags.train_iters // 6))]
-    run = flags.out / "runs" / f"{variant.name}-{seed}"
-    own = ["--seed", str(seed), "--data-dir", str(flags.data_dir), "--checkpoint-dir", str(run)]
-    return [*COMMON, *iterations, *variant.arguments(flags.num_attention_heads), *others, *own]
-
-
-def train_all(planned, flags):
-    """Train what is not complete of {name: flags}, ``flags.jobs`` at a time; returns the names of those that failed."""
-    waiting, busy, failed = deque(planned), {}, []
-    try:
-        while waiting or busy:
-            while waiting and len(busy) < flags.jobs:
-                name = waiting.popleft()
-                if report.final_evaluation(flags.out / "runs" / name, flags.train_iters):
-                    print(f"already there: {name}", flush=True)
-                    continue
-                process = start(flags.out / "runs" / f"{name}.log", planned[name], flags.ranks)
-                busy[process.pid] = process, name
-                print(f"started {name}; {len(waiting)} runs are waiting", flush=True)
-            if busy:
-                pid, status = os.wait()
-                process, name = busy.pop(pid)
-                process.returncode = os.waitstatus_to_exitcode(status)
-                if process.returncode:
-                    failed.append(name)
-                    print(f"failed {name} (exit code {process.returncode})", flush=True)
-                else:
-                    print(f"finished {name}", flush=True)
-    finally:
-        for process, _ in busy.values():  # this program was interrupted; a run saves before it ends
-            process.terminate()
-    return failed
-
-
-def start(log, arguments, ranks):
-    """The process that trains one run; what it says follows its flags in the file ``log``."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    program = [sys.executable, "-m", "moh_lm.pretrain"]
-    if ranks > 1:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        program = [*torchrun, str(ranks), "-m", "moh_lm.pretrain"]
-    with open(log, "w", encoding="utf-8") as file:
-        print(*arguments, file=file, flush=True)
-        return subprocess.Popen([*program, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    directory = flags.out / "runs" / f"{variant.name}-{seed}"
+    own = ["--seed", str(seed), "--data-dir", str(flags.data_dir), "--checkpoint-dir", str(directory)]
+    flags_of_run = [*COMMON, *iterations, *variant.arguments(flags.num_attention_heads), *others, *own]
+    return Run(directory, flags.train_iters, flags_of_run)
 
 
 if __name__ == "__main__":

@@ -192,11 +192,11 @@ def questions_table(runs):
         yield f"| {name} | {against} | {question} | {len(seeds)} | {shown} | {verdict} |"
 
 
-def interval(values):
-    """(mean, half the width of its 95% interval); the width of one value is infinite."""
+def interval(values, points=STUDENT):
+    """(mean, half the width of the interval with these ``points``: 95%); the width of one value is infinite."""
     if len(values) == 1:
         return values[0], math.inf
-    t = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
+    t = points[min(len(values) - 1, len(points)) - 1]
     return mean(values), t * stdev(values) / math.sqrt(len(values))
 
 

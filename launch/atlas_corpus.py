@@ -1,0 +1,166 @@
+"""Text for the atlas: three kinds of technical English that every environment of this project holds.
+
+    python launch/atlas_corpus.py OUTPUT_DIRECTORY
+
+The environment is the Python that runs this: its standard library and its installed packages (torch, numpy, sympy and
+what else is there). Files are parsed, never imported.
+
+- docstrings: what a module says of itself, its classes and functions; a document per module
+- prose: Markdown, reStructuredText and text files, descriptions of packages, topics of ``help()``; and the comments of
+  a module that read as sentences, a document per module
+- code: a module without its docstrings and without lines of comment
+
+No text is in two kinds. Left out: tests, copies of other packages, tables, text that is not English, and a document
+if it is an exact copy or if half of its longer lines stand in documents before it, as with licences and models that
+were copied from models. Documents are in the order of their SHA-256, so that the tail of a file, which a run holds out,
+is a sample of all packages. One environment always gives the same bytes; corpus.json names its packages and the hash.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import sys
+import sysconfig
+import tokenize
+import warnings
+from email import message_from_string
+from importlib.metadata import distributions
+from pathlib import Path
+
+from launch.quickstart_corpus import size, split_docstrings, topics, write
+
+KINDS = ("docstrings", "prose", "code")
+LEFT_OUT = {"test", "tests", "testing", "_vendor", "vendor", "vendored", "third_party", "externals", "site-packages",
+            "dist-packages", "idlelib", "encodings", "pydoc_data", "lib2to3", "__pycache__"}  # fmt: skip
+PAGES = {".md", ".rst", ".txt"}
+NO_PAGES = {"top_level.txt", "entry_points.txt", "sources.txt", "requirements.txt", "requires.txt", "cmakelists.txt"}
+SMALLEST, LARGEST = 200, 300_000  # characters of a document
+LONG_LINE = 30  # characters; shorter lines are alike in documents that are not
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("output", type=Path, help="directory for the three files")
+    output = parser.parse_args().output
+    documents, unread = read_environment(environment_roots())
+    output.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    for kind in KINDS:
+        kept = without_copies(documents[kind])
+        write(output / f"{kind}.jsonl.zst", kept)
+        digest.update("".join(map(fingerprint, kept)).encode())
+        print(f"{kind:<10} {len(kept):>6,} documents of {len(documents[kind]):>6,}, {size(kept) / 1e6:>6.1f} MB")
+    if unread:
+        print(f"{unread} files are not the Python that this interpreter reads")
+    packages = sorted({f"{found.metadata['Name']}=={found.version}" for found in distributions()}, key=str.lower)
+    about = {"python": sys.version.split()[0], "packages": packages, "sha256": digest.hexdigest()}
+    (output / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")  # last: all is there
+
+
+def environment_roots():
+    """The folders of the standard library and of installed packages, each once."""
+    return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+
+
+def read_environment(roots):
+    """({kind: [text, ...]}, files that are not readable as Python), in the order of the paths below each root."""
+    documents, unread = {kind: [] for kind in KINDS}, 0
+    documents["prose"] += topics()
+    for root in roots:
+        for path in sorted(root.rglob("*"), key=lambda path: path.as_posix()):
+            if not LEFT_OUT.isdisjoint(path.relative_to(root).parts) or not path.is_file():
+                continue
+            if path.suffix == ".py":
+                try:
+                    parts = module_parts(path)
+                except (SyntaxError, ValueError, RecursionError, OSError):
+                    unread += 1
+                    continue
+                for kind, text in parts.items():
+                    documents[kind].append(text)
+            elif is_page(path):
+                documents["prose"].append(page(path))
+    return {kind: [text for text in texts if honest(text)] for kind, texts in documents.items()}, unread
+
+
+def module_parts(path):
+    """{kind: text} of one module. Raises SyntaxError, ValueError or RecursionError."""
+    with tokenize.open(path) as file:  # in the encoding that the file declares
+        source = file.read()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that other people's strings lack
+        comments, rest = split_comments(source)
+        docstrings, code = split_docstrings(rest)
+    return {"docstrings": "\n\n".join(docstrings), "prose": "\n\n".join(filter(sentences, comments)), "code": code}
+
+
+def split_comments(source):
+    """(blocks of whole lines of comment without their marks, the source without them)."""
+    inside = {  # lines that continue a string, where # is a letter like others
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno > node.lineno
+        for line in range(node.lineno + 1, node.end_lineno + 1)
+    }
+    blocks, code, block = [], [], []
+    for number, line in enumerate(source.split("\n"), 1):
+        if line.lstrip().startswith("#") and number not in inside:
+            block.append(line.lstrip().lstrip("#!").strip())
+            continue
+        code.append(line)
+        if block:
+            blocks.append("\n".join(block))
+            block = []
+    return [*blocks, "\n".join(block)] if block else blocks, "\n".join(code)
+
+
+def sentences(block):
+    """Whether a block of comment is text: not a ruler, a short note or code that was switched off."""
+    return len(block) >= 60 and share(block, lambda letter: letter.isalpha() or letter in " \n,.'") > 0.92
+
+
+def is_page(path):
+    name = path.name.lower()
+    return name == "metadata" or name.startswith(("license", "copying", "readme")) and not path.suffix or (
+        path.suffix.lower() in PAGES and name not in NO_PAGES)
+
+
+def page(path):
+    """The text of a page; of a package's METADATA its description."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return message_from_string(text).get_payload() if path.name == "METADATA" else text
+
+
+def honest(text):
+    """Whether a document is worth reading: of sensible length, in English or code, no table of numbers."""
+    if not SMALLEST <= len(text) <= LARGEST:
+        return False
+    foreign = share(text, lambda letter: ord(letter) > 127)
+    return foreign < 0.02 and share(text, lambda letter: letter.isalpha() or letter.isspace()) > 0.65
+
+
+def share(text, test):
+    """Of the characters for which ``test`` holds, in an even sample of about 2,000."""
+    sample = text[:: max(1, len(text) // 2000)]
+    return sum(map(test, sample)) / len(sample)
+
+
+def without_copies(texts):
+    """The documents in the order of their hashes, without those whose longer lines are for the most part known."""
+    lines, kept = set(), {}
+    for text in texts:
+        own = {hashlib.blake2b(line.encode(), digest_size=8).digest() for line in text.split("\n")
+               if len(line.strip()) >= LONG_LINE}  # fmt: skip
+        if 2 * len(own & lines) < len(own) or not own and fingerprint(text) not in kept:
+            kept[fingerprint(text)] = text
+        lines |= own
+    return [text for _, text in sorted(kept.items())]
+
+
+def fingerprint(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Runs of moh_lm.pretrain for a table: several at a time, each with its own directory and log.
+
+The directories are all that is remembered. A run is complete if its metrics.jsonl has an evaluation after the last
+iteration; one that was stopped goes on from its last checkpoint. DIRECTORY.log beside the directory begins with the
+flags of the run, so that a table is never mixed from runs of other flags.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.ablation_report import final_evaluation
+
+ROOT = Path(__file__).resolve().parent.parent
+DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
+
+
+class Run(NamedTuple):
+    """A run of the table: where it is, how many iterations it has, and its flags."""
+
+    directory: Path
+    iterations: int
+    arguments: list[str]
+
+    @property
+    def log(self):
+        return self.directory.with_name(self.directory.name + ".log")
+
+    def is_complete(self):
+        return bool(final_evaluation(self.directory, self.iterations))
+
+    def has_other_flags(self):
+        """Whether it was begun with flags that are not those wanted now."""
+        return self.log.exists() and self.log.read_text(encoding="utf-8").splitlines()[:1] != [" ".join(self.arguments)]
+
+
+def train_all(next_run, jobs, ranks=1):
+    """Train what ``next_run`` gives, ``jobs`` runs at a time with ``ranks`` processes each; {directory: exit code}.
+
+    next_run(busy, codes): the next ``Run``, or None if there is none now; busy: the directories that are being trained,
+    codes: {directory: exit code} of those that ended. The end is reached when it gives None and none is busy.
+    """
+    busy, codes = {}, {}
+    try:
+        while True:
+            while len(busy) < jobs and (run := next_run({run.directory for _, run in busy.values()}, codes)):
+                process = start(run, ranks)
+                busy[process.pid] = process, run
+                print(f"started {name_of(run)}", flush=True)
+            if not busy:
+                return codes
+            pid, status = os.wait()
+            process, run = busy.pop(pid)
+            process.returncode = codes[run.directory] = os.waitstatus_to_exitcode(status)
+            words = f"failed {name_of(run)} (exit code {process.returncode})"
+            print(words if process.returncode else f"finished {name_of(run)}", flush=True)
+    finally:
+        for process, _ in busy.values():  # this program was interrupted; a run saves before it ends
+            process.terminate()
+
+
+def name_of(run):
+    """The path of a run below the folder ``runs``."""
+    parts = run.directory.parts
+    return "/".join(parts[len(parts) - parts[::-1].index("runs") :])
+
+
+def start(run, ranks):
+    """The process that trains one run; what it says follows its flags in its log."""
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    program = [sys.executable, "-m", "moh_lm.pretrain"]
+    if ranks > 1:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        program = [*torchrun, str(ranks), "-m", "moh_lm.pretrain"]
+    with open(run.log, "w", encoding="utf-8") as file:
+        print(*run.arguments, file=file, flush=True)
+        return subprocess.Popen([*program, *run.arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
