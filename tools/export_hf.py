@@ -1,12 +1,16 @@
 """A checkpoint -> a directory that transformers loads, with the logits of the trainer's model.
 
     python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16]
+                              [--license apache-2.0] [--base-model OWNER/NAME]
 
     config.json, generation_config.json     Llama's keys and those of configuration_moh.py
     model.safetensors                       or model-0000N-of-0000M.safetensors and model.safetensors.index.json
     configuration_moh.py, modeling_moh.py   the model as remote code
     tokenizer.json, tokenizer_config.json   made from tokenizer.model, which is copied too
     README.md                               model card
+
+A model with --head-selection all is an ordinary Llama: it has no remote code, and every program for Llama loads it. The
+export of an imported model without tokenizer.model has the tokenizer files of its source.
 
 Parameters have their Hugging Face names in the trainer already. They are read one by one and written shard by shard,
 so that writing holds about one shard in memory; the check that follows holds the whole model in fp32. Everything is
@@ -42,9 +46,10 @@ from tools.command import exit_code
 from tools.hf import tiktoken_json
 from tools.hf.export_check import ExportError, check_export
 from tools.hf.export_files import plan_shards
+from tools.hf.import_step import TOKENIZER_FILES
 from tools.hf.keys import written
 from tools.hf.model_card import model_card
-from tools.hf.tokenizer_json import read_model, special_ids, write_tokenizer
+from tools.hf.tokenizer_json import CLASS, read_model, special_ids, write_tokenizer
 
 HF = Path(__file__).resolve().parent / "hf"
 REMOTE_CODE = ("configuration_moh.py", "modeling_moh.py")
@@ -69,6 +74,8 @@ def parse_arguments(texts):
     parser.add_argument("--checkpoint", required=True, type=Path, help="run directory, or one of its step directories")
     parser.add_argument("--output", required=True, type=Path, help="directory to make")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights (default: %(default)s)")
+    parser.add_argument("--license", metavar="ID", help="for the model card, such as apache-2.0")
+    parser.add_argument("--base-model", metavar="OWNER/NAME", help="for the model card: what was continued, on the hub")
     parser.add_argument("--max-shard-size", default="5GB", type=shard_size, help="of a file (default: %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in the output directory")
     return parser.parse_args(texts)
@@ -98,7 +105,7 @@ def export(texts):
     make_directory(temporary, output)
     try:
         print(f"writing {step} as {arguments.dtype}", flush=True)
-        parameters = write_export(step, config, DTYPES[arguments.dtype], arguments.max_shard_size, temporary)
+        parameters = write_export(step, config, DTYPES[arguments.dtype], arguments, temporary)
         print("checking the logits", flush=True)
         checked = check_export(step, config, temporary)
         size = sum(path.stat().st_size for path in temporary.iterdir())
@@ -107,8 +114,11 @@ def export(texts):
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"exported {step} to {output}: {parameters:,} parameters, {size:,} bytes")
     print("\n".join(checked))
+    if not (output / "tokenizer.json").is_file():
+        print("no tokenizer: the checkpoint has none, and token ids are not known; add the files of the model's own")
+    remote = "" if is_llama(config.model) else ", trust_remote_code=True"
     print("to load it:\n    from transformers import AutoModelForCausalLM")
-    print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}, trust_remote_code=True)")
+    print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}{remote})")
 
 
 # --- The output directory ---
@@ -161,22 +171,41 @@ def publish(temporary, output):
 # --- The files ---
 
 
-def write_export(step, config, dtype, max_shard_size, directory):
+def write_export(step, config, dtype, arguments, directory):
     """Write every file of the export; returns the number of parameters."""
-    special = {}
+    state = read_json(step / "state.json")
     if (step / "tokenizer.model").is_file():
         special = export_tokenizer(step / "tokenizer.model", directory, config.run.seq_length)
+    else:
+        special = copy_tokenizer(step, state, directory)
     write_json(directory / "config.json", hugging_face_config(config, dtype, special))
     ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
     if ids["pad_token_id"] is None:  # otherwise generate() takes EOS and says so every time
-        ids["pad_token_id"] = ids["eos_token_id"]
+        eos = ids["eos_token_id"]
+        ids["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-    for name in REMOTE_CODE if config.model.heads.head_selection != "all" else ():
+    for name in () if is_llama(config.model) else REMOTE_CODE:
         shutil.copyfile(HF / name, directory / name)
-    parameters = write_weights(step, config.model, dtype, max_shard_size, directory)
-    card = model_card(step, config, read_json(step / "state.json"), dtype, parameters)
+    parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory)
+    own_tokenizer = (step / "tokenizer.model").is_file()
+    card = model_card(step, config, state, dtype, parameters, own_tokenizer, arguments.license, arguments.base_model)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return parameters
+
+
+def is_llama(model):
+    return model.heads.head_selection == "all"
+
+
+def copy_tokenizer(step, state, directory):
+    """Copy what an import has kept of its source's tokenizer, in the step or in step 0; returns its special ids."""
+    for place in (step, step.with_name("step-0")):
+        if (place / "tokenizer.json").is_file():
+            for name in TOKENIZER_FILES:
+                if (place / name).is_file():
+                    shutil.copyfile(place / name, directory / name)
+            break
+    return state.get("imported", {}).get("token_ids", {})
 
 
 def export_tokenizer(model, directory, max_length):
@@ -195,7 +224,7 @@ def export_tokenizer(model, directory, max_length):
 
 def hugging_face_config(config, dtype, special):
     """Content of config.json. special: ids of the special tokens, see ``special_ids``."""
-    if config.model.heads.head_selection == "all":
+    if is_llama(config.model):
         kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     else:
         kind = {"architectures": ["MoHLlamaForCausalLM"], "model_type": "moh_llama", "auto_map": AUTO_MAP}
@@ -206,7 +235,7 @@ def hugging_face_config(config, dtype, special):
         "initializer_range": INIT_STD,
         "use_cache": True,
         **{f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")},
-        "tokenizer_class": "PreTrainedTokenizerFast",  # transformers 4.46 chooses its tokenizer by it
+        **({"tokenizer_class": CLASS} if special else {}),  # transformers 4.46 chooses its tokenizer by it
         "torch_dtype": str(dtype).removeprefix("torch."),  # understood by every version
         "exported_by": EXPORTED_BY,
     }
@@ -228,10 +257,17 @@ def write_weights(step, model_config, dtype, max_shard_size, directory):
         )
     parameters = full_parameters(step)
     for names, file in zip(shards, files, strict=True):
-        tensors = {name: tensor.to(dtype) for name, tensor in read_parameters(parameters, names)}
+        tensors = {name: rounded(name, tensor, dtype) for name, tensor in read_parameters(parameters, names)}
         write_safetensors(directory / file, tensors, {"format": "pt"})
         del tensors  # before the next shard is read
     return sum(shape.numel() for shape in shapes.values())
+
+
+def rounded(name, tensor, dtype):
+    values = tensor.to(dtype)
+    if not values.isfinite().all():
+        raise ExportError(f"{name}: reaches {tensor.abs().max():.3g}, which {dtype} cannot hold; give another --dtype")
+    return values
 
 
 def read_parameters(parameters, names):

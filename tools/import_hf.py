@@ -32,7 +32,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from moh_lm.checkpoint.manifest import describe
+from moh_lm.checkpoint.manifest import describe, read_json
 from moh_lm.config import Config, ConfigError, HeadsConfig, RunConfig, flag
 from moh_lm.cost.summary import describe_model
 from moh_lm.flags import Parser, is_list, placeholder, read_value
@@ -40,7 +40,7 @@ from moh_lm.quantities import quantity
 from tools.command import exit_code
 from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.import_config import model_config, own_heads, read_config
-from tools.hf.import_step import output_problems, write_step
+from tools.hf.import_step import TOKENIZER_FILES, output_problems, write_step
 from tools.hf.import_vocabulary import NewRows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
 
@@ -110,11 +110,12 @@ def run(texts):
         "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
         "dtypes": ", ".join(source.dtypes),
         "vocabulary": describe_vocabulary(old_vocab_size, vocab_size, len(pieces)),
+        "token_ids": token_ids(arguments.model, values),
         "seed": arguments.seed,
         "shared_heads": arguments.select_shared,
         **({"head_importance": measured} if measured else {}),
     }
-    say_plan(config, source, parts, facts, new)
+    say_plan(config, source, parts, facts, new or ("tokenizer.json" in tokenizer and "tokenizer.json of the model"))
     if arguments.dry_run:
         return
     started = time.perf_counter()
@@ -176,13 +177,29 @@ def find_sample(arguments, vocab_size, length, tokenizer):
 
 
 def find_tokenizers(arguments, vocab_size):
-    """(path of the model's tokenizer, path of that of the data to come, content of the latter); None where unknown."""
+    """(path of the model's tokenizer, path of that of the data to come, {name: bytes} of files for the step).
+
+    Without a tokenizer.model the paths are None, and the files are those of the model's tokenizer in Hugging Face form.
+    """
     places = [arguments.model / "tokenizer.model", arguments.model / "original" / "tokenizer.model"]
     old = arguments.old_tokenizer or next((path for path in places if path.is_file()), None)
     new = arguments.tokenizer or (None if arguments.extend_vocab else old)
     named = "--tokenizer" if arguments.tokenizer else "tokenizer of the model,"
-    content = read_tokenizer(new, vocab_size, named) if new else None
-    return old, new, content
+    if new:
+        return old, new, {"tokenizer.model": read_tokenizer(new, vocab_size, named)}
+    kept = [arguments.model / name for name in TOKENIZER_FILES] if not arguments.extend_vocab else []
+    return old, new, {path.name: path.read_bytes() for path in kept if path.is_file()}
+
+
+def token_ids(directory, values):
+    """{"bos", "eos", "pad"} -> id of config.json's ``values`` or of generation_config.json, or None."""
+    path = directory / "generation_config.json"
+    try:
+        more = read_json(path) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError([f"{path}: cannot be read ({error}); mend it, or delete it"]) from error
+    keys = {name: f"{name}_token_id" for name in ("bos", "eos", "pad")}
+    return {name: more.get(key) if values.get(key) is None else values[key] for name, key in keys.items()}
 
 
 def describe_vocabulary(old, new, num_spelled):

@@ -26,7 +26,7 @@ from moh_lm.config import Config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.layers import Partition
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def address_of(fragment):

@@ -263,11 +263,12 @@ print(json.dumps({"report": {key: sorted(map(str, value)) for key, value in repo
 """
 
 
-def load_with_transformers(directory, prompt, scratch):
+def load_with_transformers(directory, prompt, scratch, trusted=True):
     """Ids, logits and greedy continuation in a process that knows the export only, without network."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    program = LOAD if trusted else LOAD.replace(", trust_remote_code=True", "")
     finished = subprocess.run(
-        [sys.executable, "-c", LOAD, str(directory), prompt],
+        [sys.executable, "-c", program, str(directory), prompt],
         env={**environment, "HF_HUB_OFFLINE": "1", "HF_HOME": str(scratch)},
         cwd=scratch,
         capture_output=True,
@@ -342,6 +343,60 @@ def test_a_tokenizer_of_tiktoken_is_copied_and_converted(tmp_path, export):
         assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == 257  # the second special token
 
 
+DENSE = replace(PAPER, heads=HeadsConfig(head_selection="all"))
+
+
+@torch.no_grad()
+def test_a_model_with_all_heads_is_an_ordinary_llama(tokenizer, tmp_path, export):
+    """It loads without remote code, its rotary scaling and tokenizer too."""
+    pytest.importorskip("transformers")
+    model_config = replace(DENSE, **ROPES["llama3"])
+    run_ranks(write_checkpoint, 1, tmp_path / "run", model_config, tokenizer, False)
+    flags = ["--license", "apache-2.0", "--base-model", "owner/name"]
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", *flags)
+    assert code == 0 and "trust_remote_code" not in printed and "checked: logits of transformers" in printed
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    assert not {"auto_map", "head_selection", "num_shared_heads"} & config.keys()
+    assert not list((tmp_path / "hf").glob("*.py"))
+    prompt = "the head of a model\n"
+    loaded = load_with_transformers(tmp_path / "hf", prompt, tmp_path, trusted=False)
+    assert not any(loaded["report"].values())
+    assert loaded["ids"] == sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).encode(prompt)
+    logits = make_weights(model_config)(torch.tensor([loaded["ids"]]))[:, 0]
+    torch.testing.assert_close(torch.tensor(loaded["logits"]), logits, rtol=0, atol=1e-5)
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "\nlicense: apache-2.0\nbase_model: owner/name\n---\n" in card
+    assert "ordinary `LlamaForCausalLM`" in card and "trust_remote_code" not in card and "mixture" not in card.lower()
+
+
+@pytest.mark.parametrize("kind, words", [("mixture", "a router selects"), ("static", "there is no router")])
+def test_the_card_says_what_the_model_is(kind, words, tmp_path, export, without_transformers):
+    model_config = replace(PAPER, heads=replace(HEADS, head_selection=kind))
+    run_ranks(write_checkpoint, 1, tmp_path / "run", model_config, None, False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "no tokenizer: the checkpoint has none" in printed
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert words in card and "license:" not in card and ("Routing is computed in fp32" in card) == (kind == "mixture")
+
+
+def test_fp16_is_exact_rounding_and_refused_where_a_weight_overflows(run, tmp_path, export, monkeypatch):
+    pytest.importorskip("transformers")
+    code, printed, _ = export("--checkpoint", run, "--output", tmp_path / "hf", "--dtype", "float16")
+    assert code == 0 and "checked: logits of transformers" in printed
+    weights = read_safetensors(tmp_path / "hf")
+    for name, parameter in make_weights(PAPER).named_parameters():
+        dtype, _, data = weights[name]
+        assert dtype == "F16" and data == parameter.detach().half().numpy().tobytes()
+
+    def scaled(step, read=export_hf.full_parameters):
+        return ((name, 1e6 * tensor) for name, tensor in read(step))
+
+    monkeypatch.setattr(export_hf, "full_parameters", scaled)
+    code, _, errors = export("--checkpoint", run, "--output", tmp_path / "large", "--dtype", "float16")
+    assert code == 1 and "which torch.float16 cannot hold" in errors and not (tmp_path / "large").exists()
+
+
 def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16(tmp_path, export):
     pytest.importorskip("transformers")
     run_ranks(write_checkpoint, 1, tmp_path / "run", TIED, None, False)
@@ -356,8 +411,7 @@ def test_an_earlier_export_is_replaced_only_if_asked_for(run, tmp_path, export, 
     run_ranks(write_checkpoint, 1, tmp_path / "dense", dense, None, False)
     assert export("--checkpoint", tmp_path / "dense", "--output", output)[0] == 0
     before = contents(output)
-    budgets = json.loads(before["config.json"])
-    assert (budgets["num_shared_heads"], budgets["num_active_routed_heads"]) == ([4, 4], [0, 0])
+    assert json.loads(before["config.json"])["model_type"] == "llama"
 
     code, _, errors = export("--checkpoint", run, "--output", output)
     assert (code, errors.count("\n")) == (2, 1) and "add --overwrite" in errors

@@ -419,6 +419,24 @@ def test_important_heads_come_first_and_the_model_computes_the_same(imported, da
         assert all(list(importance[group]) == sorted(importance[group], reverse=True) for group in groups)
 
 
+def test_without_a_tokenizer_model_the_tokenizer_of_the_source_is_exported(imported, tool, tmp_path):
+    make_llama(tmp_path / "hf", bos_token_id=1, eos_token_id=[2, 3], pad_token_id=None)
+    (tmp_path / "hf" / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 5}')
+    files = {"tokenizer.json": b'{"version": "1.0"}', "tokenizer_config.json": b'{"tokenizer_class": "X"}'}
+    for name, content in files.items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    run_directory = imported(tmp_path / "hf", *MIXTURE)
+    step = find_step(run_directory)
+    assert all((step / name).read_bytes() == content for name, content in files.items())
+    code, printed, errors = tool("export_hf", "--checkpoint", run_directory, "--output", tmp_path / "out")
+    assert code == 0, errors
+    assert all((tmp_path / "out" / name).read_bytes() == content for name, content in files.items())
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((tmp_path / "out" / name).read_text())
+        assert [values[f"{key}_token_id"] for key in ("bos", "eos", "pad")] == [1, [2, 3], 5]
+    assert "adds neither" not in (tmp_path / "out" / "README.md").read_text() and "no tokenizer:" not in printed
+
+
 def test_a_sample_of_text_is_measured_with_the_tokenizer_of_the_model(imported, tool, tmp_path):
     tokenizer = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
     make_llama(tmp_path / "hf", vocab_size=278)

@@ -110,11 +110,12 @@ def test_special_tokens_have_the_ids_of_sentencepiece_and_eos_opens_a_document(t
     assert batch["input_ids"][0][0] == 3 and batch["attention_mask"][0][0] == 0
 
 
-def test_a_tokenizer_without_eos_or_pad_declares_neither(tmp_path):
+def test_a_tokenizer_without_eos_declares_none_and_pads_with_unknown_text(tmp_path):
     train(tmp_path / "m.model", **LLAMA, eos_id=-1, bos_id=-1)
     proto = read_model(tmp_path / "m.model")
-    assert special_ids(proto) == {"bos": None, "eos": None, "pad": None, "unk": 0}
-    assert not {"bos_token", "eos_token", "pad_token"} & set(tokenizer_config(proto, 512))
+    assert special_ids(proto) == {"bos": None, "eos": None, "pad": 0, "unk": 0}
+    config = tokenizer_config(proto, 512)
+    assert not {"bos_token", "eos_token"} & set(config) and config["pad_token"] == config["unk_token"]
 
 
 def test_equal_models_give_equal_bytes(tmp_path):

@@ -148,9 +148,9 @@ def main():
 
 def check_tokenizer(export):
     """Exit with a message if the tokenizer gives other ids than SentencePiece or tiktoken."""
-    if not (export / "tokenizer.json").is_file():
-        return
     path = export / "tokenizer.model"
+    if not path.is_file():  # there is none, or it is the source's
+        return
     try:
         original = TiktokenModel(path) if is_tiktoken(path) else SentencePieceProcessor(model_file=str(path))
     except ConfigError as error:  # the package is absent

@@ -2,7 +2,7 @@
 
     config.json          the model; ``seq_length`` is the source's max_position_embeddings, the rest are defaults
     state.json           the state of a run before its first step, and ``imported``: what was read, and how
-    tokenizer.model      that of the data to come, if it is known
+    tokenizer.model      that of the data to come, if it is known; else the source's TOKENIZER_FILES
     rank-N.safetensors   fp32 masters, about FILE_BYTES in each file, so that several ranks verify them at once; no
                          moments: those of Adam are zero before the first step (moh_lm.checkpoint.fragments)
 """
@@ -26,6 +26,7 @@ from moh_lm.training.optimizer import MOMENTS
 from tools.hf.export_files import plan_shards
 
 FILE_BYTES = 1 << 32
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 OVERHEAD = 1 << 20  # bytes of a step besides its tensors, generously
 
 
@@ -45,8 +46,8 @@ def write_step(run, config, parts, facts, tokenizer, progress):
     """Write step-0 of the run directory ``run`` and return its path.
 
     config: Config. parts: [Part] of tools/hf/import_weights.py. facts: JSON-able, for state.json and events.jsonl.
-    tokenizer: bytes or None. progress: takes the bytes of every block. Raises ConfigError or OSError, and nothing is
-    left under the final name then.
+    tokenizer: {file name: bytes}. progress: takes the bytes of every block. Raises ConfigError or OSError, and nothing
+    is left under the final name then.
     """
     need = 4 * sum(math.prod(part.shape) for part in parts) + OVERHEAD
     free = free_bytes(run)
@@ -70,8 +71,7 @@ def write_step(run, config, parts, facts, tokenizer, progress):
         texts = {"config.json": json.dumps(config.to_dict(), indent=1) + "\n"}
         texts["state.json"] = json.dumps(first_state(config.model, facts), indent=1) + "\n"
         contents = {name: text.encode() for name, text in texts.items()}
-        contents |= {} if tokenizer is None else {"tokenizer.model": tokenizer}
-        for name, content in contents.items():
+        for name, content in (contents | tokenizer).items():
             with HashedFile(temporary / name) as file:
                 file.write(content)
             entries[name] = file.entry

@@ -15,8 +15,12 @@ from moh_lm.data.mixture import sample_counts
 from moh_lm.monitor.head_load import fair_load
 
 
-def model_card(step, config, state, dtype, parameters):
-    """Content of README.md. step: a step directory. state: its state.json. parameters: their number."""
+def model_card(step, config, state, dtype, parameters, own_tokenizer, license=None, base_model=None):
+    """Content of README.md.
+
+    step: a step directory. state: its state.json. parameters: their number. own_tokenizer: whether the tokenizer files
+    are made from the tokenizer.model of training. license, base_model: as the hub wants them in the head of the card.
+    """
     shown = {
         "Model": model_facts(config.model, str(dtype).removeprefix("torch."), parameters),
         "Training": training_facts(config, state),
@@ -24,9 +28,20 @@ def model_card(step, config, state, dtype, parameters):
         "Losses": loss_facts(step, state["step"]),
         "Head load": load_facts(config.model, state),
     }
-    tables = "\n".join(f"## {title}\n\n{text}\n" for title, text in shown.items() if text)
-    routed = config.model.heads.head_selection == "mixture"
-    return CARD.format(tables=tables, routing=ROUTING if routed else "")
+    selection = config.model.heads.head_selection
+    title, sentence = KINDS[selection]
+    head = {"license": license, "base_model": base_model}
+    limits = [TOKENIZER] if own_tokenizer else []
+    limits += [ROUTING] if selection == "mixture" else []
+    return CARD.format(
+        head="".join(f"{key}: {value}\n" for key, value in head.items() if value),
+        tag="" if selection == "all" else "tags:\n- mixture-of-head-attention\n",
+        title=title,
+        sentence=sentence,
+        remote="" if selection == "all" else ", trust_remote_code=True",
+        tables="\n".join(f"## {title}\n\n{text}\n" for title, text in shown.items() if text),
+        limits="\n## Limits\n\n" + "\n\n".join(limits) + "\n" if limits else "",
+    )
 
 
 def table(rows, header=("", "")):
@@ -152,35 +167,44 @@ def load_facts(model, state):
     return f"Share of the tokens of the last step that used a routed {unit}.\n\n{table(rows, header)}"
 
 
+KINDS = {  # head selection -> title, what the model is
+    "mixture": (
+        "A language model with Mixture-of-Head attention",
+        "Each token uses the shared attention heads and the routed heads that a router selects for it\n"
+        "([arXiv 2410.11842](https://arxiv.org/abs/2410.11842)); `modeling_moh.py` holds the equations.",
+    ),
+    "static": (
+        "A language model with a fixed part of its attention heads",
+        "Every token uses the same attention heads, the first ones of each layer; there is no router. It is a\n"
+        "baseline of Mixture-of-Head attention ([arXiv 2410.11842](https://arxiv.org/abs/2410.11842)).",
+    ),
+    "all": (
+        "A language model in the form of Llama",
+        "Every token uses all attention heads: it is an ordinary `LlamaForCausalLM`.",
+    ),
+}
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
-tags:
-- mixture-of-head-attention
----
+{head}{tag}---
 
-# A language model with Mixture-of-Head attention
+# {title}
 
-Exported by MoH-LM. Each token uses the shared attention heads and the routed heads that a router selects for it
-([arXiv 2410.11842](https://arxiv.org/abs/2410.11842)); `modeling_moh.py` holds the equations.
+Exported by MoH-LM. {sentence}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(".", trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(".", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("."{remote})
+model = AutoModelForCausalLM.from_pretrained("."{remote})
 tokens = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=50)
 print(tokenizer.decode(tokens[0]))
 ```
 
-{tables}
-## Limits
+{tables}{limits}"""
 
-In training every document ends with EOS and none begins with BOS, so the tokenizer adds neither.{routing}
-"""
-
-ROUTING = """
-
+TOKENIZER = "In training every document ends with EOS and none begins with BOS, so the tokenizer adds neither."
+ROUTING = """\
 Routing is computed in fp32, from inputs in the precision of the model. In bfloat16 their rounding changes the selected
 heads of a few tokens, and differently with and without a cache or in batches of other sizes: such runs agree closely,
 not exactly. Compare implementations in fp32."""

@@ -2,25 +2,28 @@
 
 tiktoken joins the neighbours whose result has the lowest rank; Hugging Face's BPE has a list of pairs. It gets every
 pair of tokens that make a token, in the order of ranks. ``ignore_merges`` takes a word that is a token as it is, as
-tiktoken does. Bytes are spelled as GPT-2 does. Of the special tokens, which the file lacks, begin and end of text are
-named; they stand in the vocabulary, or else ``tokenizers`` would give them ids behind the last one.
+tiktoken does. Bytes are spelled as GPT-2 does. Of the special tokens, which the file lacks, begin and end of text and
+LLaMA 3.1's padding are named; they stand in the vocabulary, or else ``tokenizers`` would give them ids behind the last
+one.
 """
 
 from data_prep.tiktoken_model import END_OF_TEXT, WORDS, read_ranks
 from tools.hf.tokenizer_json import config_with, write_files
 
-SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")  # the first ones
+END, PAD = "<|end_of_text|>", "<|finetune_right_pad_id|>"
+SPECIAL = {"<|begin_of_text|>": 0, END: END_OF_TEXT, PAD: 4}  # their numbers among the special tokens
 
 
 def special_ids(path):
     """As in tools/hf/tokenizer_json.py. Raises ConfigError."""
-    end = read_ranks(path)[1] + END_OF_TEXT
-    return {"bos": end, "eos": end, "pad": None, "unk": None}
+    first = read_ranks(path)[1]
+    end, pad = first + SPECIAL[END], first + SPECIAL[PAD]
+    return {"bos": end, "eos": end, "pad": pad, "unk": None}
 
 
 def write_tokenizer(path, directory, max_length):
     """As in tools/hf/tokenizer_json.py, of the file at ``path``. Raises ConfigError."""
-    tokens = {f"{name}_token": SPECIAL[END_OF_TEXT] for name in ("bos", "eos")}
+    tokens = {"bos_token": END, "eos_token": END, "pad_token": PAD}
     write_files(directory, tokenizer_json(path), config_with(tokens, max_length))
 
 
@@ -29,7 +32,7 @@ def tokenizer_json(path):
     ranks, first = read_ranks(path)
     letters = byte_letters()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    special = {content: first + number for number, content in enumerate(SPECIAL)}
+    special = {content: first + number for content, number in SPECIAL.items()}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     words = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
     in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

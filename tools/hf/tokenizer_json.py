@@ -6,6 +6,8 @@ Hugging Face is needed. The class is PreTrainedTokenizerFast: LlamaTokenizer wou
 The tokenizer gives the ids that the model was trained on:
 - nothing is added: training puts EOS after each document and BOS nowhere. A document begins after the EOS of the one
   before it, so EOS is also declared as the BOS token that evaluation and generation put before an empty context.
+- batches are padded by the model's padding piece, or else by the one of unknown text. EOS does not serve: collators of
+  training leave padding out of the loss, and the model would forget to end.
 - ``split_special_tokens``: the text ``</s>`` in a document is encoded as text, as by SentencePiece, and never as EOS.
 
 BPE and unigram models are read. Ids can differ only for: a text that is one user-defined symbol and nothing else; in a
@@ -20,6 +22,7 @@ from pathlib import Path
 
 from sentencepiece import sentencepiece_model_pb2
 
+CLASS = "PreTrainedTokenizerFast"  # in config.json too
 SPACE = "\u2581"  # the visible space of SentencePiece
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # ModelProto.SentencePiece.Type
@@ -44,7 +47,8 @@ def read_model(path):
 def special_ids(proto):
     """{"bos", "eos", "pad", "unk"} -> id, or None where the model has none. BOS is EOS, see above."""
     trainer = proto.trainer_spec
-    ids = {"bos": trainer.eos_id, "eos": trainer.eos_id, "pad": trainer.pad_id, "unk": trainer.unk_id}
+    pad = trainer.unk_id if trainer.pad_id < 0 else trainer.pad_id
+    ids = {"bos": trainer.eos_id, "eos": trainer.eos_id, "pad": pad, "unk": trainer.unk_id}
     return {name: index if 0 <= index < len(proto.pieces) else None for name, index in ids.items()}
 
 
@@ -86,7 +90,7 @@ def tokenizer_config(proto, max_length):
 def config_with(tokens, max_length):
     """``tokenizer_config`` with ``tokens``, {"eos_token": its text, ...}."""
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": CLASS,
         **tokens,
         "add_bos_token": False,
         "add_eos_token": False,
