@@ -14,6 +14,7 @@ import torch
 from moh_lm.config import flag
 from moh_lm.data.mixture import data_problems
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
+from moh_lm.model.routing import FORMS
 
 
 def config_problems(config, world_size):
@@ -99,10 +100,11 @@ def top_p_problems(heads):
     top_p = heads.routing_top_p
     if top_p is None:
         return []
-    if heads.routing == "query_norm":
+    reason = FORMS[heads.routing].refuses_top_p
+    if reason:
         return [
-            f"--routing-top-p {top_p:g}: --routing query_norm divides its scores by their deviation, so that its "
-            "probabilities do not say how sure it is; leave it out, or choose --routing paper or released"
+            f"--routing-top-p {top_p:g}: --routing {heads.routing} {reason}; leave it out, or choose --routing paper "
+            "or released"
         ]
     return [] if 0 < top_p <= 1 else [f"--routing-top-p {top_p:g}: must be above 0 and at most 1, such as 0.4"]
 

@@ -28,10 +28,12 @@ class Paper:
     """Eq. 5-6 to the letter, and what the other forms change. layer: ``RoutedLayer`` of moh_lm.config.
 
     ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
-    ``balance_factor``: multiplies L_b of Eq. 7.
+    ``refuses_top_p``: why its probabilities cannot be added up by ``routing_top_p``, if so. ``balance_factor``:
+    multiplies L_b of Eq. 7.
     """
 
     reads_queries = False
+    refuses_top_p = None
     type_scale = 1
 
     def __init__(self, layer, two_stage):
@@ -90,6 +92,8 @@ class Released(Paper):
 
 
 class Sigmoid(Paper):
+    refuses_top_p = "has gates that do not compete, so that they do not say how sure it is"
+
     def __init__(self, layer, two_stage):
         super().__init__(layer, two_stage=False)
 
@@ -111,6 +115,7 @@ class Sigmoid(Paper):
 
 class QueryNorm(Paper):
     reads_queries = True
+    refuses_top_p = "divides its scores by their deviation, so that its probabilities do not say how sure it is"
 
     def __init__(self, layer, two_stage):
         super().__init__(layer, two_stage=False)

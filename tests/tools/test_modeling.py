@@ -97,15 +97,21 @@ def reference_gates(config, layer, weights, x, queries):
         gates = [1.0] * shared + [1.0 if head in chosen else 0.0 for head in range(heads - shared)]
         return [gate for gate in gates for _ in range(size)]
 
-    released = config.routing == "released"
+    if config.routing == "sigmoid":
+        gates = [2 / (1 + math.exp(-row @ x)) for row in weights["w_shared"]] if shared else []
+        scores = [row @ x for row in weights["w_routed"]] if shared < heads else []
+        chosen = top_k(scores, active)
+        gates += [2 / (1 + math.exp(-score)) if head in chosen else 0.0 for head, score in enumerate(scores)]
+        return [gate for gate in gates for _ in range(size)]
+    released, scaled = config.routing == "released", config.routing == "paper_scaled"
     a1 = a2 = 1.0
     if config.two_stage and 0 < shared < heads:
         a1, a2 = softmax([row @ x for row in weights["w_type"]])
-        if released:
+        if released or scaled:
             a1, a2 = 2 * a1, 2 * a2
     gates = []
     if shared:
-        scale = shared if released else 1.0
+        scale = shared if released or scaled else 1.0
         gates += [a1 * scale * p for p in softmax([row @ x for row in weights["w_shared"]])]
     if shared < heads:
         scores = [row @ x for row in weights["w_routed"]]
@@ -113,7 +119,9 @@ def reference_gates(config, layer, weights, x, queries):
         if config.routing_top_p is not None:
             while len(chosen) > 1 and sum(probabilities[head] for head in chosen[:-1]) >= config.routing_top_p:
                 chosen.pop()
-        scale = len(chosen) / sum(probabilities[head] for head in chosen) if released else 1.0
+        scale = heads - shared if scaled else 1.0
+        if released:
+            scale = len(chosen) / sum(probabilities[head] for head in chosen)
         gates += [a2 * scale * p if head in chosen else 0.0 for head, p in enumerate(probabilities)]
     return [gate for gate in gates for _ in range(size)]
 
@@ -190,7 +198,7 @@ def drawn_heads(seed):
         "num_attention_heads": heads,
         "num_key_value_heads": draw.choice([n for n in (1, 2, 3, heads) if heads % n == 0]),
         "head_selection": draw.choice(["mixture", "mixture", "mixture", "static"]),
-        "routing": draw.choice(["paper", "released", "query_norm"]),
+        "routing": draw.choice(["paper", "paper_scaled", "released", "sigmoid", "query_norm"]),
         "two_stage": draw.random() < 0.7,
         "num_shared_heads": shared,
         "num_active_routed_heads": [draw.randint(min(1, heads - s), heads - s) for s in shared],
@@ -204,7 +212,7 @@ def test_logits_equal_the_equations_in_float64(seed):
     assert_equals_reference(model, random_tokens(1, 9, seed)[0])
 
 
-@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
 @pytest.mark.parametrize(
     "unit, top_p, budgets",
     [
@@ -217,13 +225,13 @@ def test_logits_equal_the_equations_in_float64(seed):
 def test_groups_of_heads_and_varying_numbers_of_heads_equal_the_equations(unit, top_p, budgets, routing):
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "routing_unit": unit, "routing": routing}
     changes |= {"num_shared_heads": budgets[0], "num_active_routed_heads": budgets[1]}
-    model = make_model(**changes, routing_top_p=None if routing == "query_norm" else top_p)
+    model = make_model(**changes, routing_top_p=None if routing in ("query_norm", "sigmoid") else top_p)
     tokens = random_tokens(1, 9)
     assert_equals_reference(model, tokens[0])
     assert_router_outputs(model(tokens, output_router_gates=True), model, tokens)
 
 
-@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
 @pytest.mark.parametrize("shared", [0, 1, 3, 4])
 def test_layers_with_none_one_and_all_heads_shared_equal_the_equations(routing, shared):
     active = min(2, 4 - shared)
@@ -231,7 +239,7 @@ def test_layers_with_none_one_and_all_heads_shared_equal_the_equations(routing, 
     assert_equals_reference(make_model(**changes), random_tokens(1, 9)[0])
 
 
-@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
 def test_of_equal_scores_the_lower_head_index_is_selected(routing):
     changes = {"num_shared_heads": [0, 0], "num_active_routed_heads": [1, 3], "routing": routing}
     model = make_model(**changes)
@@ -352,13 +360,14 @@ def reference_balance(model, states, tokens, mask):
                     scores = layer.self_attn.router.w_routed.double().numpy() @ x[b, t].double().numpy()
                 order = sorted(range(len(scores)), key=lambda i: -scores[i])
                 share[order[: config.num_active_routed_heads[index]]] += 1
-                mean += softmax(scores.tolist())
+                sigmoids = 1 / (1 + np.exp(-scores))
+                mean += sigmoids / sigmoids.sum() if config.routing == "sigmoid" else softmax(scores.tolist())
             count = mask[b].sum().item()
             found.append((share / count * mean / count).sum() * (len(scores) if config.routing == "released" else 1))
     return np.mean(found)
 
 
-@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
 @torch.no_grad()
 def test_output_router_logits_adds_the_load_balance_loss_without_padding(routing):
     changes = {"num_hidden_layers": 3, "num_shared_heads": [1, 4, 0], "num_active_routed_heads": [2, 0, 3]}
@@ -421,7 +430,7 @@ def test_sequence_classification_reads_the_last_token_before_or_after_padding():
         model(tokens)
 
 
-@pytest.mark.parametrize("routing", ["paper", "released", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_the_selected_heads_are_those_of_the_trainers_router_token_by_token(routing, dtype):

@@ -4,7 +4,8 @@ The keys are those of ``LlamaConfig`` and these:
 
     head_selection           all: ordinary attention; mixture: shared heads and a router's top-K of the others;
                              static: only the first (shared + active) heads
-    routing                  paper: Eq. 5-6; released: the authors' published code; query_norm: query norms, Eq. 9-10
+    routing                  paper: Eq. 5-6; paper_scaled: the same with gates near 1; released: the authors' vision
+                             code; sigmoid: 2 sigmoid of each score; query_norm: query norms, Eq. 9-10
     two_stage                weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
@@ -21,7 +22,7 @@ it return the scores of the routed heads and their load-balance loss; with label
 from transformers import PretrainedConfig
 
 HEAD_SELECTIONS = ("all", "mixture", "static")
-ROUTINGS = ("paper", "released", "query_norm")
+ROUTINGS = ("paper", "paper_scaled", "released", "sigmoid", "query_norm")
 ROUTING_UNITS = ("head", "key_value_group")
 ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
     "default": (),
@@ -158,9 +159,11 @@ class MoHLlamaConfig(PretrainedConfig):
             raise ValueError(f"routing {self.routing!r}: must be one of {', '.join(ROUTINGS)}")
         if self.routing_unit not in ROUTING_UNITS:
             raise ValueError(f"routing_unit {self.routing_unit!r}: must be one of {', '.join(ROUTING_UNITS)}")
-        if self.routing_top_p is not None and (not 0 < self.routing_top_p <= 1 or self.routing == "query_norm"):
+        without_top_p = self.routing in ("query_norm", "sigmoid")
+        if self.routing_top_p is not None and (not 0 < self.routing_top_p <= 1 or without_top_p):
             raise ValueError(
-                f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm"
+                f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm "
+                "and sigmoid"
             )
         for key in ("num_shared_heads", "num_active_routed_heads"):
             budget = getattr(self, key)

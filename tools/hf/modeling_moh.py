@@ -96,9 +96,11 @@ class MoHLlamaRouter(nn.Module):
 
     x [b, s, d] -> gates, fp32, and selection, bool, both [b, s, h]; scores of the routed experts, fp32 [b, s, E].
 
-    ``paper`` is Eq. 5-6. ``released`` is the authors' published code: routed gates are renormalised over the selected
-    heads and multiplied by their number, so are shared gates by theirs, a1 and a2 by 2. The weights are parameters of
-    this module and not of nn.Linear layers, which quantizers and inference engines replace.
+    ``paper`` is Eq. 5-6. ``released`` is the authors' published vision code: routed gates are renormalised over the
+    selected heads and multiplied by their number, so are shared gates by theirs, a1 and a2 by 2. ``paper_scaled`` is
+    Eq. 5-6 times the number of shared heads, that of routed heads, and 2. ``sigmoid`` has gates 2 sigmoid(score), and
+    no a1 and a2. The weights are parameters of this module and not of nn.Linear layers, which quantizers and inference
+    engines replace.
     """
 
     def __init__(self, config, layer_idx):
@@ -109,8 +111,10 @@ class MoHLlamaRouter(nn.Module):
         self.num_routed = config.num_attention_heads // size - self.num_shared
         self.num_active = config.num_active_routed_heads[layer_idx] // size
         self.top_p = config.routing_top_p
-        self.released = config.routing == "released"
-        self.two_stage = config.two_stage and self.num_shared > 0 and self.num_routed > 0
+        self.routing = config.routing
+        self.scaled = config.routing in ("released", "paper_scaled")
+        one_stage = config.routing == "sigmoid" or not config.two_stage
+        self.two_stage = not one_stage and self.num_shared > 0 and self.num_routed > 0
         if self.num_shared:
             self.w_shared = nn.Parameter(torch.empty(self.num_shared, config.hidden_size))
         if self.num_routed:
@@ -123,21 +127,31 @@ class MoHLlamaRouter(nn.Module):
             x = x.float()
             gates, selected, scores = [], x[..., :0], x[..., :0]
             if self.num_shared:
-                shared = F.linear(x, self.w_shared.float()).softmax(dim=-1)  # Eq. 5, shared heads
-                gates.append(shared * self.num_shared if self.released else shared)
+                gates.append(self.shared_gates(F.linear(x, self.w_shared.float())))
             if self.num_routed:
                 scores = F.linear(x, self.w_routed.float())
                 selected = select(scores, self.num_active, self.top_p)
-                routed = scores.softmax(dim=-1) * selected  # Eq. 5, routed heads
-                if self.released:
-                    routed = routed / routed.sum(dim=-1, keepdim=True) * selected.sum(dim=-1, keepdim=True)
-                gates.append(routed)
+                gates.append(self.routed_gates(scores, selected))
             if self.two_stage:
                 a = F.linear(x, self.w_type.float()).softmax(dim=-1)  # Eq. 6
-                a = a * 2 if self.released else a
+                a = a * 2 if self.scaled else a
                 gates = [gates[0] * a[..., :1], gates[1] * a[..., 1:]]
             experts = torch.cat(gates, dim=-1), with_shared(selected, self.num_shared)
             return *(per_head(part, self.heads_per_expert) for part in experts), scores
+
+    def shared_gates(self, scores):
+        if self.routing == "sigmoid":
+            return 2 * scores.sigmoid()
+        gates = scores.softmax(dim=-1)  # Eq. 5, shared heads
+        return gates * self.num_shared if self.scaled else gates
+
+    def routed_gates(self, scores, selected):
+        if self.routing == "sigmoid":
+            return 2 * scores.sigmoid() * selected
+        gates = scores.softmax(dim=-1) * selected  # Eq. 5, routed heads
+        if self.routing == "released":
+            return gates / gates.sum(dim=-1, keepdim=True) * selected.sum(dim=-1, keepdim=True)
+        return gates * self.num_routed if self.scaled else gates
 
 
 def query_norm_routing(query, num_shared, num_active, heads_per_expert=1):
@@ -417,7 +431,11 @@ def load_balance_loss(config, router_logits, router_selections, attention_mask):
             counted = attention_mask[:, -scores.shape[1] :, None].to(scores)
         tokens = counted.sum(1).clamp_min(1)  # [b, 1]
         share = (selected[..., shared::size] * counted).sum(1) / tokens  # f, [b, E]
-        probability = (scores.softmax(dim=-1) * counted).sum(1) / tokens  # P
+        if config.routing == "sigmoid":
+            probability = scores.sigmoid() / scores.sigmoid().sum(dim=-1, keepdim=True)
+        else:
+            probability = scores.softmax(dim=-1)
+        probability = (probability * counted).sum(1) / tokens  # P
         loss = (share * probability).sum(-1).mean()
         losses.append(loss * num_routed if config.routing == "released" else loss)
     return torch.stack(losses).mean() if losses else torch.zeros(())
