@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import launch.ablation_report as report
-from launch.runs import Run, name_of, train_all
+from launch.runs import Run, train_all
 
 COMMON = (
     "--num-layers 4 --hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
@@ -93,12 +93,12 @@ def main(arguments):
     waiting = [run for run in planned if not run.is_complete()]
     for run in planned:
         if run not in waiting:
-            print(f"already there: {name_of(run)}", flush=True)
+            print(f"already there: {run.name}", flush=True)
     codes = train_all(lambda busy, codes: waiting.pop(0) if waiting else None, flags.jobs, flags.ranks)
     report.write(flags.out, [variant.name for variant in VARIANTS])
     failed = [run for run in planned if codes.get(run.directory)]
     for run in failed:
-        print(f"{name_of(run)} failed: see {run.log}", file=sys.stderr)
+        print(f"{run.name} failed: see {run.log}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -109,10 +109,11 @@ def absolute(path):
 def run_of(variant, seed, flags, others):
     """One run of the table."""
     iterations = ["--train-iters", str(flags.train_iters), "--eval-interval", str(max(1, flags.train_iters // 6))]
-    directory = flags.out / "runs" / f"{variant.name}-{seed}"
+    name = f"{variant.name}-{seed}"
+    directory = flags.out / "runs" / name
     own = ["--seed", str(seed), "--data-dir", str(flags.data_dir), "--checkpoint-dir", str(directory)]
     flags_of_run = [*COMMON, *iterations, *variant.arguments(flags.num_attention_heads), *others, *own]
-    return Run(directory, flags.train_iters, flags_of_run)
+    return Run(name, directory, flags.train_iters, flags_of_run)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 # nothing that is complete.
 #
 # FLAGS: --hours H (a budget: what fits is trained, the rest is named), --sizes s m l, --variants NAME ..., --seeds 1 2 3,
-# --rates 0.5 1 2, --tokens-per-parameter 10, --jobs N (runs at a time, one thread each), --plan (say what would be done,
+# --rates 0.5 1 2, --tokens-per-parameter 6, --jobs N (runs at a time, one thread each), --plan (say what would be done,
 # and end), --data-dir DIR (other shards), and any of moh_lm.pretrain, which win. While it works, the report of what is
 # complete: python -m launch.atlas_report OUT.
 set -euo pipefail

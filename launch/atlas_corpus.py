@@ -122,8 +122,9 @@ def sentences(block):
 
 def is_page(path):
     name = path.name.lower()
-    return name == "metadata" or name.startswith(("license", "copying", "readme")) and not path.suffix or (
-        path.suffix.lower() in PAGES and name not in NO_PAGES)
+    if not path.suffix:
+        return name == "metadata" or name.startswith(("license", "copying", "readme"))
+    return path.suffix.lower() in PAGES and name not in NO_PAGES
 
 
 def page(path):

@@ -18,8 +18,9 @@ DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
 
 
 class Run(NamedTuple):
-    """A run of the table: where it is, how many iterations it has, and its flags."""
+    """A run of the table: what it is called, where it is, how many iterations it has, and its flags."""
 
+    name: str
     directory: Path
     iterations: int
     arguments: list[str]
@@ -48,23 +49,17 @@ def train_all(next_run, jobs, ranks=1):
             while len(busy) < jobs and (run := next_run({run.directory for _, run in busy.values()}, codes)):
                 process = start(run, ranks)
                 busy[process.pid] = process, run
-                print(f"started {name_of(run)}", flush=True)
+                print(f"started {run.name}", flush=True)
             if not busy:
                 return codes
             pid, status = os.wait()
             process, run = busy.pop(pid)
             process.returncode = codes[run.directory] = os.waitstatus_to_exitcode(status)
-            words = f"failed {name_of(run)} (exit code {process.returncode})"
-            print(words if process.returncode else f"finished {name_of(run)}", flush=True)
+            words = f"failed {run.name} (exit code {process.returncode})"
+            print(words if process.returncode else f"finished {run.name}", flush=True)
     finally:
         for process, _ in busy.values():  # this program was interrupted; a run saves before it ends
             process.terminate()
-
-
-def name_of(run):
-    """The path of a run below the folder ``runs``."""
-    parts = run.directory.parts
-    return "/".join(parts[len(parts) - parts[::-1].index("runs") :])
 
 
 def start(run, ranks):

@@ -1,18 +1,16 @@
 """The ablation: its variants, its runs, and the figures of its report recomputed."""
 
-import json
 import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from launch import ablation, ablation_report
 from moh_lm.checks import config_problems
-from moh_lm.config import Config, DataConfig, ModelConfig, RunConfig
 from moh_lm.flags import parse_config
+from tests.launch.written_runs import write_run
 from tests.tokenizing import ROOT
 
 BASE = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
@@ -28,23 +26,6 @@ def test_a_variant_is_a_legal_model_with_the_share_of_heads_in_its_name(variant,
         assert share == 1
     elif "top-p" not in variant.name:  # there the budget is the most that a token may use
         assert f"{share:.0%}"[:-1] in variant.name.split("-")
-
-
-def write_run(directory, name, seed, losses, speeds, active_heads=None, **heads):
-    """A run as moh_lm.pretrain leaves it: losses {step: {source: loss}}, a row of the log for each of ``speeds``."""
-    run = directory / "runs" / f"{name}-{seed}"
-    run.mkdir(parents=True)
-    model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=8, vocab_size=64)
-    config = Config(
-        model=replace(model, heads=replace(model.heads, **heads)),
-        data=DataConfig(data_dir="data"),
-        run=RunConfig(seq_length=16, batch_tokens=32, train_iters=10),
-    )
-    config.save(run / "config.json")
-    rows = [{"step": step, "evaluation": evaluation} for step, evaluation in losses.items()]
-    figures = {"heads": {"layer": [0, 1], "active_heads": active_heads}} if active_heads else {}
-    rows[1:1] = [{"step": 5, "loss": 3.0, "tokens_per_second": speed, **figures} for speed in speeds]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1')  # cut off
 
 
 def test_the_report_compares_seed_by_seed_and_leaves_out_what_is_not_complete(tmp_path):

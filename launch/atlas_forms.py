@@ -1,0 +1,77 @@
+"""What the atlas compares: forms of routing and gating, budgets of heads, sizes. A form is one line of ``VARIANTS``.
+
+The flags of a variant come after those of its size, so they win. A form whose flags this checkout does not know is left
+out, and the atlas says so.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from launch.ablation import Variant
+
+TUNING_SEED = 0  # chooses learning rates, so it takes no part in the comparison
+COMMON = (
+    "--vocab-size 4096 --seq-length 256 --precision fp32 --validation-fraction 0.02 --eval-samples 128 "
+    "--log-interval 50 --keep-last 1"
+).split()
+
+
+class Size(NamedTuple):
+    """A rung of the ladder; rate: the learning rate that factors multiply, in proportion to 1 / width."""
+
+    name: str
+    heads: int
+    rate: float
+    flags: str
+
+
+SIZES = (
+    Size("s", 8, 4e-3,
+         "--num-layers 3 --hidden-size 96 --intermediate-size 256 --batch-tokens 2K --micro-batch-size 8"),
+    Size("m", 16, 2.4e-3,
+         "--num-layers 4 --hidden-size 160 --intermediate-size 384 --batch-tokens 4K --micro-batch-size 16"),
+    Size("l", 32, 1.5e-3,
+         "--num-layers 4 --hidden-size 256 --intermediate-size 688 --batch-tokens 8K --micro-batch-size 16"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form(Variant):
+    """A form of routing or gating with a budget of heads, ``form-percent``.
+
+    tier: which comparisons come first. tokens: times those of the others, for the curve of the dense model.
+    """
+
+    tier: int = 1
+    tokens: float = 1
+
+    @property
+    def form(self):
+        """What is tuned: the name without the percentage of heads or the length."""
+        return self.name.partition("-")[0]
+
+
+STATIC, RELEASED, SCALED = "--head-selection static", "--routing released", "--routing paper_scaled"
+SIGMOID, RELU, GATED = "--routing sigmoid", "--routing relu", "--head-selection all --routing gated"
+VARIANTS = (  # heads always on, and chosen for each token, in eighths
+    Form("dense", None),
+    Form("static-50", 2, 2, STATIC),
+    Form("paper-50", 2, 2),
+    Form("scaled-50", 2, 2, SCALED),
+    Form("gated", None, 0, GATED),
+    Form("sigmoid-50", 2, 2, SIGMOID),
+    Form("released-50", 2, 2, RELEASED),
+    Form("dense-half", None, tokens=0.5),
+    Form("dense-double", None, tokens=2),
+    Form("static-75", 4, 2, STATIC, tier=2),
+    Form("paper-75", 4, 2, tier=2),
+    Form("scaled-75", 4, 2, SCALED, tier=2),
+    Form("sigmoid-75", 4, 2, SIGMOID, tier=2),
+    Form("released-75", 4, 2, RELEASED, tier=2),
+    Form("static-25", 1, 1, STATIC, tier=2),
+    Form("paper-25", 1, 1, tier=2),
+    Form("scaled-25", 1, 1, SCALED, tier=2),
+    Form("sigmoid-25", 1, 1, SIGMOID, tier=2),
+    Form("released-25", 1, 1, RELEASED, tier=2),
+    Form("relu-50", 2, 2, RELU, tier=3),
+)

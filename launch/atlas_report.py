@@ -1,0 +1,245 @@
+"""The report of an atlas: REPORT.md with its tables, and the pictures of launch/atlas_pictures.py.
+
+    python -m launch.atlas_report OUT
+
+Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N of ``launch/atlas.py``; runs that are not complete are left out. The loss
+L is the validation loss at the end of a run, nats per token, mean over sources. For one seed, d = L(form) - L(dense),
+and with n seeds
+
+    difference = mean(d) +- t(n - 1) * s(d) / sqrt(n)
+
+where s is the standard deviation and t the 95% point of Student's distribution: a 90% interval, seeds being all that
+varies. The multiplier of a form is T_dense(L) / T: the tokens with which the dense model ends at the form's loss, over
+the form's own. T_dense is interpolated, linearly in ln T, between dense runs of half, the same and twice the tokens and
+the same seed, each with a schedule of its own: a point on the way of one run has a learning rate too high to compare.
+The interval of a multiplier is that of its logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the
+heads that tokens use.
+"""
+
+import argparse
+import math
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+from launch.ablation_report import active_heads, final_evaluation, final_loss, flops, heads, interval, metrics, spread
+from launch.atlas_forms import SIZES, TUNING_SEED, VARIANTS
+from launch.atlas_pictures import draw
+from moh_lm.config import Config
+from moh_lm.cost.memory import parameter_counts
+
+# 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
+STUDENT_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
+DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="directory of launch/atlas.py")
+    write(parser.parse_args().out)
+
+
+def write(out):
+    """Write OUT/REPORT.md and its pictures."""
+    found = read_runs(out / "runs")
+    table = {size: compared(variants) for size, variants in found.items()}
+    table = {size: variants for size, variants in table.items() if variants}
+    text = markdown(table, tuning_losses(found.get(SIZES[0].name, {})))
+    (out / "REPORT.md").write_text(text, encoding="utf-8")
+    print(text)
+    draw(out, table, {size: multipliers(variants) for size, variants in table.items()})
+
+
+# --- Runs ---
+
+
+def read_runs(directory):
+    """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the atlas.
+
+    run: {"config", "evaluations": {step: {source: loss}}, "rows": of metrics.jsonl, "active_heads"}.
+    """
+    found = {}
+    for size in SIZES:
+        for variant in VARIANTS:
+            for path in sorted((directory / size.name / variant.name).glob("rate-*-seed-*/config.json")):
+                run, (factor, seed) = read_run(path), path.parent.name.removeprefix("rate-").split("-seed-")
+                if run:
+                    factors = found.setdefault(size.name, {}).setdefault(variant.name, {})
+                    factors.setdefault(float(factor), {})[int(seed)] = run
+    return found
+
+
+def read_run(path):
+    """The run of a config.json; None if it is not complete or a loss is not finite."""
+    config = Config.load(path)
+    final = final_evaluation(path.parent, config.run.train_iters)
+    if not final or None in final.values():
+        return None
+    rows = metrics(path.parent)
+    evaluations = {row["step"]: row["evaluation"] for row in rows if "evaluation" in row}
+    return {"config": config, "evaluations": evaluations, "rows": rows, "active_heads": active_heads(rows)}
+
+
+def compared(variants):
+    """{variant: {seed: run}} of the seeds that are compared, at the factor that has most of them."""
+    found = {}
+    for name, factors in variants.items():
+        seeds = [{seed: run for seed, run in runs.items() if seed != TUNING_SEED} for runs in factors.values()]
+        found[name] = max(seeds, key=len)
+    return {name: dict(sorted(seeds.items())) for name, seeds in found.items() if seeds}
+
+
+def tuning_losses(variants):
+    """{variant: {factor: final loss}} of the seed that tunes."""
+    found = {
+        name: {factor: final_loss(runs[TUNING_SEED]) for factor, runs in sorted(factors.items()) if TUNING_SEED in runs}
+        for name, factors in variants.items()
+    }
+    return {name: losses for name, losses in found.items() if losses}
+
+
+def tokens_of(run):
+    return run["config"].run.train_iters * run["config"].run.tokens_per_iteration
+
+
+# --- Statistics ---
+
+
+def differences(runs, dense):
+    """d = L(form) - L(dense) of the seeds that both have: [d, ...]. runs, dense: {seed: run}."""
+    return [final_loss(runs[seed]) - final_loss(dense[seed]) for seed in sorted(runs.keys() & dense.keys())]
+
+
+def tokens_of_dense(points, loss):
+    """(T at which the dense model ends at ``loss``, whether it lies between the points); None if they tell nothing.
+
+    points: {T: loss} of dense runs, at least two, lower with more tokens. Linear in ln T between neighbours, and
+    beyond the first and the last two.
+    """
+    ordered = sorted(points.items())
+    if len(ordered) < 2 or any(more >= less for (_, less), (_, more) in pairwise(ordered)):
+        return None
+    for (tokens, left), (next_tokens, right) in pairwise(ordered):  # noqa: B007 (the last stays, if none is left)
+        if loss >= right:
+            break
+    place = (left - loss) / (left - right)
+    return tokens * (next_tokens / tokens) ** place, ordered[-1][1] <= loss <= ordered[0][1]
+
+
+def multipliers(variants):
+    """{variant: (multiplier in tokens, low, high of its 90% interval, whether every seed lies between dense runs)}."""
+    dense = [variants.get(name, {}) for name in LENGTHS]
+    found = {}
+    for name, runs in variants.items():
+        if name in LENGTHS:
+            continue
+        told = []
+        for seed, run in runs.items():
+            points = {tokens_of(of[seed]): final_loss(of[seed]) for of in dense if seed in of}
+            told.append(tokens_of_dense(points, final_loss(run)))
+        logs = [math.log(told_[0] / tokens_of(run)) for told_, run in zip(told, runs.values(), strict=True) if told_]
+        if logs:
+            center, width = interval(logs, STUDENT_90)
+            bounds = (math.exp(center + side) if width < math.inf else None for side in (-width, width))
+            found[name] = (math.exp(center), *bounds, all(told_[1] for told_ in told if told_))
+    return found
+
+
+# --- Tables ---
+
+
+def markdown(table, tuned):
+    """The whole report. table: {size: {variant: {seed: run}}}. tuned: of ``tuning_losses``."""
+    lines = ["# Atlas", ""]
+    for size, variants in table.items():
+        lines += [*size_section(size, variants), ""]
+    lines += [
+        "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. To dense: the mean of",
+        "the differences seed by seed with its 90% interval of Student's distribution. Seeds are all that it takes",
+        "into account: not another corpus, size or length of training. Of ten comparisons where nothing differs, one",
+        "is told apart by chance; one seed tells nothing apart. Tokens x: tokens with which the dense model ends at",
+        "this loss, over the tokens of the run, with its 90% interval; *: a seed lies beyond the dense runs of half",
+        "and twice the tokens. FLOPs x: the same in FLOPs of training, with the heads that tokens use.",
+        "",
+        *tuning_section(tuned),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def size_section(size, variants):
+    first = next(iter(next(iter(variants.values())).values()))
+    model, sources = first["config"].model, list(first["evaluations"][0])
+    dense = variants.get(DENSE, {})
+    whole = flops(next(iter(dense.values())))["active"] if dense else None
+    found = multipliers(variants)
+    yield (
+        f"## Size {size}: {model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads of "
+        f"{model.head_dim}, {sum(map(len, variants.values()))} runs"
+    )
+    yield ""
+    yield (
+        "| | heads | peak rate | parameters outside the embeddings | tokens | FLOPs, dense = 1 | seeds | "
+        + " | ".join(sources)
+        + " | mean | to dense | | tokens x | FLOPs x |"
+    )
+    yield "|---" * (12 + len(sources)) + "|"
+    for name, runs in variants.items():
+        each = list(runs.values())
+        config, final = each[0]["config"], [run["evaluations"][max(run["evaluations"])] for run in each]
+        counts = parameter_counts(config.model)
+        cost = mean(flops(run)["active"] for run in each) / whole if whole else None
+        cells = [
+            name,
+            heads(each[0]),
+            f"{config.optimizer.learning_rate:g}",
+            f"{counts['total'] - counts['embedding']:,}",
+            f"{tokens_of(each[0]) / 1e6:.1f}M",
+            f"{cost:.3f}" if cost else "",
+            str(len(each)),
+            *(spread([losses[source] for losses in final]) for source in sources),
+            f"**{spread([final_loss(run) for run in each])}**",
+            *to_dense(name, runs, dense),
+            *(shown(found[name], factor) if name in found and cost else "" for factor in (1, 1 / (cost or 1))),
+        ]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def to_dense(name, runs, dense):
+    """The cells of the difference and of what it tells."""
+    compared_here = differences(runs, dense) if name not in LENGTHS else []
+    if not compared_here:
+        return "", ""
+    center, width = interval(compared_here, STUDENT_90)
+    if width == math.inf:
+        return f"{center:+.4f}", "one seed"
+    verdict = "not told apart" if abs(center) <= width else "better" if center < 0 else "worse"
+    return f"{center:+.4f} ± {width:.4f}", verdict
+
+
+def shown(found, factor):
+    """A multiplier times ``factor``, with its interval."""
+    center, low, high, inside = found
+    limits = "" if low is None else f" [{low * factor:.2f}, {high * factor:.2f}]"
+    return f"{center * factor:.2f}{limits}" + ("" if inside else "*")
+
+
+def tuning_section(tuned):
+    """Of each form, the final loss at every factor of the learning rate that was tried; the best in bold."""
+    if not tuned:
+        return
+    size, factors = SIZES[0], sorted({factor for losses in tuned.values() for factor in losses})
+    yield f"## Learning rates: size {size.name}, seed {TUNING_SEED}"
+    yield ""
+    yield "| | " + " | ".join(f"{factor * size.rate:g}" for factor in factors) + " |"
+    yield "|---" * (1 + len(factors)) + "|"
+    for name, losses in tuned.items():
+        best = min(losses, key=losses.get)
+        cells = {factor: f"{losses[factor]:.4f}" if factor in losses else "" for factor in factors}
+        cells[best] = f"**{cells[best]}**"
+        yield f"| {name} | " + " | ".join(cells.values()) + " |"
+    yield ""
+    yield "The best factor of a form is used at every size, times the size's own rate, and with every other seed."
+
+
+if __name__ == "__main__":
+    main()

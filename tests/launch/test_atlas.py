@@ -1,0 +1,200 @@
+"""The atlas: its text, its plan and the statistics of its report, each against figures made by hand or by scipy."""
+
+import json
+import math
+
+import pytest
+
+from launch import atlas, atlas_corpus, atlas_report
+from launch.atlas_forms import SIZES, VARIANTS
+from moh_lm.checks import config_problems
+from moh_lm.config import ConfigError
+from tests.launch.written_runs import write_run
+
+START = {"a": 4.0}
+
+
+def make(out, *more):
+    """The plan of an atlas that knows the speed of each size."""
+    for size, speed in (("s", 1000), ("m", 500), ("l", 250)):
+        write_rows(out / "probes" / size, {"step": 5, "tokens_per_second": speed})
+    return atlas.Atlas(*atlas.read_arguments([str(out), "--data-dir", str(out / "data"), *more]))
+
+
+def write_rows(directory, *rows):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# --- Forms and plan ---
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
+def test_a_variant_is_a_legal_model_with_the_share_of_heads_in_its_name(size, tmp_path):
+    plan = make(tmp_path)
+    for variant in VARIANTS:
+        try:
+            config = plan.config(size, variant)
+        except ConfigError as error:  # a form that this checkout does not have
+            assert all(problem.startswith("--routing") for problem in error.problems)
+            continue
+        assert config_problems(config, world_size=1) == []
+        share = variant.name.partition("-")[2]
+        if share.isdigit():
+            assert config.model.active_heads(0) / size.heads == int(share) / 100
+
+
+def test_the_best_rate_is_looked_for_until_it_is_not_at_the_edge():
+    rates = [0.5, 1, 2]
+    assert atlas.tuning({}, rates) == (rates, None)
+    assert atlas.tuning({0.5: 3.2, 1: 3.0}, rates) == (rates, None)
+    assert atlas.tuning({0.5: 3.2, 1: 3.0, 2: 3.1}, rates) == (rates, 1)
+    assert atlas.tuning({0.5: 3.2, 1: 3.1, 2: 3.0}, rates) == ([*rates, 4], None)
+    assert atlas.tuning({0.5: 3.2, 1: 3.1, 2: 3.0, 4: math.inf}, rates) == ([*rates, 4], 2)
+    assert atlas.tuning({0.5: math.inf, 1: math.inf, 2: math.inf}, rates) == ([*rates, 0.25], None)
+    falling = {0.5 * 2**step: 3 - step for step in range(atlas.MOST_RATES)}
+    assert atlas.tuning(falling, rates) == (sorted(falling), max(falling))  # it ends
+    assert atlas.tuning({}, [1.0]) == ([], 1.0)
+
+
+def test_forms_are_tuned_then_compared_seed_by_seed_and_nothing_is_done_twice(tmp_path):
+    plan = make(tmp_path, "--variants", "dense", "paper-50", "paper-75", "--seeds", "1", "2", "--sizes", "s", "m")
+    best = ("dense/rate-1", "paper-50/rate-2")
+    names, losses = [], {("dense", "0.5"): 3.1, ("dense", "1"): 3.0, ("paper-50", "2"): 2.9, ("paper-50", "4"): 3.0}
+    while run := plan.next_run(set(), {}):
+        names.append(run.name)
+        _, variant, rest = run.name.split("/")
+        loss = losses.get((variant, rest.split("-")[1]), 3.2)
+        write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": loss}})
+    assert names == [
+        *(f"s/dense/rate-{factor}-seed-0" for factor in ("0.5", "1", "2")),
+        *(f"s/paper-50/rate-{factor}-seed-0" for factor in ("0.5", "1", "2", "4")),
+        *(f"{size}/{name}-seed-{seed}" for size in "sm" for seed in "12" for name in best),
+        *(f"{size}/paper-75/rate-2-seed-{seed}" for size in "sm" for seed in "12"),
+    ]  # fmt: skip
+
+
+def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
+    plan = make(tmp_path, "--variants", "dense", "--rates", "1", "--seeds", "1", "--sizes", "s", "m", "--hours", "3")
+    small, middle = plan.trials()
+    tokens = 6 * 1_118_880  # parameters of the smallest model, as --dry-run gives them
+    assert plan.hours(small, 1000) == pytest.approx(atlas.OVERHEAD * tokens / 1000 / 3600, rel=1e-3)
+    assert plan.next_run(set(), {}).name == "s/dense/rate-1-seed-1"
+    assert plan.hours(middle, 500) > 3
+    assert plan.next_run({plan.run(small).directory}, {}) is None
+    plan.describe_plan()
+    said = capsys.readouterr().out
+    assert "planned: 1 runs" in said and "left out of --hours 3: 1 runs" in said and "m dense" in said
+
+
+def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path, capsys):
+    log = tmp_path / "runs" / "s" / "dense" / "rate-1-seed-1.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("--num-layers 12\n")
+    with pytest.raises(SystemExit, match="2"):
+        make(tmp_path, "--variants", "dense", "--rates", "1").check_flags()
+    assert "rate-1-seed-1.log: its run has other flags" in capsys.readouterr().err
+    for flags, words in [(["--seeds", "0"], "tunes the learning rates"), (["--train-iters", "5"], "the atlas sets it")]:
+        with pytest.raises(SystemExit, match="2"):
+            make(tmp_path, *flags)
+        assert words in capsys.readouterr().err
+
+
+# --- Statistics ---
+
+
+def test_the_tokens_of_the_dense_model_are_found_on_a_line_in_the_logarithm():
+    points = {tokens: 5 - 0.3 * math.log(tokens) for tokens in (50, 100, 200)}
+    for tokens, inside in ((50, True), (80, True), (170, True), (200, True), (30, False), (400, False)):
+        found, lies_inside = atlas_report.tokens_of_dense(points, 5 - 0.3 * math.log(tokens))
+        assert found == pytest.approx(tokens) and lies_inside == inside
+    bent = {50: 4.0, 100: 3.0, 200: 2.8}
+    assert atlas_report.tokens_of_dense(bent, 2.9)[0] == pytest.approx(100 * math.sqrt(2))
+    assert atlas_report.tokens_of_dense({50: 4.0}, 3.5) is None
+    assert atlas_report.tokens_of_dense({50: 4.0, 100: 4.1}, 3.5) is None
+
+
+def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
+    stats = pytest.importorskip("scipy.stats")
+    dense, form = (3.0, 3.2, 3.1), (2.93, 3.14, 3.06)
+    for seed, (theirs, mine) in enumerate(zip(dense, form, strict=True), 1):
+        for name, steps, more in (("dense", 10, 0), ("dense-half", 5, 0.2), ("dense-double", 20, -0.1)):
+            losses = {0: START, steps: {"a": theirs + more}}
+            write_run(tmp_path, f"s/{name}/rate-1-seed", seed, losses, [90], iterations=steps)
+        write_run(tmp_path, "s/released-50/rate-2-seed", seed, {0: START, 10: {"a": mine}}, [90])
+    write_run(tmp_path, "s/released-50/rate-2-seed", 0, {0: START, 10: {"a": 1.0}}, [90])  # tunes, is not compared
+    write_run(tmp_path, "s/released-50/rate-1-seed", 0, {0: START, 10: {"a": 1.5}}, [90])
+    write_run(tmp_path, "s/released-50/rate-2-seed", 4, {0: START, 5: {"a": 1.0}}, [90])  # stopped at half
+    found = atlas_report.read_runs(tmp_path / "runs")["s"]
+    table = atlas_report.compared(found)
+    paired = stats.ttest_rel(form, dense).confidence_interval(0.9)
+    center, width = atlas_report.interval(
+        atlas_report.differences(table["released-50"], table["dense"]), atlas_report.STUDENT_90
+    )
+    assert (center - width, center + width) == pytest.approx(tuple(paired), abs=2e-5)
+    # The dense model gains 0.1 by doubling its tokens: a lead of d is worth a factor of 2 ** (d / 0.1).
+    leads = [math.log(2) * (theirs - mine) / 0.1 for theirs, mine in zip(dense, form, strict=True)]
+    wide = stats.t.interval(0.9, 2, sum(leads) / 3, stats.sem(leads))
+    factor, low, high, inside = atlas_report.multipliers(table)["released-50"]
+    expected = [math.exp(value) for value in (wide[0], sum(leads) / 3, wide[1])]
+    assert [low, factor, high] == pytest.approx(expected, rel=1e-3) and inside
+    assert atlas_report.tuning_losses(found) == {"released-50": {1: 1.5, 2: 1.0}}
+    points = [stats.t.ppf(0.95, degrees) for degrees in range(1, 16)]
+    assert list(atlas_report.STUDENT_90) == pytest.approx(points, abs=5e-4)
+
+
+def test_the_report_says_what_is_told_apart(tmp_path):
+    static = {"head_selection": "static", "num_shared_heads": (2, 2), "num_active_routed_heads": (2, 2)}
+    for seed in (1, 2, 3):
+        dense, half, paper = ({0: START, 10: {"a": loss}} for loss in (3 + seed / 10, 3.2 + seed / 9, 2.7 + seed / 8))
+        write_run(tmp_path, "s/dense/rate-1-seed", seed, dense, [90], head_selection="all")
+        write_run(tmp_path, "s/static-50/rate-1-seed", seed, half, [90], **static)
+        write_run(tmp_path, "s/paper-50/rate-1-seed", seed, paper, [90])
+    atlas_report.write(tmp_path)
+    lines = (tmp_path / "REPORT.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
+    rows = {row[1]: row for row in cells}
+    assert rows["static-50"][-4] == "worse" and rows["paper-50"][-4] == "better" and rows["dense"][-4] == ""
+    assert rows["static-50"][2] == "4 of 8" and rows["dense"][7] == "3"
+    # One source, so the mean is its own: 3.2 + 1/9, 2/9, 3/9.
+    assert rows["static-50"][9] == f"**{3.2 + 2 / 9:.4f} ± {1 / 9:.4f}**"
+    assert (tmp_path / "curves.png").exists()
+
+
+# --- Text ---
+
+
+def test_no_text_of_a_module_is_in_two_kinds(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        '"""What it is."""\n# A comment that reads as a sentence, and goes on for long enough to be kept\n'
+        "# on two lines.\n"
+        'def f():\n    """What it does."""\n    # x = 1\n    return """\n# no comment\n"""  # beside\n'
+    )
+    parts = atlas_corpus.module_parts(path)
+    assert parts == {
+        "docstrings": "What it is.\n\nWhat it does.",
+        "prose": "A comment that reads as a sentence, and goes on for long enough to be kept\non two lines.",
+        "code": 'def f():\n    return """\n# no comment\n"""  # beside\n',
+    }
+
+
+def test_copies_and_text_that_is_no_english_are_left_out(tmp_path):
+    story = "".join(f"This is sentence number {number} of a page.\n" for number in range(20))
+    other = "".join(f"Here the sentences are others, {number} in all.\n" for number in range(20))
+    pages = {
+        "a/README.md": story,
+        "b/LICENSE": story + "One line more than the page before has.\n",
+        "c/notes.rst": other,
+        "c/table.txt": "1.25 0.50 8.75\n" * 100,
+        "c/greek.md": "Ἄνδρα μοι ἔννεπε, Μοῦσα, πολύτροπον\n" * 20,
+        "c/tests/page.md": "Pages of tests are not read, whatever they say.\n" * 20,
+        "c/broken.py": "def f(:\n",
+    }
+    for name, text in pages.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    documents, unread = atlas_corpus.read_environment([tmp_path])
+    own = [text for text in documents["prose"] if text in pages.values()]
+    assert own == [story, pages["b/LICENSE"], other] and unread == 1
+    assert sorted(atlas_corpus.without_copies([*own, "brief", "brief"])) == sorted([story, other, "brief"])
