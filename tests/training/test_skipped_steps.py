@@ -115,13 +115,7 @@ def compare(engine, other):
 
 
 def all_left_behind(layouts):
-    found = {}
-    for layout in layouts:
-        try:
-            found[layout] = left_behind(layout)
-        except Exception as error:
-            found[layout] = repr(error)
-    return found
+    return {layout: left_behind(layout) for layout in layouts}
 
 
 @pytest.fixture(scope="module")
