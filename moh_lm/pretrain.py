@@ -94,7 +94,8 @@ def train(config, dataset, device):
     except (ConfigError, CheckpointError, BadNumbers):
         raise
     except ShardError as error:  # found by the rank that reads there; the others see it leave
-        print(f"moh_lm.pretrain: rank {dist.get_rank()}: {error}; restore the file", file=sys.stderr, flush=True)
+        remedy = "" if "; " in str(error) else "; restore the file"
+        print(f"moh_lm.pretrain: rank {dist.get_rank()}: {error}{remedy}", file=sys.stderr, flush=True)
         leave(WRONG)
     except Exception:
         traceback.print_exc()
