@@ -30,7 +30,7 @@ import numpy as np
 from moh_lm.config import DataConfig
 from moh_lm.data import loader as loader_module
 from moh_lm.data.dataset import Dataset
-from moh_lm.data.files import BLOCK, VERSION, Description, beside, json_bytes
+from moh_lm.data.files import BLOCK, VERSION, Description, beside, json_bytes, seal
 from moh_lm.data.index import index_bytes
 from moh_lm.data.loader import Loader
 from moh_lm.data.reader import Sums
@@ -93,7 +93,7 @@ def make_directory(directory, num_shards):
         }  # fmt: skip
         if tail := 2 * TOKENS % BLOCK:
             sidecar["bin"]["crc32"] += Description(bytes(tail)).facts()["crc32"]
-        beside(prefix, ".json").write_bytes(json_bytes(sidecar))
+        beside(prefix, ".json").write_bytes(seal(json_bytes(sidecar)))
     write_manifest(directory)
 
 

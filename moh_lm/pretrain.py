@@ -3,8 +3,9 @@
     python -m moh_lm.pretrain --help        the launch/ scripts call it with the paper's values
 
 Exit codes: 0 the run is complete; 2 something in the configuration, the data or the checkpoint has to be mended; 75
-the run was asked to stop (SIGTERM or SIGUSR1 to any rank, --exit-after) and has saved: the same command goes on; 70 too
-many steps had to be skipped; 74 a checkpoint could not be written; 69 a rank died or stood still; 1 any other error.
+the run was asked to stop (SIGTERM, SIGUSR1 or SIGINT to any rank, --exit-after) and has saved: the same command goes
+on; 70 too many steps had to be skipped; 74 a checkpoint could not be written; 69 a rank died or stood still; 130 it was
+interrupted before the training began, or twice; 1 any other error.
 """
 
 import os
@@ -27,7 +28,7 @@ from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group
 from moh_lm.run.loop import run_steps
 from moh_lm.run.resume import contradictions
-from moh_lm.run.stop import StopRequest
+from moh_lm.run.stop import INTERRUPTED, StopRequest
 from moh_lm.run.watchdog import MARGIN, UNAVAILABLE, Watchdog
 from moh_lm.training.guard import BadNumbers
 
@@ -57,6 +58,8 @@ def main():
         code, problems = BROKEN, str(error).splitlines()
     except CheckpointError as error:
         code, problems = NOT_WRITTEN, error.problems
+    except KeyboardInterrupt:  # before the training, which stops by itself
+        code = INTERRUPTED
     if int(os.environ.get("LOCAL_RANK", rank)) == speaker:  # once per node: it may be wrong on one of them only
         where = f" on {socket.gethostname()}" if rank else ""
         for text in problems:
@@ -94,11 +97,15 @@ def train(config, dataset, device):
     except (ConfigError, CheckpointError, BadNumbers):
         raise
     except ShardError as error:  # found by the rank that reads there; the others see it leave
-        print(f"moh_lm.pretrain: rank {dist.get_rank()}: {error}; restore the file", file=sys.stderr, flush=True)
+        remedy = "" if "; " in str(error) else "; restore the file"
+        print(f"moh_lm.pretrain: rank {dist.get_rank()}: {error}{remedy}", file=sys.stderr, flush=True)
         leave(WRONG)
     except Exception:
-        traceback.print_exc()
-        leave(UNAVAILABLE if watchdog.blame() else 1)
+        trace = traceback.format_exc()
+        if watchdog.blame():  # then the trace would only show where this rank was waiting
+            leave(UNAVAILABLE)
+        print(trace, file=sys.stderr, end="")
+        leave(1)
     finally:
         watchdog.stop()
 

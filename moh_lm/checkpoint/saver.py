@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ from moh_lm.checkpoint.fragments import address_of, write_safetensors
 from moh_lm.checkpoint.manifest import HashedFile, verify, write_manifest
 from moh_lm.config import ConfigError
 from moh_lm.data.files import flush
-from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks
+from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks, together
 
 FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
 
@@ -300,7 +301,10 @@ def free_bytes(directory):
 
 
 def check_space(directory, fragments):
-    """Raise ConfigError unless there is room for two more checkpoints, or for one beside one that exists."""
+    """Raise ConfigError unless there is room for two more checkpoints, or for one beside one that exists.
+
+    And unless every rank can write there.
+    """
     need = total_bytes(needed_bytes(fragments))
     steps, free = by_rank_0(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
     copies = 1 if any(step != "step-0" for step in steps) else 2  # step 0 stays
@@ -309,6 +313,17 @@ def check_space(directory, fragments):
             f"--checkpoint-dir {Path(directory).parent}: no space left: {free:,} bytes are free, and {copies} "
             f"checkpoints of {need:,} bytes need room; make room, or give a directory on a larger disk"
         ])
+    by_rank_0(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
+    together(lambda: write_a_byte(directory))
+
+
+def write_a_byte(directory):
+    """Raises OSError, with the path, if no file can be written in ``directory``; leaves none."""
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(directory)) from error
 
 
 def find_step(path):

@@ -133,8 +133,8 @@ class Dataset:
         try:
             manifest = read_manifest(data.data_dir)
         except ShardError as error:
-            remedy = "give a directory that data_prep/tokenize.py has finished"
-            raise ConfigError([f"--data-dir {data.data_dir}: {error}; {remedy}"]) from error
+            remedy = "" if "; " in str(error) else "; give a directory that data_prep/tokenize.py has finished"
+            raise ConfigError([f"--data-dir {data.data_dir}: {error}{remedy}"]) from error
         present = manifest["sources"]
         names = [name for name, _ in data.data_mix] or list(present)
         sources = []

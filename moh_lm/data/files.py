@@ -3,6 +3,9 @@
 What a sidecar says of a file: its size, its SHA-256, and the CRC-32 of every block of 64 KiB, eight hexadecimal digits
 each. Whoever reads a range reads the whole blocks around it and compares their sums, so a byte that changed on the disk
 is found where it would be used, and named by its file and block.
+
+Sidecars and manifests are sealed: their last entry, ``sha256``, is the hash of the file as it would be without it.
+Files of version 2 have no seal.
 """
 
 import hashlib
@@ -15,7 +18,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-VERSION = 2  # of the sidecar and of the manifest
+VERSION = 3  # of the sidecar and of the manifest
+UNSEALED = 2  # the version before, which is read too
+REMEDY = "restore it, or run data_prep/tokenize.py again"
 BLOCK = 1 << 16  # bytes under one CRC-32
 CHUNK = 1 << 20  # bytes that a pass over a whole file handles at a time
 
@@ -93,6 +98,15 @@ def json_bytes(value) -> bytes:
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
+def seal(text: bytes) -> bytes:
+    """The ``json_bytes`` of an object, and as its last entry their hash."""
+    return text.removesuffix(b"\n}\n") + seal_line(hashlib.sha256(text).hexdigest())
+
+
+def seal_line(digest: str) -> bytes:
+    return f',\n "sha256": "{digest}"\n}}\n'.encode()
+
+
 # --- Reading ---
 
 
@@ -102,16 +116,29 @@ def read_json(path: Path):
 
 
 def read_facts(path: Path) -> dict:
-    """The object of a sidecar or manifest. Raises ShardError if it is none of this format."""
+    """The object of a sidecar or manifest, without its seal. Raises ShardError if it is damaged, or none."""
     try:
-        value = read_json(path)
+        data = path.read_bytes()
+        value = json.loads(data)
     except OSError as error:
         raise ShardError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise ShardError(f"{path}: not JSON ({error})") from error
-    if not isinstance(value, dict) or value.get("version") != VERSION:
+        raise ShardError(f"{path}: not JSON ({error}); {REMEDY}") from error
+    if not isinstance(value, dict) or value.get("version") not in (VERSION, UNSEALED):
         raise ShardError(f"{path}: not a file of this format, version {VERSION}; run data_prep/tokenize.py again")
+    digest = value.pop("sha256", None)
+    unsealed = digest is None and value["version"] == UNSEALED
+    if not unsealed and data != seal(data.removesuffix(seal_line(digest)) + b"\n}\n"):
+        raise ShardError(f"{path}: is damaged: it differs from its own hash; {REMEDY}")
     return value
+
+
+def check_facts(path: Path, facts, expected: dict, where: str = ""):
+    """Raise ShardError unless ``facts`` is an object with the keys of ``expected``, and values of their types."""
+    for key, kind in expected.items():
+        value = facts.get(key) if isinstance(facts, dict) else None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ShardError(f"{path}: is damaged: {where}{key} is {value!r:.60}; {REMEDY}")
 
 
 def block_sums(facts: dict) -> np.ndarray:

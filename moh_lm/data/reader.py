@@ -2,6 +2,7 @@
 
 import hashlib
 import mmap
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,15 +14,23 @@ import numpy as np
 from moh_lm.data.files import (
     BLOCK,
     CHUNK,
+    REMEDY,
     Description,
     ShardError,
     beside,
     block_sums,
+    check_facts,
     damaged_block,
     read_facts,
     read_range,
 )
 from moh_lm.data.index import HEADER, Counts, DocumentStarts, read_counts, verify_arrays
+
+SIDECAR = {
+    "dtype": str, "documents": int, "tokens": int, "largest_id": int, "tokenizer": dict, "inputs": list,
+    "bin": dict, "idx": dict,
+}  # fmt: skip
+FILE = {"bytes": int, "sha256": str, "crc32": str}
 
 
 class Sums(NamedTuple):
@@ -169,11 +178,15 @@ def damaged_file(path, recorded, actual) -> str:
 
 
 def read_sidecar(path: Path) -> dict:
-    """The sidecar at ``path``. Raises ShardError if it is not one of this version."""
+    """The sidecar at ``path``. Raises ShardError if it is damaged or not one of this version."""
     sidecar = read_facts(path)
-    keys = {"dtype", "documents", "tokens", "largest_id", "tokenizer", "inputs", "bin", "idx"}
-    if not keys <= sidecar.keys():
-        raise ShardError(f"{path}: not the sidecar of a shard ({', '.join(sorted(keys - sidecar.keys()))} missing)")
+    check_facts(path, sidecar, SIDECAR)
+    check_facts(path, sidecar["tokenizer"], {"sha256": str}, "tokenizer ")
+    for key in ("bin", "idx"):
+        check_facts(path, sidecar[key], FILE, f"{key} ")
+        blocks = -(-sidecar[key]["bytes"] // BLOCK)
+        if not re.fullmatch(rf"([0-9a-f]{{8}}){{{blocks}}}", sidecar[key]["crc32"]):
+            raise ShardError(f"{path}: is damaged: {key} crc32 is not that of {blocks} blocks; {REMEDY}")
     return sidecar
 
 

@@ -4,7 +4,8 @@ A shard is the two files of Megatron-LM's IndexedDataset, byte for byte, and a J
 
     PREFIX.bin    token ids of all documents, end to end, little-endian: uint16 for up to 65,536 pieces, else int32
     PREFIX.idx    lengths and offsets of the documents (index.py)
-    PREFIX.json   counts, largest id, tokenizer, inputs, options, and the checksums of the other two files (files.py)
+    PREFIX.json   counts, largest id, tokenizer, inputs, options, the checksums of the other two files and its own
+                  (files.py)
 
 The sidecar is written last: a shard without one is unfinished. A data directory holds a directory of shards for each
 source, a manifest and the tokenizer:
@@ -20,24 +21,33 @@ from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import NoneType
 from typing import NamedTuple
 
 import numpy as np
 
 from moh_lm.data.files import (
+    REMEDY,
     VERSION,
     Description,
     ShardError,
     beside,
+    check_facts,
+    json_bytes,
     publish,
     read_facts,
-    sha256_of,  # noqa: F401 (data_prep finds it here)
+    seal,
+    sha256_of,
     temporary_name,
-    write_json,
 )
 from moh_lm.data.index import DTYPES, DocumentStarts, index_bytes, token_code
 from moh_lm.data.reader import Shard, open_shard, opened, read_sidecar  # noqa: F401 (data_prep finds it here)
 
+UNIT = {
+    "dtype": str, "sequences": int, "documents": int, "tokens": int, "largest_id": int, "text_bytes": (int, NoneType),
+    "content": str, "bytes": dict, "cuts": list,
+}  # fmt: skip
+NAMES = {np.dtype(code).name for code in DTYPES.values()}
 LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
 CUTS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # validation fractions known to the manifest
 
@@ -105,7 +115,7 @@ class ShardWriter:
         }
         os.replace(self.temporary, beside(self.prefix, ".bin"))
         publish(beside(self.prefix, ".idx"), index)
-        write_json(beside(self.prefix, ".json"), sidecar)
+        publish(beside(self.prefix, ".json"), seal(json_bytes(sidecar)))
         return sidecar
 
 
@@ -144,7 +154,7 @@ def write_manifest(data_dir: str | Path) -> dict:
             )
     tokenizer = {key: value for _, used in tokenizers.values() for key, value in used.items() if key != "engine"}
     manifest = {"version": VERSION, "tokenizer": tokenizer, "cut_fractions": list(CUTS), "sources": sources}
-    write_json(Path(data_dir) / "manifest.json", manifest)
+    publish(Path(data_dir) / "manifest.json", seal(json_bytes(manifest)))
     return manifest
 
 
@@ -166,12 +176,37 @@ def unit_entry(shard: Shard) -> dict:
 
 
 def read_manifest(data_dir: str | Path) -> dict:
-    """The manifest of a data directory. Raises ShardError."""
+    """The manifest of a data directory. Raises ShardError if it is damaged, or the tokenizer beside it another one."""
     path = Path(data_dir) / "manifest.json"
     manifest = read_facts(path)
-    if not {"tokenizer", "sources", "cut_fractions"} <= manifest.keys():
-        raise ShardError(f"{path}: not the manifest of a data directory")
+    check_facts(path, manifest, {"tokenizer": dict, "sources": dict, "cut_fractions": list})
+    for name, source in manifest["sources"].items():
+        check_facts(path, source, {"tokens": int, "documents": int, "units": dict}, f"{name} ")
+        for unit, entry in source["units"].items():
+            check_facts(path, entry, UNIT, f"{name}/{unit} ")
+            check_facts(path, entry["bytes"], dict.fromkeys((".bin", ".idx", ".json"), int), f"{name}/{unit} ")
+            cuts = [cut for cut in entry["cuts"] if isinstance(cut, int)]
+            if entry["dtype"] not in NAMES or len(cuts) != len(manifest["cut_fractions"]):
+                raise ShardError(f"{path}: is damaged: dtype or cuts of {name}/{unit}; {REMEDY}")
+    if manifest["sources"]:
+        check_facts(path, manifest["tokenizer"], {"sha256": str, "vocab_size": int}, "tokenizer ")
+        check_tokenizer(path.with_name("tokenizer.model"), manifest["tokenizer"]["sha256"])
     return manifest
+
+
+def check_tokenizer(path: Path, recorded: str):
+    """Raise ShardError if the tokenizer at ``path`` is there and does not have the SHA-256 ``recorded``."""
+    try:
+        found = sha256_of(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ShardError(f"{path}: {error.strerror}") from error
+    if found != recorded:
+        raise ShardError(
+            f"{path}: is not the tokenizer of the shards: its SHA-256 begins with {found[:12]}, that in manifest.json "
+            f"with {recorded[:12]}; restore it"
+        )
 
 
 class OpenedSource(NamedTuple):
@@ -218,8 +253,7 @@ def file_sizes(directory) -> dict[str, int]:
 
 def wrong_size(path, size, expected) -> str:
     if size is not None:
-        remedy = "restore it, or run data_prep/tokenize.py again"
-        return f"{path}: {size} bytes, but manifest.json records {expected}; {remedy}"
+        return f"{path}: {size} bytes, but manifest.json records {expected}; {REMEDY}"
     if path.endswith(".json"):
         return f"{path} is missing: the shard is unfinished; run data_prep/tokenize.py again"
-    return f"{path} is missing; restore it, or run data_prep/tokenize.py again"
+    return f"{path} is missing; {REMEDY}"

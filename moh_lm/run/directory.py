@@ -1,6 +1,8 @@
 """The run directory: that it can be written, that one run writes to it, and that all nodes see the same one."""
 
+import contextlib
 import fcntl
+import json
 import os
 import socket
 import time
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from moh_lm.config import ConfigError
 from moh_lm.parallel.agreement import by_rank_0, from_rank_0, problems_of_all_ranks
+from moh_lm.run.watchdog import process_state
 
 LOCK_SECONDS = 10  # to wait for a run directory that is in use
 
@@ -26,17 +29,51 @@ def make_run_directory(path):
 
 
 def lock_run_directory(path):
-    """Hold the run directory until this process ends, however it ends. Raises ConfigError if another run holds it."""
-    lock = open(Path(path) / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
+    """Hold the run directory until this process ends, however it ends. The lock's file says who holds it.
+
+    Raises ConfigError if another run holds it, with what is known of that run, or if there can be no lock.
+    """
+    name = Path(path) / ".lock"
+    try:
+        lock = open(name, "a+", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
+    except OSError as error:
+        raise ConfigError([f"--checkpoint-dir {path}: {name}: {error.strerror}; mend this"]) from error
     for attempt in range(LOCK_SECONDS + 1):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
+            break
         except BlockingIOError:
             time.sleep(attempt < LOCK_SECONDS)  # the ranks of the run before this one may still be ending
         except OSError:
-            return lock  # a file system without locks
-    raise ConfigError([f"--checkpoint-dir {path}: another run is writing to it; end it, or give another directory"])
+            break  # a file system without locks
+    else:
+        more = describe_holder(name)
+        raise ConfigError([f"--checkpoint-dir {path}: another run is writing to it{more}; or give another directory"])
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        lock.truncate(0)
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        lock.write(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since}) + "\n")
+        lock.flush()
+    return lock
+
+
+def describe_holder(name):
+    """Words for who holds the lock, how to tell whether that process is alive, and what to do then."""
+    try:
+        holder = json.loads(name.read_text(encoding="utf-8"))
+        host, process, since = holder["host"], int(holder["process"]), holder["since"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return " (the lock does not say which); end it"
+    who = f" (process {process} on {host}, since {since})"
+    if host != socket.gethostname():
+        look = f"`ssh {host} ps -p {process}` tells whether that is alive"
+        return f"{who}; {look}: end it, or, if {host} is gone for good, remove {name}"
+    state = process_state(process)
+    if state in "Tt":
+        return f"{who}, which is stopped; `kill -CONT {process}` lets it go on, `kill -KILL {process}` ends it"
+    if state in "ZX":
+        return f"{who}, which is not seen here; look for it in other containers, `fuser {name}` may name it: end it"
+    return f"{who}, which is alive; end it"
 
 
 def check_nodes(config, dataset):

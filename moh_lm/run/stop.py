@@ -1,17 +1,34 @@
-"""How a run is asked to stop: it ends after the step, evaluation or save that it is in, with a checkpoint."""
+"""How a run is asked to stop: it ends after the step, evaluation or save that it is in, with a checkpoint.
 
+Ctrl-C in a terminal reaches every process of the job, and launchers pass it on once more: what comes within ``SAME``
+seconds is one request. A later one ends the rank at once, also where its main thread is inside the communication
+library: a thread hears of the signal.
+"""
+
+import os
 import signal
+import threading
 import time
+
+SAME = 2  # seconds
+INTERRUPTED = 128 + signal.SIGINT  # exit code, as of a process that the signal killed
 
 
 class StopRequest:
-    """SIGTERM or SIGUSR1 to any one rank, or the end of ``exit_after`` seconds, asks the run to stop after its step."""
+    """SIGTERM, SIGUSR1 or SIGINT to any one rank, or the end of ``exit_after`` seconds, asks the run to stop.
+
+    A second SIGINT to a rank, more than ``SAME`` seconds after its first, ends it with exit code ``INTERRUPTED``.
+    """
 
     def __init__(self, exit_after=None):
         self.deadline = time.monotonic() + exit_after if exit_after else None
         self.reason = None
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self.note)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=listen, args=(reader,), daemon=True).start()
 
     def note(self, number, frame):
         self.reason = signal.Signals(number).name
@@ -21,3 +38,15 @@ class StopRequest:
         if self.deadline and time.monotonic() >= self.deadline:
             self.reason = "--exit-after"
         return self.reason is not None
+
+
+def listen(reader):
+    """End the process at its second SIGINT; the numbers of the signals that it gets come out of ``reader``."""
+    first = None
+    while numbers := os.read(reader, 64):
+        if signal.SIGINT not in numbers:
+            continue
+        first = first or time.monotonic()
+        if time.monotonic() - first > SAME:
+            os.write(2, b"moh_lm.pretrain: interrupted twice; the run ends without a checkpoint\n")
+            os._exit(INTERRUPTED)

@@ -2,7 +2,8 @@
 
 Each rank has a thread that looks every second whether another rank of its machine has died, and whether its own rank
 still makes progress. A process that stands still cannot say where, so one that was stopped is woken to tell. Between
-machines a lost rank is noticed by the communication library, by the launcher, or by the limit on progress.
+machines a lost rank is noticed by the communication library, by the launcher, or by the limit on progress, and named by
+a roll call.
 
 ``kill -USR2 PID`` prints the stacks of a rank at any time.
 """
@@ -18,9 +19,12 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from moh_lm.run.roll_call import RollCall
 
 UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
 GRACE = 3  # seconds in which the ranks may end one after the other, and in which all of them print their stacks
@@ -39,7 +43,9 @@ class Watchdog:
         self.last = time.monotonic()
         self.done = threading.Event()
         faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
-        self.neighbours = neighbours()
+        ranks = introduce()
+        self.neighbours = neighbours(ranks)
+        self.roll_call = RollCall(ranks[0].started, [rank.host for rank in ranks])
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
 
@@ -53,6 +59,7 @@ class Watchdog:
             distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout + MARGIN), group)
 
     def stop(self):
+        self.roll_call.end()
         self.done.set()
         self.thread.join()
 
@@ -68,35 +75,41 @@ class Watchdog:
                 self.abort(f"{dead} died", wait=0)
             if now - self.last > self.timeout:
                 idle = f"no progress for {now - self.last:.0f} s (--hang-timeout {self.timeout})"
-                self.abort(idle + self.stopped(), wait=GRACE)
+                found = self.stopped() or self.roll_call.absent(GRACE)
+                self.abort(f"{idle}; {found}" if found else idle, wait=GRACE)
         faulthandler.cancel_dump_traceback_later()
 
     def arm(self):
         """Set a timer that fires without the interpreter, where even this thread cannot run; exit code 1."""
-        faulthandler.dump_traceback_later(self.timeout + GRACE, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self.timeout + 2 * GRACE, exit=True, file=sys.__stderr__)
 
     def dead(self):
         """Names of the neighbours that are no more."""
-        return ", ".join(f"rank {rank} (process {pid})" for rank, pid in self.neighbours.items() if state(pid) in "ZX")
+        gone = [(rank, pid) for rank, pid in self.neighbours.items() if process_state(pid) in "ZX"]
+        return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
 
     def blame(self):
-        """After an error: print which neighbours died, if any did in these seconds; returns whether."""
+        """After an error: print which ranks died, or do not answer, if any did in these seconds; returns whether."""
+        found = ""
         for _ in range(GRACE):
             dead = self.dead()
             if dead:
-                print(f"moh_lm.pretrain: {dead} died; rank {self.rank} cannot go on", file=sys.stderr, flush=True)
-                return True
+                found = f"{dead} died"
+                break
             time.sleep(0.5)
-        return False
+        found = found or self.roll_call.absent(GRACE)
+        if found:
+            print(f"moh_lm.pretrain: {found}; rank {self.rank} cannot go on", file=sys.stderr, flush=True)
+        return bool(found)
 
     def stopped(self):
         """Wake the neighbours that were stopped by a signal; returns the words for them."""
-        stopped = {rank: pid for rank, pid in self.neighbours.items() if state(pid) in "Tt"}
+        stopped = {rank: pid for rank, pid in self.neighbours.items() if process_state(pid) in "Tt"}
         for pid in stopped.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGUSR2)
                 os.kill(pid, signal.SIGCONT)
-        return "".join(f"; rank {rank} (process {pid}) had been stopped" for rank, pid in stopped.items())
+        return "; ".join(f"rank {rank} (process {pid}) had been stopped" for rank, pid in stopped.items())
 
     def abort(self, reason, wait):
         """Print ``reason`` and the stacks of all threads, ``wait`` seconds for other ranks to do the same, and exit."""
@@ -111,20 +124,37 @@ class Watchdog:
         os._exit(UNAVAILABLE)
 
 
-def neighbours():
-    """{rank: process id} of the other ranks on this machine; none where there is no /proc to look them up in."""
+class Introduction(NamedTuple):
+    """What a rank tells the others of itself. space: two containers may share a host name; None without /proc."""
+
+    host: str
+    space: str | None
+    process: int
+    started: int  # ns
+
+
+def introduce():
+    """The ``Introduction`` of every rank; all call it together."""
     try:
-        here = (socket.gethostname(), os.readlink("/proc/self/ns/pid"))  # two containers may share a host name
+        space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        here = None
+        space = None
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (here, os.getpid()))
-    others = {rank: pid for rank, (place, pid) in enumerate(ranks) if here and place == here}
-    others.pop(dist.get_rank(), None)
-    return others
+    dist.all_gather_object(ranks, Introduction(socket.gethostname(), space, os.getpid(), time.time_ns()))
+    return ranks
 
 
-def state(pid):
+def neighbours(ranks):
+    """{rank: process id} of the other ranks on this machine; none where there is no /proc to look them up in."""
+    mine = ranks[dist.get_rank()]
+    return {
+        number: rank.process
+        for number, rank in enumerate(ranks)
+        if rank is not mine and mine.space and (rank.host, rank.space) == (mine.host, mine.space)
+    }
+
+
+def process_state(pid):
     """The letter of /proc/PID/stat: R running, S sleeping, T stopped, Z dead but not yet collected; X: gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,5 +1,6 @@
 """From shards to micro-batches: what is held out, who gets which sample, and what is refused."""
 
+import hashlib
 import os
 import shutil
 import threading
@@ -18,7 +19,7 @@ SEQ_LENGTH = 8
 FILES = ("bin", "idx", "json")
 
 
-def make_directory(path, sources, vocab_size=VOCAB):
+def make_directory(path, sources, vocab_size=VOCAB, sha256="a" * 64):
     """A data directory: source -> shards -> lengths of documents. Every token of it is another number."""
     token = 0
     for source, shards in sources.items():
@@ -28,7 +29,7 @@ def make_directory(path, sources, vocab_size=VOCAB):
                 for length in lengths:
                     shard.add(np.arange(token, token + length))
                     token += length
-                tokenizer = {"sha256": "a" * 64, "vocab_size": token, "eos_id": 2, "engine": "test"}
+                tokenizer = {"sha256": sha256, "vocab_size": token, "eos_id": 2, "engine": "test"}
                 shard.commit({"tokenizer": tokenizer, "inputs": []})
     write_manifest(path)
     return path
@@ -227,8 +228,13 @@ def test_the_fingerprint_changes_with_anything_that_changes_the_samples_and_with
 def test_the_tokenizer_of_the_directory_is_found(tmp_path):
     make_directory(tmp_path, {"a": [[100]]})
     assert open_dataset(tmp_path).tokenizer_path is None
-    (tmp_path / "tokenizer.model").touch()
-    assert open_dataset(tmp_path).tokenizer_path == tmp_path / "tokenizer.model"
+    tokenizer = tmp_path / "tokenizer.model"
+    tokenizer.touch()
+    (problem,) = problems_of(tmp_path)
+    assert "tokenizer.model: is not the tokenizer of the shards" in problem and problem.endswith("restore it")
+    make_directory(tmp_path / "own", {"a": [[100]]}, sha256=hashlib.sha256().hexdigest())
+    tokenizer.rename(tmp_path / "own" / "tokenizer.model")
+    assert open_dataset(tmp_path / "own").tokenizer_path == tmp_path / "own" / "tokenizer.model"
 
 
 def test_a_directory_that_is_absent_or_unfinished_is_refused_in_one_line(tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import random
 import struct
 import tracemalloc
 import zlib
@@ -10,6 +11,7 @@ import zlib
 import numpy as np
 import pytest
 
+from moh_lm.data.files import json_bytes
 from moh_lm.data.reader import verify_shard
 from moh_lm.data.shards import CUTS, ShardError, ShardWriter, open_shard, open_source, read_manifest, write_manifest
 
@@ -39,7 +41,8 @@ def test_a_shard_has_the_bytes_of_the_format_written_by_hand(tmp_path, vocab_siz
     tokens = struct.pack(f"<9{letter}", *sum(documents, []))
     assert (tmp_path / "x.y.idx").read_bytes() == index
     assert (tmp_path / "x.y.bin").read_bytes() == tokens
-    assert json.loads((tmp_path / "x.y.json").read_bytes()) == sidecar
+    text = (tmp_path / "x.y.json").read_bytes()
+    assert json.loads(text) == {**sidecar, "sha256": hashlib.sha256(json_bytes(sidecar)).hexdigest()}
     for key, data in (("bin", tokens), ("idx", index)):
         sums = {"sha256": hashlib.sha256(data).hexdigest(), "crc32": f"{zlib.crc32(data):08x}"}
         assert sidecar[key] == {"bytes": len(data), **sums}
@@ -111,6 +114,75 @@ def test_a_damaged_shard_is_refused_at_opening_by_the_name_of_its_file(tmp_path,
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ShardError, match=r"shard\.(bin|idx|json)"):
         open_shard(prefix)
+
+
+def as_version_2(path):
+    """Take the seal from a sidecar or manifest, as those had none that were written before there was one."""
+    value = json.loads(path.read_bytes())
+    del value["sha256"]
+    path.write_bytes(json_bytes({**value, "version": 2}))
+
+
+def open_all(directory):
+    """A small data directory as a run opens it, and its shards as a run first reads them."""
+    manifest = read_manifest(directory)
+    for name in manifest["sources"]:
+        for shard in open_source(directory, name, manifest, 0.001).shards:
+            shard.read(0, 1)
+
+
+@pytest.mark.parametrize("name", ["wiki/a.json", "manifest.json"])
+def test_every_flipped_bit_of_a_sidecar_and_of_a_manifest_is_found_in_one_line_with_the_remedy(tmp_path, name):
+    write(tmp_path / "wiki" / "a", [[5, 6, 2], [7, 2], [8, 9, 10, 2]])
+    write_manifest(tmp_path)
+    path, generator = tmp_path / name, random.Random(0)
+    content = path.read_bytes()
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(ShardError) as caught:
+            open_all(tmp_path)
+        assert str(path) in str(caught.value) and "data_prep/tokenize.py" in str(caught.value), position
+        assert "\n" not in str(caught.value)
+    path.write_bytes(content)
+    open_all(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["wiki/a.json", "manifest.json"])
+def test_a_directory_from_before_the_seals_opens_and_its_damage_ends_in_no_other_error(tmp_path, name):
+    write(tmp_path / "wiki" / "a", [[5, 6, 2], [7, 2], [8, 9, 10, 2]])
+    as_version_2(tmp_path / "wiki" / "a.json")
+    write_manifest(tmp_path)
+    as_version_2(tmp_path / "manifest.json")
+    open_all(tmp_path)
+    path, generator, found = tmp_path / name, random.Random(0), 0
+    content = path.read_bytes()
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            open_all(tmp_path)
+        except ShardError:
+            found += 1
+    assert found > len(content) / 2
+
+
+def test_a_tokenizer_that_is_not_the_one_of_the_shards_is_named(tmp_path):
+    tokenizer = tmp_path / "tokenizer.model"
+    tokenizer.write_bytes(bytes(1000))
+    made_with = {**TOKENIZER, "sha256": hashlib.sha256(bytes(1000)).hexdigest()}
+    write(tmp_path / "wiki" / "a", [[1, 2]], tokenizer=made_with)
+    write_manifest(tmp_path)
+    for position in (0, 500, 999):
+        read_manifest(tmp_path)
+        tokenizer.write_bytes(flip(bytes(1000), position))
+        with pytest.raises(ShardError, match=r"tokenizer\.model: is not the tokenizer of the shards: .*; restore it"):
+            read_manifest(tmp_path)
+        tokenizer.write_bytes(bytes(1000))
+    tokenizer.unlink()
+    read_manifest(tmp_path)  # a run can do without
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import statistics
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from moh_lm.checkpoint.directory import list_steps
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
 from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.config import ReliabilityConfig
+from moh_lm.run import watchdog
 from moh_lm.run.watchdog import UNAVAILABLE
 from moh_lm.training.engine import Engine
 from moh_lm.training.guard import FINE, GRADIENT, LOSS, SPIKE, BadNumbers, Guard
@@ -290,7 +292,7 @@ def run_with_signal(flags, step, number, moment):
     [
         ("step", 5, signal.SIGTERM, 5),
         ("step", 4, signal.SIGUSR1, 4),
-        ("evaluation", 1, signal.SIGTERM, 1),  # the evaluation before the first step
+        ("evaluation", 1, signal.SIGINT, 1),  # the evaluation before the first step
         ("evaluation", 4, signal.SIGUSR1, 4),
         ("save", 1, signal.SIGTERM, 4),  # the save of step 3: one more step
     ],
@@ -355,6 +357,21 @@ def test_a_rank_that_dies_ends_the_others_with_its_name(data_dir, tmp_path):
         run_ranks(run_and_suffer, 2, arguments(data_dir, tmp_path), 5, die, output)
     assert re.search(r"rank 1 \(process \d+\) died; rank 0 cannot go on", Path(f"{output}-0").read_text())
     assert [step.name for step in list_steps(tmp_path / "checkpoints")] == ["step-3"]
+
+
+def run_on_another_machine_and_suffer(*arguments):
+    """``run_and_suffer`` where no rank can look up the processes of the others."""
+    watchdog.neighbours = lambda ranks: {}
+    return run_and_suffer(*arguments)
+
+
+def test_a_rank_on_another_machine_that_dies_is_named_in_place_of_a_trace(data_dir, tmp_path):
+    output = tmp_path / "output"
+    with pytest.raises(AssertionError, match=rf"exit codes \[{UNAVAILABLE}, -9\]"):
+        run_ranks(run_on_another_machine_and_suffer, 2, arguments(data_dir, tmp_path), 5, die, output)
+    said = Path(f"{output}-0").read_text()
+    assert f"moh_lm.pretrain: no answer from {socket.gethostname()} (rank 1); rank 0 cannot go on" in said
+    assert "Traceback" not in said
 
 
 def zero_the_shards(directory):

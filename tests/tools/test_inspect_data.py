@@ -17,6 +17,7 @@ import sentencepiece
 
 from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
+from moh_lm.data.files import json_bytes, read_facts, seal, sha256_of
 from moh_lm.data.shards import ShardWriter, write_manifest
 from tests.tokenizing import tokenize
 from tools import inspect_data
@@ -57,7 +58,7 @@ def corpus(tmp_path_factory, model):
                 shard.commit({
                     "text_bytes": sum(map(len, mine)),
                     "dropped": {"broken JSON": 3} if unit == "b-1" else {},
-                    "tokenizer": {"sha256": "a" * 64, "vocab_size": 300, "eos_id": processor.eos_id()},
+                    "tokenizer": {"sha256": sha256_of(model), "vocab_size": 300, "eos_id": processor.eos_id()},
                     "inputs": [],
                 })
             texts[source] += mine
@@ -222,9 +223,9 @@ def test_verification_names_every_damaged_file_and_its_block(corpus, tmp_path):
         data[position] ^= 1
         (damaged / name).write_bytes(data)
     (damaged / "books" / "b-1.bin").unlink()
-    manifest = (damaged / "manifest.json").read_text()
-    content = json.loads(manifest)["sources"]["wiki"]["units"]["w-0"]["content"]
-    (damaged / "manifest.json").write_text(manifest.replace(content, "0" * 64))
+    manifest = read_facts(damaged / "manifest.json")
+    manifest["sources"]["wiki"]["units"]["w-0"]["content"] = "0" * 64
+    (damaged / "manifest.json").write_bytes(seal(json_bytes(manifest)))
     shutil.copy(damaged / "wiki" / "w-0.json", damaged / "wiki" / "w-1.json")
     problems = run_json(damaged, "--verify", code=1)["problems"]
     expected = ["books/b-0.bin: block 0,", "wiki/w-0.idx: block 0,", "books/b-1.bin", "wiki/w-1.json: is not in"]

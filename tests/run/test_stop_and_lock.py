@@ -1,0 +1,121 @@
+"""How a run is stopped by a person, who holds a run directory, and which ranks answer: without any training."""
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+
+import pytest
+import torch.distributed as dist
+
+from moh_lm.config import ConfigError
+from moh_lm.run import directory, stop
+from moh_lm.run.directory import lock_run_directory
+from moh_lm.run.roll_call import RollCall, describe
+from tests.distributed import free_port, run_ranks
+
+# --- Ctrl-C ---
+
+
+@pytest.mark.parametrize(
+    "signals, ends",
+    [
+        ([(0, "SIGINT"), (0.1, "SIGINT"), (0.2, "SIGTERM")], None),  # a terminal, and a launcher that passes it on
+        ([(0, "SIGINT"), (50, "SIGTERM"), (90, "SIGUSR1")], None),
+        ([(0, "SIGTERM"), (50, "SIGINT"), (50.1, "SIGINT")], None),
+        ([(0, "SIGINT"), (0.1, "SIGINT"), (5, "SIGINT")], stop.INTERRUPTED),
+    ],
+)
+def test_a_second_interrupt_ends_the_run_at_once_and_an_echo_of_the_first_does_not(monkeypatch, signals, ends):
+    clock, left = [0.0], iter(signals)
+
+    def read(*_):
+        clock[0], name = next(left, (99, None))
+        return bytes([signal.Signals[name]]) if name else b""
+
+    def leave(code):
+        raise SystemExit(code)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stop.time, "monotonic", lambda: clock[0])
+        patch.setattr(os, "read", read)
+        patch.setattr(os, "_exit", leave)
+        if ends is None:
+            stop.listen(0)
+        else:
+            with pytest.raises(SystemExit, match=str(ends)):
+                stop.listen(0)
+
+
+# --- The lock ---
+
+
+def refused(run):
+    with pytest.raises(ConfigError) as caught:
+        lock_run_directory(run)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_a_run_directory_in_use_says_by_whom_and_how_to_tell_whether_that_is_alive(tmp_path, monkeypatch):
+    monkeypatch.setattr(directory, "LOCK_SECONDS", 0)
+    own, host = os.getpid(), socket.gethostname()
+    with lock_run_directory(tmp_path) as lock:
+        said = refused(tmp_path)
+        assert f"another run is writing to it (process {own} on {host}, since 20" in said
+        assert said.endswith("which is alive; end it; or give another directory")
+        sleeper = subprocess.Popen(["sleep", "60"])
+        cases = {sleeper.pid: "which is stopped; `kill -CONT", 2**22 + 1: "which is not seen here"}
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        holder = json.loads((tmp_path / ".lock").read_text())
+        for process, words in cases.items():
+            (tmp_path / ".lock").write_text(json.dumps({**holder, "process": process}))
+            assert words in refused(tmp_path)
+        sleeper.kill()
+        sleeper.wait()
+        (tmp_path / ".lock").write_text(json.dumps({**holder, "host": "node7"}))
+        assert f"`ssh node7 ps -p {own}` tells whether that is alive" in refused(tmp_path)
+        for content in ("", "[]", '{"host": 1}'):  # of an earlier version, or cut short
+            (tmp_path / ".lock").write_text(content)
+            assert "(the lock does not say which); end it" in refused(tmp_path)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    lock_run_directory(tmp_path).close()
+    assert json.loads((tmp_path / ".lock").read_text())["process"] == own
+
+
+def test_a_lock_that_cannot_be_made_is_a_sentence(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    assert refused(tmp_path) == f"--checkpoint-dir {tmp_path}: {tmp_path}/.lock: Is a directory; mend this"
+
+
+# --- The roll call ---
+
+
+def call(hosts):
+    """What ranks 0 and 1 find one after the other; rank 2 is not there, and rank 1 stands in a collective."""
+    rank = dist.get_rank()
+    roll = RollCall("test", hosts) if rank < 2 else None
+    dist.barrier()
+    first = roll.absent(1) if rank == 0 else None
+    dist.barrier()
+    second = roll.absent(1) if rank == 1 else None
+    if roll:
+        roll.end()
+    if rank == 0:  # of a store whose machine is lost
+        os.environ["MASTER_PORT"] = str(free_port())
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+        lost = RollCall("test", hosts)
+        del store
+        return first, lost.absent(1)
+    return second
+
+
+def test_a_roll_call_names_the_machines_that_give_no_answer():
+    hosts = ["node1", "node2", "node3"]
+    (first, lost), second, _ = run_ranks(call, 3, hosts)
+    assert first == second == "no answer from node3 (rank 2)"
+    assert lost == "no answer from the machine of rank 0 (node1)"
+    assert describe([1, 2, 3], ["a", "b", "b", "c"]) == "b (ranks 1, 2), c (rank 3)"
