@@ -29,13 +29,18 @@ import types
 import weakref
 from pathlib import Path
 
-IMPORTS = (
+IMPORTS = (  # what commands and ranks import of others
     "deepspeed",
-    # deepspeed.initialize imports these two, and with them torch._inductor.
+    # deepspeed.initialize imports these three, and with them torch._inductor.
     "deepspeed.module_inject.auto_ep_config",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
     "torch.distributed.run",
     "torch.utils.tensorboard",
+    "numpy.ma",
+    "PIL.PngImagePlugin",
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
     "transformers.models.llama.modeling_llama",
     "lm_eval.evaluator",
     "lm_eval.models.huggingface",
