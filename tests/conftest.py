@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moh_lm.data.shards import ShardWriter, write_manifest
+from tests.ready_python import ready_python
 
 VOCAB_SIZE = 64
 
@@ -44,6 +45,13 @@ def threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory):
+    """A folder for PATH: python, deepspeed and torchrun that start with the slow imports done."""
+    with ready_python(tmp_path_factory.mktemp("programs")) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")

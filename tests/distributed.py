@@ -4,6 +4,7 @@ Every rank is a process with one thread and a gloo group; the function gets the 
 first exception of any rank is raised in the test, with its traceback.
 """
 
+import gc
 import os
 import socket
 import sys
@@ -16,18 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from tests.ready_python import IMPORTS
+
 TIMEOUT = timedelta(seconds=120)
 
 # The ranks are forked from a process that has imported what takes seconds to import.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "moh_lm.pretrain",
-        # deepspeed.initialize imports these two, and with them torch._inductor.
-        "deepspeed.module_inject.auto_ep_config",
-        "deepspeed.runtime.zero.muon.muon_optimizer",
-    ]
-)
+OF_TESTS = ("pytest", "tensorboard.backend.event_processing.event_accumulator")
+CONTEXT.set_forkserver_preload(["moh_lm.pretrain", *IMPORTS, *OF_TESTS])
 
 
 def run_ranks(function, world_size, *arguments):
@@ -55,6 +52,7 @@ def run_ranks(function, world_size, *arguments):
 
 
 def run_rank(rank, world_size, port, folder, function, arguments):
+    gc.freeze()  # looking through all that was imported would copy the memory that the ranks share, in half a second
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -141,8 +141,8 @@ def on_two_nodes(commands):
 
 
 def places(directory):
-    """Variables of the environment: programs of this Python, then the stand-ins; pip's in an active environment."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), str(directory / "bin"), os.environ["PATH"]])
+    """Variables of the environment: the stand-ins, then programs of this Python; pip's in an active environment."""
+    path = os.pathsep.join([str(directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {"PATH": path, "VIRTUAL_ENV": str(directory / "venv"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -174,19 +174,21 @@ def serve(command, directory):
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
+def prepared(programs, tmp_path_factory):
     """A directory with the checkout, and small files under the names that the pages use."""
     directory = tmp_path_factory.mktemp("docs")
     for name in ("benchmarks", "data_prep", "launch", "moh_lm", "tools", "tests"):
         shutil.copytree(ROOT / name, directory / name)
     for name in ("setup.py", "pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, directory)
-    programs = {f"bin/{name}": text for name, text in STAND_INS.items()}
-    programs["venv/bin/python"] = PYTHON.format(directory=directory, python=sys.executable)
-    for name, text in programs.items():
+    stand_ins = {f"bin/{name}": text for name, text in STAND_INS.items()}
+    stand_ins["venv/bin/python"] = PYTHON.format(directory=directory, python=programs / "python")
+    for name, text in stand_ins.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
         (directory / name).chmod(0o755)
+    for program in programs.iterdir():
+        (directory / "bin" / program.name).symlink_to(program)
     write_texts(directory)
     sources = "--source dolma='dolma/*.json.gz' --source pile='pile/*.jsonl.zst' --unit-size 20K"
     shell(f"python data_prep/tokenize.py --tokenizer tokenizer.model --output data/llm {sources}", directory)
@@ -250,8 +252,8 @@ def test_every_block_of_a_page_says_what_it_is():
         assert set(kinds) <= {"bash", "console", "python", "text"}, page
 
 
-def test_this_python_is_the_one_of_the_commands(tmp_path):
-    shell(f"test $(python -c 'import sys; print(sys.prefix)') = {sys.prefix}", tmp_path)
+def test_this_python_is_the_one_of_the_commands(prepared):
+    shell(f"test $(python -c 'import sys; print(sys.prefix)') = {sys.prefix}", prepared)
 
 
 def test_every_link_of_a_page_leads_to_a_file():

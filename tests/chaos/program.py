@@ -4,6 +4,7 @@ They are forked from the server of tests.distributed, which has imported everyth
 Each writes into a shared file what it is doing, so that a kill can be placed, and counted, by what it interrupts.
 """
 
+import gc
 import mmap
 import os
 import random
@@ -93,6 +94,7 @@ class Job:
 
 
 def run_rank(rank, world_size, port, flags, output, hooks):
+    gc.freeze()  # as in tests.distributed
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
