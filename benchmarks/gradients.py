@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/gradients.py [--steps 40] [flags of moh_lm.pretrain]
 
-A small model is trained for so many steps on the bytes of Python's own library. With its weights at the beginning and at
-the end, the gradient of one batch is computed by autograd on one process in float64, fp32 and bf16, and by the engine
-in layouts of two ranks. A distance is |a - b| / |b|, L2 norms of a whole parameter's gradient, in percent; shown are the
-median and the largest of the parameters of a kind:
+A small model is trained for so many steps on the bytes of Python's own library. With its weights at the beginning and
+at the end, the gradient of one batch is computed by autograd on one process in float64, fp32 and bf16, and by the
+engine in layouts of two ranks. A distance is |a - b| / |b|, L2 norms of a whole parameter's gradient, in percent;
+shown are the median and the largest of the parameters of a kind:
 
     fp32    from float64
     bf16    from float64 with the same weights, rounded to bf16; in layouts, from one process in bf16

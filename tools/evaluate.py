@@ -1,6 +1,7 @@
 """The tasks of the paper's tables for one or more models, by lm-evaluation-harness.
 
-    python tools/evaluate.py --model DIR --suite {llm6,llama14} [--data DIR] [--tasks ...] [--limit N] [--output FILE]
+    python tools/evaluate.py --model DIR --suite {llm6,llama14,llama14e} [--data DIR] [--tasks ...] [--limit N]
+                             [--output FILE]
     python tools/evaluate.py --model DIR --suite llm6 --compare OTHER_DIR_OR_FILE.json ...
 
 DIR is an export of tools/export_hf.py, or any causal model that transformers loads. The code in an export is run (its
@@ -12,10 +13,10 @@ the harness and no metrics. This table takes ``acc_norm`` (by the characters of 
 ``acc``, as is usual; exact match for GSM8K and NQ; the average weighs tasks equally, the subjects of MMLU, CEVAL and
 CMMLU as the harness does. Models evaluated with the same version compare with each other. Against the paper's numbers:
 SciQ, PIQA, WinoGrande, OpenbookQA, LogiQA, HellaSwag, BoolQ, LAMBADA and ARC-C have had the same prompts for long and
-compare within their standard errors if the metric is the same; TruthfulQA does not, since it may be MC1, MC2 or their
-mean (here MC2); MMLU, CEVAL, CMMLU, GSM8K and NQ do only roughly: prompts and answer extraction changed between
-versions. Standard errors are those of the questions only. Routing in bfloat16 changes single answers with the batch
-size; --dtype float32 does not.
+compare within their standard errors if the metric is the same; TruthfulQA is the mean of MC1 and MC2, which alone fits
+the paper's numbers (its standard error here is the mean of both, the most that it can be); MMLU, CEVAL, CMMLU, GSM8K
+and NQ do only roughly: prompts and answer extraction changed between versions. Standard errors are those of the
+questions only. Routing in bfloat16 changes single answers with the batch size; --dtype float32 does not.
 
 Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
 has to be mended.
@@ -34,7 +35,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from moh_lm.config import ConfigError
+from moh_lm.checkpoint.manifest import read_json
+from moh_lm.config import ConfigError, flag
 from moh_lm.flags import Parser
 from tools.command import exit_code
 
@@ -49,6 +51,8 @@ except ImportError as error:
     MISSING = error.name
 else:
     MISSING = None
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def main():
@@ -96,8 +100,19 @@ def parse_arguments(texts):
     if arguments.compare and arguments.output:
         problems.append("--output: is the file of one model; leave --compare out")
     for path in filter(is_model, [arguments.model, *arguments.compare]):
-        if is_export(path) and not (path / "tokenizer.json").is_file():
-            problems.append(f"{path}: has no tokenizer.json; add the one that belongs to its tokenizer.model")
+        is_export(path)  # refuses what is no configuration
+        if not any((path / name).is_file() for name in TOKENIZERS):
+            problems.append(f"{path}: has no tokenizer.json, nor a tokenizer in another form; add the one of the model")
+    if not arguments.batch_size.startswith("auto") and not arguments.batch_size.isdecimal():
+        problems.append(f"--batch-size {arguments.batch_size}: write a number, or auto")
+    for name in ("limit", "max_length"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            problems.append(f"{flag(name)} {value}: must be at least 1")
+    try:
+        entries_of(arguments.suite, arguments.tasks)
+    except ConfigError as error:
+        problems += error.problems
     if arguments.output and not arguments.output.parent.is_dir():
         problems.append(f"--output {arguments.output}: there is no directory {arguments.output.parent}; make it")
     if problems:
@@ -125,7 +140,7 @@ def evaluate(arguments):
         )
         harness = {}
         for shots in sorted({entry.shots for entry in entries}):  # the harness takes one number for all of its tasks
-            names = [entry.task for entry in entries if entry.shots == shots]
+            names = [task for entry in entries if entry.shots == shots for task in entry.tasks]
             try:
                 output = lm_eval.simple_evaluate(
                     model=model,
@@ -140,7 +155,7 @@ def evaluate(arguments):
             except AssertionError as error:  # the harness's way to say that an answer does not fit
                 raise ConfigError([too_short(names, model.max_length, error)]) from error
             harness |= output["results"]
-    rows = [table_row(entry, harness[entry.task]) for entry in entries]
+    rows = [table_row(entry, harness) for entry in entries]
     return {
         "model": str(arguments.model),
         "suite": arguments.suite,
@@ -163,20 +178,26 @@ def too_short(tasks, length, error):
 
 
 def is_export(model):
-    return json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type") == "moh_llama"
+    try:
+        return read_json(model / "config.json").get("model_type") == "moh_llama"
+    except (ValueError, AttributeError) as error:
+        raise ConfigError([f"{model / 'config.json'}: cannot be read ({error}); fetch the model again"]) from error
 
 
-def table_row(entry, metrics):
-    """One number of the table, in percent. metrics: what the harness gives for a task or group."""
+def table_row(entry, harness):
+    """One number of the table, in percent. harness: {task or group: what the harness gives for it}."""
     name, _, extraction = entry.metric.partition(",")
-    stderr = metrics.get(f"{name}_stderr,{extraction}")
+    values = {task: 100 * harness[task][entry.metric] for task in entry.tasks}
+    errors = [harness[task].get(f"{name}_stderr,{extraction}") for task in entry.tasks]
+    errors = [100 * error if isinstance(error, float) else 0.0 for error in errors]  # "N/A" for a single question
     return {
         "column": entry.column,
         "task": entry.task,
         "shots": entry.shots,
         "metric": entry.metric,
-        "value": 100 * metrics[entry.metric],
-        "stderr": 100 * stderr if isinstance(stderr, float) else 0.0,  # "N/A" for a single question
+        "value": sum(values.values()) / len(values),
+        "stderr": sum(errors) / len(errors),
+        **({"parts": values} if entry.parts else {}),
     }
 
 
@@ -227,6 +248,11 @@ def print_table(results, arguments):
     for line in lines:
         print("  ".join(text.ljust(width) if index == 0 else text.rjust(width)
                         for index, (text, width) in enumerate(zip(line, widths, strict=True))))  # fmt: skip
+    for result in results:
+        for row in result["tasks"]:
+            if "parts" in row:
+                shown = ", ".join(f"{task} {value:.1f}" for task, value in row["parts"].items())
+                print(f"{row['column']} of {result['model']} is the mean of {shown}")
     if arguments.limit:
         print(f"of the first {arguments.limit} questions of each task only")
 

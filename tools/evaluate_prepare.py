@@ -63,17 +63,18 @@ def prepare(texts):
         manager = task_manager(entries, arguments.data, Path(scratch))
         tasks = load_tasks(manager, entries, arguments.data, Path(scratch))
         for entry in entries:
-            for task in tasks[entry.task]["tasks"].values():
-                if task.OUTPUT_TYPE != "multiple_choice":
-                    continue
-                rows = questions(task, entry, encode, arguments.limit)
-                lines += [json.dumps({"task": entry.task, **row}) for row in rows]
-                counts[entry.task] = counts.get(entry.task, 0) + len(rows)
+            for name in entry.tasks:
+                for task in tasks[name]["tasks"].values():
+                    if task.OUTPUT_TYPE != "multiple_choice":
+                        continue
+                    rows = questions(task, entry, encode, arguments.limit)
+                    lines += [json.dumps({"task": name, **row}) for row in rows]
+                    counts[name] = counts.get(name, 0) + len(rows)
     if not counts:
         raise ConfigError(["--tasks: none of them has choices; choose others"])
     publish(arguments.output, ("\n".join(lines) + "\n").encode())
-    for entry in entries:
-        print(f"{entry.task}: {counts.get(entry.task, 'no choices, left out')}")
+    for name in (name for entry in entries for name in entry.tasks):
+        print(f"{name}: {counts.get(name, 'no choices, left out')}")
 
 
 def encoder(path):

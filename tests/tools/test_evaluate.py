@@ -63,6 +63,7 @@ def made_rows(seed=0):
             "mc1_targets": {"choices": four()["text"], "labels": [1, 0, 0, 0]},
             "mc2_targets": {"choices": four()["text"], "labels": [1, 1, 0, 0]},
         },
+        "arc_easy/test": lambda: {"question": words(5), "choices": four(), "answerKey": draw.choice("ABCD")},
         "arc_challenge/test": lambda: {"question": words(5), "choices": four(), "answerKey": draw.choice("ABCD")},
         "arc_challenge/train": lambda: {"question": words(5), "choices": four(), "answerKey": draw.choice("ABCD")},
         "lambada_openai/test": lambda: {"text": words(9) + " model"},
@@ -134,7 +135,8 @@ def result(programs, model, data, tmp_path_factory):
 def requests(programs, data, suite, names, shots, scratch):
     """{task: (task object of the harness, its requests)} on local rows."""
     tasks = suites
-    manager = tasks.task_manager(tasks.entries_of(suite, names), data, scratch)
+    columns = {entry.task for entry in tasks.SUITES[suite] if set(entry.tasks) & set(names)}
+    manager = tasks.task_manager(tasks.entries_of(suite, columns), data, scratch)
     found = {}
     for name, task in manager.load(names)["tasks"].items():
         task.set_config("num_fewshot", shots)
@@ -152,14 +154,14 @@ def own_score(model, original, context, continuation):
     return sum(rows[position - 1, both[position]].item() for position in range(len(before), len(both)))
 
 
-LLM6 = ["sciq", "piqa", "winogrande", "openbookqa", "logiqa", "truthfulqa_mc2"]
+LLM6 = ["sciq", "piqa", "winogrande", "openbookqa", "logiqa", "truthfulqa_mc1", "truthfulqa_mc2"]
 
 
 def test_scores_of_the_harness_and_the_table_are_those_of_the_trainers_model(
     programs, model, data, tokenizer, result, tmp_path
 ):
     original = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-    trainer = make_weights(PAPER)
+    trainer, truthful = make_weights(PAPER), {}
     loaded = programs["evaluate"].HFLM(
         pretrained=str(model), trust_remote_code=True, dtype="float32", device="cpu", batch_size=8
     )
@@ -168,16 +170,17 @@ def test_scores_of_the_harness_and_the_table_are_those_of_the_trainers_model(
         theirs = [score for score, _ in loaded.loglikelihood(instances, disable_tqdm=True)]
         np.testing.assert_allclose(theirs, own, rtol=0, atol=1e-4)
 
-        rights, row = [], next(row for row in result["tasks"] if row["task"] == name)
+        rights, parts = [], [row for row in result["tasks"] if row["task"] == name]
         for doc_id, doc in enumerate(task.eval_docs):
             scores = [score for score, i in zip(own, instances, strict=True) if i.doc_id == doc_id]
             if name == "truthfulqa_mc2":
                 probabilities = np.exp(scores) / np.exp(scores).sum()
                 rights.append(probabilities[:2].sum())
                 continue
-            if name != "winogrande":  # whose choices stand before the continuation
+            if name not in ("winogrande", "truthfulqa_mc1"):  # whose choices stand before the continuation
                 scores = [score / len(choice) for score, choice in zip(scores, task.doc_to_choice(doc), strict=True)]
             gold = {
+                "truthfulqa_mc1": lambda doc: 0,
                 "sciq": lambda doc: 3,
                 "piqa": lambda doc: doc["label"],
                 "winogrande": lambda doc: int(doc["answer"]) - 1,
@@ -185,9 +188,37 @@ def test_scores_of_the_harness_and_the_table_are_those_of_the_trainers_model(
                 "logiqa": lambda doc: "abcd".index(doc["label"]),
             }[name](doc)
             rights.append(float(np.argmax(scores) == gold))
-        assert row["value"] == pytest.approx(100 * np.mean(rights), abs=0.01)
-        assert row["stderr"] == pytest.approx(100 * np.std(rights, ddof=1) / len(rights) ** 0.5, abs=0.01)
+        value, stderr = 100 * np.mean(rights), 100 * np.std(rights, ddof=1) / len(rights) ** 0.5
+        truthful[name] = value, stderr
+        for row in parts:
+            assert (row["value"], row["stderr"]) == pytest.approx((value, stderr), abs=0.01)
+    row = next(row for row in result["tasks"] if row["task"] == "truthfulqa")
+    found = [truthful[part] for part in ("truthfulqa_mc1", "truthfulqa_mc2")]
+    assert list(row["parts"].values()) == pytest.approx([value for value, _ in found], abs=0.01)
+    assert (row["value"], row["stderr"]) == pytest.approx(np.mean(found, axis=0).tolist(), abs=0.01)
     assert result["average"] == pytest.approx(np.mean([row["value"] for row in result["tasks"]]))
+
+
+def test_arc_easy_of_the_table_of_the_appendix_is_scored_as_by_the_harness_itself(programs, model, data, tmp_path):
+    """The harness's own program, task by task and question by question, on the same rows."""
+    output = tmp_path / "result.json"
+    given = ["--suite", "llama14e", "--tasks", "arc_easy", "--data", data, "--dtype", "float32", "--device", "cpu"]
+    assert call(programs["evaluate"], "--model", model, *given, "--output", output) == 0
+    (row,) = json.loads(output.read_text())["tasks"]
+    loaded = programs["evaluate"].HFLM(
+        pretrained=str(model), trust_remote_code=True, dtype="float32", device="cpu", batch_size=1
+    )
+    task, instances = requests(programs, data, "llama14e", ["arc_easy"], 0, tmp_path)["arc_easy"]
+    scores = [score for score, _ in loaded.loglikelihood(instances, disable_tqdm=True)]
+    rights = []
+    for doc_id, doc in enumerate(task.eval_docs):
+        of_doc = [score for score, i in zip(scores, instances, strict=True) if i.doc_id == doc_id]
+        normed = [score / len(text) for score, text in zip(of_doc, doc["choices"]["text"], strict=True)]
+        rights.append(int(np.argmax(normed)) == "ABCD".index(doc["answerKey"]))
+    assert (row["column"], row["value"]) == ("ARC-E", pytest.approx(100 * np.mean(rights), abs=0.01))
+    assert [entry.column for entry in suites.SUITES["llama14e"]] == (
+        "MMLU CMMLU NQ GSM8K TruthfulQA HellaSwag LogiQA BoolQ LAMBADA SciQ PIQA WinoGrande ARC-E ARC-C".split()
+    )
 
 
 def test_tasks_with_examples_take_them_from_the_training_rows(programs, model, data, tmp_path, capsys):
@@ -242,7 +273,10 @@ def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, 
     assert lines[1].split()[0] == str(model) and lines[3].split()[0] == "somewhere/other"
     assert lines[1].split()[1:7] == [f"{row['value']:.1f}" for row in result["tasks"]]
     assert lines[3].split()[-1] == "12.3"
-    assert len({len(line) for line in lines}) == 1
+    assert len({len(line) for line in lines[:5]}) == 1
+    assert [line.split(" is the mean of ")[0] for line in lines[5:]] == [
+        f"TruthfulQA of {name}" for name in (model, "somewhere/other")
+    ]
 
 
 def test_a_file_of_other_tasks_or_questions_stands_in_no_table(programs, model, result, tmp_path, capsys):
@@ -269,6 +303,8 @@ def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_
     cases = [
         (["--model", tmp_path / "bare", "--suite", "llm6"], ["bare: has no tokenizer.json"]),
         (["--model", tmp_path, "--suite", "llm6"], ["has no config.json"]),
+        ([*good, "--limit", "0", "--batch-size", "few"], ["--batch-size few: write", "--limit 0: must be at least 1"]),
+        ([*good, "--tasks", "mmlu", "--compare", model], ["mmlu: is not in llm6"]),  # before a model is evaluated
         ([*good, "--data", data, "--tasks", "mmlu"], ["mmlu: is not in llm6"]),
         ([*good, "--data", tmp_path, "--tasks", "sciq", "piqa"], ["line 1 has no support, correct", "piqa/validation"]),
         ([*good, "--compare", tmp_path], ["is neither a model nor"]),

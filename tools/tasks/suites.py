@@ -1,8 +1,9 @@
 """The paper's two sets of tasks for lm-evaluation-harness, from the hub or from local files.
 
-``llm6`` has the tasks of the models trained from scratch, all zero-shot; ``llama14`` those of MoH-LLaMA3-8B with its
-numbers of examples. TruthfulQA is scored as MC2: the paper does not say which metric it took. Prompts, choices and
-metrics are those of the harness's own task files.
+``llm6`` is the table of the models trained from scratch, all zero-shot; ``llama14`` that of MoH-LLaMA3-8B with its
+numbers of examples; ``llama14e`` the one of the paper's appendix (Table E), with ARC-Easy in place of CEVAL. Prompts,
+choices and metrics are those of the harness's own task files. TruthfulQA is the mean of its tasks MC1 and MC2, the only
+reading that fits the paper's numbers; both are kept beside it.
 
 Rows come from the data sets on the hub that the task files name. ``datasets`` no longer runs those that are scripts
 there (LogiQA); of them the hub's conversion to Parquet is read, CONFIGURATION/SPLIT/*.parquet in the branch
@@ -11,7 +12,8 @@ refs/convert/parquet.
 Local files: DATA/TASK/SPLIT.jsonl, one row of the official data set per line, with its own fields (``Entry.fields``).
 TASK is the harness's name, of each subject for mmlu, ceval-valid and cmmlu (mmlu_anatomy, ...); SPLIT is the name that
 the task file gives the split that is scored (test, else validation) and, with examples in the prompt, that of the
-examples (dev or train). A small file per task includes the official one by its path and replaces where rows come from.
+examples (dev or train). MC1 of TruthfulQA reads the rows of MC2. A small file per task includes the official one by its
+path and replaces where rows come from.
 """
 
 import json
@@ -32,7 +34,8 @@ class Entry(NamedTuple):
     """One column of the paper's table.
 
     task: the harness's name of a task or group. folder: of the harness that defines it. shots: examples in the prompt.
-    metric: the harness's key. fields: what a local row must have.
+    metric: the harness's key. fields: what a local row must have. parts: the harness's tasks whose mean is the column,
+    if it is not one task; local rows are those of the last part.
     """
 
     column: str
@@ -41,6 +44,12 @@ class Entry(NamedTuple):
     shots: int
     metric: str
     fields: str
+    parts: tuple[str, ...] = ()
+
+    @property
+    def tasks(self):
+        """Names of the harness."""
+        return self.parts or (self.task,)
 
 
 ACC, ACC_NORM = "acc,none", "acc_norm,none"
@@ -52,26 +61,29 @@ PIQA = Entry("PIQA", "piqa", "piqa", 0, ACC_NORM, "goal sol1 sol2 label")
 WINOGRANDE = Entry("WinoGrande", "winogrande", "winogrande", 0, ACC, "sentence option1 option2 answer")
 OPENBOOKQA = Entry("OpenbookQA", "openbookqa", "openbookqa", 0, ACC_NORM, "question_stem choices answerKey")
 LOGIQA = Entry("LogiQA", "logiqa", "logiqa", 0, ACC_NORM, "context question options label")
-TRUTHFULQA = Entry("TruthfulQA", "truthfulqa_mc2", "truthfulqa", 0, ACC, "question mc1_targets mc2_targets")
+TRUTHFULQA = Entry(
+    "TruthfulQA", "truthfulqa", "truthfulqa", 0, ACC, "question mc1_targets mc2_targets",
+    parts=("truthfulqa_mc1", "truthfulqa_mc2"),
+)  # fmt: skip
+MMLU = Entry("MMLU", "mmlu", "mmlu/default", 5, ACC, "question choices answer")
+CEVAL = Entry("CEVAL", "ceval-valid", "ceval", 5, ACC, ABCD)
+CMMLU = Entry("CMMLU", "cmmlu", "cmmlu", 5, ACC, "Question A B C D Answer")
+GSM8K = Entry("GSM8K", "gsm8k", "gsm8k", 8, "exact_match,strict-match", "question answer")
+HELLASWAG = Entry("HellaSwag", "hellaswag", "hellaswag", 10, ACC_NORM, "activity_label ctx_a ctx_b endings label")
+BOOLQ = Entry("BoolQ", "boolq", "super_glue", 32, ACC, "passage question label")
+LAMBADA = Entry("LAMBADA", "lambada_openai", "lambada", 0, ACC, "text")
+NQ = Entry("NQ", "nq_open", "nq_open", 32, "exact_match,remove_whitespace", "question answer")
+ARC_E = Entry("ARC-E", "arc_easy", "arc", 0, ACC_NORM, "question choices answerKey")
+ARC_C = Entry("ARC-C", "arc_challenge", "arc", 25, ACC_NORM, "question choices answerKey")
 SUITES = {
     "llm6": (SCIQ, PIQA, WINOGRANDE, OPENBOOKQA, LOGIQA, TRUTHFULQA),
     "llama14": (
-        Entry("MMLU", "mmlu", "mmlu/default", 5, ACC, "question choices answer"),
-        Entry("CEVAL", "ceval-valid", "ceval", 5, ACC, ABCD),
-        Entry("CMMLU", "cmmlu", "cmmlu", 5, ACC, "Question A B C D Answer"),
-        Entry("GSM8K", "gsm8k", "gsm8k", 8, "exact_match,strict-match", "question answer"),
-        TRUTHFULQA,
-        Entry("HellaSwag", "hellaswag", "hellaswag", 10, ACC_NORM, "activity_label ctx_a ctx_b endings label"),
-        LOGIQA,
-        Entry("BoolQ", "boolq", "super_glue", 32, ACC, "passage question label"),
-        Entry("LAMBADA", "lambada_openai", "lambada", 0, ACC, "text"),
-        SCIQ,
-        PIQA,
-        WINOGRANDE,
-        Entry("NQ", "nq_open", "nq_open", 32, "exact_match,remove_whitespace", "question answer"),
-        Entry("ARC-C", "arc_challenge", "arc", 25, ACC_NORM, "question choices answerKey"),
+        MMLU, CEVAL, CMMLU, GSM8K, TRUTHFULQA, HELLASWAG, LOGIQA, BOOLQ, LAMBADA, SCIQ, PIQA, WINOGRANDE, NQ, ARC_C,
     ),
-}
+    "llama14e": (
+        MMLU, CMMLU, NQ, GSM8K, TRUTHFULQA, HELLASWAG, LOGIQA, BOOLQ, LAMBADA, SCIQ, PIQA, WINOGRANDE, ARC_E, ARC_C,
+    ),
+}  # fmt: skip
 
 
 def entries_of(suite, names):
@@ -92,7 +104,7 @@ def task_manager(entries, data, scratch):
     tasks = Path(lm_eval.__file__).parent / "tasks"
     folders = sorted({tasks / entry.folder for entry in entries})
     manager = TaskManager(include_path=folders, include_defaults=False)
-    missing = [entry.task for entry in entries if entry.task not in manager.task_index]
+    missing = [task for entry in entries for task in entry.tasks if task not in manager.task_index]
     if missing:
         raise ConfigError([f"lm_eval {lm_eval.__version__} has no task {', '.join(missing)}; install lm_eval 0.4.13"])
     if data is None:
@@ -104,34 +116,34 @@ def task_manager(entries, data, scratch):
 
 
 def load_tasks(manager, entries, data, scratch):
-    """{entry.task: what ``manager.load`` gives for it}, with all rows read. Raises RuntimeError if some cannot be.
+    """{task of the harness: what ``manager.load`` gives for it}, all rows read. Raises RuntimeError if some cannot be.
 
     manager: of ``task_manager(entries, data, scratch)``.
     """
     loaded = {}
-    for entry in entries:
+    for task in (task for entry in entries for task in entry.tasks):
         try:
-            loaded[entry.task] = load_task(manager, entry, scratch)
+            loaded[task] = load_task(manager, task, scratch)
         except Exception as error:  # of datasets, the client of the hub, its HTTP library, or the harness
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             remedy = "give the rows with --data, or choose other --tasks" if data is None else "mend the rows in --data"
-            raise RuntimeError(f"{entry.task}: its rows cannot be read ({reason}); {remedy}") from error
+            raise RuntimeError(f"{task}: its rows cannot be read ({reason}); {remedy}") from error
     return loaded
 
 
-def load_task(manager, entry, scratch):
+def load_task(manager, task, scratch):
     try:
-        return manager.load([entry.task])
+        return manager.load([task])
     except RuntimeError as error:
         if "Dataset scripts are no longer supported" not in str(error):
             raise
         script = error
     index = manager.task_index
-    for leaf in leaves(index, entry.task):
+    for leaf in leaves(index, task):
         write_task(converted_task(leaf, index[leaf].cfg, index[leaf].yaml_path), scratch)
     index.update(TaskManager(include_path=scratch, include_defaults=False).task_index)
     try:
-        return manager.load([entry.task])
+        return manager.load([task])
     except (OSError, ValueError) as problem:
         raise RuntimeError(f"{script}; of the hub's conversion: {problem}") from problem
 
@@ -155,14 +167,14 @@ def write_local_tasks(entries, data, index, directory):
     """
     problems, files = [], {}
     for entry in entries:
-        for leaf in leaves(index, entry.task):
-            config = index[leaf].cfg
-            found, wanted = splits_of(config, entry.shots, data / leaf)
-            missing = [split for split in wanted if split not in found]
-            problems += [f"{data / leaf / split}.jsonl: is missing" for split in missing]
+        for leaf in (leaf for task in entry.tasks for leaf in leaves(index, task)):
+            config, rows = index[leaf].cfg, data / (entry.parts[-1] if entry.parts else leaf)
+            found, wanted = splits_of(config, entry.shots, rows)
+            problems += [f"{rows / split}.jsonl: is missing" for split in wanted if split not in found]
             problems += [problem for path in found.values() for problem in row_problems(path, entry.fields.split())]
             files[leaf] = local_task(leaf, config, index[leaf].yaml_path, found, directory)
     if problems:
+        problems = list(dict.fromkeys(problems))  # parts share their rows
         more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
         raise ConfigError([*(f"--data: {problem}" for problem in problems[:8]), *more])
     for content in files.values():
