@@ -15,6 +15,7 @@ from moh_lm.config import flag
 from moh_lm.data.mixture import data_problems
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.routing import FORMS
+from moh_lm.training.schedule import decay_iters
 
 
 def config_problems(config, world_size):
@@ -23,6 +24,7 @@ def config_problems(config, world_size):
         *model_problems(config.model),
         *data_problems(config.data),
         *optimizer_problems(config.optimizer),
+        *schedule_problems(config),
         *run_problems(config.run),
         *backend_problems(config),
         *compile_problems(config),
@@ -158,6 +160,24 @@ def optimizer_problems(optimizer):
         if not 0 <= getattr(optimizer, key) < 1:
             found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be at least 0 and below 1")
     return found
+
+
+def schedule_problems(config):
+    """A decay needs the schedule that has one, and room behind the warm-up."""
+    optimizer, train_iters = config.optimizer, config.run.train_iters
+    given = f"--decay-iters {optimizer.decay_iters}"
+    if optimizer.schedule != "wsd":
+        return [] if optimizer.decay_iters is None else [f"{given}: --schedule cosine has no decay; choose wsd"]
+    if train_iters is None or train_iters < 1:
+        return []
+    decay = decay_iters(optimizer, train_iters)
+    most = train_iters - optimizer.warmup_iters
+    if not 0 <= decay <= most:
+        return [
+            f"--decay-iters {decay}: must be between 0 and {max(0, most)}, the {train_iters} iterations of the run "
+            f"without the --warmup-iters {optimizer.warmup_iters}"
+        ]
+    return []
 
 
 def run_problems(run):

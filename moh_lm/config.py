@@ -198,12 +198,21 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """optimizer: AdamW, linear warm-up, cosine decay"""
+    """optimizer: AdamW, and the schedule of its learning rate"""
 
     learning_rate: float = option(3e-4, "peak learning rate")
     min_learning_rate: float = option(3e-5, "learning rate at the end of the run")
     warmup_init_lr: float = option(1e-7, "learning rate of the first iteration")
     warmup_iters: int = option(2000, "iterations of linear warm-up")
+    schedule: str = option(
+        "cosine",
+        "after the warm-up: cosine to the end of the run; wsd: stable, then a decay at its end",
+        choices=("cosine", "wsd"),
+    )
+    decay_iters: int | None = option(None, "last iterations, in which wsd decays (default: a tenth)", parse=int)
+    decay_shape: str = option(
+        "linear", "of wsd's decay: a line, 1 - sqrt, or half a cosine", choices=("linear", "sqrt", "cosine")
+    )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms have none")
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")

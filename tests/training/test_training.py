@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,14 +15,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from moh_lm import pretrain
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
 from moh_lm.checkpoint.saver import Saver, find_step
-from moh_lm.config import Config, OptimizerConfig
+from moh_lm.config import Config
 from moh_lm.flags import parse_config
 from moh_lm.monitor.log import RunLog
 from moh_lm.run import launch
 from moh_lm.run.directory import make_run_directory
 from moh_lm.run.launch import start_process_group
 from moh_lm.training.engine import Engine
-from moh_lm.training.schedule import learning_rate
 from tests.distributed import run_ranks
 
 SIZES = """
@@ -235,23 +233,6 @@ def test_numbers_that_json_cannot_hold_are_written_as_null(tmp_path):
 def test_a_changed_model_or_sample_order_is_refused_by_name(data_dir, straight, change, named):
     with pytest.raises(AssertionError, match=named):
         run_ranks(run, 1, arguments(data_dir, straight, *change))
-
-
-def test_the_learning_rate_at_every_corner():
-    optimizer = OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_init_lr=1e-7, warmup_iters=2000)
-    rates = [learning_rate(step, optimizer, 23_842) for step in range(23_842)]
-    assert rates[0] == 1e-7
-    assert rates[1] == pytest.approx(1e-7 + (3e-4 - 1e-7) / 2000, rel=1e-12)
-    assert rates[2000] == max(rates) == 3e-4
-    middle = (2000 + 23_842) // 2
-    assert rates[middle] == pytest.approx((3e-4 + 3e-5) / 2, rel=1e-12)
-    quarter = 2000 + (23_842 - 2000) / 4
-    assert rates[7460] == pytest.approx(3e-5 + 2.7e-4 * (1 + math.cos(math.pi / 4 * (5460 / (quarter - 2000)))) / 2)
-    assert all(a > b for a, b in pairwise(rates[2000:]))
-    assert 3e-5 < rates[-1] < 3e-5 * (1 + 1e-6)
-    assert learning_rate(23_842, optimizer, 23_842) == learning_rate(10**6, optimizer, 23_842) == 3e-5
-    short = [learning_rate(step, optimizer, 100) for step in range(99)]
-    assert short == rates[:99]  # a run that ends within its warm-up
 
 
 def test_the_configuration_of_a_run_is_kept_beside_it(data_dir, straight):

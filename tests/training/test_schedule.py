@@ -1,0 +1,98 @@
+"""Learning rates, and branches of a stable run."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from moh_lm.checks import config_problems
+from moh_lm.config import OptimizerConfig
+from moh_lm.data.files import write_json
+from moh_lm.flags import parse_config
+from moh_lm.training.schedule import learning_rate
+from tests.distributed import run_ranks
+from tests.training.test_training import arguments, parameters, rows, run
+from tools import branch
+
+
+def test_the_learning_rate_at_every_corner():
+    optimizer = OptimizerConfig(learning_rate=3e-4, min_learning_rate=3e-5, warmup_init_lr=1e-7, warmup_iters=2000)
+    rates = [learning_rate(step, optimizer, 23_842) for step in range(23_842)]
+    assert rates[0] == 1e-7
+    assert rates[1] == pytest.approx(1e-7 + (3e-4 - 1e-7) / 2000, rel=1e-12)
+    assert rates[2000] == max(rates) == 3e-4
+    middle = (2000 + 23_842) // 2
+    assert rates[middle] == pytest.approx((3e-4 + 3e-5) / 2, rel=1e-12)
+    quarter = 2000 + (23_842 - 2000) / 4
+    assert rates[7460] == pytest.approx(3e-5 + 2.7e-4 * (1 + math.cos(math.pi / 4 * (5460 / (quarter - 2000)))) / 2)
+    assert all(a > b for a, b in pairwise(rates[2000:]))
+    assert 3e-5 < rates[-1] < 3e-5 * (1 + 1e-6)
+    assert learning_rate(23_842, optimizer, 23_842) == learning_rate(10**6, optimizer, 23_842) == 3e-5
+    short = [learning_rate(step, optimizer, 100) for step in range(99)]
+    assert short == rates[:99]  # a run that ends within its warm-up
+
+
+@pytest.mark.parametrize(
+    "shape, middle", [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", (1 + math.cos(math.pi / 2)) / 2)]
+)
+def test_wsd_is_stable_between_warm_up_and_decay(shape, middle):
+    optimizer = OptimizerConfig(1e-3, 1e-4, 0.0, 10, schedule="wsd", decay_iters=20, decay_shape=shape)
+    rates = [learning_rate(step, optimizer, 100) for step in range(101)]
+    assert rates[:11] == pytest.approx([step * 1e-4 for step in range(11)])
+    assert set(rates[10:81]) == {1e-3}
+    assert rates[90] == pytest.approx(1e-4 + 9e-4 * middle) and rates[100] == 1e-4
+    assert all(a > b for a, b in pairwise(rates[80:]))
+    tenth = OptimizerConfig(1e-3, 1e-4, 0.0, 10, schedule="wsd")
+    assert learning_rate(90, tenth, 100) == 1e-3 > learning_rate(91, tenth, 100)
+
+
+WSD = "--schedule wsd --warmup-iters 1 --save-interval 1 --eval-interval 0 --log-interval 1".split()
+
+
+def test_a_branch_is_the_run_that_was_to_end_there(data_dir, tmp_path, capsys):
+    """The stable run is meant for eight steps; its branch at step 2 decays over two."""
+    whole, stable, made = tmp_path / "whole", tmp_path / "stable", tmp_path / "branch"
+    run_ranks(run, 1, arguments(data_dir, whole, *WSD, "--train-iters", "4", "--decay-iters", "2"))
+    run_ranks(run, 1, arguments(data_dir, stable, *WSD, "--train-iters", "8", "--decay-iters", "2"), 3)
+    assert branch.main([str(stable), "--at", "2", "--decay-iters", "2", "--output", str(made)]) == 0
+    flags = capsys.readouterr().out.splitlines()[-1].split()
+    assert flags[0] == "--checkpoint-dir"
+    run_ranks(run, 1, arguments(data_dir, *flags[1:2], *WSD, *flags[2:]))
+    expected, got = parameters(whole), parameters(made)
+    assert all(got[name].equal(tensor) for name, tensor in expected.items())
+    losses = [[row["loss"] for row in rows(directory) if "loss" in row] for directory in (made, whole)]
+    assert losses[0] == losses[1][2:]
+
+
+@pytest.mark.parametrize(
+    "schedule, at, decay, problem",
+    [
+        ("wsd", 1, 2, "--at 1: the rate of the run is stable from step 2 to 6"),
+        ("wsd", 7, 2, "--at 7: the rate of the run is stable from step 2 to 6"),
+        ("wsd", 5, 2, "step-5/config.json: no configuration"),
+        ("wsd", 4, 0, "--decay-iters 0: must be at least 1"),
+        ("cosine", 4, 2, "was trained with --schedule cosine; only wsd has branches"),
+    ],
+)
+def test_a_branch_that_cannot_be_is_refused(schedule, at, decay, problem, tmp_path, capsys):
+    flags = f"--data-dir data --checkpoint-dir run --train-iters 8 --warmup-iters 2 --schedule {schedule}"
+    more = " --decay-iters 2" if schedule == "wsd" else ""
+    for step in (1, 4, 7):
+        place = tmp_path / "checkpoints" / f"step-{step}"
+        place.mkdir(parents=True)
+        write_json(place / "config.json", parse_config((flags + more).split())[0].to_dict())
+    given = ["--at", at, "--decay-iters", decay, "--output", tmp_path / "branch"]
+    assert branch.main([str(text) for text in (tmp_path, *given)]) == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("--decay-iters 3", "--decay-iters 3: --schedule cosine has no decay; choose wsd"),
+        ("--schedule wsd --decay-iters 9", "--decay-iters 9: must be between 0 and 8"),
+    ],
+)
+def test_a_decay_that_cannot_be_is_refused(flags, problem):
+    text = "--data-dir data --checkpoint-dir run --train-iters 10 --warmup-iters 2 " + flags
+    assert any(problem in sentence for sentence in config_problems(parse_config(text.split())[0], 1))
