@@ -4,8 +4,8 @@
 
 A small model is trained for so many steps on the bytes of Python's own library. With its weights at the beginning and
 at the end, the gradient of one batch is computed by autograd on one process in float64, fp32 and bf16, and by the
-engine in layouts of two ranks. A distance is |a - b| / |b|, L2 norms of a whole parameter's gradient, in percent;
-shown are the median and the largest of the parameters of a kind:
+engine in layouts of two ranks. A distance is |a - b| / |b|, L2 norms over the gradient of one parameter. Shown are the
+median and the largest over the parameters of a kind:
 
     fp32    from float64
     bf16    from float64 with the same weights, rounded to bf16; in layouts, from one process in bf16
@@ -55,9 +55,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     arguments, flags = parser.parse_known_args()
-    device = start_process_group(600)
-    text = b"".join(path.read_bytes() for path in sorted(Path(ast.__file__).parent.glob("*.py"))[:60])
-    bench = Bench(np.frombuffer(text, np.uint8).astype(np.int64) + 3, flags, device)
+    bench = Bench(flags, start_process_group(600))
     directory = Path(from_rank_0(tempfile.mkdtemp() if dist.get_rank() == 0 else None))
     try:
         bench.train(directory, arguments.steps)
@@ -71,8 +69,11 @@ def main():
 
 
 class Bench:
-    def __init__(self, tokens, flags, device):
-        self.tokens = tokens
+    """flags: of moh_lm.pretrain, for the model and its micro-batches."""
+
+    def __init__(self, flags, device):
+        text = b"".join(path.read_bytes() for path in sorted(Path(ast.__file__).parent.glob("*.py"))[:60])
+        self.tokens = np.frombuffer(text, np.uint8).astype(np.int64) + 3
         self.flags = flags
         self.device = device
 
@@ -101,6 +102,7 @@ class Bench:
         return engine.train_step(batches[first : first + engine.micro_batches], rate)
 
     def train(self, directory, steps):
+        """Write step-0 and step-``steps``."""
         config = self.config("--precision", "fp32")
         engine, saver = self.engine(config), Saver(directory)
         saver.save(0, engine.fragments(), config, {}, None)
@@ -148,7 +150,7 @@ class Bench:
         return {name: total.double() for name, total in sums.items()}
 
     def distances(self, directory, steps):
-        """{step: {title of a column: {name: distance}}}"""
+        """{step: {title of a column: {name of a parameter: distance}}}"""
         exact, columns = {}, {step: {} for step in steps}
         for step in steps:
             for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
