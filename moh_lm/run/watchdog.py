@@ -13,6 +13,7 @@ import faulthandler
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +29,7 @@ from moh_lm.run.roll_call import RollCall
 
 UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
 GRACE = 3  # seconds in which the ranks may end one after the other, and in which all of them print their stacks
+PATIENCE = 30  # seconds that a launcher may take to see that a rank has left
 MARGIN = 60  # seconds by which the time-outs of the groups are longer: the watchdog comes first, and says more
 
 
@@ -100,6 +102,7 @@ class Watchdog:
         found = found or self.roll_call.absent(GRACE)
         if found:
             print(f"moh_lm.pretrain: {found}; rank {self.rank} cannot go on", file=sys.stderr, flush=True)
+            end_stuck_launcher()
         return bool(found)
 
     def stopped(self):
@@ -121,7 +124,26 @@ class Watchdog:
         lines = [f"{title} {reason}; the run ends", *(f"{title} {line}" for line in stacks.splitlines())]
         os.write(2, ("\n".join(lines) + "\n").encode())
         time.sleep(wait)
+        end_stuck_launcher()
         os._exit(UNAVAILABLE)
+
+
+def end_stuck_launcher(patience=PATIENCE):
+    """To be called before this rank leaves: see to it that its torchrun ends too.
+
+    Where the machine of the rendezvous froze, torchrun waits in a read without a limit, deaf to signals. It then does
+    not even collect its dead ranks: a process of its own looks for that ``patience`` seconds from now, and kills it.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+    script = (
+        f'sleep {patience}; case "$(cat /proc/{os.getpid()}/stat 2>&1)" in *") Z {launcher} "*) '
+        f"echo moh_lm.pretrain: torchrun, process {launcher}, waits for a machine that does not answer: "
+        f"it is ended >&2; kill -KILL {launcher};; esac"
+    )
+    with contextlib.suppress(OSError):
+        subprocess.Popen(["sh", "-c", script], start_new_session=True, stdin=subprocess.DEVNULL)
 
 
 class Introduction(NamedTuple):

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 import torch.distributed as dist
@@ -89,6 +90,32 @@ def test_a_run_directory_in_use_says_by_whom_and_how_to_tell_whether_that_is_ali
 def test_a_lock_that_cannot_be_made_is_a_sentence(tmp_path):
     (tmp_path / ".lock").mkdir()
     assert refused(tmp_path) == f"--checkpoint-dir {tmp_path}: {tmp_path}/.lock: Is a directory; mend this"
+
+
+# --- A launcher that hangs ---
+
+LAUNCHER = """
+import os, subprocess, sys
+leave = "import os; from moh_lm.run.watchdog import end_stuck_launcher; end_stuck_launcher(0.1); os._exit(69)"
+rank = subprocess.Popen([sys.executable, "-c", leave], env={**os.environ, "TORCHELASTIC_RUN_ID": "1"}, stderr=2)
+if sys.argv[1] == "alive":
+    code = rank.wait()
+    os.close(1), os.close(2)
+    sys.stdin.read()  # until the helper of the rank has ended
+    sys.exit(code)
+os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # leaves it as it is
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("state, code", [("stuck", -signal.SIGKILL), ("alive", 69)])
+def test_a_torchrun_that_does_not_collect_its_dead_rank_is_ended_and_no_other(state, code):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, state], **pipes)
+    said = launcher.stdout.read().decode()  # to its end: the helper has it open too
+    launcher.stdin.close()
+    assert launcher.wait() == code
+    assert ("waits for a machine that does not answer" in said) == (state == "stuck")
 
 
 # --- The roll call ---
