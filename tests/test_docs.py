@@ -148,14 +148,14 @@ def places(directory):
 
 def shell(command, directory, code=0):
     """Execute a command there, which must end with ``code``; an error shows what it printed."""
-    got, output, _ = run(["bash", "-c", command], directory, seconds=240, **places(directory))
+    got, output, _ = run(["bash", "-c", command], directory, **places(directory))
     assert got == code, f"{command}\n{output[-3000:]}"
 
 
 def serve(command, directory):
     """Start TensorBoard there on a free port; it must show the figures of a run."""
     with subprocess.Popen(
-        ["bash", "-c", f"exec timeout 120 {command} --port 0"], cwd=directory, env=environment(**places(directory)),
+        ["bash", "-c", f"exec timeout 900 {command} --port 0"], cwd=directory, env=environment(**places(directory)),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         try:
