@@ -12,6 +12,53 @@ from moh_lm.data.shards import ShardWriter, write_manifest
 from tests.ready_python import ready_python
 
 VOCAB_SIZE = 64
+# The files that take longest begin first, so that both workers end at about the same time.
+LONGEST = (
+    "training/test_layouts.py",
+    "test_docs.py",
+    "run/test_reliability.py",
+    "kernels/test_triton_compiled.py",
+    "kernels/test_triton_kernels.py",
+    "model/test_compile.py",
+    "kernels/test_triton_decode.py",
+    "checkpoint/test_checkpoint.py",
+    "run/test_chaos.py",
+    "tools/test_export.py",
+)
+# The tests marked `quick`, by the beginnings of their names: an equation, a format, or the parity of two ranks.
+QUICK = (
+    "test_config.py",
+    "model/test_router.py",
+    "model/test_rotary.py",
+    "kernels/test_kernels.py",
+    "parallel/test_parallel.py",
+    "data/test_mixture.py",
+    "data/test_shards.py",
+    "data/test_loader.py",
+    "data_prep/test_encoding.py",
+    "data_prep/test_units.py",
+    "tools/test_modeling.py",
+    "tools/test_tokenizer_json.py",
+    "tools/test_export.py::test_the_files_hold_every_parameter_bit_for_bit",
+    "tools/test_export.py::test_the_configuration_has_llamas_keys_and_the_head_budgets",
+    "tools/test_export.py::test_every_layout_gives_the_same_bytes",
+    "checkpoint/test_checkpoint.py::test_the_files_are_those_of_the_safetensors_library",
+    "checkpoint/test_checkpoint.py::test_any_range_of_any_shard_is_read_from_any_other_cut",
+    "training/test_training.py::test_a_run_learns_and_logs_every_interval_and_evaluation_once",
+    "training/test_training.py::test_a_checkpoint_of_one_rank_is_resumed_by_two_and_back",
+    "training/test_training.py::test_the_learning_rate_at_every_corner",
+    *(f"training/test_layouts.py::test_a_layout_trains_the_model_of_one_process[{degrees}-"
+      for degrees in ("1-1-2", "1-2-1", "2-1-1")),
+)  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(QUICK):
+            item.add_marker("quick")
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,12 @@
 # The whole test suite on the CPU, in the environment that it makes. Arguments go to pytest:
 #
 #     bash tests/run.sh
+#     bash tests/run.sh --quick
 #     bash tests/run.sh tests/launch/test_launch.py -k corpus
 #
-# The exit code is pytest's, or 1 if ruff finds something.
+# --quick runs the tests that are marked `quick`: in at most 90 seconds on two cores they say whether a change broke an
+# equation (router, attention, positions, the exported model), a format (shards, mixture, tokens, checkpoints, exports)
+# or the parity of two ranks with one. The exit code is pytest's, or 1 if ruff finds something.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh test
@@ -16,6 +19,9 @@ export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" OMP_NUM_THREADS=1
 export TORCH_EXTENSIONS_DIR="$scratch/torch_extensions" # a build killed elsewhere would be waited for
 export HF_HOME="$scratch/huggingface" HF_HUB_OFFLINE=1
 
+if [[ ${1:-} == --quick ]]; then
+    set -- -m quick "${@:2}"
+fi
 python -m ruff check .
-# Two files at a time, in their order: more would be slower, since a test may start up to 16 ranks.
+# Two files at a time, in the order of conftest.py: more would be slower, since a test may start up to 16 ranks.
 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

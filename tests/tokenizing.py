@@ -59,7 +59,7 @@ def command(*arguments, interpreter=(), script="data_prep/tokenize.py"):
 def run(*arguments, code=0, cwd=ROOT, interpreter=(), script="data_prep/tokenize.py", **options):
     """The finished process of the command, which must end with exit ``code`` and without a traceback."""
     line, environment = command(*arguments, interpreter=interpreter, script=script)
-    result = subprocess.run(line, cwd=cwd, env=environment, capture_output=True, timeout=120, **options)
+    result = subprocess.run(line, cwd=cwd, env=environment, capture_output=True, timeout=900, **options)
     assert result.returncode == code, (result.stdout + result.stderr).decode()
     assert b"Traceback" not in result.stderr
     return result

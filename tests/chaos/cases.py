@@ -31,8 +31,9 @@ LAYOUTS = (  # tp, pp, dp, ZeRO stage
     (1, 2, 1, 1),
 )
 AIMS = ("save", "commit", "write", "removal", "evaluation", "resume", "engine")
-START = 60  # seconds in which a start must come to its first step
-END = 15  # seconds in which the other ranks must be gone after one was killed
+START = 300  # seconds in which a start must come to its first step, also on a busy machine
+END = 120  # seconds in which the other ranks must be gone after one was killed
+ALONE = 15  # the same, where they may wait for ever because they did not know each other yet
 STOPPED = 75  # exit code of a run that was asked to stop
 RUN = 600  # seconds in which an undisturbed run must end
 
@@ -173,10 +174,11 @@ class Case:
 
         Before the ranks know each other only a launcher can see that one is dead, and here is none.
         """
-        if not job.wait(END):
+        early = doing == ["start-up"] and not job.steps()
+        if not job.wait(ALONE if early else END):
             codes = job.codes()
             job.end()
-            if doing == ["start-up"] and not job.steps():
+            if early:
                 self.counts["ends left to the launcher"] += 1
             else:
                 self.faults.append(f"{END} s after ranks {victims} were killed: {codes}\n{job.said()[-6000:]}")

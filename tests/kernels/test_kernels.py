@@ -127,7 +127,7 @@ def test_threads_that_share_the_heads_compute_the_reference(shape, num_threads, 
 
 def test_pieces_of_work_are_done_once_by_several_threads_of_one_thread_each(threads):
     torch.set_num_threads(3)
-    meeting, done = threading.Barrier(3, timeout=60), []
+    meeting, done = threading.Barrier(3, timeout=900), []
 
     def piece(number):
         if number < 3:
@@ -148,7 +148,7 @@ def test_pieces_of_work_are_done_once_by_several_threads_of_one_thread_each(thre
 
 def test_an_error_in_another_thread_is_raised_and_the_threads_of_torch_are_restored(threads):
     torch.set_num_threads(2)
-    meeting = threading.Barrier(2, timeout=60)
+    meeting = threading.Barrier(2, timeout=900)
 
     def piece(number):
         meeting.wait()
@@ -165,7 +165,7 @@ def test_a_child_process_has_threads_of_its_own(threads):
     in_threads(lambda number: None, [(0,), (1,)])
     child = os.fork()
     if child == 0:
-        signal.alarm(30)  # instead of waiting for a thread that only the parent has
+        signal.alarm(900)  # instead of waiting for a thread that only the parent has
         meeting = threading.Barrier(2)
         in_threads(lambda number: meeting.wait(), [(0,), (1,)])
         os._exit(0)

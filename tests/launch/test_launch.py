@@ -52,7 +52,7 @@ def environment(**variables):
     return {**kept, "PATH": path, "DS_ACCELERATOR": "cpu", **variables}
 
 
-def run(command, directory, seconds=120, **variables):
+def run(command, directory, seconds=900, **variables):
     """(exit code, output, process id) of a command; its whole process group is ended when it takes too long."""
     with subprocess.Popen(
         [str(word) for word in command], cwd=directory, env=environment(**variables), start_new_session=True,

@@ -218,7 +218,7 @@ def run(tmp_path_factory):
 
 def command(*flags, text=None):
     line = [sys.executable, str(ROOT / "tools/generate.py"), *map(str, flags)]
-    result = subprocess.run(line, cwd=ROOT, input=text, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(line, cwd=ROOT, input=text, capture_output=True, text=True, timeout=900)
     return result.returncode, result.stdout, result.stderr
 
 

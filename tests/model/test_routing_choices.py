@@ -19,7 +19,7 @@ from moh_lm.monitor.alarms import Alarms
 from moh_lm.monitor.head_load import head_figures, head_map
 from tests.distributed import run_ranks
 from tests.monitor.test_alarms import interval
-from tests.monitor.test_monitoring import events_of
+from tests.monitor.test_monitoring import ROUNDING, events_of
 from tests.tools.test_export import PAPER, write_checkpoint
 from tests.training.test_layouts import distance, state
 from tests.training.test_training import arguments, parameters, rows, run
@@ -147,7 +147,8 @@ def test_active_heads_and_loads_are_those_of_the_selections_and_the_mfu_counts_t
     model = parse_config(flags)[0].model
     per_head = flops_per_token(model, 16, {0: 1, 1: 0})["active"] - flops_per_token(model, 16, {0: 0, 1: 0})["active"]
     flops = flops_per_token(model, 16)["dense"] - per_head * sum(16 - heads for heads in active.values())
-    assert row["runtime"]["mfu"]["active"] == pytest.approx(flops * row["tokens_per_second"] / 1e9, rel=1e-3)
+    speed = row["tokens_per_second"]
+    assert row["runtime"]["mfu"]["active"] == pytest.approx(flops * speed / 1e9, rel=1e-3 + ROUNDING / speed)
 
 
 def test_fair_is_the_mean_load_where_k_is_only_the_most():

@@ -29,6 +29,7 @@ from tests.training.test_training import arguments, run
 
 SHORT = "--train-iters 4 --log-interval 2 --eval-interval 0 --eval-samples 1 --save-interval 0".split()
 NAMES = ("even", "odd")
+ROUNDING = 0.05  # of tokens_per_second in a row
 
 
 # --- Figures of heads against the raw gates ---
@@ -204,8 +205,9 @@ def test_the_mfu_is_the_flops_of_the_tokens_over_the_peak_of_all_ranks(two_ranks
     config, rows, board = two_ranks
     flops = flops_per_token(config.model, 16)
     for row in (row for row in rows if "loss" in row):
-        expected = {kind: row["tokens_per_second"] * flops[kind] / (2 * 1e9) for kind in ("dense", "active")}
-        assert row["runtime"]["mfu"] == pytest.approx(expected, rel=1e-4)
+        speed = row["tokens_per_second"]
+        expected = {kind: speed * flops[kind] / (2 * 1e9) for kind in ("dense", "active")}
+        assert row["runtime"]["mfu"] == pytest.approx(expected, rel=1e-4 + ROUNDING / speed)
         shown = {scalar.step: scalar.value for scalar in board.Scalars("runtime/mfu_active")}
         assert shown[row["step"]] == pytest.approx(row["runtime"]["mfu"]["active"])
 
@@ -223,7 +225,7 @@ def test_the_parts_of_a_step_make_up_its_time_and_memory_is_that_of_a_rank(two_r
     for row in (row for row in rows if "loss" in row):
         seconds = row["runtime"]["seconds"]
         step = sum(seconds[part] for part in ("data", "forward_backward", "optimizer"))
-        assert 128 / step == pytest.approx(row["tokens_per_second"], rel=1e-3)
+        assert 128 / step == pytest.approx(row["tokens_per_second"], rel=1e-4, abs=ROUNDING)
         assert min(seconds["forward_backward"], seconds["optimizer"]) > 0
         assert row["runtime"]["slowest_data"]["seconds"] >= seconds["data"]
         memory = row["runtime"]["memory"]

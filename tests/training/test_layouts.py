@@ -239,7 +239,7 @@ def test_a_pipeline_takes_batches_that_are_on_its_device():
 def offload_device(flags):
     """Where DeepSpeed says that the optimizer's states are."""
     config, _ = parse_config(flags)
-    device = start_process_group(120)
+    device = start_process_group(900)
     return str(make_engine(config, ParallelGroups.create(1, 1), device, 2).engine.zero_offload_optimizer().device)
 
 
@@ -273,7 +273,7 @@ def test_any_layout_goes_on_from_any_other(data_dir, one_process, tmp_path):
 def copy_checkpoint(flags, source):
     """Load the last step of the run ``source`` and save it from the ranks of this layout."""
     config, _ = parse_config(flags)
-    device = start_process_group(120)
+    device = start_process_group(900)
     parallel = config.parallel
     groups = ParallelGroups.create(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     engine = make_engine(config, groups, device, 2)
