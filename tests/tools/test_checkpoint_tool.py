@@ -424,7 +424,7 @@ def test_a_copy_that_may_not_or_cannot_be_made_leaves_everything_as_it_was(tool,
         patch.setattr(write, "HashedFile", FullDisk)
         refused("rank-1.safetensors: no space left on device", copied, other)
     with monkeypatch.context() as patch:
-        patch.setattr(read, "check_block", lambda block: (1, False))  # the disk gives other bytes than were written
+        patch.setattr(read, "verify", lambda *_: ["rank-0.safetensors: is damaged"])  # the disk gives other bytes
         refused("what was written is not what is read back", copied, other)
     flip(step_of(copied, 3) / "rank-1.safetensors")
     before = contents(copied)

@@ -467,7 +467,7 @@ def flags(data_dir, directory, *more):
 def straight(llama, data_dir, tmp_path_factory):
     """A run from an import, never stopped; the model is nowhere in its flags."""
     directory = tmp_path_factory.mktemp("straight")
-    import_hf.run(import_hf.parse_arguments(["--model", str(llama[0]), "--output", str(directory), *MIXTURE]))
+    import_hf.run(["--model", str(llama[0]), "--output", str(directory), *MIXTURE])
     shutil.copytree(directory, directory.with_name("pristine"))
     run_ranks(run, 1, flags(data_dir, directory))
     return directory

@@ -1,6 +1,6 @@
 """Checkpoints as a reader outside a run sees them: every byte against the manifest, every element of the model.
 
-Files are hashed block by block by many threads. Parameters and moments are read in pieces of a few megabytes, whatever
+Files are hashed by many threads. Parameters and moments are read in pieces of a few megabytes, whatever
 their size and whatever layout wrote them, so that nothing here needs memory for a model. Nothing is unpickled: the
 files are JSON and safetensors.
 """
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps
 from moh_lm.checkpoint.fragments import FragmentReader, shard_shape
-from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_block, read_entries, verify
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_entries, verify
 from moh_lm.config import Config, ConfigError
 from moh_lm.model.transformer import CausalLM
 from moh_lm.run.state import read_state
@@ -108,36 +108,18 @@ def progress(title, total):
 
 
 def find_damage(step):
-    """The sentences of ``moh_lm.checkpoint.manifest.verify``, found by many threads."""
+    """The sentences of ``moh_lm.checkpoint.manifest.verify``; threads read the files."""
     try:
         entries = read_entries(step)
     except ValueError as error:
         return [str(error)]
-    suspects = {path.name for path in step.iterdir() if not path.name.startswith(".")} ^ {"manifest.json", *entries}
-    suspects |= {name for name, entry in entries.items() if size_of(step / name) != entry["bytes"]}
-    blocks = [(step / name, block) for name, entry in entries.items() for block in enumerate(entry["sha256"])]
-    with ThreadPoolExecutor() as pool:
-        with progress(f"reading {step}", sum(entry["bytes"] for entry in entries.values())) as bar:
-            for (path, _), (size, sound) in zip(blocks, pool.map(check_block, blocks), strict=True):
-                suspects |= set() if sound else {path.name}
-                bar.update(size)
-        if not suspects:
-            return []
-        parts = len(entries)
-        found = [problem for part in pool.map(lambda part: verify(step, part, parts), range(parts)) for problem in part]
-    return found or [f"{step}: {', '.join(sorted(suspects))} gave other bytes the second time: a disk or memory fails"]
+    blocks = sum(len(entry["sha256"]) for entry in entries.values())
+    with ThreadPoolExecutor() as pool, progress(f"reading {step}", blocks * BLOCK_BYTES) as bar:
 
+        def verify_part(part):
+            return verify(step, part, len(entries), lambda: bar.update(BLOCK_BYTES))
 
-def check_block(path_and_block):
-    """(size, whether the block has its hash) of a block of a file."""
-    path, (index, expected) = path_and_block
-    try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(index * BLOCK_BYTES)
-            block = read_block(file)
-        return len(block), hashlib.sha256(block).hexdigest() == expected
-    except OSError:
-        return 0, False
+        return [problem for found in pool.map(verify_part, range(len(entries))) for problem in found]
 
 
 def size_of(path):
