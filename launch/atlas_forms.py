@@ -52,7 +52,7 @@ class Form(Variant):
 
 
 STATIC, RELEASED, SCALED = "--head-selection static", "--routing released", "--routing paper_scaled"
-SIGMOID, RELU, GATED = "--routing sigmoid", "--routing relu", "--head-selection all --routing gated"
+SIGMOID, RELU, GATED = "--routing sigmoid", "--routing relu", "--head-selection gated"
 VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("dense", None),
     Form("static-50", 2, 2, STATIC),
