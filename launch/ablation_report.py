@@ -217,6 +217,8 @@ def heads(run):
     shared, active = chosen.num_shared_heads[0], chosen.num_active_routed_heads[0]
     if chosen.head_selection == "static":
         return f"{shared + active} of {total}"
+    if shared == total:
+        return f"all {total}, gated"
     if run["active_heads"]:
         return f"{shared} + at most {active} of {total - shared}, {mean(run['active_heads'].values()):.1f} in all"
     return f"{shared} + {active} of {total - shared}"

@@ -33,7 +33,7 @@ from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts
-from moh_lm.data.shards import read_manifest
+from moh_lm.data.shards import ShardError, read_manifest
 from moh_lm.flags import parse_config
 
 MOST_RATES = 6  # tried for one form, if the best is always at the edge
@@ -58,7 +58,7 @@ def main(arguments):
     for variant, reason in atlas.refused.items():
         print(f"left out: {variant}: {reason}")
     if not atlas.variants:
-        sys.exit("no variant is left")
+        refuse("no variant is left")
     atlas.check_flags()
     atlas.measure_speeds()
     atlas.describe_plan()
@@ -96,13 +96,22 @@ def read_arguments(arguments):
 
 
 def describe_data(directory):
-    """Tokens of each source, and whether they are enough."""
-    sources = read_manifest(directory)["sources"]
+    """Print the tokens of each source, and whether they are enough; end the program if there are none."""
+    try:
+        sources = read_manifest(directory)["sources"]
+    except ShardError as error:
+        refuse(f"--data-dir {directory}: {error}; give a directory that data_prep/tokenize.py has finished")
     tokens = {name: sum(unit["tokens"] for unit in source["units"].values()) for name, source in sources.items()}
     found = sum(tokens.values())
     print(f"text: {found:,} tokens: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
     if found < ENOUGH_TOKENS:
         print(f"text: fewer than {ENOUGH_TOKENS:,} tokens; the atlas goes on, and reads them more often")
+
+
+def refuse(problem):
+    """End the program: the arguments have to be mended."""
+    print(problem, file=sys.stderr)
+    sys.exit(2)
 
 
 class Atlas:
@@ -166,9 +175,9 @@ class Atlas:
             variants = [variant for variant in self.variants if variant.tier == tier]
             for variant in variants:
                 if variant.form not in best:
-                    losses = self.tuning_losses(variant, diverged)
-                    wanted, best[variant.form] = tuning(losses, self.flags.rates)
-                    yield from (Trial(SIZES[0], variant, factor, TUNING_SEED) for factor in wanted)
+                    tuned = next(first for first in VARIANTS if first.form == variant.form)
+                    wanted, best[variant.form] = tuning(self.tuning_losses(tuned, diverged), self.flags.rates)
+                    yield from (Trial(SIZES[0], tuned, factor, TUNING_SEED) for factor in wanted)
             for size in self.sizes:
                 for seed in self.flags.seeds:
                     yield from (Trial(size, variant, best[variant.form], seed) for variant in variants)
@@ -201,9 +210,7 @@ class Atlas:
         """End the program if a run of the plan was begun with other flags."""
         for run in (self.run(trial) for trial in self.trials() if trial.factor is not None):
             if run.has_other_flags():
-                print(f"{run.log}: its run has other flags, which stand in its first line; choose another OUT",
-                      file=sys.stderr)  # fmt: skip
-                sys.exit(2)
+                refuse(f"{run.log}: its run has other flags, which stand in its first line; choose another OUT")
 
     # --- What it costs ---
 

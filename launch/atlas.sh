@@ -60,4 +60,5 @@ fi
 step "Runs and report"
 jobs=$(python -c "import torch; print(1 if torch.cuda.is_available() else $OMP_NUM_THREADS)")
 export OMP_NUM_THREADS=1 # a small model gains little from more threads, and runs at a time gain all
-run nice -n 19 python -m launch.atlas "$out" --jobs "$jobs" "${data[@]}" "$@"
+echo "+ python -m launch.atlas $out --jobs $jobs ${data[*]} $*"
+exec nice -n 19 python -m launch.atlas "$out" --jobs "$jobs" "${data[@]}" "$@" # a signal to this process reaches it

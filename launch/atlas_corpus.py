@@ -33,6 +33,7 @@ from launch.quickstart_corpus import size, split_docstrings, topics, write
 KINDS = ("docstrings", "prose", "code")
 LEFT_OUT = {"test", "tests", "testing", "_vendor", "vendor", "vendored", "third_party", "externals", "site-packages",
             "dist-packages", "idlelib", "encodings", "pydoc_data", "lib2to3", "__pycache__"}  # fmt: skip
+OF_THE_MACHINE = ("_sysconfigdata", "__editable__")  # files that hold its paths
 PAGES = {".md", ".rst", ".txt"}
 NO_PAGES = {"top_level.txt", "entry_points.txt", "sources.txt", "requirements.txt", "requires.txt", "cmakelists.txt"}
 SMALLEST, LARGEST = 200, 300_000  # characters of a document
@@ -69,9 +70,9 @@ def read_environment(roots):
     documents["prose"] += topics()
     for root in roots:
         for path in sorted(root.rglob("*"), key=lambda path: path.as_posix()):
-            if not LEFT_OUT.isdisjoint(path.relative_to(root).parts) or not path.is_file():
+            if not LEFT_OUT.isdisjoint(path.relative_to(root).parts) or path.name.startswith(OF_THE_MACHINE):
                 continue
-            if path.suffix == ".py":
+            if path.suffix == ".py" and path.is_file():
                 try:
                     parts = module_parts(path)
                 except (SyntaxError, ValueError, RecursionError, OSError):
@@ -79,7 +80,7 @@ def read_environment(roots):
                     continue
                 for kind, text in parts.items():
                     documents[kind].append(text)
-            elif is_page(path):
+            elif is_page(path) and path.is_file():
                 documents["prose"].append(page(path))
     return {kind: [text for text in texts if honest(text)] for kind, texts in documents.items()}, unread
 

@@ -58,16 +58,17 @@ def draw_multipliers(path, multipliers):
     names = [variant.name for variant in VARIANTS if any(variant.name in found for found in multipliers.values())]
     if not names:
         return
-    figure, axis = pyplot.subplots(figsize=(1 + 0.9 * len(names), 4.5), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(4 + 0.7 * len(names), 4.5), layout="constrained")
     for number, (size, found) in enumerate(multipliers.items()):
         told = [(place, found[name]) for place, name in enumerate(names) if name in found]
-        places = [place + 0.15 * (number - 1) for place, _ in told]
+        places = [place + 0.15 * (number - (len(multipliers) - 1) / 2) for place, _ in told]
         centers = [center for _, (center, *_) in told]
         widths = [(center - (low or center), (high or center) - center) for _, (center, low, high, _) in told]
         if told:
             axis.errorbar(places, centers, list(zip(*widths, strict=True)), fmt="o", capsize=3, label=f"size {size}")
     axis.axhline(1, color="gray", linewidth=1)
-    axis.set(xticks=range(len(names)), yscale="log", ylabel="tokens of dense for this loss / own tokens")
+    axis.set(xticks=range(len(names)), xlim=(-0.5, len(names) - 0.5))
+    axis.set_ylabel("tokens of dense for this loss / own tokens")
     axis.set_xticklabels(names, rotation=30, ha="right")
     finish(figure, [[axis]], path)
 
@@ -83,8 +84,8 @@ def draw_heads(path, table):
     for row, key in zip(axes, keys, strict=True):
         for axis, (size, variants) in zip(row, table.items(), strict=True):
             for name, runs in variants.items():
-                points = series(runs, key)
-                axis.plot([tokens / 1e6 for tokens in points], list(points.values()), label=name, **style(name))
+                if points := series(runs, key):
+                    axis.plot([tokens / 1e6 for tokens in points], list(points.values()), label=name, **style(name))
             axis.set(title=f"size {size}", xlabel="tokens (millions)", ylabel=HEAD_FIGURES[key])
     finish(figure, axes, path)
 

@@ -4,7 +4,7 @@
 
 Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N of ``launch/atlas.py``; runs that are not complete are left out. The loss
 L is the validation loss at the end of a run, nats per token, mean over sources. For one seed, d = L(form) - L(dense),
-and with n seeds
+or less that of as many static heads, and with n seeds
 
     difference = mean(d) +- t(n - 1) * s(d) / sqrt(n)
 
@@ -105,9 +105,9 @@ def tokens_of(run):
 # --- Statistics ---
 
 
-def differences(runs, dense):
-    """d = L(form) - L(dense) of the seeds that both have: [d, ...]. runs, dense: {seed: run}."""
-    return [final_loss(runs[seed]) - final_loss(dense[seed]) for seed in sorted(runs.keys() & dense.keys())]
+def differences(runs, against):
+    """d = L(runs) - L(against) of the seeds that both have: [d, ...]. Both are {seed: run}."""
+    return [final_loss(runs[seed]) - final_loss(against[seed]) for seed in sorted(runs.keys() & against.keys())]
 
 
 def tokens_of_dense(points, loss):
@@ -154,12 +154,13 @@ def markdown(table, tuned):
     for size, variants in table.items():
         lines += [*size_section(size, variants), ""]
     lines += [
-        "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. To dense: the mean of",
-        "the differences seed by seed with its 90% interval of Student's distribution. Seeds are all that it takes",
-        "into account: not another corpus, size or length of training. Of ten comparisons where nothing differs, one",
-        "is told apart by chance; one seed tells nothing apart. Tokens x: tokens with which the dense model ends at",
-        "this loss, over the tokens of the run, with its 90% interval; *: a seed lies beyond the dense runs of half",
-        "and twice the tokens. FLOPs x: the same in FLOPs of training, with the heads that tokens use.",
+        "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. To dense, to static:",
+        "mean of the differences seed by seed with its 90% interval of Student's distribution, to all heads and to as",
+        "many heads that are always the same. Seeds are all that it takes into account: not another corpus, size or",
+        "length of training. Of ten comparisons where nothing differs, one is told apart by chance; one seed tells",
+        "nothing apart. Tokens x: tokens with which the dense model ends at this loss, over the tokens of the run,",
+        "with its 90% interval; *: a seed lies beyond the dense runs of half and twice the tokens. FLOPs x: the same",
+        "in FLOPs of training, with the heads that tokens use.",
         "",
         *tuning_section(tuned),
     ]
@@ -180,7 +181,7 @@ def size_section(size, variants):
     yield (
         "| | heads | peak rate | parameters outside the embeddings | tokens | FLOPs, dense = 1 | seeds | "
         + " | ".join(sources)
-        + " | mean | to dense | | tokens x | FLOPs x |"
+        + " | mean | to dense | to static | tokens x | FLOPs x |"
     )
     yield "|---" * (12 + len(sources)) + "|"
     for name, runs in variants.items():
@@ -198,22 +199,29 @@ def size_section(size, variants):
             str(len(each)),
             *(spread([losses[source] for losses in final]) for source in sources),
             f"**{spread([final_loss(run) for run in each])}**",
-            *to_dense(name, runs, dense),
+            difference(runs, dense) if name not in LENGTHS else "",
+            difference(runs, static_of(variants, name)),
             *(shown(found[name], factor) if name in found and cost else "" for factor in (1, 1 / (cost or 1))),
         ]
         yield "| " + " | ".join(cells) + " |"
 
 
-def to_dense(name, runs, dense):
-    """The cells of the difference and of what it tells."""
-    compared_here = differences(runs, dense) if name not in LENGTHS else []
-    if not compared_here:
-        return "", ""
-    center, width = interval(compared_here, STUDENT_90)
+def static_of(variants, name):
+    """The runs with the same number of heads, which are always the same; none of static itself and of all heads."""
+    form, _, share = name.partition("-")
+    return variants.get(f"static-{share}", {}) if form != "static" else {}
+
+
+def difference(runs, against):
+    """The difference of the losses seed by seed, in words; empty if no seed is in both."""
+    found = differences(runs, against)
+    if not found:
+        return ""
+    center, width = interval(found, STUDENT_90)
     if width == math.inf:
-        return f"{center:+.4f}", "one seed"
+        return f"{center:+.4f}, one seed"
     verdict = "not told apart" if abs(center) <= width else "better" if center < 0 else "worse"
-    return f"{center:+.4f} ± {width:.4f}", verdict
+    return f"{center:+.4f} ± {width:.4f}, {verdict}"
 
 
 def shown(found, factor):
