@@ -72,7 +72,7 @@ class HeadsConfig:
     load_balance_scope: str = option(
         "sequence",
         "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), or the whole previous step",
-        choices=("sequence", "global_batch"),
+        choices=("sequence", "micro_batch", "global_batch"),
     )
 
 

@@ -26,14 +26,15 @@ def row_width(layer):
     return 2 + layer.num_routed
 
 
-def balance_loss(probability, selected, group, previous_share=None):
+def balance_loss(probability, selected, group, previous_share=None, together=False):
     """L_b of Eq. 7 for every sequence, and how often this rank's tokens selected each expert: [b], [b, E].
 
     probability, selected: [s/tp, b, E]. previous_share: f for all sequences, [E], in place of the share of each.
+    together: f and P are of all sequences of the micro-batch, and so each has the same loss.
     The losses of all tensor-parallel ranks add up to that of the whole sequence.
     """
     tokens = probability.shape[0] * group_size(group)  # of one sequence
-    selections = selected.sum(0)  # [b, E]
+    selections, probabilities = selected.sum(0), probability.sum(0)  # [b, E]
     share = previous_share
     if share is None:
         whole = selections
@@ -41,7 +42,9 @@ def balance_loss(probability, selected, group, previous_share=None):
             whole = selections.clone()
             dist.all_reduce(whole, group=group)
         share = whole / tokens  # [b, E]
-    return (share * probability.sum(0)).sum(-1) / tokens, selections
+    if together:
+        share, probabilities = (part.mean(0, keepdim=True).expand_as(part) for part in (share, probabilities))
+    return (share * probabilities).sum(-1) / tokens, selections
 
 
 def make_rows(losses, a1, selections):

@@ -122,7 +122,8 @@ class HeadRouter(nn.Module):
             previous = self.statistics.previous_share
             if previous is None:
                 previous = selected.new_full((self.layer.num_routed,), self.layer.num_active / self.layer.num_routed)
-        losses, selections = balance_loss(probability, selected, self.group, previous)  # Eq. 7
+        together = self.scope == "micro_batch"
+        losses, selections = balance_loss(probability, selected, self.group, previous, together)  # Eq. 7
         if self.form.reads_queries:  # every rank has all tokens: each of them is counted tp times
             selections = selections / size
         if self.form.balance_factor != 1:

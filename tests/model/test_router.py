@@ -35,6 +35,8 @@ CASES = {
     "all heads": dict(shared=3, active=2, selection="all"),
     "static": dict(shared=3, active=2, selection="static"),
     "previous step's shares": dict(shared=3, active=2, scope="global_batch"),
+    "micro-batch": dict(shared=3, active=2, scope="micro_batch"),
+    "micro-batch, released": dict(shared=3, active=2, scope="micro_batch", routing="released"),
     "12.5%": dict(shared=0, active=1),
     "12.5%, released": dict(shared=0, active=1, routing="released"),
     "25%, grouped queries": dict(shared=1, active=1, key_value_heads=2),
@@ -174,7 +176,7 @@ def reference_attention(config, layer, x):
     """(output [s, b, d], balance loss, entropy, z-loss) of Eq. 4 and 7; the losses None without routed heads."""
     weights = dict(layer.router.named_parameters()) if layer.router else {}
     group = HEADS // config.num_key_value_heads
-    output, losses, entropies, squares = torch.zeros_like(x), [], [], []
+    output, losses, entropies, squares, every = torch.zeros_like(x), [], [], [], []
     for b in range(BATCH):
         projected = [layer.q_proj.weight @ token for token in x[:, b]]
         queries = [q.view(HEADS, HEAD_DIM) for q in projected]
@@ -193,6 +195,7 @@ def reference_attention(config, layer, x):
             rows.append(total)
         output[:, b] = torch.stack(rows)
         routed = len(routes[0][1])
+        every += routes
         if routed:
             size = HEADS // config.num_key_value_heads if config.heads.routing_unit == "key_value_group" else 1
             k = config.heads.num_active_routed_heads[0] // size
@@ -205,6 +208,10 @@ def reference_attention(config, layer, x):
             squares += [sum(score.exp() for score in r[3]).log() ** 2 for r in routes]
     if not losses:
         return output, None, None, None
+    if config.heads.load_balance_scope == "micro_batch":
+        f, p = ([sum(route[part][i] for route in every) / len(every) for i in range(routed)] for part in (2, 1))
+        loss = sum(fi * pi for fi, pi in zip(f, p, strict=True))
+        losses = [loss * routed if config.heads.routing == "released" else loss] * BATCH
     return output, sum(losses) / BATCH, sum(entropies) / (LENGTH * BATCH), sum(squares) / (LENGTH * BATCH)
 
 
