@@ -14,6 +14,7 @@ import torch
 from moh_lm.config import flag
 from moh_lm.data.mixture import data_problems
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
+from moh_lm.model.rotary import NEEDS
 from moh_lm.model.routing import FORMS
 from moh_lm.training.schedule import decay_iters
 
@@ -75,7 +76,7 @@ def model_problems(model):
 def rope_problems(model):
     """The scaling of rotary embeddings: each type needs its own flags, and has no use for the others."""
     keys = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length")
-    needed = {"default": (), "linear": keys[:1], "llama3": keys}[model.rope_type]
+    needed = [f"rope_{name}" for name in NEEDS[model.rope_type]]
     found = [
         f"{flag(key)} is missing: --rope-type {model.rope_type} needs it"
         for key in needed

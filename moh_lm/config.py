@@ -90,13 +90,13 @@ class ModelConfig:
     rope_theta: float = option(10_000.0, "base of the rotary frequencies")
     rope_type: str = option(
         "default",
-        "rotary frequencies as they are, divided by --rope-factor, or as in LLaMA 3.1",
-        choices=("default", "linear", "llama3"),
+        "rotary frequencies as they are, divided by --rope-factor, as in LLaMA 3.1, or by YaRN",
+        choices=("default", "linear", "llama3", "yarn"),
     )
-    rope_factor: float | None = option(None, "how much slower rotary embeddings turn (linear, llama3)", parse=float)
+    rope_factor: float | None = option(None, "how much slower rotary embeddings turn, at most", parse=float)
     rope_low_freq_factor: float | None = option(None, "of llama3: waves longer than L / this are slower", parse=float)
     rope_high_freq_factor: float | None = option(None, "of llama3: waves shorter than L / this stay", parse=float)
-    rope_original_length: int | None = option(None, "L of llama3: sequence length before the scaling", parse=int)
+    rope_original_length: int | None = option(None, "L of llama3, yarn: sequence length before it", parse=int)
     rms_norm_eps: float = option(1e-5, "epsilon under the root of RMSNorm")
     tie_embeddings: bool = option(False, "use the embedding matrix as output head")
     heads: HeadsConfig = field(default_factory=HeadsConfig)

@@ -44,7 +44,9 @@ from tools.hf.import_step import TOKENIZER_FILES, output_problems, write_step
 from tools.hf.import_vocabulary import NewRows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
 
-TRAINING_ONLY = ("load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient")  # not of the function
+TRAINING_ONLY = (  # no part of the function
+    "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
+)  # fmt: skip
 
 
 def main():

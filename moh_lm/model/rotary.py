@@ -6,6 +6,10 @@
               f_i                     if w < L / high_freq_factor
               f_i / factor            if w > L / low_freq_factor
               in between              (1 - r) f_i / factor + r f_i,  r = (L/w - low) / (high - low)
+    yarn      Peng et al. 2023 (arXiv 2309.00071): with c(n) = e ln(L / (2 pi n)) / (2 ln theta), the pair that turns n
+              times in the original length L,
+              (1 - r) f_i + r f_i / factor,  r = (i - floor c(32)) / (ceil c(1) - floor c(32)), between 0 and 1;
+              cos and sin are multiplied by 0.1 ln(factor) + 1, and so the scores by its square
 
 Shapes: s sequence, b batch, e head dimension.
 """
@@ -15,6 +19,13 @@ import math
 from typing import NamedTuple
 
 import torch
+
+NEEDS = {  # type -> the fields of ``Rotary`` that it needs besides theta
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_length"),
+    "yarn": ("factor", "original_length"),
+}
 
 
 class Rotary(NamedTuple):
@@ -57,11 +68,28 @@ def inverse_frequencies(rotary, dtype, device=None):
     slow = plain / rotary.factor
     if rotary.type == "linear":
         return slow
+    if rotary.type == "yarn":
+        low, high = math.floor(turning_pair(rotary, 32)), math.ceil(turning_pair(rotary, 1))
+        low, high = max(low, 0), min(high, rotary.head_dim - 1)
+        pair = torch.arange(rotary.head_dim // 2, dtype=dtype, device=device)
+        kept = 1 - ((pair - low) / max(high - low, 0.001)).clamp(0, 1)
+        return slow * (1 - kept) + plain * kept
     length, low, high = rotary.original_length, rotary.low_freq_factor, rotary.high_freq_factor
     wavelength = 2 * math.pi / plain
     ramp = (length / wavelength - low) / (high - low)
     between = (1 - ramp) * plain / rotary.factor + ramp * plain
     return torch.where(wavelength > length / low, slow, torch.where(wavelength < length / high, plain, between))
+
+
+def turning_pair(rotary, turns):
+    """c(n) of yarn: the number of the pair, not a whole one, that turns ``turns`` times in the original length."""
+    wavelengths = math.log(rotary.original_length / (turns * 2 * math.pi))
+    return rotary.head_dim * wavelengths / (2 * math.log(rotary.theta))
+
+
+def magnitude(rotary):
+    """What cos and sin are multiplied by."""
+    return 0.1 * math.log(rotary.factor) + 1 if rotary.type == "yarn" and rotary.factor > 1 else 1.0
 
 
 def rotary_table(seq_length, rotary, dtype, device):
@@ -75,7 +103,7 @@ def kept_table(seq_length, rotary, dtype, device):
     wide = torch.promote_types(dtype, torch.float32)
     position = torch.arange(seq_length, dtype=wide, device=device)
     angle = torch.outer(position, inverse_frequencies(rotary, wide, device)).repeat(1, 2)[:, None, None]
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    return (angle.cos() * magnitude(rotary)).to(dtype), (angle.sin() * magnitude(rotary)).to(dtype)
 
 
 def rotate(x, table):

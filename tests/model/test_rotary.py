@@ -7,7 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moh_lm.checks import model_problems
 from moh_lm.config import Config, ModelConfig
-from moh_lm.model.rotary import inverse_frequencies, rotary_of, rotary_table
+from moh_lm.model.rotary import inverse_frequencies, magnitude, rotary_of, rotary_table
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FIELDS = {
@@ -29,15 +29,18 @@ def model(kind="default", head_dim=128, theta=5e5, **scaling):
         ("linear", {"factor": 4.0}),
         ("llama3", LLAMA3),
         ("llama3", {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 200}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 2048}),
+        ("yarn", {"factor": 32.0, "original_max_position_embeddings": 200}),
     ],
 )
 @pytest.mark.parametrize("head_dim", [8, 96, 128])
 def test_frequencies_are_those_of_transformers_to_the_bit(kind, scaling, head_dim):
     rope = {"rope_type": kind, "rope_theta": 5e5, **scaling}
     config = LlamaConfig(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=1 << 17)
-    expected, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     found = inverse_frequencies(rotary_of(model(kind, head_dim, **scaling)), torch.float32)
     assert torch.equal(found, expected)
+    assert magnitude(rotary_of(model(kind, head_dim, **scaling))) == pytest.approx(attention_factor, rel=1e-15)
     wide = inverse_frequencies(rotary_of(model(kind, head_dim, **scaling)), torch.float64)
     torch.testing.assert_close(wide, expected.double(), rtol=2e-6, atol=0)
 

@@ -314,6 +314,7 @@ ROPES = {
         "rope_high_freq_factor": 4.0,
         "rope_original_length": 16,
     },
+    "yarn": {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_length": 16},
 }
 
 
@@ -323,8 +324,8 @@ def test_a_scaled_rotary_embedding_is_written_for_every_version(kind, tmp_path, 
     code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
     assert code == 0 and "checked: logits of the trainer's model" in printed
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    scaling = {"rope_type": kind, **dict(zip(keys, list(ROPES[kind].values())[1:], strict=False))}
+    keys = {"rope_type": "rope_type", "rope_original_length": "original_max_position_embeddings"}
+    scaling = {keys.get(field, field.removeprefix("rope_")): value for field, value in ROPES[kind].items()}
     assert config["rope_theta"] == 500.0
     assert config["rope_scaling"] == scaling
     assert config["rope_parameters"] == {**scaling, "rope_theta": 500.0}

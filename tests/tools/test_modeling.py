@@ -488,10 +488,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 40,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 20}
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(("tied", "rope"), [(False, None), (True, None), (False, LLAMA3), (True, LINEAR)])
+@pytest.mark.parametrize("tied, rope", [(False, None), (True, None), (False, LLAMA3), (True, LINEAR), (False, YARN)])
 def test_with_all_heads_the_model_is_llama_to_the_bit(attention, tied, rope):
     changes = {"head_selection": "all", "num_key_value_heads": 2, "tie_word_embeddings": tied, "head_dim": 12}
     model = make_model(attention=attention, rope_parameters=rope, **changes)
@@ -629,7 +630,7 @@ def test_scalings_of_the_rotary_embedding_change_the_logits_and_are_read_in_both
     tokens = random_tokens(1, 30)
     with torch.no_grad():
         plain = make_model()(tokens).logits
-        for rope in (LLAMA3, LINEAR):
+        for rope in (LLAMA3, LINEAR, YARN):
             scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
             logits = make_model(rope_parameters=rope)(tokens).logits
             assert (logits - plain).abs().max() > 0.1

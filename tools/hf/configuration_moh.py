@@ -28,6 +28,7 @@ ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
 }
 
 

@@ -6,6 +6,8 @@ configuration_moh.py has to stand alone and says its keys again: tests/tools/tes
 
 from typing import NamedTuple
 
+from moh_lm.model.rotary import NEEDS
+
 REQUIRED = object()
 
 
@@ -46,9 +48,8 @@ ROPE = (  # inside of rope_parameters (transformers 5), or rope_theta and rope_s
     Key("original_max_position_embeddings", "rope_original_length"),
 )
 ROPE_TYPES = {  # rope_type -> the keys that it needs
-    "default": ("rope_theta",),
-    "linear": ("rope_theta", "factor"),
-    "llama3": tuple(entry.key for entry in ROPE),
+    kind: ("rope_theta", *(entry.key for entry in ROPE if entry.field.removeprefix("rope_") in needed))
+    for kind, needed in NEEDS.items()
 }
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # of every model here
 

@@ -331,6 +331,7 @@ def rotary_frequencies(rope, head_dim, device):
 
     linear divides the frequencies by ``factor``; llama3 divides the low ones only: those whose wavelength fits into the
     original context fewer than low_freq_factor times wholly, those that fit high_freq_factor times or more not at all.
+    yarn divides the pairs wholly that turn less than once in the original context, and none that turn 32 times.
     """
     exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
     frequencies = 1.0 / rope["rope_theta"] ** exponent
@@ -341,7 +342,19 @@ def rotary_frequencies(rope, head_dim, device):
         fits = rope["original_max_position_embeddings"] / (2 * math.pi / frequencies)
         kept = ((fits - low) / (high - low)).clamp(0, 1)
         return (1 - kept) * frequencies / rope["factor"] + kept * frequencies
+    if rope["rope_type"] == "yarn":
+        waves = [math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi)) for turns in (32, 1)]
+        low, high = (head_dim * wave / (2 * math.log(rope["rope_theta"])) for wave in waves)
+        low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
+        pairs = torch.arange(head_dim // 2, device=device).float()
+        slowed = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+        return frequencies / rope["factor"] * slowed + frequencies * (1 - slowed)
     return frequencies
+
+
+def rotary_magnitude(rope):
+    """What cos and sin are multiplied by."""
+    return 0.1 * math.log(rope["factor"]) + 1 if rope["rope_type"] == "yarn" and rope["factor"] > 1 else 1.0
 
 
 class MoHLlamaRotaryEmbedding(nn.Module):
@@ -356,7 +369,8 @@ class MoHLlamaRotaryEmbedding(nn.Module):
             frequencies = rotary_frequencies(self.config.rope_parameters, self.config.head_dim, x.device)
             angles = position_ids[..., None].float() * frequencies  # [b, s, head_dim / 2]
             angles = torch.cat((angles, angles), dim=-1)
-            return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            magnitude = rotary_magnitude(self.config.rope_parameters)
+            return (angles.cos() * magnitude).to(x.dtype), (angles.sin() * magnitude).to(x.dtype)
 
 
 def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position):
