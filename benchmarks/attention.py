@@ -6,12 +6,12 @@
 
 The *core* is the attention of all heads from their queries, keys and values, routing given; the *layer* is the whole
 attention layer with projections, rotary embeddings and router. ``--active``: percent of the heads that a token uses,
-with the paper's budgets. ``--documents``: attention stays inside documents of so many tokens in the mean. Every
-contestant runs once per round; the first round does not count. Shown are the median times of the base, and of every
-contestant the median over the rounds of its time over that of the base in the same round: forward alone, and forward
-with backward. On a CPU they are taken by the clock on the wall and, on the right, by CPU time of the process, which a
-busy machine disturbs less. The base of the core is scaled dot-product attention without gates, that of the layer the
-MoH layer with the backend ``dense``; ``no router`` is ordinary attention.
+half or a quarter of the heads shared. ``--documents``: attention stays inside documents of so many tokens in the mean.
+Every contestant runs once per round; the first round does not count. Shown are the median times of the base, and of
+every contestant the median over the rounds of its time over that of the base in the same round: forward alone, and
+forward with backward. On a CPU they are taken by the clock on the wall and, on the right, by CPU time of the process,
+which a busy machine disturbs less. The base of the core is scaled dot-product attention without gates, that of the
+layer the MoH layer with the backend ``dense``; ``no router`` is ordinary attention.
 
 On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls, which wait for Python where
 their kernels are short. The bases are FLASH (EFFICIENT in fp32, and with documents, which it cannot mask) and CUDNN
