@@ -3,12 +3,12 @@
     python benchmarks/decode.py [--shapes llm-s llm-b llama3-8b] [--lengths 2048 8192 32768] [--batches 1 4]
                                 [--active 50 75] [--threads 1] [--rounds 9] [--dtype float32]
 
-One layer of a model, without projections and router. --active: percent of the heads that a token uses, with the
-budgets of attention.py, drawn at random for each row; in ``llama3-8b`` four query heads share keys and values, and a token selects
-heads or (``groups``) whole groups of them. Every contestant reads one cache after another, as a model reads those of
-its layers, so many that none stays in the processor's own (``CACHES_BYTES``). It runs once per round; the first does
-not count. Shown are which share of the keys and values is read, the median time of a token in a layer, and the median
-over the rounds of its ratio to the base in the same round.
+One layer of a model, without projections and router. --active: percent of the heads that a token uses, with the budgets
+of attention.py, drawn at random for each row; in ``llama3-8b`` four query heads share keys and values, and a token
+selects heads or (``groups``) whole groups of them. Every contestant reads one cache after another, as a model reads
+those of its layers, so many that none stays in the processor's own (``CACHES_BYTES``). It runs once per round; the
+first does not count. Shown are which share of the keys and values is read, the median time of a token in a layer, and
+the median over the rounds of its ratio to the base in the same round.
 
     all, equal lengths     scaled dot-product attention without a mask: the base
     all, mask              the same under a mask of each row's length: what generation computes with ``dense``
