@@ -36,21 +36,18 @@ import tempfile
 from pathlib import Path
 
 from moh_lm.checkpoint.manifest import read_json
-from moh_lm.config import ConfigError, flag
+from moh_lm.config import ConfigError
 from moh_lm.flags import Parser
 from tools.command import exit_code
+from tools.tasks.flags import add_task_flags, task_problems
 
-try:
+with contextlib.suppress(ImportError):  # ``add_task_flags`` says so
     import lm_eval
     import torch
     import transformers
     from lm_eval.models.huggingface import HFLM
 
-    from tools.tasks.suites import SEED, SUITES, entries_of, load_tasks, task_manager
-except ImportError as error:
-    MISSING = error.name
-else:
-    MISSING = None
+    from tools.tasks.suites import SEED, entries_of, load_tasks, task_manager
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -74,14 +71,9 @@ def run(texts):
 
 
 def parse_arguments(texts):
-    if MISSING:
-        raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
     parser = Parser(prog="evaluate.py", description="The tasks of the paper's tables.", allow_abbrev=False)
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="an export, or another model")
-    parser.add_argument("--suite", required=True, choices=SUITES, help="the tasks of which table of the paper")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these of the suite, by the harness's names")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each task: for a trial")
+    add_task_flags(parser)
     parser.add_argument("--batch-size", default="8", help="sequences per forward pass, or auto (default: %(default)s)")
     parser.add_argument("--max-length", type=int, metavar="N", help="tokens of prompt and answer; what is longer "
                         "loses its beginning (default: the model's sequence length)")  # fmt: skip
@@ -105,16 +97,7 @@ def parse_arguments(texts):
             problems.append(f"{path}: has no tokenizer.json, nor a tokenizer in another form; add the one of the model")
     if not arguments.batch_size.startswith("auto") and not arguments.batch_size.isdecimal():
         problems.append(f"--batch-size {arguments.batch_size}: write a number, or auto")
-    for name in ("limit", "max_length"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            problems.append(f"{flag(name)} {value}: must be at least 1")
-    try:
-        entries_of(arguments.suite, arguments.tasks)
-    except ConfigError as error:
-        problems += error.problems
-    if arguments.output and not arguments.output.parent.is_dir():
-        problems.append(f"--output {arguments.output}: there is no directory {arguments.output.parent}; make it")
+    problems += task_problems(arguments)
     if problems:
         raise ConfigError(problems)
     return arguments

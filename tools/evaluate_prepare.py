@@ -14,6 +14,7 @@ import sys
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+import contextlib
 import hashlib
 import json
 import tempfile
@@ -24,13 +25,10 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
 from moh_lm.flags import Parser
 from tools.command import exit_code
+from tools.tasks.flags import add_task_flags, task_problems
 
-try:
-    from tools.tasks.suites import SEED, SUITES, entries_of, load_tasks, task_manager
-except ImportError as error:
-    MISSING = error.name
-else:
-    MISSING = None
+with contextlib.suppress(ImportError):  # ``add_task_flags`` says so
+    from tools.tasks.suites import SEED, entries_of, load_tasks, task_manager
 
 
 def main():
@@ -38,18 +36,13 @@ def main():
 
 
 def parse_arguments(texts):
-    if MISSING:
-        raise ConfigError([f"{MISSING} is not installed: pip install -e '.[eval]' (lm_eval and accelerate)"])
     parser = Parser(prog="evaluate_prepare.py", description="Questions for --eval-tasks.", allow_abbrev=False)
-    parser.add_argument("--suite", required=True, choices=SUITES, help="the tasks of which table of the paper")
+    add_task_flags(parser)
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="tokenizer.model of the run")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSON lines")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these of the suite, by the harness's names")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N questions of each task")
     arguments = parser.parse_args(texts)
-    if not arguments.output.parent.is_dir():
-        raise ConfigError([f"--output {arguments.output}: there is no directory {arguments.output.parent}; make it"])
+    if problems := task_problems(arguments):
+        raise ConfigError(problems)
     return arguments
 
 

@@ -49,7 +49,7 @@ from tools.hf.export_files import plan_shards
 from tools.hf.import_step import TOKENIZER_FILES
 from tools.hf.keys import written
 from tools.hf.model_card import model_card
-from tools.hf.tokenizer_json import CLASS, read_model, special_ids, write_tokenizer
+from tools.hf.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
 
 HF = Path(__file__).resolve().parent / "hf"
 REMOTE_CODE = ("configuration_moh.py", "modeling_moh.py")
@@ -199,13 +199,15 @@ def is_llama(model):
 
 def copy_tokenizer(step, state, directory):
     """Copy what an import has kept of its source's tokenizer, in the step or in step 0; returns its special ids."""
-    for place in (step, step.with_name("step-0")):
-        if (place / "tokenizer.json").is_file():
-            for name in TOKENIZER_FILES:
-                if (place / name).is_file():
-                    shutil.copyfile(place / name, directory / name)
-            break
-    return state.get("imported", {}).get("token_ids", {})
+    special = state.get("imported", {}).get("token_ids", {})
+    place = next((place for place in (step, step.with_name("step-0")) if (place / "tokenizer.json").is_file()), None)
+    if place is None:
+        return special
+    for name in TOKENIZER_FILES:
+        if (place / name).is_file():
+            shutil.copyfile(place / name, directory / name)
+    named = named_ids(place) if (place / "tokenizer_config.json").is_file() else {}
+    return named | {name: index for name, index in special.items() if index is not None}
 
 
 def export_tokenizer(model, directory, max_length):

@@ -443,7 +443,7 @@ def test_without_transformers_the_export_says_what_was_not_checked(run, tmp_path
 
 def test_wrong_arguments_are_one_line_each_and_write_nothing(run, tmp_path, export):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    (tmp_path / "mine" / "config.json").write_text('{"model_type": "llama"}')  # of someone else
     (tmp_path / "file").write_text("keep")
     good = ["--checkpoint", run, "--output", tmp_path / "hf"]
     cases = [

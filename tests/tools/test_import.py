@@ -420,9 +420,13 @@ def test_important_heads_come_first_and_the_model_computes_the_same(imported, da
 
 
 def test_without_a_tokenizer_model_the_tokenizer_of_the_source_is_exported(imported, tool, tmp_path):
-    make_llama(tmp_path / "hf", bos_token_id=1, eos_token_id=[2, 3], pad_token_id=None)
-    (tmp_path / "hf" / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 5}')
-    files = {"tokenizer.json": b'{"version": "1.0"}', "tokenizer_config.json": b'{"tokenizer_class": "X"}'}
+    """The ids are those of config.json, else of generation_config.json, else of the tokens that the files name."""
+    make_llama(tmp_path / "hf", bos_token_id=None, eos_token_id=[2, 3], pad_token_id=None)
+    (tmp_path / "hf" / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
+    files = {
+        "tokenizer.json": b'{"added_tokens": [{"id": 5, "content": "<pad>"}, {"id": 9, "content": "<s>"}]}',
+        "tokenizer_config.json": b'{"pad_token": {"content": "<pad>"}, "bos_token": "<s>"}',
+    }
     for name, content in files.items():
         (tmp_path / "hf" / name).write_bytes(content)
     run_directory = imported(tmp_path / "hf", *MIXTURE)

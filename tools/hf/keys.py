@@ -30,7 +30,7 @@ MODEL = (
     Key("rms_norm_eps", "rms_norm_eps", 1e-6),  # LlamaConfig's own default
     Key("tie_word_embeddings", "tie_embeddings", False),
 )
-HEADS = (  # of a moh_llama only; what is absent is the default of HeadsConfig
+HEADS = (  # of a moh_llama only; what is as it would be if it were absent is left out
     Key("head_selection", "head_selection"),
     Key("routing", "routing"),
     Key("two_stage", "two_stage"),
@@ -59,8 +59,9 @@ def written(model):
     keys = {entry.key: getattr(model, entry.field) for entry in MODEL} | FIXED | written_rope(model)
     if model.heads.head_selection == "all":
         return keys
-    heads = {entry.key: getattr(model.heads, entry.field) for entry in HEADS}
-    return keys | {key: list(value) if isinstance(value, tuple) else value for key, value in heads.items()}
+    heads = {entry: getattr(model.heads, entry.field) for entry in HEADS}
+    said = {entry.key: value for entry, value in heads.items() if value != entry.absent}
+    return keys | {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
 
 
 def written_rope(model):

@@ -452,7 +452,7 @@ def load_balance_loss(config, router_logits, router_selections, attention_mask):
         probability = (probability * counted).sum(1) / tokens  # P
         loss = (share * probability).sum(-1).mean()
         losses.append(loss * num_routed if config.routing == "released" else loss)
-    return torch.stack(losses).mean() if losses else torch.zeros(())
+    return sum(loss.to(losses[0].device) for loss in losses) / len(losses) if losses else torch.zeros(())
 
 
 @dataclass

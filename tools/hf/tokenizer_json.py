@@ -22,6 +22,8 @@ from pathlib import Path
 
 from sentencepiece import sentencepiece_model_pb2
 
+from moh_lm.checkpoint.manifest import read_json
+
 CLASS = "PreTrainedTokenizerFast"  # in config.json too
 SPACE = "\u2581"  # the visible space of SentencePiece
 UNIGRAM, BPE = 1, 2  # TrainerSpec.ModelType
@@ -99,6 +101,14 @@ def config_with(tokens, max_length):
         "model_max_length": max_length,
         "model_input_names": ["input_ids", "attention_mask"],
     }
+
+
+def named_ids(directory):
+    """{"bos", "eos", "pad"} -> id, or None, by the special tokens that the files of another tokenizer name."""
+    tokenizer, config = (read_json(directory / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    ids = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    texts = {name: config.get(f"{name}_token") for name in ("bos", "eos", "pad")}
+    return {name: ids.get(text["content"] if isinstance(text, dict) else text) for name, text in texts.items()}
 
 
 def write_tokenizer(proto, directory, max_length):
