@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -11,6 +12,7 @@ from pathlib import Path
 import sentencepiece
 
 from data_prep.tokenize import main
+from moh_lm.data.files import json_bytes, read_facts, seal, sha256_of
 from moh_lm.data.reader import open_shard
 from moh_lm.data.shards import read_manifest
 
@@ -97,3 +99,11 @@ def decoded(output, source, model):
 
 def files(directory):
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def give_tokenizer(directory, tokenizer):
+    """Put ``tokenizer`` into a data directory as if its shards had been made with it."""
+    shutil.copyfile(tokenizer, directory / "tokenizer.model")
+    manifest = read_facts(directory / "manifest.json")
+    manifest["tokenizer"]["sha256"] = sha256_of(tokenizer)
+    (directory / "manifest.json").write_bytes(seal(json_bytes(manifest)))

@@ -142,7 +142,8 @@ class Case:
             return self.finish(job, "a start that was not killed")
         victims = self.chance.choice([list(range(job.world_size)), [self.chance.randrange(job.world_size)]])
         doing = job.doing() or ["start-up"]
-        job.send(self.chance.choice([signal.SIGTERM, signal.SIGUSR1]) if self.signals else signal.SIGKILL, victims)
+        polite = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+        job.send(self.chance.choice(polite) if self.signals else signal.SIGKILL, victims)
         self.counts["kills"] += 1
         self.counts.update(f"in {name}" for name in doing)
         if len(victims) < job.world_size:

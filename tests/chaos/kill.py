@@ -3,7 +3,7 @@
     python tests/chaos/kill.py --kills 100 --seed 1
     python tests/chaos/kill.py --kills 20 --seed 1 --layout 1,2,1,1      tp, pp, dp, ZeRO stage
     python tests/chaos/kill.py --kills 20 --seed 1 --moving              every start in another layout
-    python tests/chaos/kill.py --kills 20 --seed 1 --signals             SIGTERM and SIGUSR1, which ask to save and stop
+    python tests/chaos/kill.py --kills 20 --seed 1 --signals             SIGTERM, SIGUSR1, SIGINT: save and stop
 
 Each case draws a configuration (cases.py), runs it once without interruption, and once with SIGKILL to one or all ranks
 at random moments, half of them aimed at a part of a save or of a start. After every kill each step that has its final
@@ -40,7 +40,7 @@ def main(arguments=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layout", type=lambda text: tuple(map(int, text.split(","))), metavar="TP,PP,DP,STAGE")
     parser.add_argument("--moving", action="store_true", help="draw another layout for every start")
-    parser.add_argument("--signals", action="store_true", help="SIGTERM and SIGUSR1 instead of SIGKILL")
+    parser.add_argument("--signals", action="store_true", help="SIGTERM, SIGUSR1 and SIGINT instead of SIGKILL")
     parser.add_argument("--iterations", type=int, default=40, help="length of a run")
     parser.add_argument("--case", type=int, default=0, help="number of the first case, to repeat one")
     options = parser.parse_args(arguments)

@@ -21,6 +21,7 @@ from moh_lm import pretrain
 from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
 from tests.distributed import run_ranks
+from tests.tokenizing import give_tokenizer
 from tests.tools.test_export import PAPER, make_weights, write_checkpoint
 from tests.training.test_training import arguments, rows, run
 from tools import evaluate, evaluate_prepare, export_hf
@@ -353,7 +354,7 @@ def flags(data_dir, tokenizer, prepared, tmp_path_factory):
     """Flags of a run whose data has the tokenizer of the tasks."""
     directory = tmp_path_factory.mktemp("data") / "data"
     shutil.copytree(data_dir, directory)
-    shutil.copyfile(tokenizer, directory / "tokenizer.model")
+    give_tokenizer(directory, tokenizer)
     changes = "--vocab-size 320 --seq-length 256 --batch-tokens 2K --train-iters 2 --eval-interval 1 --save-interval 1"
     return [*arguments(directory, "", *changes.split(), "--validation-fraction", "0.2", "--eval-tasks", str(prepared))]
 
