@@ -189,8 +189,8 @@ def buffer_bytes(text):
 
 
 @pytest.mark.parametrize("text, gpus", [(LLM_B, 8), (LLAMA3_8B, 64)])
-def test_the_tool_ranks_legal_layouts_that_fit(text, gpus):
-    command = [sys.executable, str(ROOT / "tools/plan.py"), "--gpus", str(gpus), "--json", *text.split()]
+def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, programs):
+    command = [programs / "python", str(ROOT / "tools/plan.py"), "--gpus", str(gpus), "--json", *text.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     plans = json.loads(done.stdout)["layouts"]

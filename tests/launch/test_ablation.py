@@ -78,7 +78,8 @@ def test_an_interval_is_wide_enough_for_its_number_of_seeds():
     assert ablation_report.interval([1.0]) == (1.0, math.inf)
 
 
-def test_runs_are_trained_once_and_a_failed_one_is_named(data_dir, tmp_path, capsys):
+def test_runs_are_trained_once_and_a_failed_one_is_named(data_dir, tmp_path, programs, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
     small = (
         f"--data-dir {data_dir} --variants dense moh-50-released --num-attention-heads 8 --train-iters 2 "
         "--num-layers 1 --hidden-size 32 --intermediate-size 32 --vocab-size 64 --seq-length 16 --batch-tokens 32 "

@@ -11,7 +11,7 @@ from moh_lm.checks import config_problems
 from moh_lm.config import Config
 from moh_lm.flags import parse_config
 from moh_lm.run.resume import contradictions
-from tests.launch.test_launch import ROOT, call_of_rank, free_port, run, script_arguments, trainer
+from tests.launch.test_launch import ROOT, call_of_rank, free_port, ready, run, script_arguments, trainer
 
 __all__ = ["trainer"]  # a fixture
 
@@ -50,9 +50,9 @@ def test_script_is_bash_and_python_and_keeps_its_exit_code(script, trainer, tmp_
 
 
 @pytest.mark.parametrize("start", ["bash", "torchrun --nproc-per-node 1 --master-port"], ids=["bash", "torchrun"])
-def test_deepspeed_through_bash_and_torchrun_start_a_script(start, trainer):
+def test_deepspeed_through_bash_and_torchrun_start_a_script(start, trainer, programs):
     command = [*start.split(), *([free_port()] if " " in start else []), ROOT / SCRIPTS[1], "--data-dir", "my data"]
-    code, output, _ = run(command, trainer)
+    code, output, _ = run(command, trainer, **ready(programs))
     assert code == 0, output
     assert call_of_rank(trainer, 0)["arguments"][-2:] == ["--data-dir", "my data"]
 

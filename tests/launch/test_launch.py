@@ -66,6 +66,11 @@ def run(command, directory, seconds=900, **variables):
     return process.returncode, output, process.pid
 
 
+def ready(programs):
+    """The variable PATH with these programs first."""
+    return {"PATH": f"{programs}{os.pathsep}{environment()['PATH']}"}
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -101,9 +106,9 @@ def test_a_rank_keeps_its_process_and_exit_code_down_to_the_trainer(script, trai
     assert call_of_rank(trainer, 0)["process"] == process
 
 
-def test_bash_starts_deepspeed_on_the_script_itself(trainer):
+def test_bash_starts_deepspeed_on_the_script_itself(trainer, programs):
     flags = ["--train-iters", "10", "--data-dir", "my data", "--exit-code", "2"]
-    code, output, _ = run(["bash", ROOT / SCRIPTS[1], *flags], trainer)
+    code, output, _ = run(["bash", ROOT / SCRIPTS[1], *flags], trainer, **ready(programs))
     assert code == 2, output
     assert call_of_rank(trainer, 0)["arguments"][-len(flags):] == flags
 
