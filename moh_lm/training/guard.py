@@ -4,7 +4,9 @@ A step is skipped if its loss or gradient norm is not finite, or so large that i
 bit of an exponent multiplies a number by up to 1e38), if it is a spike (and --on-spike says so), or if weights that
 several ranks hold were found to differ. All ranks take the decision together, before any of them changes a weight. A
 skipped step consumes its samples and its place in the learning rate schedule; the optimizer's state stays. Too many
-skipped steps in a window end the run: a later start goes on from the last checkpoint, whose state is finite.
+skipped steps in a window end the run: a later start goes on from the last checkpoint, whose state is finite. A master
+weight that cannot come from training ends it at once. It must be looked for: normalisation makes an activation of 1e36
+an ordinary one, so that the loss and the norm of a run that lost all it had learned stay ordinary too.
 """
 
 import math
@@ -31,6 +33,10 @@ class TooManySkips(BadNumbers):
 
 class Divergence(BadNumbers):
     """Copies of a weight differ for good."""
+
+
+class AbsurdWeight(BadNumbers):
+    """A master weight is not finite, or too large to come from training: only a checkpoint has it as it was."""
 
 
 class Guard:
@@ -69,6 +75,10 @@ class Guard:
             if factor and value > factor * usual:
                 found.append(f"{name} {value:.4g} is above --absurd-factor {factor:g} times {usual:.4g}")
         return found
+
+    def sound(self, weight):
+        """Whether the largest magnitude of a master weight can come from training."""
+        return math.isfinite(weight) and weight <= (self.settings.absurd_factor or math.inf)
 
     def spikes(self, loss, grad_norm):
         """Sentences for the values that are so many deviations above the mean of a full window."""
