@@ -65,14 +65,14 @@ class Guard:
         return code > SPIKE or (code == SPIKE and self.settings.on_spike == "skip")
 
     def absurdities(self, loss, grad_norm):
-        """Sentences for the values above ``absurd_factor`` times the median of the last good steps.
+        """Sentences for the finite values above ``absurd_factor`` times the median of the last good steps.
 
         A median below 1 counts as 1: a run that knows its data by heart has medians near 0.
         """
         factor, found = self.settings.absurd_factor, []
         for (name, window), value in zip(self.history.items(), (loss, grad_norm), strict=True):
             usual = max(1.0, statistics.median(window)) if window else 1.0
-            if factor and value > factor * usual:
+            if factor and factor * usual < value < math.inf:
                 found.append(f"{name} {value:.4g} is above --absurd-factor {factor:g} times {usual:.4g}")
         return found
 
