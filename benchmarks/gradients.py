@@ -47,8 +47,17 @@ LAYOUTS = {
     "tensor 2": "--tensor-parallel-size 2",
     "pipeline 2": "--pipeline-parallel-size 2",  # last: DeepSpeed keeps its grid
 }
-KINDS = ("embed_tokens", "layernorm", "model.norm", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
-KINDS += ("down_proj", "w_shared", "w_routed", "w_type", "lm_head")
+KINDS = {
+    "embedding": ("embed_tokens",),
+    "norms": ("norm",),
+    "queries, keys": ("q_proj", "k_proj"),
+    "values, outputs": ("v_proj", "o_proj"),
+    "MLP": ("mlp",),
+    "w_shared, w_type": ("w_shared", "w_type"),
+    "w_routed": ("w_routed",),
+    "output head": ("lm_head",),
+    "all": ("",),
+}
 
 
 def main():
@@ -166,12 +175,14 @@ class Bench:
 
 
 def table(columns):
+    """Lines of a table in Markdown."""
     titles = sorted(columns, key=lambda title: title[:4], reverse=True)
-    yield " ".join([f"{'':12}", *(f"{title:>18}" for title in titles)])
-    for kind in KINDS:
-        cells = [[value for name, value in columns[title].items() if kind in name] for title in titles]
-        shown = [f"{statistics.median(cell):.1e} {max(cell):.1e}" for cell in cells if cell]
-        yield " ".join([f"{kind:12}", *(f"{text:>18}" for text in shown)])
+    yield f"| | {' | '.join(titles)} |"
+    yield "|---" * (1 + len(titles)) + "|"
+    for kind, parts in KINDS.items():
+        of_kind = [[d for name, d in columns[title].items() if any(part in name for part in parts)] for title in titles]
+        cells = [f"{statistics.median(distances):.1e}, {max(distances):.1e}" for distances in of_kind]
+        yield f"| {kind} | {' | '.join(cells)} |".replace("e-0", "e-")
 
 
 def relative(got, expected):

@@ -286,7 +286,7 @@ class ReliabilityConfig:
     absurd_factor: float = option(
         1e6,
         "a step is skipped whose loss or gradient norm is above this many times the median of --spike-window good "
-        "steps, or above this if the median is less than 1; 0: none is",
+        "steps, or above this if the median is less than 1; a weight above this ends the run; 0: no limits",
     )
     spike_sigmas: float = option(
         0.0, "a loss or gradient norm so many standard deviations above the mean is a spike; 0: no spikes"

@@ -19,12 +19,11 @@ from deepspeed.utils import set_z3_leaf_modules
 
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
-from moh_lm.parallel.agreement import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding
 from moh_lm.training.deepspeed_config import deepspeed_config
-from moh_lm.training.guard import DIVERGENCE, Divergence, Guard
-from moh_lm.training.optimizer import Fragment, ShardedAdamW, make_adamw
+from moh_lm.training.guard import DIVERGENCE, AbsurdWeight, Divergence, Guard
+from moh_lm.training.optimizer import Fragment, ShardedAdamW, largest, make_adamw
 from moh_lm.training.replicas import replica_differences
 from moh_lm.training.step_sums import RouterSums, StepSums
 from moh_lm.training.verdict import StepVerdict
@@ -114,21 +113,21 @@ class Engine:
     def train_step(self, micro_batches, learning_rate, check_replicas=False):
         """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``.
 
-        check_replicas: compare the weights that several ranks hold. Raises Divergence where they cannot be mended.
+        check_replicas: compare the weights that several ranks hold. Raises Divergence where they cannot be mended, and
+        AbsurdWeight.
         """
         started = time.perf_counter()
         self.optimizer.set_learning_rate(learning_rate)
         self.sums = StepSums(self.num_sources, self.groups, self.device)
-        self.step_verdict = StepVerdict(self.sums, self.guard, self.compare_replicas if check_replicas else None)
+        compare = self.compare_replicas if check_replicas else None
+        self.step_verdict = StepVerdict(self.sums, self.guard, self.optimizer.largest_master, compare)
         self.step(micro_batches)
         examined = self.step_verdict.result()
         skipped = self.guard.skips(examined.code)
         if skipped:
             self.optimizer.drop_gradients()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
-        lasting = problems_of_all_ranks(self.compare_replicas()) if examined.code == DIVERGENCE else []
-        if lasting:
-            raise Divergence(f"{'; '.join(lasting)}; also in the fp32 masters")
+            self.refuse_lasting_faults(examined.code)
         routers = self.router_sums.take([batch.sources for batch in micro_batches], keep_shares=skipped)
         get_accelerator().synchronize()
         seconds = {
@@ -137,6 +136,24 @@ class Engine:
         }
         losses, mean, norm = self.sums.losses, examined.mean, examined.grad_norm
         return StepResult(losses, routers, mean, norm, examined.code, skipped, seconds)
+
+    def refuse_lasting_faults(self, code):
+        """Raise what is wrong with the masters themselves, after a step that was skipped with this ``code``."""
+        absurd = problems_of_all_ranks(self.absurd_weights())
+        if absurd:
+            raise AbsurdWeight("; ".join(absurd))
+        lasting = problems_of_all_ranks(self.compare_replicas()) if code == DIVERGENCE else []
+        if lasting:
+            raise Divergence(f"{'; '.join(lasting)}; also in the fp32 masters")
+
+    def absurd_weights(self):
+        """Sentences for the parameters whose master weights, of this rank, cannot come from training."""
+        sizes = [(fragment.name, largest(fragment.tensors["master"]).item()) for fragment in self.fragments()]
+        return [
+            f"{name} holds {size:.4g} in its fp32 master, which cannot come from training (--absurd-factor)"
+            for name, size in sizes
+            if not self.guard.sound(size)
+        ]
 
     def examine(self, norm, copies):
         """DeepSpeed's optimizer calls this with the gradient norm of the step; see ``StepVerdict.examine``."""

@@ -4,7 +4,9 @@ A step is skipped if its loss or gradient norm is not finite, or so large that i
 bit of an exponent multiplies a number by up to 1e38), if it is a spike (and --on-spike says so), or if weights that
 several ranks hold were found to differ. All ranks take the decision together, before any of them changes a weight. A
 skipped step consumes its samples and its place in the learning rate schedule; the optimizer's state stays. Too many
-skipped steps in a window end the run: a later start goes on from the last checkpoint, whose state is finite.
+skipped steps in a window end the run: a later start goes on from the last checkpoint, whose state is finite. A master
+weight that cannot come from training ends it at once. It must be looked for: normalisation makes an activation of 1e36
+an ordinary one, so that the loss and the norm of a run that lost all it had learned stay ordinary too.
 """
 
 import math
@@ -33,6 +35,10 @@ class Divergence(BadNumbers):
     """Copies of a weight differ for good."""
 
 
+class AbsurdWeight(BadNumbers):
+    """A master weight is not finite, or too large to come from training: only a checkpoint has it as it was."""
+
+
 class Guard:
     """The rule, and what it remembers: losses and gradient norms of the last good steps, and which steps were skipped.
 
@@ -59,16 +65,20 @@ class Guard:
         return code > SPIKE or (code == SPIKE and self.settings.on_spike == "skip")
 
     def absurdities(self, loss, grad_norm):
-        """Sentences for the values above ``absurd_factor`` times the median of the last good steps.
+        """Sentences for the finite values above ``absurd_factor`` times the median of the last good steps.
 
         A median below 1 counts as 1: a run that knows its data by heart has medians near 0.
         """
         factor, found = self.settings.absurd_factor, []
         for (name, window), value in zip(self.history.items(), (loss, grad_norm), strict=True):
             usual = max(1.0, statistics.median(window)) if window else 1.0
-            if factor and value > factor * usual:
+            if factor and factor * usual < value < math.inf:
                 found.append(f"{name} {value:.4g} is above --absurd-factor {factor:g} times {usual:.4g}")
         return found
+
+    def sound(self, weight):
+        """Whether the largest magnitude of a master weight can come from training."""
+        return math.isfinite(weight) and weight <= (self.settings.absurd_factor or math.inf)
 
     def spikes(self, loss, grad_norm):
         """Sentences for the values that are so many deviations above the mean of a full window."""

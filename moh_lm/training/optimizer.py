@@ -43,6 +43,11 @@ def make_adamw(parameters, settings):
     )
 
 
+def largest(tensor):
+    """Largest magnitude in ``tensor``, []; NaN if an element is. No copy of it is made."""
+    return torch.stack(tensor.detach().aminmax()).abs().max()
+
+
 class ShardedAdamW:
     """DeepSpeed's optimizer of ``zero_stage``; its Adam state exists from the start, so that it can always be saved.
 
@@ -68,6 +73,10 @@ class ShardedAdamW:
         if not self.whole_parameters:
             return self.optimizer.fp32_partitioned_groups_flat
         return [master for group in self.optimizer.param_groups for master in group["params"]]
+
+    def largest_master(self):
+        """Largest magnitude of a master weight of this rank, []; NaN if one is."""
+        return torch.stack([largest(master) for master in self.masters()]).max()
 
     def set_learning_rate(self, rate):
         for group in self.optimizer.param_groups:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moh_lm.training.guard import DIVERGENCE
+from moh_lm.training.guard import ABSURD, DIVERGENCE
 
 
 class NotExamined(RuntimeError):
@@ -35,13 +35,15 @@ class Examined(NamedTuple):
 class StepVerdict:
     """The verdict on one step; all ranks decide together.
 
-    sums: ``StepSums`` of the step. guard: the ``Guard`` of the run. compare_replicas: gives sentences for weights that
-    differ between ranks; None if they are not compared in this step.
+    sums: ``StepSums`` of the step. guard: the ``Guard`` of the run. largest_weight: gives the largest magnitude, [], of
+    this rank's master weights. compare_replicas: gives sentences for weights that differ between ranks; None if they
+    are not compared in this step.
     """
 
-    def __init__(self, sums, guard, compare_replicas=None):
+    def __init__(self, sums, guard, largest_weight, compare_replicas=None):
         self.sums = sums
         self.guard = guard
+        self.largest_weight = largest_weight
         self.compare_replicas = compare_replicas
         self.gradient_not_finite = []  # [b] bool of each micro-batch
         self.examined = None
@@ -60,11 +62,14 @@ class StepVerdict:
         if self.examined:
             raise NotExamined("DeepSpeed asked twice for the gradient norm of one step: its second update is unknown")
         losses = self.sums.reduce()
-        numbers = torch.cat((losses.sum(0), norm.to(losses).reshape(1)))
-        total, tokens, _, grad_norm = numbers.tolist()  # waits for the backward pass
+        scalars = torch.stack([norm.to(losses), self.largest_weight().to(losses)])
+        total, tokens, _, grad_norm, weight = torch.cat(
+            (losses.sum(0), scalars)
+        ).tolist()  # waits for the backward pass
         now = time.perf_counter()
         mean = total / tokens
         code = max(self.guard.judge(mean, value) for value in (grad_norm, *self.largest(copies)))
+        code = code if self.guard.sound(weight) else max(code, ABSURD)
         differences = self.compare_replicas() if self.compare_replicas else []
         code = max(code, DIVERGENCE) if differences else code
         shared = torch.tensor(code, dtype=torch.int32, device=losses.device)

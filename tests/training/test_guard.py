@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+import torch
 
 from moh_lm.config import ReliabilityConfig
 from moh_lm.training.guard import ABSURD, FINE, Guard
@@ -68,3 +69,20 @@ def test_an_absurd_gradient_changes_nothing_and_the_event_names_it(data_dir, tmp
     (event,) = events(tmp_path, "skipped")
     assert event["step"] == 4 and event["reason"] == "too large to come from training"
     assert event["details"][0].startswith("gradient norm 4e+30 is above --absurd-factor 1e+06 times 1")
+
+
+def flip_the_exponent_of_a_master(engine):
+    """Of the first element that this rank owns of some matrix: from a few hundredths to 1e36."""
+    owned = {fragment.name: fragment.tensors["master"] for fragment in engine.fragments()}
+    name = max(name for name in owned if name.endswith("up_proj.weight"))
+    owned[name].detach().view(torch.int32)[0] ^= 1 << 30
+
+
+@pytest.mark.parametrize("precision, zero, offload", [("fp32", 1, False), ("bf16", 2, True), ("bf16", 3, False)])
+def test_an_absurd_master_weight_ends_the_run_at_once_with_its_name(data_dir, tmp_path, precision, zero, offload):
+    more = ("--precision", precision, "--zero-stage", str(zero), "--offload-optimizer", str(offload))
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP, *more)
+    one, other = run_ranks(run_with, 2, flags, 5, flip_the_exponent_of_a_master)
+    assert one == other and one.startswith("step 5: model.layers.")
+    assert "up_proj.weight holds" in one and "in its fp32 master, which cannot come from training" in one
+    assert one.endswith(f"the last checkpoint is {tmp_path}/checkpoints/step-4")
