@@ -150,7 +150,7 @@ def multipliers(variants):
 
 def markdown(table, tuned):
     """The whole report. table: {size: {variant: {seed: run}}}. tuned: of ``tuning_losses``."""
-    lines = ["# Atlas", ""]
+    lines = ["# Atlas", "", *(summary(table) if table else ["Nothing is compared yet."]), ""]
     for size, variants in table.items():
         lines += [*size_section(size, variants), ""]
     lines += [
@@ -165,6 +165,19 @@ def markdown(table, tuned):
         *tuning_section(tuned),
     ]
     return "\n".join(lines) + "\n"
+
+
+def summary(table):
+    """Of each form and size, the difference to dense and the multiplier in tokens."""
+    found = {size: multipliers(variants) for size, variants in table.items()}
+    yield "| | " + " | ".join(f"{size}: to dense | tokens x" for size in table) + " |"
+    yield "|---" * (1 + 2 * len(table)) + "|"
+    for name in dict.fromkeys(name for variants in table.values() for name in variants if name not in LENGTHS):
+        cells = []
+        for size, variants in table.items():
+            cells.append(difference(variants.get(name, {}), variants.get(DENSE, {})))
+            cells.append(shown(found[size][name], 1) if name in found[size] else "")
+        yield f"| {name} | " + " | ".join(cells) + " |"
 
 
 def size_section(size, variants):
