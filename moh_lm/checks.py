@@ -16,7 +16,6 @@ from moh_lm.data.mixture import data_problems
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.rotary import NEEDS
 from moh_lm.model.routing import FORMS
-from moh_lm.training.schedule import decay_iters
 
 
 def config_problems(config, world_size):
@@ -171,7 +170,7 @@ def schedule_problems(config):
         return [] if optimizer.decay_iters is None else [f"{given}: --schedule cosine has no decay; choose wsd"]
     if train_iters is None or train_iters < 1:
         return []
-    decay = decay_iters(optimizer, train_iters)
+    decay = optimizer.decay(train_iters)
     most = train_iters - optimizer.warmup_iters
     if not 0 <= decay <= most:
         return [

@@ -218,6 +218,10 @@ class OptimizerConfig:
     adam_beta2: float = option(0.95, "decay of the second moment")
     gradient_clipping: float = option(1.0, "largest global gradient norm; 0 does not clip")
 
+    def decay(self, train_iters):
+        """Iterations of the decay of wsd."""
+        return math.ceil(train_iters / 10) if self.decay_iters is None else self.decay_iters
+
 
 @dataclass(frozen=True)
 class RunConfig:

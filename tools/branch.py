@@ -19,7 +19,6 @@ from pathlib import Path
 
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
-from moh_lm.training.schedule import decay_iters
 from tools.checkpoints.write import copy
 from tools.command import exit_code
 
@@ -53,7 +52,7 @@ def branch(arguments):
 def stable_steps(config):
     """The first and the last step after which the rate of a wsd run is its peak."""
     optimizer, train_iters = config.optimizer, config.run.train_iters
-    return optimizer.warmup_iters, train_iters - decay_iters(optimizer, train_iters)
+    return optimizer.warmup_iters, train_iters - optimizer.decay(train_iters)
 
 
 if __name__ == "__main__":

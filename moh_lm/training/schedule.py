@@ -29,12 +29,7 @@ def learning_rate(step, optimizer, train_iters):
         return low
     first, shape = optimizer.warmup_iters, "cosine"
     if optimizer.schedule == "wsd":
-        first, shape = train_iters - decay_iters(optimizer, train_iters), optimizer.decay_shape
+        first, shape = train_iters - optimizer.decay(train_iters), optimizer.decay_shape
     if step < first:
         return peak
     return low + (peak - low) * SHAPES[shape]((step - first) / (train_iters - first))
-
-
-def decay_iters(optimizer, train_iters):
-    """Iterations of the decay of wsd: a tenth of the run unless the configuration says otherwise."""
-    return math.ceil(train_iters / 10) if optimizer.decay_iters is None else optimizer.decay_iters
