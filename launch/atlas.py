@@ -20,7 +20,6 @@ import math
 import signal
 import sys
 import time
-from collections import Counter
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -39,6 +38,7 @@ from moh_lm.flags import parse_config
 MOST_RATES = 6  # tried for one form, if the best is always at the edge
 ENOUGH_TOKENS = 20_000_000  # of text; with less, larger sizes read it several times
 OVERHEAD = 1.1  # evaluations and the start of a run, over its training
+RECENT = 100  # intervals of the log that tell the speed: a machine may be busier on one day than on another
 PROBE_STEPS = 20  # of a first run of a size, which tells its speed
 
 
@@ -228,12 +228,13 @@ class Atlas:
                     sys.exit(f"the first steps of size {size.name} failed: see {directory}.log")
 
     def speed(self, size):
-        """The median over intervals of tokens per second; None if there is no run yet. Each run counts as dense."""
-        folders = [self.flags.out / "probes" / size.name]
-        folders += sorted((self.flags.out / "runs" / size.name).glob("*/rate-*/"))
-        rows = [row for folder in folders for row in metrics(folder)]
+        """Tokens per second, the median over the last intervals; None if there is no run yet. All count as dense."""
+        patterns = (f"probes/{size.name}/metrics.jsonl", f"runs/{size.name}/*/*/metrics.jsonl")
+        found = [path for pattern in patterns for path in self.flags.out.glob(pattern)]
+        newest_last = sorted(found, key=lambda path: path.stat().st_mtime)
+        rows = [row for path in newest_last for row in metrics(path.parent)]
         speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-        return median(speeds) if speeds else None
+        return median(speeds[-RECENT:]) if speeds else None
 
     def hours(self, trial, speed):
         """How long a run takes from where it is, about; FLOPs tell how much slower than the dense model it is."""
@@ -246,13 +247,13 @@ class Atlas:
 
     def describe_plan(self):
         """Print what is there, what fits into the hours, and what is left out."""
-        there, planned, left_out = Counter(), {}, {}
+        there, planned, left_out = 0, {}, {}
         free = [0.0] * self.flags.jobs  # when each job ends
         speeds = {size: self.speed(size) for size in SIZES}
         for trial in self.trials():
             cell = f"{trial.size.name} {trial.variant.name}" + (" (tuning)" if trial.seed == TUNING_SEED else "")
             if trial.factor is not None and self.run(trial).is_complete():
-                there[cell] += 1
+                there += 1
                 continue
             hours = self.hours(trial, speeds[trial.size])
             free.sort()
@@ -261,11 +262,13 @@ class Atlas:
                 free[0] += hours
             (planned if fits else left_out).setdefault(cell, []).append(hours)
         for title, cells in (("planned", planned), (f"left out of --hours {self.flags.hours:g}", left_out)):
+            if not cells:
+                continue
             total = sum(map(sum, cells.values()))
             print(f"{title}: {sum(map(len, cells.values()))} runs, {total:.1f} hours of one job")
             for cell, hours in cells.items():
                 print(f"    {cell:<28}{len(hours)} x {mean(hours):.2f} h")
-        print(f"complete already: {sum(there.values())} runs. Hours are estimated from the speeds seen up to now.")
+        print(f"complete already: {there} runs. Hours are estimated from the speeds seen up to now.")
 
 
 def tuning(losses, rates):
