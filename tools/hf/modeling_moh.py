@@ -497,18 +497,14 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         """input_ids [b, s] or inputs_embeds [b, s, d] -> last hidden state [b, s, d], cache, and what is asked for."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
+        config = self.config
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        output_router_gates = config.output_router_gates if output_router_gates is None else output_router_gates
+        output_router_logits = config.output_router_logits if output_router_logits is None else output_router_logits
+        use_cache = config.use_cache if use_cache is None else use_cache
         if output_attentions and self.config._attn_implementation != "eager":
             raise ValueError("output_attentions: load the model with attn_implementation='eager'")
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        if output_router_gates is None:
-            output_router_gates = self.config.output_router_gates
-        if output_router_logits is None:
-            output_router_logits = self.config.output_router_logits
-        if use_cache is None:
-            use_cache = self.config.use_cache
         recompute = self.gradient_checkpointing and self.training
         if use_cache and past_key_values is None and not recompute:  # a layer computed again would cache its keys twice
             past_key_values = DynamicCache()
@@ -571,12 +567,6 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def get_input_embeddings(self):
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value):
-        self.model.embed_tokens = value
 
     def get_output_embeddings(self):
         return self.lm_head
