@@ -97,6 +97,7 @@ def ready_python(directory):
 
 def main():
     python, listener = sys.argv[1:]
+    del sys.path[0]  # this folder, in which nobody is to find a module
     for name in IMPORTS:
         importlib.import_module(name)
     for finalizer in list(weakref.finalize._registry):
@@ -131,7 +132,7 @@ def end(function, *arguments):
 
 
 def serve(listener):
-    """Answer clients until standard input is closed. Returns in each child what its client asks for, see receive."""
+    """Answer clients until standard input is closed. Returns in each child what its client asks for: see receive."""
     selector = selectors.DefaultSelector()
     wake, ended = os.pipe()
     os.set_blocking(ended, False)
@@ -153,6 +154,9 @@ def serve(listener):
             elif key.fileobj == listener:
                 client, _ = listener.accept()
                 request = receive(client)
+                if not request:
+                    client.close()
+                    continue
                 child = os.fork()
                 if not child:
                     signal.set_wakeup_fd(-1)
@@ -172,11 +176,15 @@ def serve(listener):
 
 
 def receive(client):
-    """A client's (arguments, environment, directory, {its file descriptor: ours})."""
+    """A client's (arguments, environment, directory, {its file descriptor: ours}); None if it is gone."""
     size, files, _, _ = socket.recv_fds(client, 8, 250)
     request, size = b"", int.from_bytes(size, "little")
-    while len(request) < size:
-        request += client.recv(size - len(request))
+    while len(request) < size and (part := client.recv(size - len(request))):
+        request += part
+    if not request or len(request) < size:
+        for file in files:
+            os.close(file)
+        return None
     *request, names = ast.literal_eval(request.decode())
     return *request, dict(zip(names, files, strict=True))
 
@@ -218,14 +226,14 @@ def become(arguments, environment, directory, files):
     sys.modules["__main__"] = main_module = types.ModuleType("__main__")
     more = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if program == "-m":
-        sys.path[:1] = [os.getcwd(), *more]
+        sys.path[:0] = [os.getcwd(), *more]
         runpy._run_module_as_main(sys.argv[0])
     elif program == "-c":
-        sys.path[:1] = ["", *more]
+        sys.path[:0] = ["", *more]
         code, sys.argv[0] = sys.argv[0], "-c"
         exec(code, vars(main_module))
     else:
-        sys.path[:1] = [str(Path(program).resolve().parent), *more]
+        sys.path[:0] = [str(Path(program).resolve().parent), *more]
         sys.argv.insert(0, program)
         main_module.__file__ = program
         exec(compile(Path(program).read_bytes(), program, "exec"), vars(main_module))
