@@ -14,7 +14,6 @@ rename, so that half a step never looks like a step.
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -33,8 +32,9 @@ from moh_lm.checkpoint.directory import (
     remove_entry,
     remove_leftovers,
 )
-from moh_lm.checkpoint.fragments import address_of, write_safetensors
-from moh_lm.checkpoint.manifest import HashedFile, verify, write_manifest
+from moh_lm.checkpoint.fragments import address_of
+from moh_lm.checkpoint.manifest import verify, write_manifest
+from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
 from moh_lm.config import ConfigError
 from moh_lm.data.files import flush
 from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks, together
@@ -220,52 +220,6 @@ class Saver:
             self.removal.join()
 
 
-class Writing(threading.Thread):
-    """Writes one rank's files of a step; ``entries`` of the manifest, or ``problems``, when it has ended."""
-
-    def __init__(self, directory, tensors, addresses, texts, need, progress):
-        super().__init__(daemon=True)  # a run that dies does not wait for a checkpoint that cannot be completed
-        self.directory = directory
-        self.entries, self.problems = {}, []
-        self.work = (f"rank-{dist.get_rank()}.safetensors", tensors, addresses, texts, need, progress)
-        self.start()
-
-    def run(self):
-        name, tensors, addresses, texts, need, progress = self.work
-        try:
-            self.entries[name] = write_safetensors(
-                self.directory / name, tensors, {"fragments": addresses}, progress
-            )
-            for text_name, content in texts.items():
-                with HashedFile(self.directory / text_name) as file:
-                    file.write(content)
-                self.entries[text_name] = file.entry
-        except OSError as error:
-            self.problems.append(describe_failure(error, self.directory, need))
-        except Exception as error:  # whatever it is, the step must not count
-            self.problems.append(f"{self.directory / name}: {type(error).__name__}: {error}")
-
-
-def describe_failure(error, directory, need):
-    """A sentence with the file, the reason, and the sizes."""
-    reason, free = (error.strerror or str(error)).lower(), free_bytes(directory)
-    return (
-        f"{error.filename or directory}: {reason}: the checkpoint takes {need:,} bytes and {free:,} are left; "
-        "the partial one is removed"
-    )
-
-
-def rank_0_files(step, config, state, tokenizer):
-    """{name: content} of what is the same for all ranks."""
-    files = {
-        "config.json": (json.dumps(config.to_dict(), indent=1) + "\n").encode(),
-        "state.json": (json.dumps({"step": step, **state}, indent=1) + "\n").encode(),
-    }
-    if tokenizer is not None:
-        files["tokenizer.model"] = Path(tokenizer).read_bytes()
-    return files
-
-
 def not_finite(step, fragments):
     """A sentence if a tensor of the ``fragments`` holds NaN or infinity."""
     names = [f"{kind} of {fragment.name}" for fragment in fragments for kind in fragment.tensors]
@@ -290,14 +244,6 @@ def total_bytes(own_bytes):
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own_bytes)
     return sum(parts)
-
-
-def free_bytes(directory):
-    """Free bytes of the file system of ``directory``, which need not exist yet."""
-    path = Path(directory)
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
 
 
 def check_space(directory, fragments):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from moh_lm.checkpoint import fragments, manifest, saver
+from moh_lm.checkpoint import fragments, manifest, saver, writing
 from moh_lm.checkpoint.directory import list_steps, newest_model, outdated, remove_leftovers
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters, write_safetensors
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, describe, read_entries, verify
@@ -447,7 +447,7 @@ def save_with_a_broken_writer(directory):
     writer = Saver(directory, keep_last=1)
     writer.save(1, [fragment], Config(), {}, None)
     if dist.get_rank() == 1:
-        saver.write_safetensors = broken
+        writing.write_safetensors = broken
     with pytest.raises(CheckpointError, match="step-2.tmp/rank-1.safetensors: MemoryError"):
         writer.save(2, [fragment], Config(), {}, None)
 

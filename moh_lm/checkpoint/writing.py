@@ -1,0 +1,65 @@
+"""The files that one rank adds to a checkpoint, written by a thread while training may go on."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moh_lm.checkpoint.fragments import write_safetensors
+from moh_lm.checkpoint.manifest import HashedFile
+
+
+class Writing(threading.Thread):
+    """Writes one rank's files of a step; ``entries`` of the manifest, or ``problems``, when it has ended."""
+
+    def __init__(self, directory, tensors, addresses, texts, need, progress):
+        super().__init__(daemon=True)  # a run that dies does not wait for a checkpoint that cannot be completed
+        self.directory = directory
+        self.entries, self.problems = {}, []
+        self.work = (f"rank-{dist.get_rank()}.safetensors", tensors, addresses, texts, need, progress)
+        self.start()
+
+    def run(self):
+        name, tensors, addresses, texts, need, progress = self.work
+        try:
+            self.entries[name] = write_safetensors(
+                self.directory / name, tensors, {"fragments": addresses}, progress
+            )
+            for text_name, content in texts.items():
+                with HashedFile(self.directory / text_name) as file:
+                    file.write(content)
+                self.entries[text_name] = file.entry
+        except OSError as error:
+            self.problems.append(describe_failure(error, self.directory, need))
+        except Exception as error:  # whatever it is, the step must not count
+            self.problems.append(f"{self.directory / name}: {type(error).__name__}: {error}")
+
+
+def describe_failure(error, directory, need):
+    """A sentence with the file, the reason, and the sizes."""
+    reason, free = (error.strerror or str(error)).lower(), free_bytes(directory)
+    return (
+        f"{error.filename or directory}: {reason}: the checkpoint takes {need:,} bytes and {free:,} are left; "
+        "the partial one is removed"
+    )
+
+
+def rank_0_files(step, config, state, tokenizer):
+    """{name: content} of what is the same for all ranks."""
+    files = {
+        "config.json": (json.dumps(config.to_dict(), indent=1) + "\n").encode(),
+        "state.json": (json.dumps({"step": step, **state}, indent=1) + "\n").encode(),
+    }
+    if tokenizer is not None:
+        files["tokenizer.model"] = Path(tokenizer).read_bytes()
+    return files
+
+
+def free_bytes(directory):
+    """Free bytes of the file system of ``directory``, which need not exist yet."""
+    path = Path(directory)
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
