@@ -70,7 +70,7 @@ class RunLog:
             f"loss {row['loss']:.4f}",
             f"balance {row['load_balance_loss']:.4f}",
             f"lr {row['learning_rate']:.3e}",
-            f"grad norm {row['grad_norm']:.3f}",
+            f"grad norm {row['grad_norm']:.3f}" if row["grad_norm"] < 1e6 else f"grad norm {row['grad_norm']:.3g}",
             f"{row['tokens_per_second']:,.0f} tokens/s",
             f"MFU {mfu['dense']:.1%}" if mfu else "",
             f"skipped {row['skipped_steps']}" if row["skipped_steps"] else "",
