@@ -23,7 +23,7 @@ from moh_lm.data.files import ShardError, beside, publish
 from moh_lm.data.reader import open_shard, read_sidecar
 
 SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json|rejects\.jsonl)(?P<temporary>\.tmp-\d+)?")
-TEMPORARY = re.compile(r"(stdin|groups\.jsonl|manifest\.json|tokenizer\.model)\.tmp-\d+")
+TEMPORARY = re.compile(r"(stdin|groups\.jsonl|manifest\.json|tokenizer\.model|tokenizer(_config)?\.json)\.tmp-\d+")
 
 
 def writable_directory(path: str | Path) -> Path:

@@ -29,6 +29,7 @@ from data_prep.bpe_continuation import (
     typical,
 )
 from data_prep.encoding import Tokenizer
+from data_prep.hugging_face_model import HuggingFaceModel
 from data_prep.output import check_model_file
 from data_prep.tiktoken_extension import extended_ranks
 from data_prep.tiktoken_model import is_tiktoken
@@ -50,6 +51,8 @@ def main(arguments: list[str]) -> int:
     flags = read_flags(arguments)
     output = Path(flags.output)
     old = Tokenizer(flags.tokenizer)
+    if isinstance(old.model, HuggingFaceModel):
+        raise ConfigError([f"--tokenizer {flags.tokenizer}: of Hugging Face; give a SentencePiece model, or LLaMA-3's"])
     if flags.vocab_size and flags.vocab_size <= old.vocab_size:
         raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} has {old.vocab_size} already"])
     if old.vocab_size > MOST_TOKENS:

@@ -97,7 +97,8 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
     for name, source in sources.items():
         failures[name] += source.unreadable
     replaced = replaced_shards(output, sources, units, tokenizer)
-    publish(output / "tokenizer.model", Path(flags.tokenizer).read_bytes())
+    for name, file in tokenizer.files.items():
+        publish(output / name, file.read_bytes())
     for name in sources:
         (output / name).mkdir(exist_ok=True)
         record_groups(output / name, [unit for unit in units if unit.source == name])
@@ -142,7 +143,10 @@ def read_flags(arguments):
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece model")
+    add(
+        "--tokenizer", metavar="MODEL", required=True,
+        help="SentencePiece model, LLaMA-3's, or a directory with tokenizer.json and tokenizer_config.json",
+    )
     add(
         "--source", metavar="NAME=GLOB", action="append", default=[],
         help="a source and its files: JSON lines, parquet or plain text, also in gzip or zstandard; '-' is standard "

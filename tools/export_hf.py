@@ -38,7 +38,7 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
 from moh_lm.model.transformer import CausalLM
-from tools.hf import tiktoken_json
+from tools.hf import hugging_face_tokenizer, tiktoken_json
 from tools.hf.export_check import ExportError, check_export
 from tools.hf.model_card import model_card
 from tools.hf.tokenizer_json import read_model, special_ids, write_tokenizer
@@ -161,6 +161,8 @@ def write_export(step, config, dtype, max_shard_size, directory):
     special = {}
     if (step / "tokenizer.model").is_file():
         special = export_tokenizer(step / "tokenizer.model", directory, config.run.seq_length)
+    elif (step / "tokenizer.json").is_file():
+        special = hugging_face_tokenizer.write_tokenizer(step, directory, config.run.seq_length)
     write_json(directory / "config.json", hugging_face_config(config, dtype, special))
     ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
     if ids["pad_token_id"] is None:  # otherwise generate() takes EOS and says so every time

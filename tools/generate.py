@@ -31,6 +31,7 @@ from data_prep.encoding import Tokenizer
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config, ConfigError
+from moh_lm.data.shards import tokenizer_files
 from moh_lm.flags import Parser
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.kernels.decode import BACKENDS
@@ -104,7 +105,7 @@ def load(arguments, attention_backend="auto"):
         check_triton(arguments.device, config.head_dim)
     if attention_backend == "loops" and torch.device(arguments.device).type != "cpu":
         raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {arguments.device}; choose auto"])
-    tokenizer = Tokenizer(str(directory / "tokenizer.model"))
+    tokenizer = Tokenizer(str(next(iter(tokenizer_files(directory)), directory / "tokenizer.model")))
     with torch.device("meta"):
         model = CausalLM(config).to(DTYPES[arguments.dtype])
     model.to_empty(device=arguments.device)

@@ -26,6 +26,7 @@ from moh_lm.checkpoint.directory import STEP_NAME, discard, list_steps, outdated
 from moh_lm.checkpoint.fragments import address_of, write_safetensors
 from moh_lm.checkpoint.manifest import HashedFile, flush, verify, write_manifest
 from moh_lm.config import ConfigError
+from moh_lm.data.shards import tokenizer_files
 from moh_lm.parallel.agreement import from_rank_0, of_all_ranks
 
 FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
@@ -248,7 +249,7 @@ def rank_0_files(step, config, state, tokenizer):
         "state.json": (json.dumps({"step": step, **state}, indent=1) + "\n").encode(),
     }
     if tokenizer is not None:
-        files["tokenizer.model"] = Path(tokenizer).read_bytes()
+        files |= {path.name: path.read_bytes() for path in tokenizer_files(Path(tokenizer).parent)}
     return files
 
 

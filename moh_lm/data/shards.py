@@ -38,8 +38,14 @@ from moh_lm.data.files import (
 from moh_lm.data.index import DTYPES, DocumentStarts, index_bytes, token_code
 from moh_lm.data.reader import Shard, open_shard, opened, read_sidecar  # noqa: F401 (data_prep finds it here)
 
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")  # the first, or Hugging Face's two
 LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
 CUTS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # validation fractions known to the manifest
+
+
+def tokenizer_files(directory: str | Path) -> list[Path]:
+    """The files of the tokenizer in a data directory or a checkpoint, the tokenizer itself first."""
+    return [path for name in TOKENIZER_FILES if (path := Path(directory, name)).exists()]
 
 
 # --- Writing ---

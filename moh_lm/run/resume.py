@@ -14,6 +14,7 @@ from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, 
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import describe, read_json, read_manifest, verify
 from moh_lm.config import Config, ConfigError, walk
+from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.monitor.row import last_step
 from moh_lm.parallel.agreement import from_rank_0, of_all_ranks
 from moh_lm.run.launch import say
@@ -91,7 +92,8 @@ def changes(step, state, config, dataset):
         found += [f"{change} (--allow-data-change goes on all the same)" for change in dataset.changes(state["data"])]
     if state["consumed_samples"] != state["step"] * config.run.global_batch_size:
         found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {state['step']} steps")
-    written = read_manifest(step).get("tokenizer.model")
+    files = read_manifest(step)
+    written = next((files[name] for name in TOKENIZER_FILES if name in files), None)
     present = describe(dataset.tokenizer_path) if dataset.tokenizer_path else None
     if written != present and (written or state["step"]):  # an import need not have one
         was, now_is = (entry["sha256"][0][:12] if entry else "absent" for entry in (written, present))

@@ -22,6 +22,7 @@ from moh_lm.config import Config, HeadsConfig, ModelConfig, RunConfig
 from moh_lm.model.transformer import CausalLM
 from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
+from tests.tokenizing import hugging_face_tokenizer
 from tools import export_hf
 from tools.hf import export_check
 
@@ -340,6 +341,19 @@ def test_a_tokenizer_of_tiktoken_is_copied_and_converted(tmp_path, export):
     assert (tmp_path / "hf" / "tokenizer.model").read_text() == ranks
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == 257  # the second special token
+
+
+def test_a_tokenizer_of_hugging_face_is_exported_with_the_ids_that_the_model_was_trained_on(tmp_path, export):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = hugging_face_tokenizer(tmp_path / "hf-tokenizer", "bytes", pad_token="<unk>")
+    run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tokenizer / "tokenizer.json", False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of transformers" in printed
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [2, 2, 0]
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (tokenizer, tmp_path / "hf"))
+    text = "The quick </s> brown fox jumps over 12 lazy dogs"
+    assert after(text)["input_ids"] == before(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
 def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16(tmp_path, export):

@@ -26,9 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
-from sentencepiece import SentencePieceProcessor
 
-from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
+from data_prep.encoding import read_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
@@ -153,12 +152,12 @@ def main():
 
 
 def check_tokenizer(export):
-    """Exit with a message if the tokenizer gives other ids than SentencePiece or tiktoken."""
+    """Exit with a message if the tokenizer gives other ids than the library that the model was trained with."""
     if not (export / "tokenizer.json").is_file():
         return
     path = export / "tokenizer.model"
     try:
-        original = TiktokenModel(path) if is_tiktoken(path) else SentencePieceProcessor(model_file=str(path))
+        original = read_model(path if path.exists() else export)
     except ConfigError as error:  # the package is absent
         sys.exit(error.problems[0])
     converted = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
