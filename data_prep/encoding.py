@@ -85,6 +85,12 @@ class Tokenizer:
         }
         self.num_encoded = 0
 
+    @property
+    def identity(self) -> str:
+        """What names a unit of work: the file's hash, and the end-of-sequence id where another file tells it."""
+        digest = self.description["sha256"]
+        return f"{digest}, {self.eos_id}" if len(self.files) > 1 else digest
+
     @cached_property
     def cache(self) -> SegmentCache | None:
         """Made when the first text is encoded; None if the model allows none."""

@@ -88,7 +88,8 @@ def replaced_shards(
             sidecar = read_sidecar(path)
         except ShardError as error:
             raise ConfigError([f"--output {output}: {error}; move it away, or choose another directory"]) from error
-        used, given = sidecar["tokenizer"]["sha256"], tokenizer.description["sha256"]
+        both = sidecar["tokenizer"], tokenizer.description
+        used, given = (f"{facts['sha256']} with end-of-sequence id {facts['eos_id']}" for facts in both)
         if used != given:
             raise ConfigError([
                 f"--output {output}: source {source} was made with another tokenizer, SHA-256 {used}; --tokenizer has "

@@ -149,13 +149,13 @@ def read_flags(arguments):
     )
     add(
         "--source", metavar="NAME=GLOB", action="append", default=[],
-        help="a source and its files: JSON lines, parquet or plain text, also in gzip or zstandard; '-' is standard "
-        "input; may be repeated",
+        help="a source and its files: JSON lines, parquet, Arrow or plain text, also in gzip or zstandard; '-' is "
+        "standard input; may be repeated",
     )
     add(
         "--recognize", metavar="DIR", action="append", default=[],
-        help="a directory with files of RedPajama, SlimPajama, Dolma or the Pile, whose sources are named by their "
-        "content; may be repeated",
+        help="a directory with files of known corpora (docs/data.md), whose sources are named by their content; may be "
+        "repeated",
     )
     add("--only", metavar="NAME", nargs="+", default=[], help="of the sources that --recognize finds, these alone")
     add("--output", metavar="DIR", required=True, help="data directory; sources that it has already stay")
@@ -219,7 +219,7 @@ def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[s
 def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
     """The units of all sources. Raises ConfigError."""
     units = []
-    identity = {"tokenizer": tokenizer.description["sha256"], **vars(options)}
+    identity = {"tokenizer": tokenizer.identity, **vars(options)}
     for name, source in sources.items():
         source.arrange()
         units += divide(

@@ -285,6 +285,10 @@ def test_a_data_directory_keeps_the_tokenizer_of_hugging_face_that_made_it(tmp_p
     with redirect_stdout(io.StringIO()) as stdout:
         assert inspect_data.main([str(tmp_path / "out"), "--json", "--document", *(f"a:{n}" for n in range(7))]) == 0
     assert [document["text"] for document in json.loads(stdout.getvalue())["documents"]] == TEXTS
+    config = directory / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("</s>", "<s>"))
+    _, stderr = tokenize(directory, tmp_path / "out", f"a={tmp_path}/a.jsonl", no_shuffle=True, code=2)
+    assert "was made with another tokenizer" in stderr
     tokenize(tmp_path / "out", tmp_path / "again", f"a={tmp_path}/a.jsonl", no_shuffle=True)
     assert shards(tmp_path / "again", "a")[0].sidecar["bin"] == shard.sidecar["bin"]
 
