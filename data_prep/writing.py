@@ -2,8 +2,6 @@
 
     UNIT.bin, UNIT.idx, UNIT.json    the shard (moh_lm/data/shards.py); the sidecar counts what was dropped by reason
     UNIT.rejects.jsonl               the first bad records, if any: {"file", "offset", "reason", "excerpt"}
-
-Every document is encoded by itself and followed by the end-of-sequence token; there is no beginning-of-sequence token.
 """
 
 import hashlib

@@ -37,6 +37,7 @@ from moh_lm.checkpoint.fragments import address_of, write_safetensors
 from moh_lm.checkpoint.manifest import HashedFile, verify, write_manifest
 from moh_lm.config import ConfigError
 from moh_lm.data.files import flush
+from moh_lm.data.shards import tokenizer_files
 from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks, together
 
 FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
@@ -262,7 +263,7 @@ def rank_0_files(step, config, state, tokenizer):
         "state.json": (json.dumps({"step": step, **state}, indent=1) + "\n").encode(),
     }
     if tokenizer is not None:
-        files["tokenizer.model"] = Path(tokenizer).read_bytes()
+        files |= {path.name: path.read_bytes() for path in tokenizer_files(Path(tokenizer).parent)}
     return files
 
 
