@@ -226,6 +226,6 @@ def exporter(monkeypatch):
     """tools/export_hf.py in this process."""
     def call(checkpoint, output):
         arguments = ["--checkpoint", str(checkpoint), "--output", str(output)]
-        export_hf.export(export_hf.parse_arguments(arguments))
+        export_hf.export(arguments)
 
     return call
