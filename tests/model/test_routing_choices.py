@@ -23,7 +23,7 @@ from tests.monitor.test_monitoring import events_of
 from tests.tools.test_export import PAPER, write_checkpoint
 from tests.training.test_layouts import distance, state
 from tests.training.test_training import arguments, parameters, rows, run
-from tools import export_hf
+from tools import export_hf, import_hf
 from tools.hf.import_config import model_config
 
 HEADS = "--num-attention-heads 16 --num-key-value-heads 8 --head-dim 4"
@@ -208,9 +208,7 @@ def test_an_export_has_the_keys_its_card_the_words_and_an_import_the_model(tmp_p
     assert "| routing | released, whole key/value groups of 2, top-p 0.6 |" in card
     assert "| layer | shared groups | routed groups per token |" in card
     assert "| 0 | 1 | at most 1 of 1 | 50.0% | 40.0% | 60.0% |" in card
-    import_hf = pytest.importorskip("import_hf")
-    monkeypatch.setattr("sys.argv", ["import_hf.py", "--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")])
-    import_hf.main()
+    import_hf.run(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")])
     assert Config.load(find_step(tmp_path / "in") / "config.json").model == model
 
 
