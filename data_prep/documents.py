@@ -225,33 +225,32 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
 def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
     """The same of the record batches of an Arrow file; ``text_key`` None asks for no column."""
     with pyarrow.memory_map(piece.path) as file:
-        in_stream = file.read(len(END_OF_STREAM)) != ARROW_FILE
-        file.seek(piece.size - len(END_OF_STREAM))
-        if in_stream and file.read() != END_OF_STREAM:  # pyarrow takes a stream that is cut between batches
-            raise EOFError("the file is cut off")
-        file.seek(0)
-        reader = pyarrow.ipc.open_stream(file) if in_stream else pyarrow.ipc.open_file(file)
+        if file.read(len(ARROW_FILE)) == ARROW_FILE:
+            reader = pyarrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            file.seek(piece.size - len(END_OF_STREAM))
+            if file.read() != END_OF_STREAM:  # pyarrow takes a stream that is cut between batches
+                raise EOFError("the file is cut off")
+            file.seek(0)
+            batches = reader = pyarrow.ipc.open_stream(file)
         if text_key is not None:
             require_column(piece, text_key, reader.schema.names)
-        row, number = 0, 0 if in_stream else reader.num_record_batches
-        for batch in reader if in_stream else map(reader.get_batch, range(number)):
-            yield batch, row, file.tell() if in_stream else piece.size
+        row = 0
+        for batch in batches:
+            yield batch, row, file.tell()
             row += len(batch)
 
 
 def first_row(piece: Piece, text_key: str) -> dict | None:
-    """The first row of a table, without the text itself; None if there is no row."""
+    """The first row of a table, in parquet without the text itself; None if there is no row."""
     if piece.container == "arrow":
-        batches, names = (batch for batch, _, _ in arrow_batches(piece)), None
-    else:
-        file = pyarrow.parquet.ParquetFile(piece.path)
+        batch = next((batch for batch, _, _ in arrow_batches(piece) if len(batch)), None)
+        return batch.slice(0, 1).to_pylist()[0] if batch else None
+    with pyarrow.parquet.ParquetFile(piece.path) as file:
         names = file.schema_arrow.names
-        batches = file.iter_batches(1, columns=[name for name in names if name != text_key])
-    for batch in batches:
-        names = names or batch.schema.names
-        others = batch.select([name for name in batch.schema.names if name != text_key])
-        return {**dict.fromkeys(names), **others.slice(0, 1).to_pylist()[0]}
-    return None
+        batch = next(file.iter_batches(1, columns=[name for name in names if name != text_key]), None)
+        return {**dict.fromkeys(names), **batch.to_pylist()[0]} if batch else None
 
 
 def text_of_row(value, record, source):

@@ -1,13 +1,12 @@
-"""Text to token ids, with a SentencePiece model or LLaMA-3's.
+"""Text to token ids, with a SentencePiece model, LLaMA-3's, or a tokenizer of Hugging Face.
 
 Every document is encoded by itself and followed by the end-of-sequence token; there is no beginning-of-sequence token.
-Special tokens that are spelled out in a text stay text: neither engine turns them into control ids.
+Special tokens that are spelled out in a text stay text: no engine turns them into control ids.
 
 Where a model allows it, SentencePiece is asked only for what is not known yet (data_prep/segment_cache.py). One
 document in a thousand is then encoded by SentencePiece as well, and must come out the same.
 """
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +15,14 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
+from data_prep.hugging_face_model import HuggingFaceModel
 from data_prep.segment_cache import SegmentCache, segment_cache
 from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, sha256_of
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 
+OPTIONAL = TOKENIZER_FILES[-1]  # of the files of Hugging Face
 BATCH = 1 << 17  # characters of text that are encoded together
 CHECKED = 1000  # one document in so many is encoded twice, unless
 LONGEST_CHECKED = 1 << 20  # it has more characters: SentencePiece takes about 45 bytes of memory for each
@@ -34,14 +36,31 @@ class Options:
     shuffle: bool = True
 
 
-def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | TiktokenModel:
+def model_files(path: str | Path) -> dict[str, Path]:
+    """What is at ``path``, a file or a directory: name in a data directory -> file, the one with the pieces first."""
+    path = Path(path)
+    if path.is_dir():
+        path = next(iter(tokenizer_files(path)), path / TOKENIZER_FILES[1])
+    if path.suffix == ".json":
+        files = {name: path.with_name(name) for name in TOKENIZER_FILES[1:]}
+        return {name: file for name, file in files.items() if file.is_file() or name != OPTIONAL}
+    return {TOKENIZER_FILES[0]: path}
+
+
+def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | TiktokenModel | HuggingFaceModel:
     """Raises ConfigError if there is no model at ``path``."""
-    if not os.path.isfile(path):
-        raise ConfigError([f"--tokenizer {path}: no such file; give a SentencePiece model"])
-    if is_tiktoken(path):
-        return TiktokenModel(path)
+    if missing := [file for file in model_files(path).values() if not file.is_file()]:
+        raise ConfigError([
+            f"--tokenizer {path}: no such file as {missing[0]}; give a SentencePiece model, or a directory with one or "
+            "with tokenizer.json and tokenizer_config.json"
+        ])
+    model = next(iter(model_files(path).values()))
+    if model.suffix == ".json":
+        return HuggingFaceModel(model.parent)
+    if is_tiktoken(model):
+        return TiktokenModel(model)
     try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(path))
+        return sentencepiece.SentencePieceProcessor(model_file=str(model))
     except (RuntimeError, OSError) as error:
         raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error
 
@@ -51,6 +70,7 @@ class Tokenizer:
 
     def __init__(self, path: str):
         self.model = read_model(path)
+        self.files = model_files(path)
         plain = isinstance(self.model, sentencepiece.SentencePieceProcessor)
         engine = f"sentencepiece {sentencepiece.__version__}" if plain else self.model.engine
         self.vocab_size = self.model.vocab_size()
@@ -60,12 +80,18 @@ class Tokenizer:
                 f"--tokenizer {path}: has no end-of-sequence piece to separate documents; give a model with one"
             ])
         self.description = {
-            "sha256": sha256_of(path),
+            "sha256": sha256_of(next(iter(self.files.values()))),
             "vocab_size": self.vocab_size,
             "eos_id": self.eos_id,
             "engine": engine,
         }
         self.num_encoded = 0
+
+    @property
+    def identity(self) -> str:
+        """What names a unit of work: the file's hash, and the end-of-sequence id where another file tells it."""
+        digest = self.description["sha256"]
+        return f"{digest}, {self.eos_id}" if len(self.files) > 1 else digest
 
     @cached_property
     def cache(self) -> SegmentCache | None:

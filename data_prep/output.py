@@ -21,9 +21,11 @@ from data_prep.units import Unit
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, publish
 from moh_lm.data.reader import open_shard, read_sidecar
+from moh_lm.data.shards import TOKENIZER_FILES
 
 SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json|rejects\.jsonl)(?P<temporary>\.tmp-\d+)?")
-TEMPORARY = re.compile(r"(stdin|groups\.jsonl|manifest\.json|tokenizer\.model)\.tmp-\d+")
+FILES = "|".join(map(re.escape, ("stdin", "groups.jsonl", "manifest.json", *TOKENIZER_FILES)))
+TEMPORARY = re.compile(rf"({FILES})\.tmp-\d+")
 
 
 def writable_directory(path: str | Path) -> Path:
@@ -88,7 +90,8 @@ def replaced_shards(
             sidecar = read_sidecar(path)
         except ShardError as error:
             raise ConfigError([f"--output {output}: {error}; move it away, or choose another directory"]) from error
-        used, given = sidecar["tokenizer"]["sha256"], tokenizer.description["sha256"]
+        both = sidecar["tokenizer"], tokenizer.description
+        used, given = (f"{facts['sha256']} with end-of-sequence id {facts['eos_id']}" for facts in both)
         if used != given:
             raise ConfigError([
                 f"--output {output}: source {source} was made with another tokenizer, SHA-256 {used}; --tokenizer has "

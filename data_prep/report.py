@@ -78,6 +78,10 @@ def content_bytes(piece: Piece) -> float:
 
 
 def print_summary(sources: Iterable[str], finished: dict[Unit, dict]):
+    """A row for each source, and the files that are sound and hold nothing."""
+    full = {piece.origin for unit in finished if finished[unit]["documents"] for piece in unit.pieces if piece.size}
+    if empty := {piece.origin for unit in finished for piece in unit.pieces if not piece.source} - full:
+        print(f"no document is in {', '.join(shortened(sorted(empty)))}")
     rows = []
     for source in sources:
         sidecars = [sidecar for unit, sidecar in finished.items() if unit.source == source]

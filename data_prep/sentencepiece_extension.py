@@ -29,7 +29,9 @@ from data_prep.bpe_continuation import (
     typical,
 )
 from data_prep.encoding import Tokenizer
+from data_prep.hugging_face_model import HuggingFaceModel
 from data_prep.output import check_model_file
+from data_prep.report import table
 from data_prep.tiktoken_extension import extended_ranks
 from data_prep.tiktoken_model import is_tiktoken
 from data_prep.training_sample import add_sample_flags, read_sample, sample_sentences, sampled_units, size
@@ -50,6 +52,8 @@ def main(arguments: list[str]) -> int:
     flags = read_flags(arguments)
     output = Path(flags.output)
     old = Tokenizer(flags.tokenizer)
+    if isinstance(old.model, HuggingFaceModel):
+        raise ConfigError([f"--tokenizer {flags.tokenizer}: of Hugging Face; give a SentencePiece model, or LLaMA-3's"])
     if flags.vocab_size and flags.vocab_size <= old.vocab_size:
         raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} has {old.vocab_size} already"])
     if old.vocab_size > MOST_TOKENS:
@@ -72,10 +76,8 @@ def main(arguments: list[str]) -> int:
     publish(output, model)
     new = Tokenizer(str(output))
     print(f"wrote {output}: ids 0 to {old.vocab_size - 1:,} as before, {new.vocab_size - old.vocab_size:,} new ones")
-    print(f"{'text':8}{'bytes':>14}{'tokens before':>16}{'tokens after':>16}{'lines that change':>20}")
-    for name, kept in measured.items():
-        if kept:
-            print_change(name, kept, old, new)
+    changes = [[name, *change(lines, old, new)] for name, lines in measured.items() if lines]
+    print("\n".join(table(["text", "bytes", "tokens before", "tokens after", "lines that change"], changes)))
     return 0
 
 
@@ -99,11 +101,11 @@ def read_flags(arguments):
     return parser.parse_args(arguments)
 
 
-def print_change(name: str, lines: list[bytes], old: Tokenizer, new: Tokenizer):
+def change(lines: list[bytes], old: Tokenizer, new: Tokenizer) -> list:
     before, after = (list(tokenizer.encode_all(line.decode() for line in lines)) for tokenizer in (old, new))
     differ = sum(not np.array_equal(*pair) for pair in zip(before, after, strict=True))
     tokens = [sum(map(len, encoded)) - len(lines) for encoded in (before, after)]
-    print(f"{name:8}{sum(map(len, lines)):14,}{tokens[0]:16,}{tokens[1]:16,}{differ / len(lines):20.2%}")
+    return [sum(map(len, lines)), *tokens, f"{differ / len(lines):.2%}"]
 
 
 # --- SentencePiece models ---

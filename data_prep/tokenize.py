@@ -42,7 +42,7 @@ from data_prep.workers import run_units
 from data_prep.writing import too_many_bad
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
-from moh_lm.data.shards import write_manifest
+from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
 from moh_lm.flags import Parser
 
 
@@ -97,7 +97,11 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
     for name, source in sources.items():
         failures[name] += source.unreadable
     replaced = replaced_shards(output, sources, units, tokenizer)
-    publish(output / "tokenizer.model", Path(flags.tokenizer).read_bytes())
+    for name in TOKENIZER_FILES:
+        if name in tokenizer.files:
+            publish(output / name, tokenizer.files[name].read_bytes())
+        else:  # of shards that were removed
+            (output / name).unlink(missing_ok=True)
     for name in sources:
         (output / name).mkdir(exist_ok=True)
         record_groups(output / name, [unit for unit in units if unit.source == name])
@@ -142,16 +146,19 @@ def read_flags(arguments):
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece model")
+    add(
+        "--tokenizer", metavar="MODEL", required=True,
+        help="SentencePiece model, LLaMA-3's, tokenizer.json of Hugging Face, or a directory that has one of them",
+    )
     add(
         "--source", metavar="NAME=GLOB", action="append", default=[],
-        help="a source and its files: JSON lines, parquet or plain text, also in gzip or zstandard; '-' is standard "
-        "input; may be repeated",
+        help="a source and its files: JSON lines, parquet, Arrow or plain text, also in gzip or zstandard; '-' is "
+        "standard input; may be repeated",
     )
     add(
         "--recognize", metavar="DIR", action="append", default=[],
-        help="a directory with files of RedPajama, SlimPajama, Dolma or the Pile, whose sources are named by their "
-        "content; may be repeated",
+        help="a directory with files of known corpora (docs/data.md), whose sources are named by their content; may be "
+        "repeated",
     )
     add("--only", metavar="NAME", nargs="+", default=[], help="of the sources that --recognize finds, these alone")
     add("--output", metavar="DIR", required=True, help="data directory; sources that it has already stay")
@@ -215,7 +222,7 @@ def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[s
 def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
     """The units of all sources. Raises ConfigError."""
     units = []
-    identity = {"tokenizer": tokenizer.description["sha256"], **vars(options)}
+    identity = {"tokenizer": tokenizer.identity, **vars(options)}
     for name, source in sources.items():
         source.arrange()
         units += divide(

@@ -2,8 +2,6 @@
 
     UNIT.bin, UNIT.idx, UNIT.json    the shard (moh_lm/data/shards.py); the sidecar counts what was dropped by reason
     UNIT.rejects.jsonl               the first bad records, if any: {"file", "offset", "reason", "excerpt"}
-
-Every document is encoded by itself and followed by the end-of-sequence token; there is no beginning-of-sequence token.
 """
 
 import hashlib
@@ -96,7 +94,7 @@ def tokenize_unit(
         write_rejects(beside(prefix, ".rejects.jsonl"), account.rejects)
         problem = account.lost[0] if account.lost and max_bad_fraction is None else None
         if problem is None and (bad := too_many_bad(account.dropped, account.documents, max_bad_fraction)):
-            problem = f"{unit.pieces[0].path}: {bad}"
+            problem = f"{unit.pieces[0].origin}: {bad}"
         if problem:
             more = f"; so do {len(account.lost) - 1} other files" if len(account.lost) > 1 else ""
             raise InputError(f"{problem}{more}; the first bad records are in {prefix}.rejects.jsonl")
@@ -140,7 +138,7 @@ def encoded(unit, tokenizer, options, account, report) -> Iterator[np.ndarray]:
                     unreported[:] = [0, 0, 0]
             dropped, made = account.dropped - dropped_before, account.documents - documents_before
             if problem := nothing_read(dropped, made):
-                account.lost.append(f"{piece.path}: {problem}")
+                account.lost.append(f"{piece.origin}: {problem}")
 
     for ids in tokenizer.encode_all(texts()):
         unreported[2] += len(ids)

@@ -9,6 +9,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import pytest
 import sentencepiece
 
 from data_prep.tokenize import main
@@ -50,6 +51,42 @@ def train_model(directory, text=None, vocab_size=400):
     path = directory / "tokenizer.model"
     path.write_bytes(model.getvalue())
     return path
+
+
+def hugging_face_tokenizer(directory, kind, vocab_size=300, **config):
+    """The directory of a tokenizer that ``tokenizers`` has trained: as GPT-2's ("bytes"), LLaMA's ("words"), T5's.
+
+    As found in the wild it adds BOS to a text, cuts it and pads it: nothing of this may reach the shards.
+    """
+    tokenizers = pytest.importorskip("tokenizers")
+    special = ["<unk>", "<s>", "</s>"]
+    if kind == "bytes":
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+    else:
+        models, trainers = tokenizers.models, tokenizers.trainers
+        tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>") if kind == "words" else models.Unigram())
+        tokenizer.normalizer = tokenizers.normalizers.NFKC()
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+        tokenizer.decoder = tokenizers.decoders.Metaspace()
+        options = {"vocab_size": vocab_size, "special_tokens": special, "show_progress": False}
+        make = trainers.BpeTrainer if kind == "words" else trainers.UnigramTrainer
+        trainer = make(**options, unk_token="<unk>") if kind == "unigram" else make(**options)
+    tokenizer.train_from_iterator([text for text in TEXTS if "</s>" not in text] * 3, trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=7)
+    directory.mkdir(exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    eos = {"__type": "AddedToken", "content": "</s>", "special": True}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, **config}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
 
 
 def command(*arguments, interpreter=(), script="data_prep/tokenize.py"):

@@ -15,14 +15,13 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import contextlib
-import hashlib
 import json
 import tempfile
 from pathlib import Path
 
-from data_prep.encoding import Tokenizer
+from data_prep.encoding import Tokenizer, model_files
 from moh_lm.config import ConfigError
-from moh_lm.data.files import publish
+from moh_lm.data.files import publish, sha256_of
 from moh_lm.flags import Parser
 from tools.command import exit_code
 from tools.tasks.flags import add_task_flags, task_problems
@@ -38,7 +37,7 @@ def main():
 def parse_arguments(texts):
     parser = Parser(prog="evaluate_prepare.py", description="Questions for --eval-tasks.", allow_abbrev=False)
     add_task_flags(parser)
-    parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="tokenizer.model of the run")
+    parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="of the run: its data directory")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSON lines")
     arguments = parser.parse_args(texts)
     if problems := task_problems(arguments):
@@ -50,7 +49,7 @@ def prepare(texts):
     arguments = parse_arguments(texts)
     entries = entries_of(arguments.suite, arguments.tasks)
     encode = encoder(arguments.tokenizer)
-    header = {"tokenizer": hashlib.sha256(arguments.tokenizer.read_bytes()).hexdigest()}
+    header = {"tokenizer": sha256_of(next(iter(model_files(arguments.tokenizer).values())))}
     lines, counts = [json.dumps(header)], {}
     with tempfile.TemporaryDirectory() as scratch:
         manager = task_manager(entries, arguments.data, Path(scratch))

@@ -6,11 +6,11 @@
     config.json, generation_config.json     Llama's keys and those of configuration_moh.py
     model.safetensors                       or model-0000N-of-0000M.safetensors and model.safetensors.index.json
     configuration_moh.py, modeling_moh.py   the model as remote code
-    tokenizer.json, tokenizer_config.json   made from tokenizer.model, which is copied too
+    tokenizer.json, tokenizer_config.json   made from the tokenizer of the data; a tokenizer.model is copied too
     README.md                               model card
 
 A model with --head-selection all is an ordinary Llama: it has no remote code, and every program for Llama loads it. The
-export of an imported model without tokenizer.model has the tokenizer files of its source.
+export of an imported model whose data brought no tokenizer has the tokenizer files of its source.
 
 Parameters have their Hugging Face names in the trainer already. They are read one by one and written shard by shard,
 so that writing holds about one shard in memory; the check that follows holds the whole model in fp32. Everything is
@@ -40,13 +40,13 @@ from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
 from moh_lm.checkpoint.manifest import read_json, write_json
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config, ConfigError
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import Parser
 from moh_lm.model.transformer import INIT_STD, CausalLM
 from tools.command import exit_code
-from tools.hf import tiktoken_json
+from tools.hf import hugging_face_tokenizer, tiktoken_json
 from tools.hf.export_check import ExportError, check_export
 from tools.hf.export_files import plan_shards
-from tools.hf.import_step import TOKENIZER_FILES
 from tools.hf.keys import written
 from tools.hf.model_card import model_card
 from tools.hf.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
@@ -107,7 +107,7 @@ def export(texts):
         print(f"writing {step} as {arguments.dtype}", flush=True)
         parameters = write_export(step, config, DTYPES[arguments.dtype], arguments, temporary)
         print("checking the logits", flush=True)
-        checked = check_export(step, config, temporary)
+        checked = check_export(step, config, temporary, tokenizer_of_data(step))
         size = sum(path.stat().st_size for path in temporary.iterdir())
         publish(temporary, output)
     finally:
@@ -173,9 +173,9 @@ def publish(temporary, output):
 
 def write_export(step, config, dtype, arguments, directory):
     """Write every file of the export; returns the number of parameters."""
-    state = read_json(step / "state.json")
-    if (step / "tokenizer.model").is_file():
-        special = export_tokenizer(step / "tokenizer.model", directory, config.run.seq_length)
+    state, tokenizer = read_json(step / "state.json"), tokenizer_of_data(step)
+    if tokenizer:
+        special = export_tokenizer(tokenizer, directory, config.run.seq_length)
     else:
         special = copy_tokenizer(step, state, directory)
     write_json(directory / "config.json", hugging_face_config(config, dtype, special))
@@ -187,8 +187,7 @@ def write_export(step, config, dtype, arguments, directory):
     for name in () if is_llama(config.model) else REMOTE_CODE:
         shutil.copyfile(HF / name, directory / name)
     parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory)
-    own_tokenizer = (step / "tokenizer.model").is_file()
-    card = model_card(step, config, state, dtype, parameters, own_tokenizer, arguments.license, arguments.base_model)
+    card = model_card(step, config, state, dtype, parameters, bool(tokenizer), arguments.license, arguments.base_model)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return parameters
 
@@ -197,22 +196,29 @@ def is_llama(model):
     return model.heads.head_selection == "all"
 
 
+def tokenizer_of_data(step):
+    """Path of the tokenizer that the data of ``step`` were made with; None if it has none, or only its source's."""
+    path = next(iter(tokenizer_files(step)), None)
+    of_source = path and path.name != TOKENIZER_FILES[0] and read_json(step / "state.json")["step"] == 0
+    return None if of_source else path
+
+
 def copy_tokenizer(step, state, directory):
     """Copy what an import has kept of its source's tokenizer, in the step or in step 0; returns its special ids."""
-    special = state.get("imported", {}).get("token_ids", {})
-    place = next((place for place in (step, step.with_name("step-0")) if (place / "tokenizer.json").is_file()), None)
-    if place is None:
-        return special
-    for name in TOKENIZER_FILES:
-        if (place / name).is_file():
-            shutil.copyfile(place / name, directory / name)
+    special, place = state.get("imported", {}).get("token_ids", {}), step
+    if not tokenizer_files(step):
+        place = step.with_name("step-0")
+    for path in tokenizer_files(place):
+        shutil.copyfile(path, directory / path.name)
     named = named_ids(place) if (place / "tokenizer_config.json").is_file() else {}
     return named | {name: index for name, index in special.items() if index is not None}
 
 
 def export_tokenizer(model, directory, max_length):
-    """Copy and convert a SentencePiece ``model``; returns the ids of its special tokens."""
-    shutil.copyfile(model, directory / "tokenizer.model")
+    """Convert the tokenizer ``model``, and copy a tokenizer.model; returns the ids of its special tokens."""
+    if model.name != TOKENIZER_FILES[0]:
+        return hugging_face_tokenizer.write_tokenizer(model.parent, directory, max_length)
+    shutil.copyfile(model, directory / model.name)
     if is_tiktoken(model):
         tiktoken_json.write_tokenizer(model, directory, max_length)
         return tiktoken_json.special_ids(model)

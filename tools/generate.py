@@ -105,7 +105,7 @@ def load(arguments, attention_backend="auto"):
         check_triton(arguments.device, config.head_dim)
     if attention_backend == "loops" and torch.device(arguments.device).type != "cpu":
         raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {arguments.device}; choose auto"])
-    tokenizer = Tokenizer(str(directory / "tokenizer.model"))
+    tokenizer = Tokenizer(str(directory))
     with torch.device("meta"):
         model = CausalLM(config).to(DTYPES[arguments.dtype])
     model.to_empty(device=arguments.device)

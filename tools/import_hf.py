@@ -35,12 +35,13 @@ from tqdm import tqdm
 from moh_lm.checkpoint.manifest import describe, read_json
 from moh_lm.config import Config, ConfigError, HeadsConfig, RunConfig, flag
 from moh_lm.cost.summary import describe_model
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import Parser, is_list, placeholder, read_value
 from moh_lm.quantities import quantity
 from tools.command import exit_code
 from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.import_config import model_config, own_heads, read_config
-from tools.hf.import_step import TOKENIZER_FILES, output_problems, write_step
+from tools.hf.import_step import output_problems, write_step
 from tools.hf.import_vocabulary import NewRows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
 
@@ -181,16 +182,16 @@ def find_sample(arguments, vocab_size, length, tokenizer):
 def find_tokenizers(arguments, vocab_size):
     """(path of the model's tokenizer, path of that of the data to come, {name: bytes} of files for the step).
 
-    Without a tokenizer.model the paths are None, and the files are those of the model's tokenizer in Hugging Face form.
+    A model without tokenizer.model has no path of its own, and its tokenizer in Hugging Face form is kept unread.
     """
-    places = [arguments.model / "tokenizer.model", arguments.model / "original" / "tokenizer.model"]
+    places = [arguments.model / TOKENIZER_FILES[0], arguments.model / "original" / TOKENIZER_FILES[0]]
     old = arguments.old_tokenizer or next((path for path in places if path.is_file()), None)
     new = arguments.tokenizer or (None if arguments.extend_vocab else old)
     named = "--tokenizer" if arguments.tokenizer else "tokenizer of the model,"
     if new:
-        return old, new, {"tokenizer.model": read_tokenizer(new, vocab_size, named)}
-    kept = [arguments.model / name for name in TOKENIZER_FILES] if not arguments.extend_vocab else []
-    return old, new, {path.name: path.read_bytes() for path in kept if path.is_file()}
+        return old, new, read_tokenizer(new, vocab_size, named)
+    kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
+    return old, new, {path.name: path.read_bytes() for path in kept}
 
 
 def token_ids(directory, values):

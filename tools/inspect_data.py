@@ -31,6 +31,7 @@ from data_prep.report import table
 from moh_lm.config import Config, ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
+from moh_lm.data.shards import tokenizer_files
 from moh_lm.flags import Parser, parse_config
 from tools.command import exit_code
 from tools.shards.directory import open_directory, sum_of, summarize, verify
@@ -65,8 +66,7 @@ def parse_arguments(texts):
     parser.add_argument("--sample", metavar="N", type=int, nargs="+", help="samples of a run, from 0 on, decoded")
     parser.add_argument("--state", metavar="FILE", help="state.json of a checkpoint: samples as its run read them")
     parser.add_argument("--document", metavar="SOURCE:N", nargs="+", help="documents of a source, from 0 on, decoded")
-    parser.add_argument("--tokenizer", metavar="MODEL", help="SentencePiece model, or LLaMA-3's (default: "
-                        "DIR/tokenizer.model)")  # fmt: skip
+    parser.add_argument("--tokenizer", metavar="MODEL", help="as for data_prep/tokenize.py (default: DIR's)")
     parser.add_argument("--verify", action="store_true", help="compare every file with its checksums")
     parser.add_argument("--json", action="store_true", help="everything, as one JSON object")
     arguments, flags = parser.parse_known_args(texts)
@@ -135,9 +135,8 @@ def sampled_dataset(config, given):
 
 def decoder(arguments):
     """A function from token ids to text; without a tokenizer the ids themselves are written."""
-    default = Path(arguments.directory) / "tokenizer.model"
-    path = Path(arguments.tokenizer) if arguments.tokenizer else default
-    if not path.exists() and not arguments.tokenizer:
+    path = arguments.tokenizer or next(iter(tokenizer_files(arguments.directory)), None)
+    if path is None:
         return lambda ids: " ".join(map(str, ids))
     model = read_model(path)
     return lambda ids: model.decode([token for token in ids if token < model.vocab_size()])

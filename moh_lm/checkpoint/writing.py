@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint.fragments import write_safetensors
 from moh_lm.checkpoint.manifest import HashedFile
+from moh_lm.data.shards import tokenizer_files
 
 
 class Writing(threading.Thread):
@@ -53,7 +54,7 @@ def rank_0_files(step, config, state, tokenizer):
         "state.json": (json.dumps({"step": step, **state}, indent=1) + "\n").encode(),
     }
     if tokenizer is not None:
-        files["tokenizer.model"] = Path(tokenizer).read_bytes()
+        files |= {path.name: path.read_bytes() for path in tokenizer_files(Path(tokenizer).parent)}
     return files
 
 

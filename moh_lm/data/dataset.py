@@ -19,7 +19,7 @@ import numpy as np
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.mixture import Mixture, Permutation, data_problems, integer_weights
 from moh_lm.data.segments import changes, next_segments
-from moh_lm.data.shards import OpenedSource, Shard, ShardError, open_source, read_manifest
+from moh_lm.data.shards import OpenedSource, Shard, ShardError, open_source, read_manifest, tokenizer_files
 
 
 class Stream:
@@ -121,8 +121,7 @@ class Dataset:
         self.data = data
         self.notes = notes
         self.segments = segments or next_segments([], self.fingerprint(), 0)
-        path = Path(data.data_dir) / "tokenizer.model"
-        self.tokenizer_path = path if path.exists() else None
+        self.tokenizer_path = next(iter(tokenizer_files(data.data_dir)), None)
 
     @classmethod
     def open(cls, data: DataConfig, *, seq_length: int, seed: int, vocab_size: int) -> "Dataset":

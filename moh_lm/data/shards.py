@@ -10,7 +10,7 @@ A shard is the two files of Megatron-LM's IndexedDataset, byte for byte, and a J
 The sidecar is written last: a shard without one is unfinished. A data directory holds a directory of shards for each
 source, a manifest and the tokenizer:
 
-    DATA_DIR/SOURCE/UNIT.{bin,idx,json}    DATA_DIR/manifest.json    DATA_DIR/tokenizer.model
+    DATA_DIR/SOURCE/UNIT.{bin,idx,json}    DATA_DIR/manifest.json    DATA_DIR/tokenizer.model, or TOKENIZER_FILES[1:]
 
 The manifest holds what a run has to know of each shard before it starts, so that a start looks at the sizes of files
 only. The first read of a shard compares its files with their sidecar, and the sidecar with the manifest.
@@ -48,8 +48,18 @@ UNIT = {
     "content": str, "bytes": dict, "cuts": list,
 }  # fmt: skip
 NAMES = {np.dtype(code).name for code in DTYPES.values()}
+# A tokenizer is the first of these (SentencePiece's, LLaMA-3's), or the others (Hugging Face's; the last is optional).
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 LONGEST_DOCUMENT = 2**31 - 1  # lengths are int32
 CUTS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # validation fractions known to the manifest
+
+
+def tokenizer_files(directory: str | Path) -> list[Path]:
+    """The files of the tokenizer in a directory: of data, a checkpoint or a model. The one with the pieces is first."""
+    model, *hugging_face = (Path(directory, name) for name in TOKENIZER_FILES)
+    if model.exists():
+        return [model]
+    return [path for path in hugging_face if path.exists()] if hugging_face[0].exists() else []
 
 
 # --- Writing ---
@@ -190,16 +200,15 @@ def read_manifest(data_dir: str | Path) -> dict:
                 raise ShardError(f"{path}: is damaged: dtype or cuts of {name}/{unit}; {REMEDY}")
     if manifest["sources"]:
         check_facts(path, manifest["tokenizer"], {"sha256": str, "vocab_size": int}, "tokenizer ")
-        check_tokenizer(path.with_name("tokenizer.model"), manifest["tokenizer"]["sha256"])
+        for tokenizer in tokenizer_files(data_dir)[:1]:
+            check_tokenizer(tokenizer, manifest["tokenizer"]["sha256"])
     return manifest
 
 
 def check_tokenizer(path: Path, recorded: str):
-    """Raise ShardError if the tokenizer at ``path`` is there and does not have the SHA-256 ``recorded``."""
+    """Raise ShardError unless the tokenizer at ``path`` has the SHA-256 ``recorded``."""
     try:
         found = sha256_of(path)
-    except FileNotFoundError:
-        return
     except OSError as error:
         raise ShardError(f"{path}: {error.strerror}") from error
     if found != recorded:

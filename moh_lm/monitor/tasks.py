@@ -2,7 +2,7 @@
 
 ``tools/evaluate_prepare.py`` writes the tasks once, with the harness's own prompts, as JSON lines:
 
-    {"tokenizer": SHA-256 of tokenizer.model}                                                     the first line
+    {"tokenizer": SHA-256 of tokenizer.model or tokenizer.json}                                   the first line
     {"task": name, "gold": index, "choices": [[context ids, continuation ids, characters], ...]}  one line per question
 
 The score of a choice is the log-likelihood of its continuation after its context. ``acc`` is the share of questions

@@ -16,6 +16,7 @@ from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
 from moh_lm.config import Config, ConfigError, walk
 from moh_lm.data.files import read_json
+from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.monitor.boards import first_drawn
 from moh_lm.monitor.row import last_step
 from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks, together
@@ -75,15 +76,28 @@ def refuse_changes(step, saved, before, config, dataset):
         found += [f"{change} (--allow-data-change goes on all the same)" for change in dataset.changes(saved["data"])]
     if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:
         found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {saved['step']} steps")
-    written = read_entries(step).get("tokenizer.model")
-    present = describe(dataset.tokenizer_path) if dataset.tokenizer_path else None
-    if written != present and (written or saved["step"]):  # an import need not have one
-        was, now_is = (entry["sha256"][0][:12] if entry else "absent" for entry in (written, present))
-        found.append(f"the tokenizer was {was} and is {now_is} (SHA-256): {dataset.tokenizer_path}")
+    found += tokenizer_changes(step, saved, dataset.tokenizer_path)
     if found:
         raise ConfigError(
             [f"cannot go on from {step}: {text}; restore it, or choose a new --checkpoint-dir" for text in found]
         )
+
+
+def tokenizer_changes(step, saved, path):
+    """A sentence if the tokenizer of the data, at ``path`` or None, is not that of ``step``.
+
+    A step of a run has the one of its data. An import has none, or the one that the data must have been made with, or
+    its source's tokenizer.json, which says nothing about data that were made with a tokenizer.model.
+    """
+    files = read_entries(step)
+    name = next((name for name in TOKENIZER_FILES if name in files), None)
+    written, present = files.get(name), describe(path) if path else None
+    must_agree = saved["step"] or name == TOKENIZER_FILES[0] or (path and path.name == name)
+    if written == present or not must_agree:
+        return []
+    was, now_is = (entry["sha256"][0][:12] if entry else "absent" for entry in (written, present))
+    hint = f" (tools/import_hf.py --tokenizer {path.parent} is for these data)" if path and not saved["step"] else ""
+    return [f"the tokenizer was {was} and is {now_is} (SHA-256): {path}{hint}"]
 
 
 def model_changes(before, now, model):

@@ -235,6 +235,11 @@ def test_the_tokenizer_of_the_directory_is_found(tmp_path):
     make_directory(tmp_path / "own", {"a": [[100]]}, sha256=hashlib.sha256().hexdigest())
     tokenizer.rename(tmp_path / "own" / "tokenizer.model")
     assert open_dataset(tmp_path / "own").tokenizer_path == tmp_path / "own" / "tokenizer.model"
+    (tmp_path / "own" / "tokenizer.model").rename(tmp_path / "own" / "tokenizer.json")  # of Hugging Face
+    assert open_dataset(tmp_path / "own").tokenizer_path == tmp_path / "own" / "tokenizer.json"
+    (tmp_path / "own" / "tokenizer.json").write_text("{}")
+    (problem,) = problems_of(tmp_path / "own")
+    assert "tokenizer.json: is not the tokenizer of the shards" in problem
 
 
 def test_a_directory_that_is_absent_or_unfinished_is_refused_in_one_line(tmp_path):

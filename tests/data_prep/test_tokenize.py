@@ -313,7 +313,9 @@ def test_a_file_of_which_nothing_can_be_read_fails_by_name_however_few_its_recor
         (tmp_path / "in" / name).write_bytes(data)
     (tmp_path / "in/sound.txt").write_text("sound")
     (tmp_path / "in/empty.txt").touch()
-    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*", code=1)
+    (tmp_path / "in/blank.jsonl").write_text("\n\n")
+    stdout, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*", code=1)
+    assert f"no document is in {tmp_path}/in/blank.jsonl, {tmp_path}/in/empty.txt\n" in stdout
     for name, (_, reasons) in lost.items():
         assert f"{tmp_path}/in/{name}: holds no document ({reasons})" in stderr
     assert stderr.count("failed: ") == len(lost)
@@ -321,7 +323,8 @@ def test_a_file_of_which_nothing_can_be_read_fails_by_name_however_few_its_recor
     monkeypatch.setattr(units_module, "MANY", 2)  # in a shard with others too
     _, stderr = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", code=1)
     assert f"{tmp_path}/in/latin-1.txt: holds no document (1 bad UTF-8)" in stderr
-    tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", max_bad_fraction=0.5)
+    stdout, _ = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", max_bad_fraction=0.5)
+    assert f"no document is in {tmp_path}/in/empty.txt\n" in stdout
     assert decoded(tmp_path / "grouped", "a", model) == ["sound"]
 
 

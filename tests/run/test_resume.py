@@ -4,6 +4,7 @@ import errno
 import json
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,7 +15,7 @@ from moh_lm.config import Config, ConfigError
 from moh_lm.monitor.boards import Boards
 from moh_lm.monitor.journal import Journal
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.run.resume import sound_step, trace_of_checkpoints
+from moh_lm.run.resume import sound_step, tokenizer_changes, trace_of_checkpoints
 from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
 
@@ -98,3 +99,35 @@ def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_
     (path,) = (tmp_path / "tensorboard").iterdir()
     path.write_bytes(path.read_bytes()[:-9])  # a crash has cut off the only row
     assert trace_of_checkpoints(checkpoints, journal) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "of_step", "of_data", "same", "goes_on"),
+    [
+        (5, "tokenizer.json", "tokenizer.json", True, True),
+        (5, "tokenizer.json", "tokenizer.json", False, False),
+        (5, "tokenizer.json", "tokenizer.model", False, False),
+        (5, "tokenizer.model", None, False, False),
+        (5, None, "tokenizer.json", False, False),
+        (0, None, "tokenizer.json", False, True),
+        (0, "tokenizer.model", "tokenizer.json", False, False),
+        (0, "tokenizer.json", "tokenizer.model", False, True),  # it is the source's
+        (0, "tokenizer.json", "tokenizer.json", True, True),
+        (0, "tokenizer.json", "tokenizer.json", False, False),
+        (0, "tokenizer.json", None, False, True),
+    ],
+)
+def test_a_run_goes_on_with_the_tokenizer_of_its_step_alone(tmp_path, number, of_step, of_data, same, goes_on):
+    data = tmp_path / "data"
+    data.mkdir()
+    entries = {"state.json": {"bytes": 0, "sha256": []}}
+    for directory, name, content in ((tmp_path, of_step, "a"), (data, of_data, "a" if same else "b")):
+        if name:
+            (directory / name).write_text(content)
+            (directory / "tokenizer_config.json").write_text("{}")
+    for path in tmp_path.glob("tokenizer*"):
+        entries[path.name] = manifest.describe(path)
+    manifest.write_manifest(tmp_path, entries)
+    found = tokenizer_changes(tmp_path, {"step": number}, data / of_data if of_data else None)
+    assert len(found) == (0 if goes_on else 1)
+    assert all(f"--tokenizer {data} " in sentence for sentence in found) == (number == 0 or goes_on)

@@ -22,6 +22,7 @@ from moh_lm.config import Config, HeadsConfig, ModelConfig, RunConfig
 from moh_lm.model.transformer import CausalLM
 from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
+from tests.tokenizing import hugging_face_tokenizer
 from tools import export_hf
 from tools.hf import export_check
 
@@ -396,6 +397,19 @@ def test_fp16_is_exact_rounding_and_refused_where_a_weight_overflows(run, tmp_pa
     monkeypatch.setattr(export_hf, "full_parameters", scaled)
     code, _, errors = export("--checkpoint", run, "--output", tmp_path / "large", "--dtype", "float16")
     assert code == 1 and "which torch.float16 cannot hold" in errors and not (tmp_path / "large").exists()
+
+
+def test_a_tokenizer_of_hugging_face_is_exported_with_the_ids_that_the_model_was_trained_on(tmp_path, export):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = hugging_face_tokenizer(tmp_path / "hf-tokenizer", "bytes", pad_token="<unk>")
+    run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tokenizer / "tokenizer.json", False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of transformers" in printed
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [2, 2, 0]
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (tokenizer, tmp_path / "hf"))
+    text = "The quick </s> brown fox jumps over 12 lazy dogs"
+    assert after(text)["input_ids"] == before(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
 def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16(tmp_path, export):

@@ -26,6 +26,7 @@ from moh_lm.flags import parse_config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.run.resume import contradictions
 from tests.distributed import run_ranks
+from tests.tokenizing import hugging_face_tokenizer
 from tests.training.test_training import losses, rows, run
 from tools import import_hf
 from tools.hf import export_check, import_step, import_weights
@@ -439,6 +440,18 @@ def test_without_a_tokenizer_model_the_tokenizer_of_the_source_is_exported(impor
         values = json.loads((tmp_path / "out" / name).read_text())
         assert [values[f"{key}_token_id"] for key in ("bos", "eos", "pad")] == [1, [2, 3], 5]
     assert "adds neither" not in (tmp_path / "out" / "README.md").read_text() and "no tokenizer:" not in printed
+
+
+def test_a_tokenizer_of_hugging_face_can_be_that_of_the_data_but_spells_no_new_tokens(imported, tool, tmp_path):
+    tokenizer = hugging_face_tokenizer(tmp_path / "tokenizer", "bytes")
+    make_llama(tmp_path / "hf", vocab_size=300)
+    step = find_step(imported(tmp_path / "hf", "--tokenizer", tokenizer))
+    assert {path.name for path in step.glob("tokenizer*")} == {"tokenizer.json", "tokenizer_config.json"}
+    assert all((step / path.name).read_bytes() == path.read_bytes() for path in tokenizer.iterdir())
+    old = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
+    extend = ("--extend-vocab", 320, "--tokenizer", tokenizer, "--old-tokenizer", old)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *extend)
+    assert code == 2 and "tokens of Hugging Face are not compared" in errors
 
 
 def test_a_sample_of_text_is_measured_with_the_tokenizer_of_the_model(imported, tool, tmp_path):

@@ -6,10 +6,11 @@ and safetensors; and transformers with the export's remote code. The trainer's m
 head and one decoder layer at a time; transformers holds the export as it is, and one layer of it in fp32. transformers
 works in a process of its own,
 
-    python tools/hf/export_check.py EXPORT SCRATCH
+    python tools/hf/export_check.py EXPORT SCRATCH [TOKENIZER]
 
 since a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
-[b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with SentencePiece on ``TEXTS``.
+[b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with the TOKENIZER of training on
+``TEXTS``.
 """
 
 import os
@@ -25,9 +26,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sentencepiece import SentencePieceProcessor
 
-from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
+from data_prep.encoding import read_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
@@ -54,9 +54,10 @@ class ExportError(Exception):
     """The export could not be written, or does not compute what the checkpoint computes."""
 
 
-def check_export(step, config, directory):
+def check_export(step, config, directory, tokenizer):
     """Compare the logits of the export in ``directory`` with those of the checkpoint ``step``.
 
+    tokenizer: path of the one whose ids the export's must give, or None.
     Returns lines that say how they differ. Raises ExportError if they differ by more than ``TOLERANCE``.
     """
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +71,7 @@ def check_export(step, config, directory):
     if transformers is None:
         remedy = "pip install transformers, and repeat with --overwrite"
         return [*lines, f"not checked with transformers, which is not installed: {remedy}"]
-    logits = hugging_face_logits(directory, tokens)
+    logits = hugging_face_logits(directory, tokens, tokenizer)
     return [*lines, compare(f"transformers {transformers.__version__}", expected, logits)]
 
 
@@ -121,13 +122,13 @@ def empty(module, inputs, output):
 # --- transformers ---
 
 
-def hugging_face_logits(directory, tokens):
+def hugging_face_logits(directory, tokens, tokenizer):
     """The same from this file in a process of its own, without network; raises ExportError with its last line."""
     with tempfile.TemporaryDirectory() as scratch:
         np.save(f"{scratch}/tokens.npy", tokens.numpy())
         offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": scratch, "HF_MODULES_CACHE": f"{scratch}/modules"}
         finished = subprocess.run(
-            [sys.executable, __file__, str(directory), scratch],
+            [sys.executable, __file__, str(directory), scratch, *([str(tokenizer)] if tokenizer else [])],
             env={**os.environ, **offline},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -140,26 +141,24 @@ def hugging_face_logits(directory, tokens):
 
 
 def main():
-    export, scratch = map(Path, sys.argv[1:])
+    export, scratch, *tokenizer = map(Path, sys.argv[1:])
     transformers.logging.set_verbosity_error()
-    check_tokenizer(export)
+    for path in tokenizer:
+        check_tokenizer(export, path)
     np.save(scratch / "logits.npy", compute_logits(export, torch.from_numpy(np.load(scratch / "tokens.npy"))))
 
 
-def check_tokenizer(export):
-    """Exit with a message if the tokenizer gives other ids than SentencePiece or tiktoken."""
-    path = export / "tokenizer.model"
-    if not path.is_file():  # there is none, or it is the source's
-        return
+def check_tokenizer(export, path):
+    """Exit with a message if the tokenizer of ``export`` gives other ids than the one at ``path``."""
     try:
-        original = TiktokenModel(path) if is_tiktoken(path) else SentencePieceProcessor(model_file=str(path))
+        original = read_model(path)
     except ConfigError as error:  # the package is absent
         sys.exit(error.problems[0])
     converted = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
     for text in TEXTS:
         ids = converted(text)["input_ids"]
         if ids != list(original.encode(text)):
-            sys.exit(f"tokenizer.json gives {text!r} the ids {ids}, tokenizer.model {list(original.encode(text))}")
+            sys.exit(f"tokenizer.json gives {text!r} the ids {ids}, {path} {list(original.encode(text))}")
 
 
 @torch.no_grad()

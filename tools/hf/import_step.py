@@ -2,7 +2,7 @@
 
     config.json          the model; ``seq_length`` is the source's max_position_embeddings, the rest are defaults
     state.json           the state of a run before its first step, and ``imported``: what was read, and how
-    tokenizer.model      that of the data to come, if it is known; else the source's TOKENIZER_FILES
+    TOKENIZER_FILES      those of the data to come, if they are known; else the source's, unless the vocabulary grows
     rank-N.safetensors   fp32 masters, about FILE_BYTES in each file, so that several ranks verify them at once; no
                          moments: those of Adam are zero before the first step (moh_lm.checkpoint.fragments)
 """
@@ -26,7 +26,6 @@ from moh_lm.training.optimizer import MOMENTS
 from tools.hf.export_files import plan_shards
 
 FILE_BYTES = 1 << 32
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 OVERHEAD = 1 << 20  # bytes of a step besides its tensors, generously
 
 

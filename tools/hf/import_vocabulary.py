@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
-from data_prep.encoding import Tokenizer
+from data_prep.encoding import Tokenizer, model_files
 from data_prep.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
 from moh_lm.config import ConfigError
 from tools.hf.import_weights import EMBEDDING
@@ -46,10 +46,12 @@ class NewRows:
 
 
 def read_tokenizer(path, vocab_size, named):
-    """(bytes, number of tokens) of a SentencePiece model or LLaMA-3's. Raises ConfigError naming the flag ``named``."""
+    """{name in a step: bytes} of a tokenizer of any kind. Raises ConfigError naming the flag ``named``."""
+    files = model_files(path)
+    first = next(iter(files.values()))
     try:
-        if path.is_file() and is_tiktoken(path):
-            ranks, special = read_ranks(path)
+        if first.is_file() and is_tiktoken(first):  # whose package need not be there
+            ranks, special = read_ranks(first)
             size = max(special + NUM_SPECIAL, max(ranks.values()) + 1)
         else:
             size = Tokenizer(str(path)).vocab_size
@@ -58,7 +60,7 @@ def read_tokenizer(path, vocab_size, named):
     if size > vocab_size:
         remedy = f"give --extend-vocab {size}"
         raise ConfigError([f"{named} {path}: has {size} tokens, and the model {vocab_size} rows for them; {remedy}"])
-    return path.read_bytes()
+    return {name: file.read_bytes() for name, file in files.items()}
 
 
 def spelled(old, new, old_vocab_size, vocab_size):
@@ -66,6 +68,10 @@ def spelled(old, new, old_vocab_size, vocab_size):
 
     Raises ConfigError unless all ids of ``old`` mean the same in ``new``.
     """
+    old, new = (next(iter(model_files(path).values())) for path in (old, new))
+    if ".json" in (old.suffix, new.suffix):
+        remedy = "give one in the form of tokenizer.model, or leave the flag out"
+        raise ConfigError([f"--tokenizer {new}: tokens of Hugging Face are not compared with those of {old}; {remedy}"])
     if is_tiktoken(old) != is_tiktoken(new):
         raise ConfigError([f"--tokenizer {new}: has another format than {old}"])
     table = spelled_tiktoken if is_tiktoken(old) else spelled_sentencepiece

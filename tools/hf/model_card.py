@@ -19,7 +19,7 @@ def model_card(step, config, state, dtype, parameters, own_tokenizer, license=No
     """Content of README.md.
 
     step: a step directory. state: its state.json. parameters: their number. own_tokenizer: whether the tokenizer files
-    are made from the tokenizer.model of training. license, base_model: as the hub wants them in the head of the card.
+    are made from the tokenizer of its data. license, base_model: as the hub wants them in the head of the card.
     """
     shown = {
         "Model": model_facts(config.model, str(dtype).removeprefix("torch."), parameters),

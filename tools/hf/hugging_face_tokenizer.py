@@ -1,0 +1,28 @@
+"""A tokenizer of Hugging Face that a model was trained with -> the files of its export, equal in ids.
+
+As tools/hf/tokenizer_json.py has it: nothing is added to a text, special tokens that are spelled out in it stay text,
+and EOS is declared as BOS too.
+"""
+
+import json
+from pathlib import Path
+
+from data_prep.hugging_face_model import HuggingFaceModel
+from tools.hf.tokenizer_json import config_with, write_files
+
+
+def write_tokenizer(step, directory, max_length):
+    """Write tokenizer.json and tokenizer_config.json; returns {"bos", "eos", "pad", "unk"} -> id or None.
+
+    step: directory that holds the tokenizer. max_length: of the model's context, in tokens. Raises ConfigError.
+    """
+    model = HuggingFaceModel(step)
+    tokenizer, config = (json.loads(Path(step, name).read_text(encoding="utf-8"))
+                         for name in ("tokenizer.json", "tokenizer_config.json"))  # fmt: skip
+    named = {name: config.get(f"{name}_token") for name in ("eos", "pad", "unk")}
+    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
+    tokens["bos"] = tokens["eos"]
+    adds_nothing = {"truncation": None, "padding": None, "post_processor": None}
+    write_files(directory, {**tokenizer, **adds_nothing},
+                config_with({f"{name}_token": token for name, token in tokens.items()}, max_length))  # fmt: skip
+    return {name: model.tokenizer.token_to_id(token) for name, token in tokens.items()}
