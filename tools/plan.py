@@ -17,8 +17,13 @@ Nothing is assumed to overlap. The times rank layouts; they do not promise a spe
 FLOP/s.
 """
 
-import json
+import os
 import sys
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import json
 from dataclasses import replace
 
 from moh_lm.checks import below, layout_problems, model_problems, optimizer_problems
