@@ -142,7 +142,8 @@ class Engine:
         """Raise what is wrong with the masters themselves, after a step that was skipped with this ``code``."""
         absurd = problems_of_all_ranks(self.absurd_weights())
         if absurd:
-            raise AbsurdWeight("; ".join(absurd))
+            more = [f"and {len(absurd) - 3} more"] if len(absurd) > 3 else []
+            raise AbsurdWeight("; ".join(absurd[:3] + more))
         lasting = problems_of_all_ranks(self.compare_replicas()) if code == DIVERGENCE else []
         if lasting:
             raise Divergence(f"{'; '.join(lasting)}; also in the fp32 masters")
