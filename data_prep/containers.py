@@ -28,6 +28,7 @@ CONTAINER = re.compile(
     rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
     rb"|(?P<parquet>PAR1)|(?P<arrow>ARROW1\0\0|\xff{4})"
 )
+CONTROL, MOST_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]"), 0.1  # share of a text; \x1b colours terminals
 FOREIGN = {
     rb"BZh[1-9]1AY&SY": "a bzip2 file; unpack it, or compress it with zstd",
     rb"\xfd7zXZ\0": "an xz file; unpack it, or compress it with zstd",
@@ -90,6 +91,8 @@ def sniff(file, name: str) -> tuple[str, str]:
         problem = f"an error page in place of the file (it begins with {content[:40]}); download it again"
     elif container != "plain" and CONTAINER.match(content):
         problem = "compressed twice; unpack it once"
+    elif not holds_json and len(CONTROL.findall(content)) > len(content) * MOST_CONTROL:
+        problem = "no text in UTF-8: too many control characters; convert it, or leave it out"
     elif misnamed and not holds_json and (named_json or misnamed[1] in ("parquet", "arrow") or not head):
         problem = f"not {misnamed[1]} as its name says: it {f'begins with {head[:40]}' if head else 'is empty'}"
     elif named_json and not holds_json and ONE_JSON_VALUE.match(content):

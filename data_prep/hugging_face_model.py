@@ -23,14 +23,13 @@ class HuggingFaceModel:
             raise ConfigError([f"--tokenizer {directory}: {remedy}"]) from error
         try:
             self.tokenizer = tokenizers.Tokenizer.from_file(str(Path(directory, "tokenizer.json")))
-            config = json.loads(Path(directory, "tokenizer_config.json").read_text(encoding="utf-8"))
+            eos = json.loads(Path(directory, "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
         except Exception as error:  # tokenizers raises no other class
             raise ConfigError([f"--tokenizer {directory}: not a tokenizer of Hugging Face ({error})"]) from error
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True
         self.engine = f"tokenizers {tokenizers.__version__}"
-        eos = config.get("eos_token")
         eos = eos.get("content") if isinstance(eos, dict) else eos
         found = self.tokenizer.token_to_id(eos) if eos else None
         self.eos = -1 if found is None else found

@@ -28,7 +28,7 @@ from data_prep.bpe_continuation import (
     too_little_text,
     typical,
 )
-from data_prep.encoding import Tokenizer
+from data_prep.encoding import Tokenizer, model_files
 from data_prep.hugging_face_model import HuggingFaceModel
 from data_prep.output import check_model_file
 from data_prep.report import table
@@ -54,6 +54,7 @@ def main(arguments: list[str]) -> int:
     old = Tokenizer(flags.tokenizer)
     if isinstance(old.model, HuggingFaceModel):
         raise ConfigError([f"--tokenizer {flags.tokenizer}: of Hugging Face; give a SentencePiece model, or LLaMA-3's"])
+    source = str(next(iter(model_files(flags.tokenizer).values())))
     if flags.vocab_size and flags.vocab_size <= old.vocab_size:
         raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} has {old.vocab_size} already"])
     if old.vocab_size > MOST_TOKENS:
@@ -67,12 +68,12 @@ def main(arguments: list[str]) -> int:
     measured = {"new": lines[::HELD_OUT], "old": old_lines[::2]}
     del lines[::HELD_OUT], old_lines[::2]
     if flags.add_pieces:
-        model = model_with(flags.tokenizer, listed_pieces(flags.add_pieces))
+        model = model_with(source, listed_pieces(flags.add_pieces))
     else:
         print(f"extending {old.vocab_size:,} to {flags.vocab_size:,} on {sum(map(len, lines)):,} bytes", flush=True)
-        extend = extended_ranks if is_tiktoken(flags.tokenizer) else extended_model
+        extend = extended_ranks if is_tiktoken(source) else extended_model
         new_texts, old_texts = ([line.decode() for line in part] for part in (lines, old_lines))
-        model = extend(flags.tokenizer, new_texts, old_texts, flags.vocab_size)
+        model = extend(source, new_texts, old_texts, flags.vocab_size)
     publish(output, model)
     new = Tokenizer(str(output))
     print(f"wrote {output}: ids 0 to {old.vocab_size - 1:,} as before, {new.vocab_size - old.vocab_size:,} new ones")

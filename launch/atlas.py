@@ -90,8 +90,14 @@ def read_arguments(arguments):
     flags, others = parser.parse_known_args(arguments)
     if TUNING_SEED in flags.seeds:
         parser.error(f"--seeds {TUNING_SEED}: tunes the learning rates, so it cannot judge them; choose others")
-    for wrong in {"--train-iters", "--train-tokens", "--learning-rate", "--seed"}.intersection(others):
+    given = {text.partition("=")[0] for text in others}
+    for wrong in given & {"--train-iters", "--train-tokens", "--learning-rate", "--seed"}:
         parser.error(f"{wrong}: the atlas sets it; give --tokens-per-parameter, --rates or --seeds")
+    for name in ("jobs", "ranks", "hours", "tokens_per_parameter"):
+        if not getattr(flags, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(flags, name)}: must be above 0")
+    if not min(flags.rates) > 0:
+        parser.error(f"--rates {min(flags.rates)}: must be above 0")
     return flags, others
 
 

@@ -66,9 +66,12 @@ def model_problems(model):
         if not 0 < getattr(model, key) < math.inf:
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
     found += rope_problems(model)
-    found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient")
+    found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient", "router_z_loss")
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads)
+        reason, z_loss = FORMS[model.heads.routing].refuses_z_loss, model.heads.router_z_loss
+        if reason and z_loss > 0:
+            found.append(f"--router-z-loss {z_loss:g}: --routing {model.heads.routing} {reason}; leave it out")
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
 
 
@@ -89,6 +92,8 @@ def rope_problems(model):
     if found:
         return found
     found = below(model, 1, *(key for key in needed if key in ("rope_factor", "rope_original_length")))
+    if model.rope_type == "yarn" and not model.rope_theta > 1:
+        found.append(f"--rope-theta {model.rope_theta:g}: must be above 1 with --rope-type yarn, such as 10000")
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
     if model.rope_type == "llama3" and not 0 < low < high < math.inf:
         found.append(

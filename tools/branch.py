@@ -4,7 +4,7 @@
 
 copies a verified checkpoint of a run with --schedule wsd into a new run directory, and prints the flags that let the
 run's own command go on there: N iterations of decay, then the end. The branch is, bit for bit, a run that was to end
-at STEP + N from its beginning. RUN stays as it is, and may go on.
+at STEP + N from its beginning, if RUN has not decayed before STEP. RUN stays as it is, and may go on.
 
 Exit codes: 0; 2 an argument or the checkpoint has to be mended.
 """
@@ -15,6 +15,7 @@ import sys
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+import shlex
 from pathlib import Path
 
 from moh_lm.config import Config, ConfigError
@@ -45,8 +46,8 @@ def branch(arguments):
     if (arguments.output / "checkpoints").exists():
         raise ConfigError([f"--output {arguments.output}: has checkpoints already; give another directory"])
     print(f"copied to {copy(step, arguments.output / 'checkpoints')}; the run's own command goes on with")
-    end = arguments.at + arguments.decay_iters
-    print(f"    --checkpoint-dir {arguments.output} --train-iters {end} --decay-iters {arguments.decay_iters}")
+    end, place = arguments.at + arguments.decay_iters, shlex.quote(str(arguments.output))
+    print(f"    --checkpoint-dir {place} --train-iters {end} --decay-iters {arguments.decay_iters}")
 
 
 def stable_steps(config):

@@ -95,7 +95,9 @@ def load(arguments, attention_backend="auto"):
         raise ConfigError([f"--model {directory}: no such directory; give a run, a step or an export"])
     values = read_config(directory) if (directory / "config.json").exists() else {}
     if "model_type" in values:
-        config, limit = model_config(values), values["max_position_embeddings"]
+        config, limit = model_config(values), values.get("max_position_embeddings")
+        if not isinstance(limit, int):
+            raise ConfigError([f"--model {directory}: config.json has no max_position_embeddings; add it"])
         parameters = ((name, file.get_tensor(name)) for name, file in exported_files(directory).items())
     else:
         directory = find_step(directory)
@@ -105,7 +107,16 @@ def load(arguments, attention_backend="auto"):
         check_triton(arguments.device, config.head_dim)
     if attention_backend == "loops" and torch.device(arguments.device).type != "cpu":
         raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {arguments.device}; choose auto"])
-    tokenizer = Tokenizer(str(directory))
+    try:
+        torch.empty(0, device=arguments.device)
+    except (RuntimeError, AssertionError) as error:
+        text = str(error).splitlines()[0]
+        raise ConfigError([f"--device {arguments.device}: cannot be used ({text}); choose cpu"]) from error
+    try:
+        tokenizer = Tokenizer(str(directory))
+    except ConfigError as error:
+        advice = "copy that of its data there"
+        raise ConfigError([f"--model {directory}: has no tokenizer that can be read; {advice}"]) from error
     with torch.device("meta"):
         model = CausalLM(config).to(DTYPES[arguments.dtype])
     model.to_empty(device=arguments.device)

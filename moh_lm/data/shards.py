@@ -36,6 +36,7 @@ from moh_lm.data.files import (
     json_bytes,
     publish,
     read_facts,
+    read_json,
     seal,
     sha256_of,
     temporary_name,
@@ -202,7 +203,24 @@ def read_manifest(data_dir: str | Path) -> dict:
         check_facts(path, manifest["tokenizer"], {"sha256": str, "vocab_size": int}, "tokenizer ")
         for tokenizer in tokenizer_files(data_dir)[:1]:
             check_tokenizer(tokenizer, manifest["tokenizer"]["sha256"])
+            if tokenizer.name != TOKENIZER_FILES[0]:
+                check_end(tokenizer, manifest["tokenizer"].get("eos_id"))
     return manifest
+
+
+def check_end(path: Path, recorded: int | None):
+    """Raise ShardError unless tokenizer_config.json beside the tokenizer.json at ``path`` names ``recorded`` as EOS."""
+    config = path.with_name(TOKENIZER_FILES[2])
+    try:
+        pieces, end = read_json(path), read_json(config).get("eos_token")
+        end = end["content"] if isinstance(end, dict) else end
+        ids = pieces["model"]["vocab"]
+        ids = dict(ids) if isinstance(ids, dict) else {piece: index for index, (piece, _) in enumerate(ids)}
+        found = (ids | {token["content"]: token["id"] for token in pieces.get("added_tokens", [])}).get(end)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ShardError(f"{config}: is not that of the tokenizer beside it ({error}); restore it") from error
+    if found != recorded and recorded is not None:
+        raise ShardError(f"{config}: documents end with id {recorded}, and not with {end!r}, id {found}; restore it")
 
 
 def check_tokenizer(path: Path, recorded: str):

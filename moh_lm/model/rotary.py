@@ -72,7 +72,7 @@ def inverse_frequencies(rotary, dtype, device=None):
         low, high = math.floor(turning_pair(rotary, 32)), math.ceil(turning_pair(rotary, 1))
         low, high = max(low, 0), min(high, rotary.head_dim - 1)
         pair = torch.arange(rotary.head_dim // 2, dtype=dtype, device=device)
-        kept = 1 - ((pair - low) / max(high - low, 0.001)).clamp(0, 1)
+        kept = 1 - ((pair - low) / (high - low or 0.001)).clamp(0, 1)
         return slow * (1 - kept) + plain * kept
     length, low, high = rotary.original_length, rotary.low_freq_factor, rotary.high_freq_factor
     wavelength = 2 * math.pi / plain

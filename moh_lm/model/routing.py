@@ -23,17 +23,19 @@ tools/hf/modeling_moh.py.
 Shapes: a dot stands for tokens, [s, b] or a slice of them.
 """
 
+import torch.nn.functional as F
+
 
 class Paper:
     """Eq. 5-6 to the letter, and what the other forms change. layer: ``RoutedLayer`` of moh_lm.config.
 
     ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
-    ``refuses_top_p``: why its probabilities cannot be added up by ``routing_top_p``, if so. ``balance_factor``:
-    multiplies L_b of Eq. 7.
+    ``refuses_top_p``, ``refuses_z_loss``: why ``routing_top_p`` and ``router_z_loss`` do not suit it, if so.
+    ``balance_factor``: multiplies L_b of Eq. 7.
     """
 
     reads_queries = False
-    refuses_top_p = None
+    refuses_top_p = refuses_z_loss = None
     type_scale = 1
 
     def __init__(self, layer, two_stage):
@@ -93,6 +95,7 @@ class Released(Paper):
 
 class Sigmoid(Paper):
     refuses_top_p = "has gates that do not compete, so that they do not say how sure it is"
+    refuses_z_loss = "has gates that it would close: it is least where every score is - ln E"
 
     def __init__(self, layer, two_stage):
         super().__init__(layer, two_stage=False)
@@ -106,8 +109,7 @@ class Sigmoid(Paper):
 
     def probability(self, scores):
         """sigmoid(s_i) / sum_j sigmoid(s_j), as in DeepSeek-V3 (arXiv 2412.19437, Eq. 19)."""
-        gates = scores.sigmoid()
-        return gates / gates.sum(-1, keepdim=True)
+        return F.logsigmoid(scores).softmax(-1)
 
     def routed_gates(self, scores, probability, selected):
         return 2 * scores.sigmoid() * selected
@@ -116,6 +118,7 @@ class Sigmoid(Paper):
 class QueryNorm(Paper):
     reads_queries = True
     refuses_top_p = "divides its scores by their deviation, so that its probabilities do not say how sure it is"
+    refuses_z_loss = "divides its scores by their deviation, so that nothing can make them small"
 
     def __init__(self, layer, two_stage):
         super().__init__(layer, two_stage=False)

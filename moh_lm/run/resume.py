@@ -93,7 +93,12 @@ def tokenizer_changes(step, saved, path):
     name = next((name for name in TOKENIZER_FILES if name in files), None)
     written, present = files.get(name), describe(path) if path else None
     must_agree = saved["step"] or name == TOKENIZER_FILES[0] or (path and path.name == name)
-    if written == present or not must_agree:
+    if not must_agree:
+        return []
+    config = path and path.with_name(TOKENIZER_FILES[2])  # it says how documents end
+    if written == present and saved["step"] and config and TOKENIZER_FILES[2] in files and config.exists():
+        written, present = files[TOKENIZER_FILES[2]], describe(config)
+    if written == present:
         return []
     was, now_is = (entry["sha256"][0][:12] if entry else "absent" for entry in (written, present))
     hint = f" (tools/import_hf.py --tokenizer {path.parent} is for these data)" if path and not saved["step"] else ""

@@ -1,6 +1,7 @@
 """From shards to micro-batches: what is held out, who gets which sample, and what is refused."""
 
 import hashlib
+import json
 import os
 import shutil
 import threading
@@ -235,10 +236,23 @@ def test_the_tokenizer_of_the_directory_is_found(tmp_path):
     make_directory(tmp_path / "own", {"a": [[100]]}, sha256=hashlib.sha256().hexdigest())
     tokenizer.rename(tmp_path / "own" / "tokenizer.model")
     assert open_dataset(tmp_path / "own").tokenizer_path == tmp_path / "own" / "tokenizer.model"
-    (tmp_path / "own" / "tokenizer.model").rename(tmp_path / "own" / "tokenizer.json")  # of Hugging Face
-    assert open_dataset(tmp_path / "own").tokenizer_path == tmp_path / "own" / "tokenizer.json"
-    (tmp_path / "own" / "tokenizer.json").write_text("{}")
-    (problem,) = problems_of(tmp_path / "own")
+
+
+def test_a_tokenizer_of_hugging_face_ends_documents_as_the_shards_do(tmp_path):
+    pieces = json.dumps({"model": {"vocab": {"a": 0, "</s>": 2, "<x>": 3}}, "added_tokens": []}).encode()
+    make_directory(tmp_path, {"a": [[100]]}, sha256=hashlib.sha256(pieces).hexdigest())
+    (tmp_path / "tokenizer.json").write_bytes(pieces)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    assert open_dataset(tmp_path).tokenizer_path == tmp_path / "tokenizer.json"
+    config.write_text(json.dumps({"eos_token": "<x>"}))
+    (problem,) = problems_of(tmp_path)
+    assert "documents end with id 2, and not with '<x>', id 3; restore it" in problem
+    config.unlink()
+    (problem,) = problems_of(tmp_path)
+    assert "tokenizer_config.json: is not that of the tokenizer beside it" in problem
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (problem,) = problems_of(tmp_path)
     assert "tokenizer.json: is not the tokenizer of the shards" in problem
 
 

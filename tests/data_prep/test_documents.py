@@ -302,6 +302,7 @@ DAMAGED = {
     "utf-16.jsonl": ('{"text": "a"}\n'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
     "utf-16-le.txt": ("plain text\n".encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8"),
     "utf-16-be.jsonl.zst": (zstd('{"text": "a"}\n'.encode("utf-16-be")), "iconv -f UTF-16 -t UTF-8"),
+    "utf-16-cyrillic.txt": ("привет мир\n".encode("utf-16-le") * 50, "no text in UTF-8: too many control characters"),
     "utf-32.txt": ("plain text\n".encode("utf-32"), "text in UTF-16 or UTF-32"),
     "returns.jsonl": (b'{"text": "a"}\r{"text": "b"}\r', "carriage returns alone"),
     "array.json": (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "an object per line"),

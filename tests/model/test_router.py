@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from moh_lm.checks import model_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import BALANCE
@@ -303,6 +304,20 @@ def test_gates_of_shared_heads_of_the_sigmoid_form_begin_with_exactly_1():
     router = HeadRouter(config, 0, 0.02, group=None)
     initialize(router.named_parameters(), seed=5)
     assert router(torch.randn(LENGTH, BATCH, D))[0].eq(1).all()
+
+
+def test_probabilities_of_the_sigmoid_form_are_finite_for_the_most_negative_scores():
+    form = FORMS["sigmoid"](make_config(shared=3, active=2).routed_layer(0), True)
+    found = form.probability(torch.tensor([-200.0, -200.0, -201.0]))
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.0, -1.0]).softmax(-1))
+
+
+@pytest.mark.parametrize("routing", ["sigmoid", "query_norm"])
+def test_a_z_loss_is_refused_where_it_would_do_harm(routing):
+    config = make_config(shared=3, active=2, routing=routing)
+    (problem,) = model_problems(config)
+    assert problem.startswith(f"--router-z-loss 0.29: --routing {routing} ")
+    assert not model_problems(replace(config, heads=replace(config.heads, router_z_loss=0.0)))
 
 
 def test_the_choices_of_the_flag_are_the_forms():

@@ -146,6 +146,11 @@ def test_a_mixture_that_selects_every_head_has_the_logits_of_the_llama(imported,
         assert_same_logits(imported(llama[0], *flags, "1", output="fewer"), llama[1])
 
 
+def test_a_gated_import_has_the_logits_of_the_llama(imported, llama):
+    """Its gates begin with exactly 1."""
+    assert_same_logits(imported(llama[0], "--head-selection", "gated"), llama[1])
+
+
 def test_router_weights_are_those_of_a_fresh_run_with_the_same_seed(imported, llama):
     run_directory = imported(llama[0], *MIXTURE, "--routing", "released", "--seed", "5")
     config = Config.load(find_step(run_directory) / "config.json").model

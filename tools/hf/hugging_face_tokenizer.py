@@ -22,6 +22,13 @@ def write_tokenizer(step, directory, max_length):
     named = {name: config.get(f"{name}_token") for name in ("eos", "pad", "unk")}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
     tokens["bos"] = tokens["eos"]
+    tokens = {name: token for name, token in tokens.items() if model.tokenizer.token_to_id(token) is not None}
+    if tokens.get("pad") == tokens["eos"]:  # collators leave padding out of the loss, and EOS has to stay in it
+        del tokens["pad"]
+    others = [token["content"] for token in tokenizer.get("added_tokens", []) if token["content"] != tokens["eos"]]
+    spare = tokens.get("unk") or next(iter(others), None)
+    if spare and spare != tokens["eos"]:
+        tokens.setdefault("pad", spare)
     adds_nothing = {"truncation": None, "padding": None, "post_processor": None}
     write_files(directory, {**tokenizer, **adds_nothing},
                 config_with({f"{name}_token": token for name, token in tokens.items()}, max_length))  # fmt: skip

@@ -8,6 +8,7 @@ other activations, sliding windows, other scalings of the rotary embedding, quan
 """
 
 import json
+from dataclasses import fields
 
 from moh_lm.checks import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
@@ -45,14 +46,19 @@ def model_config(values, heads=None):
         rope = rope_fields(values)
     except ConfigError as error:
         problems += error.problems
+    except (TypeError, AttributeError) as error:
+        problems.append(f"rope_parameters or rope_scaling: of the wrong kind ({error})")
     if problems:
         raise ConfigError([f"config.json: {problem}" for problem in problems])
-    model = ModelConfig(
-        **{entry.field: values.get(entry.key, entry.absent) for entry in MODEL},
-        heads=heads or own_heads(values),
-        **rope,
-    )
-    problems = model_problems(model)
+    try:
+        model = ModelConfig(
+            **{entry.field: values.get(entry.key, entry.absent) for entry in MODEL},
+            heads=heads or own_heads(values),
+            **rope,
+        )
+        problems = model_problems(model)
+    except (TypeError, LookupError, AttributeError, ValueError) as error:
+        raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); mend it"]) from error
     if problems:
         raise ConfigError(problems)
     return model
@@ -65,6 +71,11 @@ def own_heads(values):
     given = {entry.field: values[entry.key] for entry in HEADS if entry.key in values}
     if values["head_selection"] == "all":  # every head counts as shared there
         given = {"head_selection": "all"}
+    choices = {entry.name: entry.metadata["choices"] for entry in fields(HeadsConfig) if "choices" in entry.metadata}
+    wrong = [f"{key} {given[key]!r}: choose one of {', '.join(choices[key])}" for key in choices.keys() & given.keys()
+             if given[key] not in choices[key]]  # fmt: skip
+    if wrong:
+        raise ConfigError([f"config.json: {problem}" for problem in sorted(wrong)])
     return HeadsConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 

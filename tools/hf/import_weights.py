@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
-from moh_lm.model.transformer import INIT_STD, CausalLM, initialize
+from moh_lm.model.transformer import CausalLM, initialize
 from moh_lm.parallel.layers import make_parameter
 
 BLOCK = 1 << 22  # elements read at once: 16 MiB in fp32
@@ -116,14 +116,15 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed):
     routers of a model that has none; None where the source must have them.
     """
     with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in CausalLM(config).named_parameters()}
+        wanted = dict(CausalLM(config).named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
     parts, problems = [], []
     for name, shape in shapes.items():
         is_vocabulary = name in (EMBEDDING, HEAD)
         there = source.shapes.get(name)
         expected = (old_vocab_size, *shape[1:]) if is_vocabulary else shape
         if there is None and ".router." in name and router_seed is not None:
-            parts.append(Part(name, shape, lambda n=name, s=shape: [drawn(n, s, router_seed)], "drawn"))
+            parts.append(Part(name, shape, lambda n=name: [drawn(n, wanted[n], router_seed)], "drawn"))
         elif there is None:
             problems.append(f"{name} is missing")
         elif there != expected:
@@ -152,8 +153,8 @@ def layer_of(name):
     return int(parts[2]) if parts[1] == "layers" else None
 
 
-def drawn(name, shape, seed):
-    parameter = make_parameter(shape, INIT_STD)
+def drawn(name, like, seed):
+    parameter = make_parameter(tuple(like.shape), like.init_std)
     initialize([(name, parameter)], seed)
     return parameter.detach()
 

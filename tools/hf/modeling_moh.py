@@ -347,7 +347,7 @@ def rotary_frequencies(rope, head_dim, device):
         low, high = (head_dim * wave / (2 * math.log(rope["rope_theta"])) for wave in waves)
         low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
         pairs = torch.arange(head_dim // 2, device=device).float()
-        slowed = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+        slowed = ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
         return frequencies / rope["factor"] * slowed + frequencies * (1 - slowed)
     return frequencies
 
