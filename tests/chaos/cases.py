@@ -248,6 +248,9 @@ class Case:
 
     def differ(self, name, ours, theirs):
         """Add a fault where two mappings of numbers differ."""
+        if self.moving:  # some layouts have figures that others have not
+            ours, theirs = ({key: value for key, value in part.items() if "tensor_parallel_imbalance" not in str(key)}
+                            for part in (ours, theirs))  # fmt: skip
         if ours.keys() != theirs.keys():
             missing, extra = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
             self.faults.append(f"{name} lacks {missing[:5]} and has {extra[:5]} too much")

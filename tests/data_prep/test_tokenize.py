@@ -304,7 +304,7 @@ def test_a_source_without_any_document_is_a_failure_that_says_why(model, tmp_pat
 def test_a_file_of_which_nothing_can_be_read_fails_by_name_however_few_its_records_are(model, tmp_path, monkeypatch):
     (tmp_path / "in").mkdir()
     lost = {
-        "noise.bin": (os.urandom(999) + b"\xff", "1 bad UTF-8"),
+        "noise.bin": (bytes(range(0x80, 0x100)) * 8, "1 bad UTF-8"),
         "latin-1.txt": ("Zwölf Boxkämpfer".encode("latin-1"), "1 bad UTF-8"),
         "key.jsonl": (b'{"content": "x"}\n' * 3, "3 missing text"),
         "cut.jsonl": (b'{"text": "a' * 400, "1 broken JSON"),
