@@ -35,8 +35,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
+from moh_lm.data.files import read_json
 from moh_lm.flags import Parser
 from tools.command import exit_code
 from tools.tasks.flags import add_task_flags, task_problems

@@ -37,9 +37,9 @@ from safetensors import SafetensorError
 
 from data_prep.tiktoken_model import is_tiktoken
 from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
-from moh_lm.checkpoint.manifest import read_json, write_json
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config, ConfigError
+from moh_lm.data.files import read_json, write_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import Parser
 from moh_lm.model.transformer import INIT_STD, CausalLM

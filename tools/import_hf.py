@@ -32,9 +32,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from moh_lm.checkpoint.manifest import describe, read_json
+from moh_lm.checkpoint.manifest import describe
 from moh_lm.config import Config, ConfigError, HeadsConfig, RunConfig, flag
 from moh_lm.cost.summary import describe_model
+from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import Parser, is_list, placeholder, read_value
 from moh_lm.quantities import quantity

@@ -7,7 +7,6 @@ A step directory is complete or has another name: it gets the name ``step-N`` by
 loses it by a rename before it is removed.
 """
 
-import os
 import re
 import shutil
 import sys
@@ -20,18 +19,21 @@ from moh_lm.data.files import publish
 STEP_NAME = re.compile(r"step-(0|[1-9]\d*)")
 
 
+def step_number(path):
+    """N of the step directory step-N."""
+    return int(STEP_NAME.fullmatch(path.name)[1])
+
+
 def list_steps(directory):
     """The step directories in the order in which a run would go on from them: the newest first.
 
     A directory that is not there holds none. Raises OSError if it cannot be read.
     """
     try:
-        with os.scandir(directory) as entries:
-            named = [(STEP_NAME.fullmatch(entry.name), entry) for entry in entries]
-            numbers = [int(match[1]) for match, entry in named if match and entry.is_dir()]
+        steps = [path for path in Path(directory).iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
     except NO_SUCH_FILE:
         return []
-    return [Path(directory) / f"step-{number}" for number in sorted(numbers, reverse=True)]
+    return sorted(steps, key=step_number, reverse=True)
 
 
 def newest_model(run):

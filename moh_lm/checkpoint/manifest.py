@@ -77,22 +77,13 @@ def describe(path, progress=lambda: None):
     """
     hashes = []
     try:
-        with open(path, "rb", buffering=0) as file:
-            while block := read_block(file):
+        with open(path, "rb") as file:
+            while block := file.read(BLOCK_BYTES):
                 hashes.append(hashlib.sha256(block).hexdigest())
                 progress()
             return {"bytes": file.tell(), "sha256": hashes}
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def read_block(file):
-    """The next BLOCK_BYTES of a raw file, fewer at its end."""
-    parts, missing = [], BLOCK_BYTES
-    while missing and (part := file.read(missing)):
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
 
 
 def write_manifest(directory, entries):
@@ -157,7 +148,6 @@ def difference(path, expected, progress=lambda: None):
         return [f"{path}: has {found['bytes']:,} bytes instead of {expected['bytes']:,}"]
     blocks = enumerate(zip(found["sha256"], expected["sha256"], strict=True))
     damaged = [index for index, (mine, theirs) in blocks if mine != theirs]
-    first = damaged[0] * BLOCK_BYTES
-    last = min(first + BLOCK_BYTES, found["bytes"])
+    first, last = damaged[0] * BLOCK_BYTES, min((damaged[0] + 1) * BLOCK_BYTES, found["bytes"])
     more = f", and {len(damaged) - 1} more blocks" if damaged[1:] else ""
     return [f"{path}: is damaged in block {damaged[0]} (bytes {first:,} to {last:,}){more}"]

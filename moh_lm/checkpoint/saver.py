@@ -31,13 +31,14 @@ from moh_lm.checkpoint.directory import (
     point_latest,
     remove_entry,
     remove_leftovers,
+    step_number,
 )
 from moh_lm.checkpoint.fragments import address_of
 from moh_lm.checkpoint.manifest import verify, write_manifest
 from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
 from moh_lm.config import ConfigError
 from moh_lm.data.files import flush
-from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks, together
+from moh_lm.parallel.agreement import by_rank_0, from_all_ranks, problems_of_all_ranks, together
 
 FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
 
@@ -67,15 +68,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        directory,
-        *,
-        keep_last=0,
-        keep_every=0,
-        background=False,
-        verified=(),
-        on_saved=ignore,
-        progress=ignore,
+        self, directory, *, keep_last=0, keep_every=0, background=False, verified=(), on_saved=ignore, progress=ignore
     ):
         self.directory = Path(directory)
         self.keep_last = keep_last
@@ -98,11 +91,11 @@ class Saver:
         self.started = time.perf_counter()
         fragments = [fragment for fragment in fragments if not fragment.is_copy]
         self.refuse(NonFiniteState, not_finite(step, fragments))
-        need = total_bytes(needed_bytes(fragments))
-        self.refuse(CheckpointError, self.make_room(step, need) if dist.get_rank() == 0 else [])
+        temporary, need = self.directory / f"step-{step}.tmp", needed_bytes(fragments)
+        self.refuse(CheckpointError, self.make_room(temporary, need) if dist.get_rank() == 0 else [])
         tensors = {f"{kind}/{f.name}": tensor.detach() for f in fragments for kind, tensor in f.tensors.items()}
         self.pending = Writing(
-            self.directory / f"step-{step}.tmp",
+            temporary,
             self.snapshot(tensors) if self.background else tensors,
             json.dumps({fragment.name: address_of(fragment) for fragment in fragments}),
             rank_0_files(step, config, state, tokenizer) if dist.get_rank() == 0 else {},
@@ -133,12 +126,10 @@ class Saver:
             return None
         written, self.pending = self.pending, None
         written.join()
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, written.entries)
+        entries = {name: entry for part in from_all_ranks(written.entries) for name, entry in part.items()}
         problems = problems_of_all_ranks(written.problems)
         final = written.directory.with_suffix("")
         if dist.get_rank() == 0:
-            entries = {name: entry for part in parts for name, entry in part.items()}
             absent = {f"rank-{rank}.safetensors" for rank in range(dist.get_world_size())} - entries.keys()
             problems += [f"{written.directory / name}: was not written" for name in sorted(absent) if not problems]
             problems = problems or self.commit(written.directory, final, entries)
@@ -152,7 +143,7 @@ class Saver:
                 "seconds": round(seconds, 3),
                 "stall_seconds": round(self.stall if self.background else seconds, 3),
             }
-            self.on_saved(int(STEP_NAME.fullmatch(final.name)[1]), final, facts)
+            self.on_saved(step_number(final), final, facts)
         return final
 
     def commit(self, temporary, final, entries):
@@ -165,13 +156,13 @@ class Saver:
             point_latest(final)
         except OSError as error:
             return [describe_failure(error, temporary, sum(entry["bytes"] for entry in entries.values()))]
-        self.verified.add(int(STEP_NAME.fullmatch(final.name)[1]))
+        self.verified.add(step_number(final))
         self.remove(replaced)
         return []
 
     def remove(self, doomed):
         """Remove the old steps, and the directories ``doomed``, in the background."""
-        numbers = [int(STEP_NAME.fullmatch(step.name)[1]) for step in list_steps(self.directory)]
+        numbers = [step_number(step) for step in list_steps(self.directory)]
         for number in outdated(numbers, self.verified, self.keep_last, self.keep_every):
             try:
                 doomed.append(discard(self.directory / f"step-{number}"))
@@ -180,9 +171,8 @@ class Saver:
         self.removal = threading.Thread(target=lambda: [remove_entry(path) for path in doomed])
         self.removal.start()
 
-    def make_room(self, step, need):
+    def make_room(self, temporary, need):
         """Clear leftovers away and make the directory to write to; problems, if ``need`` bytes do not fit. Rank 0."""
-        temporary = self.directory / f"step-{step}.tmp"
         if self.removal is not None:
             self.removal.join()
         try:
@@ -234,16 +224,9 @@ def not_finite(step, fragments):
 
 
 def needed_bytes(fragments):
-    """Bytes of this rank's file of a checkpoint, at most."""
-    return FILE_OVERHEAD + sum(
-        tensor.nbytes for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()
-    )
-
-
-def total_bytes(own_bytes):
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own_bytes)
-    return sum(parts)
+    """Bytes of a checkpoint, at most: of the files of all ranks."""
+    owned = [tensor for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()]
+    return sum(from_all_ranks(FILE_OVERHEAD + sum(tensor.nbytes for tensor in owned)))
 
 
 def check_space(directory, fragments):
@@ -251,7 +234,7 @@ def check_space(directory, fragments):
 
     And unless every rank can write there.
     """
-    need = total_bytes(needed_bytes(fragments))
+    need = needed_bytes(fragments)
     steps, free = by_rank_0(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
     copies = 1 if any(step != "step-0" for step in steps) else 2  # step 0 stays
     if free < copies * need:

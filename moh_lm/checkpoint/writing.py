@@ -1,6 +1,5 @@
 """The files that one rank adds to a checkpoint, written by a thread while training may go on."""
 
-import json
 import shutil
 import threading
 from pathlib import Path
@@ -9,25 +8,23 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint.fragments import write_safetensors
 from moh_lm.checkpoint.manifest import HashedFile
+from moh_lm.data.files import json_bytes
 from moh_lm.data.shards import tokenizer_files
 
 
 class Writing(threading.Thread):
     """Writes one rank's files of a step; ``entries`` of the manifest, or ``problems``, when it has ended."""
 
-    def __init__(self, directory, tensors, addresses, texts, need, progress):
-        super().__init__(daemon=True)  # a run that dies does not wait for a checkpoint that cannot be completed
+    def __init__(self, directory, *work):
+        super().__init__(target=self.write, args=work, daemon=True)  # a run that dies does not wait for half a step
         self.directory = directory
         self.entries, self.problems = {}, []
-        self.work = (f"rank-{dist.get_rank()}.safetensors", tensors, addresses, texts, need, progress)
         self.start()
 
-    def run(self):
-        name, tensors, addresses, texts, need, progress = self.work
+    def write(self, tensors, addresses, texts, need, progress):
+        name = f"rank-{dist.get_rank()}.safetensors"
         try:
-            self.entries[name] = write_safetensors(
-                self.directory / name, tensors, {"fragments": addresses}, progress
-            )
+            self.entries[name] = write_safetensors(self.directory / name, tensors, {"fragments": addresses}, progress)
             for text_name, content in texts.items():
                 with HashedFile(self.directory / text_name) as file:
                     file.write(content)
@@ -49,13 +46,9 @@ def describe_failure(error, directory, need):
 
 def rank_0_files(step, config, state, tokenizer):
     """{name: content} of what is the same for all ranks."""
-    files = {
-        "config.json": (json.dumps(config.to_dict(), indent=1) + "\n").encode(),
-        "state.json": (json.dumps({"step": step, **state}, indent=1) + "\n").encode(),
-    }
-    if tokenizer is not None:
-        files |= {path.name: path.read_bytes() for path in tokenizer_files(Path(tokenizer).parent)}
-    return files
+    files = {"config.json": json_bytes(config.to_dict()), "state.json": json_bytes({"step": step, **state})}
+    paths = tokenizer_files(Path(tokenizer).parent) if tokenizer else ()
+    return files | {path.name: path.read_bytes() for path in paths}
 
 
 def free_bytes(directory):

@@ -5,6 +5,7 @@ others would wait in for ever. So whatever may differ between ranks is decided b
 """
 
 import socket
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,16 @@ def from_rank_0(value):
     return values[0]
 
 
+def from_all_ranks(value):
+    """[value of each rank]"""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def problems_of_all_ranks(problems):
     """The problems of every rank, each once."""
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, problems)
-    return list(dict.fromkeys(problem for part in parts for problem in part))
+    return list(dict.fromkeys(chain(*from_all_ranks(problems))))
 
 
 def set_on_any_rank(flags, device):

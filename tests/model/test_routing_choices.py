@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from moh_lm.checkpoint.manifest import read_json
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import AlarmConfig, Config, HeadsConfig, ModelConfig
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.cost.summary import describe_heads
+from moh_lm.data.files import read_json
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
 from moh_lm.monitor.alarms import Alarms

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moh_lm.checkpoint.fragments import FragmentReader, load_fragments
-from moh_lm.checkpoint.manifest import read_json
 from moh_lm.checkpoint.saver import Saver, find_step
+from moh_lm.data.files import read_json
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.parallel.groups import ParallelGroups

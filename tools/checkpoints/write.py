@@ -8,7 +8,7 @@ import torch
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps, point_latest
 from moh_lm.checkpoint.fragments import safetensors_header
-from moh_lm.checkpoint.manifest import HashedFile, difference, read_block, read_entries
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, difference, read_entries
 from moh_lm.checkpoint.saver import free_bytes
 from moh_lm.config import ConfigError
 from moh_lm.data.files import flush
@@ -67,8 +67,8 @@ def copy_files(source, entries, target):
     try:
         with progress(f"copying {source}", sum(entry["bytes"] for entry in entries.values())) as bar:
             for name in [*entries, "manifest.json"]:
-                with open(source / name, "rb", buffering=0) as original, HashedFile(temporary / name) as file:
-                    while block := read_block(original):
+                with open(source / name, "rb") as original, HashedFile(temporary / name) as file:
+                    while block := original.read(BLOCK_BYTES):
                         file.write(block)
                         bar.update(len(block))
                 if name in entries and file.entry != entries[name]:

@@ -29,8 +29,8 @@ import torch
 
 from data_prep.encoding import read_model
 from moh_lm.checkpoint.fragments import FragmentReader
-from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
+from moh_lm.data.files import read_json
 from moh_lm.model.transformer import CausalLM
 from tools.hf.export_files import exported_files
 from tools.hf.import_config import model_config

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
+from moh_lm.data.files import read_json
 from moh_lm.model.transformer import CausalLM, initialize
 from moh_lm.parallel.layers import make_parameter
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from sentencepiece import sentencepiece_model_pb2
 
-from moh_lm.checkpoint.manifest import read_json
+from moh_lm.data.files import read_json
 
 CLASS = "PreTrainedTokenizerFast"  # in config.json too
 SPACE = "\u2581"  # the visible space of SentencePiece
