@@ -13,7 +13,6 @@ mean with a confidence of 95%, seeds being all that varies. An interval that hol
 """
 
 import argparse
-import json
 import math
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -21,7 +20,7 @@ from statistics import mean, median, stdev
 from moh_lm.config import Config
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts
-from moh_lm.monitor.row import complete
+from moh_lm.monitor.journal import read_rows
 
 try:
     import matplotlib
@@ -105,9 +104,7 @@ def active_heads(rows):
 
 def metrics(run):
     """The rows of metrics.jsonl; none if there is no such file."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if complete(line)]
+    return [row for _, row in read_rows(run / "metrics.jsonl")]
 
 
 def final_evaluation(run, iterations):

@@ -7,6 +7,7 @@ A step directory is complete or has another name: it gets the name ``step-N`` by
 loses it by a rename before it is removed.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -30,7 +31,8 @@ def list_steps(directory):
     A directory that is not there holds none. Raises OSError if it cannot be read.
     """
     try:
-        steps = [path for path in Path(directory).iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+        with os.scandir(directory) as entries:
+            steps = [Path(entry) for entry in entries if STEP_NAME.fullmatch(entry.name) and entry.is_dir()]
     except NO_SUCH_FILE:
         return []
     return sorted(steps, key=step_number, reverse=True)

@@ -100,14 +100,6 @@ class Source:
             ]
         return []
 
-    def notes(self) -> list[str]:
-        if not self.unlisted:
-            return []
-        return [
-            f"source {self.name}: manifest.json does not list {len(self.unlisted)} of its shards, such as "
-            f"{self.unlisted[0]}; they are not used until data_prep/tokenize.py has been run to its end"
-        ]
-
 
 class Dataset:
     """The sources of a run and their mixture; ``Dataset.open`` makes it. ``notes`` are remarks for the user.
@@ -163,7 +155,12 @@ class Dataset:
         unused = sorted(present.keys() - set(names))
         notes = [mixture.note] if mixture.note else []
         notes += [f"not in --data-mix: {', '.join(unused)}"] if unused else []
-        notes += [note for source in sources for note in source.notes()]
+        notes += [
+            f"source {source.name}: manifest.json does not list {len(source.unlisted)} of its shards, such as "
+            f"{source.unlisted[0]}; they are not used until data_prep/tokenize.py has been run to its end"
+            for source in sources
+            if source.unlisted
+        ]
         return cls(sorted(sources, key=lambda source: source.name), mixture, data, notes)
 
     @property

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moh_lm.config import ConfigError
 from moh_lm.data.dataset import Dataset
 from moh_lm.parallel.cross_entropy import IGNORED
 
@@ -48,11 +47,6 @@ class Loader:
         reset_at_documents: bool = False,
         pin_memory: bool = False,
     ):
-        if global_batch_size % (micro_batch_size * data_parallel_size):
-            raise ConfigError([
-                f"global batch of {global_batch_size} sequences: must be a multiple of "
-                f"micro_batch_size({micro_batch_size}) * data_parallel_size({data_parallel_size})"
-            ])
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         self.samples_per_step = global_batch_size // data_parallel_size  # of this rank

@@ -1,7 +1,6 @@
 """A shard as it is read: what is checked when it is opened, and what with every byte that is used."""
 
 import hashlib
-import mmap
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,13 +89,9 @@ class Shard:
 
     def index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The index, memory-mapped: sequence lengths int32 [n], byte offsets int64 [n], document bounds int64 [m]."""
-        with open(beside(self.prefix, ".idx"), "rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        arrays, offset = [], HEADER.size
-        for dtype, count in (("<i4", self.num_sequences), ("<i8", self.num_sequences), ("<i8", self.num_documents + 1)):
-            arrays.append(np.frombuffer(content, dtype, count, offset))
-            offset += arrays[-1].nbytes
-        return tuple(arrays)
+        content = np.memmap(beside(self.prefix, ".idx"), mode="r", offset=HEADER.size)
+        lengths, pointers, bounds = np.split(content, [4 * self.num_sequences, 12 * self.num_sequences])
+        return lengths.view("<i4"), pointers.view("<i8"), bounds.view("<i8")
 
 
 @contextmanager
@@ -130,12 +125,17 @@ def open_shard(prefix: str | Path, *, foreign: bool = False, verify: bool = Fals
         raise ShardError(f"{bin_path}: {bin_bytes} bytes, but its index describes {expected}")
     shard = Shard(Path(prefix), *counts, sums=Sums(None, None))
     if sidecar is not None:
-        compare(json_path, "dtype", sidecar["dtype"], counts.dtype.name)
-        compare(json_path, "documents", sidecar["documents"], counts.documents)
-        compare(json_path, "tokens", sidecar["tokens"], counts.tokens)
-        compare(json_path, "size of .bin", sidecar["bin"]["bytes"], bin_bytes)
-        compare(json_path, "size of .idx", sidecar["idx"]["bytes"], idx_bytes)
-        shard.largest_id, shard.content, shard.sidecar = sidecar["largest_id"], content_of(sidecar), sidecar
+        for what, recorded, actual in (
+            ("dtype", sidecar["dtype"], counts.dtype.name),
+            ("documents", sidecar["documents"], counts.documents),
+            ("tokens", sidecar["tokens"], counts.tokens),
+            ("size of .bin", sidecar["bin"]["bytes"], bin_bytes),
+            ("size of .idx", sidecar["idx"]["bytes"], idx_bytes),
+        ):
+            if recorded != actual:
+                raise ShardError(f"{json_path}: {what} is recorded as {recorded}, but is {actual}")
+        shard.largest_id, shard.sidecar = sidecar["largest_id"], sidecar
+        shard.content = hashlib.sha256((sidecar["bin"]["sha256"] + sidecar["idx"]["sha256"]).encode()).hexdigest()
         shard.sums = Sums(block_sums(sidecar["bin"]), block_sums(sidecar["idx"]))
     if verify:
         for problem in verify_shard(shard):
@@ -188,13 +188,3 @@ def read_sidecar(path: Path) -> dict:
         if not re.fullmatch(rf"([0-9a-f]{{8}}){{{blocks}}}", sidecar[key]["crc32"]):
             raise ShardError(f"{path}: is damaged: {key} crc32 is not that of {blocks} blocks; {REMEDY}")
     return sidecar
-
-
-def compare(path: Path, what: str, recorded, actual):
-    if recorded != actual:
-        raise ShardError(f"{path}: {what} is recorded as {recorded}, but is {actual}")
-
-
-def content_of(sidecar: dict) -> str:
-    """A hash of the bytes of both files."""
-    return hashlib.sha256((sidecar["bin"]["sha256"] + sidecar["idx"]["sha256"]).encode()).hexdigest()

@@ -9,12 +9,10 @@ run, whose id is in wandb.json; it ignores steps that it has, and a resumed run 
 import importlib
 import json
 import secrets
-import struct
 import sys
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 from torch.utils.tensorboard import SummaryWriter
 
 
@@ -80,19 +78,7 @@ class Boards:
 
 
 def first_drawn(directory):
-    """The first step after 0 in the TensorBoard files below ``directory``; None if there is none.
-
-    A file is records end to end: u64 length, u32 checksum, an ``Event``, u32 checksum. The last may be cut short.
-    """
-    for path in sorted(Path(directory, "tensorboard").glob("events.out.tfevents.*")):
-        with open(path, "rb") as file:
-            while len(header := file.read(12)) == 12:
-                content = file.read(struct.unpack("<Q", header[:8])[0])
-                try:
-                    step = Event.FromString(content).step
-                except DecodeError:
-                    break
-                if step > 0:
-                    return step
-                file.seek(4, 1)
-    return None
+    """The first step after 0 in the TensorBoard files below ``directory``; None if there is none."""
+    paths = sorted(Path(directory, "tensorboard").glob("events.out.tfevents.*"))
+    events = (event for path in paths for event in LegacyEventFileLoader(str(path)).Load())
+    return next((event.step for event in events if event.step > 0), None)

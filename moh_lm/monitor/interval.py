@@ -6,15 +6,17 @@ Times are those of one process: after a resume they cover the steps since.
 
 import math
 import resource
+from copy import copy
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from moh_lm.model.balance import row_width
 from moh_lm.monitor.head_load import head_figures
+from moh_lm.parallel.agreement import from_all_ranks
 
 PARTS = ("data", "forward_backward", "optimizer", "save")  # of the time of a step
+COUNTED = ("tokens", "skipped_steps", "skipped_sequences", "not_finite")  # in a checkpoint, beside both sums
 
 
 class Interval:
@@ -90,32 +92,19 @@ class Interval:
 
     def state(self):
         """JSON-able; ``restore`` takes it back."""
-        return {
-            "losses": self.losses.tolist(),
-            "routers": self.routers.tolist(),
-            "tokens": self.tokens,
-            "skipped_steps": self.skipped_steps,
-            "skipped_sequences": self.skipped_sequences,
-            "not_finite": self.not_finite,
-        }
+        sums = {"losses": self.losses.tolist(), "routers": self.routers.tolist()}
+        return sums | {name: getattr(self, name) for name in COUNTED}
 
     def restore(self, state):
-        self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
-        self.routers.copy_(torch.tensor(state["routers"], dtype=torch.float64))
-        self.tokens = state["tokens"]
-        self.skipped_steps = state["skipped_steps"]
-        self.skipped_sequences = list(state["skipped_sequences"])
-        self.not_finite = dict(state["not_finite"])
+        for name in ("losses", "routers"):
+            getattr(self, name).copy_(torch.tensor(state[name], dtype=torch.float64))
+        for name in COUNTED:
+            setattr(self, name, copy(state[name]))
 
 
 def waits_and_memory(interval, device):
     """[(seconds that a step waited for its data, peak memory in bytes)] of every rank; all call it together."""
-    mine = torch.tensor(
-        [interval.seconds_per_step()["data"], peak_memory(device)], dtype=torch.float64, device=device
-    )
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, mine)
-    return torch.stack(ranks).tolist()
+    return from_all_ranks((interval.seconds_per_step()["data"], peak_memory(device)))
 
 
 def peak_memory(device):

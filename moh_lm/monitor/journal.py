@@ -7,6 +7,7 @@ there once were checkpoints.
 A log is not worth ending a run for: what cannot be written now is written later.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -37,6 +38,16 @@ class Rows:
         self.waiting = b""
 
 
+def read_rows(path):
+    """[(line, object)] of a file of ``Rows`` with steps; none without the file. Lines that a crash cut are left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            found += [(line, row)] if isinstance(row["step"], int) else []
+    return found
+
+
 class Journal:
     """Rank 0 makes one with ``writes`` true: it prints and records; on the other ranks nothing happens."""
 
@@ -54,13 +65,5 @@ class Journal:
         self.rows.add({"time": now, "event": event, "step": step, **facts})
 
     def last(self, event):
-        """The last ``event`` in the file, or None. A line that a crash cut short is passed over."""
-        found = None
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else ():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and row.get("event") == event:
-                found = row
-        return found
+        """The last ``event`` in the file, or None."""
+        return next((row for _, row in reversed(read_rows(self.path)) if row.get("event") == event), None)

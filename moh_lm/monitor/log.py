@@ -81,17 +81,10 @@ class RunLog:
     def evaluation(self, step, losses, bytes_per_token):
         """Log the validation loss of each source, its exponential, the perplexity of a token, and its bits per byte."""
         mean = sum(losses.values()) / len(losses)
-        perplexity = {name: perplexity_of(loss) for name, loss in losses.items()}
+        perplexity = {name: math.exp(loss) if loss < 700 else math.inf for name, loss in losses.items()}  # inf: null
         bits = bits_per_byte(losses, bytes_per_token)
-        self.write(
-            {
-                "step": step,
-                "evaluation": losses,
-                "evaluation_mean": mean,
-                "perplexity": perplexity,
-                "evaluation_bits_per_byte": bits,
-            }
-        )
+        row = {"step": step, "evaluation": losses, "evaluation_mean": mean, "perplexity": perplexity}
+        self.write(row | {"evaluation_bits_per_byte": bits})
         scalars = {f"validation_loss/{name}": loss for name, loss in losses.items()}
         scalars |= {f"validation_perplexity/{name}": value for name, value in perplexity.items()}
         scalars |= {f"validation_bits_per_byte/{name}": value for name, value in bits.items()}
@@ -125,7 +118,3 @@ def head_scalars(model, figures):
             if key in figures and figures[key][place] is not None:
                 found[f"{tag}/{key}"] = figures[key][place]
     return found
-
-
-def perplexity_of(loss):
-    return math.exp(loss) if loss < 700 else math.inf  # which ``finite`` writes as null

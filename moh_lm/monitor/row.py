@@ -3,12 +3,12 @@
 docs/monitoring.md has every figure with its formula.
 """
 
-import json
 import math
 
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.files import publish
 from moh_lm.monitor.interval import ratio
+from moh_lm.monitor.journal import read_rows
 
 
 def training_row(config, dataset, interval, step, rate, grad_norm, figures, ranks, device):
@@ -59,40 +59,29 @@ def bits_per_byte(losses, bytes_per_token):
 
 def rounded(value):
     """Numbers to five significant digits, so that rows stay small."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    return each_float(value, lambda number: float(f"{number:.5g}"))
 
 
 def finite(value):
     """``value`` with null for numbers that JSON has no word for."""
+    return each_float(value, lambda number: number if math.isfinite(number) else None)
+
+
+def each_float(value, function):
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: each_float(item, function) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [each_float(item, function) for item in value]
+    return function(value) if isinstance(value, float) else value
 
 
 def keep_rows(path, last_step):
     """Drop the rows of ``path`` that the run is about to write again: those after ``last_step``, or all if it is 0."""
-    if not path.exists():
-        return
-    rows = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [row for row in rows if last_step and complete(row) and json.loads(row)["step"] <= last_step]
-    publish(path, "".join(row + "\n" for row in kept).encode())
+    if path.exists():
+        kept = [line + "\n" for line, row in read_rows(path) if last_step and row["step"] <= last_step]
+        publish(path, "".join(kept).encode())
 
 
 def last_step(path):
     """The largest step of the rows of ``path``; 0 without any."""
-    rows = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    return max((json.loads(row)["step"] for row in rows if complete(row)), default=0)
-
-
-def complete(row):
-    """Whether a line was written to its end."""
-    try:
-        return isinstance(json.loads(row)["step"], int)
-    except (ValueError, TypeError, KeyError):
-        return False
+    return max((row["step"] for _, row in read_rows(path)), default=0)

@@ -66,5 +66,4 @@ class ParallelGroups:
 
 def own_group(members):
     """Open a process group for each row of ranks and return the one with this rank in it."""
-    groups = [(ranks, dist.new_group(ranks)) for ranks in members.tolist()]
-    return next(group for ranks, group in groups if dist.get_rank() in ranks)
+    return dist.new_subgroups_by_enumeration(members.tolist())[0]

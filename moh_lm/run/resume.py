@@ -7,6 +7,7 @@ the run and changes nothing. A run directory whose checkpoints are all damaged o
 
 import os
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 
 import torch.distributed as dist
@@ -140,7 +141,7 @@ def sound_step(directory, journal, progress):
             say(f"DAMAGED CHECKPOINT: {problem}")
     if damaged:
         advice = "no checkpoint of this run is sound: restore one, or choose a new --checkpoint-dir"
-        raise ConfigError([*(problem for problems in damaged.values() for problem in problems), advice])
+        raise ConfigError([*chain(*damaged.values()), advice])
     lost = by_rank_0(lambda: trace_of_checkpoints(directory, journal))
     if lost:
         raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started afresh"])
@@ -152,12 +153,11 @@ def damage(step, progress):
     found = verify(step, dist.get_rank(), dist.get_world_size(), progress)
     if found:
         return found
-    number = step.name.removeprefix("step-")
     try:
-        inside = str(read_json(step / "state.json")["step"])
+        inside = read_json(step / "state.json")["step"]
     except (*NO_SUCH_FILE, ValueError, KeyError, TypeError):
         return []  # said by the rank that verifies it, or by ``read_state``
-    return [] if inside == number else [f"{step}: holds step {inside}"]
+    return [] if step.name == f"step-{inside}" else [f"{step}: holds step {inside}"]
 
 
 def settle(sound, damaged, journal):
@@ -172,11 +172,8 @@ def settle(sound, damaged, journal):
 
 def free_name(path):
     """``path``, or with a number after it if it is taken."""
-    number, free = 1, path
-    while os.path.lexists(free):
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
+    paths = chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2)))
+    return next(free for free in paths if not os.path.lexists(free))
 
 
 def trace_of_checkpoints(directory, journal):

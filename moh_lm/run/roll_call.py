@@ -6,10 +6,12 @@ whose training merely hangs does answer. Where the store itself does not answer,
 store is there. What the first roll call found is kept, because those who answered may leave before the next one.
 """
 
+import contextlib
 import os
 import threading
 import time
 from datetime import timedelta
+from itertools import count
 
 import torch.distributed as dist
 
@@ -31,17 +33,13 @@ class RollCall:
 
     def answer(self):
         """Wait to be called, by another rank or by ``end``, and say that this rank is there."""
-        number = 0
-        while True:
-            number += 1
-            try:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            for number in count(1):
                 self.waiting.wait([f"{self.rank}/{number}"], FOR_EVER)
                 call = self.waiting.get(f"{self.rank}/{number}").decode()
                 if not call:
                     return
                 self.waiting.set(f"{call}/{self.rank}", "here")
-            except RuntimeError:  # the store is gone
-                return
 
     def absent(self, seconds):
         """Words for the ranks that give no answer within ``seconds``; "" if all do, or nobody can tell."""
@@ -84,10 +82,8 @@ class RollCall:
             threading.Thread(target=self.dismiss, daemon=True).start()
 
     def dismiss(self):
-        try:
+        with contextlib.suppress(RuntimeError):
             self.summon(self.rank, "")
-        except RuntimeError:
-            return
 
 
 def connect(name):

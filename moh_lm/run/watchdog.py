@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from moh_lm.parallel.agreement import from_all_ranks
 from moh_lm.run.roll_call import RollCall
 
 UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
@@ -92,14 +93,12 @@ class Watchdog:
 
     def blame(self):
         """After an error: print which ranks died, or do not answer, if any did in these seconds; returns whether."""
-        found = ""
         for _ in range(GRACE):
             dead = self.dead()
             if dead:
-                found = f"{dead} died"
                 break
             time.sleep(0.5)
-        found = found or self.roll_call.absent(GRACE)
+        found = f"{dead} died" if dead else self.roll_call.absent(GRACE)
         if found:
             print(f"moh_lm.pretrain: {found}; rank {self.rank} cannot go on", file=sys.stderr, flush=True)
             end_stuck_launcher()
@@ -161,9 +160,7 @@ def introduce():
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
         space = None
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, Introduction(socket.gethostname(), space, os.getpid(), time.time_ns()))
-    return ranks
+    return from_all_ranks(Introduction(socket.gethostname(), space, os.getpid(), time.time_ns()))
 
 
 def neighbours(ranks):

@@ -305,11 +305,6 @@ def test_a_vocabulary_smaller_than_the_data_is_refused_with_both_numbers(tmp_pat
     open_dataset(tmp_path, vocab_size=200)
 
 
-def test_a_global_batch_that_does_not_divide_is_refused(data_dir):
-    with pytest.raises(ConfigError, match=r"24 sequences.*micro_batch_size\(5\)"):
-        loader(open_dataset(data_dir), micro_batch_size=5)
-
-
 def equal(one, other):
     """Whether two lists of micro-batches are the same to the last element."""
     pairs = list(zip(one, other, strict=True))
