@@ -29,9 +29,7 @@ class HashedFile:
 
     def __init__(self, path):
         self.path = path
-        self.hashes = []
-        self.digest = hashlib.sha256()
-        self.room = BLOCK_BYTES  # in the block that is being hashed
+        self.hashes = []  # of the blocks
         self.size = 0
 
     def __enter__(self):
@@ -44,23 +42,19 @@ class HashedFile:
                 os.fsync(self.file.fileno())
         finally:
             self.file.close()
-        if self.room < BLOCK_BYTES:
-            self.hashes.append(self.digest.hexdigest())
-        self.entry = {"bytes": self.size, "sha256": self.hashes}
+        self.entry = {"bytes": self.size, "sha256": [block.hexdigest() for block in self.hashes]}
 
     def write(self, data):
         """Append ``data``, any contiguous buffer."""
         view = memoryview(data).cast("B")
         while view:
-            block = view[: self.room]
-            self.write_all(block)
-            self.digest.update(block)
-            self.room -= len(block)
-            self.size += len(block)
-            view = view[len(block) :]
-            if self.room == 0:
-                self.hashes.append(self.digest.hexdigest())
-                self.digest, self.room = hashlib.sha256(), BLOCK_BYTES
+            used = self.size % BLOCK_BYTES
+            if not used:
+                self.hashes.append(hashlib.sha256())
+            part, view = view[: BLOCK_BYTES - used], view[BLOCK_BYTES - used :]
+            self.write_all(part)
+            self.hashes[-1].update(part)
+            self.size += len(part)
 
     def write_all(self, view):
         while view:

@@ -97,7 +97,7 @@ class Saver:
         self.pending = Writing(
             temporary,
             self.snapshot(tensors) if self.background else tensors,
-            json.dumps({fragment.name: address_of(fragment) for fragment in fragments}),
+            {"fragments": json.dumps({fragment.name: address_of(fragment) for fragment in fragments})},
             rank_0_files(step, config, state, tokenizer) if dist.get_rank() == 0 else {},
             need,
             self.progress,

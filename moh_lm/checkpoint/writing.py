@@ -21,10 +21,10 @@ class Writing(threading.Thread):
         self.entries, self.problems = {}, []
         self.start()
 
-    def write(self, tensors, addresses, texts, need, progress):
+    def write(self, tensors, metadata, texts, need, progress):
         name = f"rank-{dist.get_rank()}.safetensors"
         try:
-            self.entries[name] = write_safetensors(self.directory / name, tensors, {"fragments": addresses}, progress)
+            self.entries[name] = write_safetensors(self.directory / name, tensors, metadata, progress)
             for text_name, content in texts.items():
                 with HashedFile(self.directory / text_name) as file:
                     file.write(content)

@@ -37,16 +37,9 @@ class Loader:
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        reset_at_documents: bool = False,
-        pin_memory: bool = False,
-    ):
+        self, dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, data_parallel_rank: int,
+        data_parallel_size: int, reset_at_documents: bool = False, pin_memory: bool = False,
+    ):  # fmt: skip
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         self.samples_per_step = global_batch_size // data_parallel_size  # of this rank

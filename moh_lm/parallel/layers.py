@@ -40,13 +40,6 @@ class Partition:
             parts.append(torch.zeros_like(whole.narrow(self.dim, 0, 1)).repeat_interleave(self.padding, self.dim))
         return torch.cat(parts, self.dim)
 
-    def place(self, local, whole):
-        """Copy this rank's slice into the whole parameter, in place."""
-        position = 0
-        for start, stop in self.ranges:
-            whole.narrow(self.dim, start, stop - start).copy_(local.narrow(self.dim, position, stop - start))
-            position += stop - start
-
 
 def even_partition(dim, size, group):
     """Consecutive slices of equal length; the last ranks are padded where ``size`` does not divide."""
