@@ -20,7 +20,7 @@ from statistics import mean, median, stdev
 from moh_lm.config import Config
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts
-from moh_lm.monitor.journal import read_rows
+from moh_lm.monitor.journal import complete_rows
 
 try:
     import matplotlib
@@ -104,7 +104,7 @@ def active_heads(rows):
 
 def metrics(run):
     """The rows of metrics.jsonl; none if there is no such file."""
-    return [row for _, row in read_rows(run / "metrics.jsonl")]
+    return [row for _, row in complete_rows(run / "metrics.jsonl")]
 
 
 def final_evaluation(run, iterations):

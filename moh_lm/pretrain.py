@@ -2,10 +2,7 @@
 
     python -m moh_lm.pretrain --help        the launch/ scripts call it with the paper's values
 
-Exit codes: 0 the run is complete; 2 something in the configuration, the data or the checkpoint has to be mended; 75
-the run was asked to stop (SIGTERM, SIGUSR1 or SIGINT to any rank, --exit-after) and has saved: the same command goes
-on; 70 too many steps had to be skipped; 74 a checkpoint could not be written; 69 a rank died or stood still; 130 it was
-interrupted before the training began, or twice; 1 any other error.
+docs/checkpoints.md has the exit codes.
 """
 
 import os
@@ -73,12 +70,8 @@ def open_dataset(config, problems, dry_run):
     absent = config.data.data_dir and not Path(config.data.data_dir).exists()
     if config.data.data_dir and config.run.seq_length > 0 and not (dry_run and absent):
         try:
-            dataset = Dataset.open(
-                config.data,
-                seq_length=config.run.seq_length,
-                seed=config.run.seed,
-                vocab_size=config.model.vocab_size,
-            )
+            run, vocab_size = config.run, config.model.vocab_size
+            dataset = Dataset.open(config.data, seq_length=run.seq_length, seed=run.seed, vocab_size=vocab_size)
         except ConfigError as error:
             problems = problems + error.problems
     if problems:

@@ -14,7 +14,7 @@ import sentencepiece
 
 from data_prep.tokenize import main
 from moh_lm.data.files import json_bytes, read_facts, seal, sha256_of
-from moh_lm.data.reader import open_shard
+from moh_lm.data.reader import open_shard, verify_shard
 from moh_lm.data.shards import read_manifest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,7 +118,9 @@ def tokenize(model, output, *sources, code=0, **options):
 
 def shards(output, source):
     units = read_manifest(output)["sources"][source]["units"]
-    return [open_shard(output / source / unit, verify=True) for unit in units]
+    opened = [open_shard(output / source / unit) for unit in units]
+    assert not [problem for shard in opened for problem in verify_shard(shard)]
+    return opened
 
 
 def decoded(output, source, model):

@@ -104,11 +104,10 @@ def opened(path: str):
         raise ShardError(f"{path}: {error.strerror or error}") from error
 
 
-def open_shard(prefix: str | Path, *, foreign: bool = False, verify: bool = False) -> Shard:
+def open_shard(prefix: str | Path, *, foreign: bool = False) -> Shard:
     """Open PREFIX.{bin,idx,json} as a ``Shard`` after checking sizes and counts, whatever the number of documents.
 
-    ``foreign`` accepts a pair without a sidecar, written by another tool. ``verify`` reads both files in full: the
-    index must be consistent in itself and the checksums those of the sidecar. Raises ShardError.
+    ``foreign`` accepts a pair without a sidecar, written by another tool. Raises ShardError.
     """
     bin_path, idx_path, json_path = (beside(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
     sidecar = read_sidecar(json_path) if json_path.exists() else None
@@ -137,9 +136,6 @@ def open_shard(prefix: str | Path, *, foreign: bool = False, verify: bool = Fals
         shard.largest_id, shard.sidecar = sidecar["largest_id"], sidecar
         shard.content = hashlib.sha256((sidecar["bin"]["sha256"] + sidecar["idx"]["sha256"]).encode()).hexdigest()
         shard.sums = Sums(block_sums(sidecar["bin"]), block_sums(sidecar["idx"]))
-    if verify:
-        for problem in verify_shard(shard):
-            raise ShardError(problem)
     return shard
 
 

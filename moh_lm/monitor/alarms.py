@@ -1,15 +1,8 @@
 """Alarms: one line when something begins to go wrong, and one when it is over; nothing in between.
 
-    routing collapse    a routed head or group below --alarm-head-low, or above --alarm-head-high, of its fair load
-    balance loss        of a layer above --alarm-balance-loss times its running median
-    throughput          below --alarm-throughput times its running median
-    dead source         a source of the mix without a sample where the mix has one; or with a loss that is exactly 0,
-                        not finite, or of no token
-
-The first three fire when they hold for --alarm-intervals intervals of the log in a row, and are over when they do not
-hold for as many; the last fires, and is over, at once. A running median is over the last ``WINDOW`` intervals at which
-the alarm did not hold, and counts from ``ENOUGH`` of them on. What has fired is part of a checkpoint: a resumed run
-does not fire again.
+docs/monitoring.md says when each of them fires. A running median is over the last ``WINDOW`` intervals at which the
+alarm did not hold, and counts from ``ENOUGH`` of them on. What has fired is part of a checkpoint: a resumed run does
+not fire again.
 
 The mix has a sample of a source with the share w among any m samples with m w >= 2: moh_lm.data.mixture keeps the count
 of every prefix within less than one of its share.

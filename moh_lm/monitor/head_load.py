@@ -4,14 +4,10 @@ The heads are key/value groups with --routing-unit key_value_group. With n_i the
 head i of a layer's E, and K heads per token:
 
     load_i = n_i / T             fair is K / E; the mean load with --routing-top-p, where K is the most of a token
-    active_heads                 heads that a token uses on average, shared and routed; with --routing-top-p only
     entropy = - sum_i p_i ln p_i / ln E with p_i = n_i / sum_j n_j: 1 if all heads are used alike, ln K / ln E if always
               the same K are
-    unused, overused             shares of the E heads with n_i = 0, and with a load above ``high_load``
-    a1                           mean over the tokens of the weight of the shared heads (Eq. 6); the other is 1 - a1
-                                 (2 - a1 with ``released``)
-    balance_loss                 mean over sequences of L_b (Eq. 7)
-    tensor_parallel_imbalance    largest n summed over the heads of a tensor-parallel rank, over the mean of the ranks
+
+a1 is the mean weight of the shared heads (Eq. 6), balance_loss the mean of L_b (Eq. 7); docs/monitoring.md has them all.
 """
 
 import numpy as np

@@ -38,7 +38,7 @@ class Rows:
         self.waiting = b""
 
 
-def read_rows(path):
+def complete_rows(path):
     """[(line, object)] of a file of ``Rows`` with steps; none without the file. Lines that a crash cut are left out."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
@@ -66,4 +66,4 @@ class Journal:
 
     def last(self, event):
         """The last ``event`` in the file, or None."""
-        return next((row for _, row in reversed(read_rows(self.path)) if row.get("event") == event), None)
+        return next((row for _, row in reversed(complete_rows(self.path)) if row.get("event") == event), None)

@@ -8,7 +8,7 @@ import math
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.files import publish
 from moh_lm.monitor.interval import ratio
-from moh_lm.monitor.journal import read_rows
+from moh_lm.monitor.journal import complete_rows
 
 
 def training_row(config, dataset, interval, step, rate, grad_norm, figures, ranks, device):
@@ -78,10 +78,10 @@ def each_float(value, function):
 def keep_rows(path, last_step):
     """Drop the rows of ``path`` that the run is about to write again: those after ``last_step``, or all if it is 0."""
     if path.exists():
-        kept = [line + "\n" for line, row in read_rows(path) if last_step and row["step"] <= last_step]
+        kept = [line + "\n" for line, row in complete_rows(path) if last_step and row["step"] <= last_step]
         publish(path, "".join(kept).encode())
 
 
 def last_step(path):
     """The largest step of the rows of ``path``; 0 without any."""
-    return max((row["step"] for _, row in read_rows(path)), default=0)
+    return max((row["step"] for _, row in complete_rows(path)), default=0)

@@ -155,7 +155,10 @@ class Run:
             self.log.training(
                 training_row(config, dataset, interval, step, rate, norm, figures, ranks, self.device), figures
             )
-            announce(self.alarms.check(interval, figures, ranks), self.journal, self.log, step)
+            for text, facts in self.alarms.check(interval, figures, ranks):
+                text = f"step {step}: {text}"
+                self.journal.add(facts.pop("event"), step, text, **facts)
+                self.log.boards.alarm(text, step)
         interval.clear()
 
     def evaluate(self):
@@ -196,14 +199,6 @@ class Run:
 def due(step, interval):
     """Whether ``step`` ends an interval; an interval of 0 never ends."""
     return interval > 0 and step % interval == 0
-
-
-def announce(alarms, journal, log, step):
-    """Say each of ``Alarms.check`` on the console, in events.jsonl and on the boards."""
-    for text, facts in alarms:
-        text = f"step {step}: {text}"
-        journal.add(facts.pop("event"), step, text, **facts)
-        log.boards.alarm(text, step)
 
 
 def open_log(config, step):

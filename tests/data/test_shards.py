@@ -26,6 +26,14 @@ def write(prefix, documents, vocab_size=65536, tokenizer=TOKENIZER, inputs=()):
         return shard.commit({"tokenizer": tokenizer, "inputs": list(inputs)})
 
 
+def open_sound(prefix, **options):
+    """``open_shard`` of a shard that is read in full."""
+    shard = open_shard(prefix, **options)
+    for problem in verify_shard(shard):
+        raise ShardError(problem)
+    return shard
+
+
 def part(prefix, suffix):
     return prefix.with_name(prefix.name + suffix)
 
@@ -53,7 +61,7 @@ def test_documents_come_back_as_they_were_written(tmp_path):
     random = np.random.default_rng(0)
     documents = [random.integers(0, 65536, length) for length in random.integers(1, 200, 100)]
     write(tmp_path / "shard", documents)
-    shard = open_shard(tmp_path / "shard", verify=True)
+    shard = open_sound(tmp_path / "shard")
     lengths, pointers, bounds = shard.index()
     assert shard.num_documents == 100
     assert bounds.tolist() == list(range(101))
@@ -63,7 +71,7 @@ def test_documents_come_back_as_they_were_written(tmp_path):
 
 def test_a_shard_without_documents_is_complete(tmp_path):
     write(tmp_path / "shard", [])
-    shard = open_shard(tmp_path / "shard", verify=True)
+    shard = open_sound(tmp_path / "shard")
     assert (shard.num_documents, shard.num_tokens, len(shard.read(0, 0))) == (0, 0, 0)
 
 
@@ -218,7 +226,7 @@ def test_a_flipped_bit_in_the_tokens_is_found_when_it_is_read_by_file_and_block(
     with pytest.raises(ShardError, match=rf"shard\.bin: block {position // 65536}, "):
         shard.read(position // 2, 1)
     with pytest.raises(ShardError, match=rf"shard\.bin: block {position // 65536}, "):
-        open_shard(tmp_path / "shard", verify=True)
+        open_sound(tmp_path / "shard")
     if position >= 65536:
         assert shard.read(0, 32768).tolist() == tokens[:32768].tolist()  # the first block is whole
 
@@ -324,7 +332,7 @@ def test_a_shard_of_another_tool_is_opened_on_request_only(tmp_path):
     (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 0, 5], [0, 16, 20, 20], [0, 2, 4]))
     with pytest.raises(ShardError, match="unfinished"):
         open_shard(tmp_path / "shard")
-    shard = open_shard(tmp_path / "shard", foreign=True, verify=True)
+    shard = open_sound(tmp_path / "shard", foreign=True)
     assert (shard.num_sequences, shard.num_documents, shard.num_tokens) == (4, 2, 10)
     assert shard.read(3, 4).tolist() == [3, 4, 5, 6]
     with shard.document_starts() as starts:
@@ -346,7 +354,7 @@ def test_wrong_offsets_and_wrong_bounds_are_found_without_a_sidecar(tmp_path, po
     (tmp_path / "shard.bin").write_bytes(bytes(40))
     (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 0, 5], pointers, bounds))
     with pytest.raises(ShardError, match=r"shard\.idx"):
-        open_shard(tmp_path / "shard", foreign=True, verify=True)
+        open_sound(tmp_path / "shard", foreign=True)
 
 
 def test_opening_takes_no_memory_for_the_index(tmp_path):
@@ -367,7 +375,7 @@ def test_opening_takes_no_memory_for_the_index(tmp_path):
 def test_empty_documents_of_another_tool_begin_where_the_next_one_does(tmp_path):
     (tmp_path / "shard.bin").write_bytes(np.arange(10, dtype="<i4").tobytes())
     (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 5], [0, 16, 20], [0, 0, 2, 2, 3, 3]))
-    with open_shard(tmp_path / "shard", foreign=True, verify=True).document_starts() as starts:
+    with open_sound(tmp_path / "shard", foreign=True).document_starts() as starts:
         assert list(starts) == [0, 0, 5, 5, 10]
         assert starts.inside(1, 10) == [5, 5]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from moh_lm.cost.summary import routing_facts
 from moh_lm.data.mixture import sample_counts
 from moh_lm.monitor.head_load import fair_load
-from moh_lm.monitor.journal import read_rows
+from moh_lm.monitor.journal import complete_rows
 
 
 def model_card(step, config, state, dtype, parameters, own_tokenizer, license=None, base_model=None):
@@ -118,7 +118,7 @@ def data_facts(state, seq_length):
 
 def loss_facts(step, number):
     """The last training interval and the last evaluation up to step ``number`` in metrics.jsonl of the run."""
-    rows = [row for _, row in read_rows(step.parent.parent / "metrics.jsonl") if row["step"] <= number]
+    rows = [row for _, row in complete_rows(step.parent.parent / "metrics.jsonl") if row["step"] <= number]
     training = next((row for row in reversed(rows) if row.get("loss") is not None), None)
     evaluation = next((row for row in reversed(rows) if "evaluation" in row), None)
     if not training and not evaluation:
