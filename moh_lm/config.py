@@ -344,9 +344,6 @@ class Config:
             raise ConfigError(unknown)
         return build(cls, values)
 
-    def save(self, path):
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-
     @classmethod
     def load(cls, path):
         """The configuration in a config.json. Raises ConfigError if the file is absent or not such a file."""

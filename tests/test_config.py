@@ -9,6 +9,7 @@ from moh_lm import pretrain
 from moh_lm.checks import config_problems
 from moh_lm.config import Config, ConfigError, walk
 from moh_lm.cost.memory import parameter_counts
+from moh_lm.data.files import write_json
 from moh_lm.flags import make_parser, parse_config
 
 REQUIRED = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
@@ -58,7 +59,7 @@ def test_flags_alone_and_with_true_or_false():
 
 def test_json_gives_back_the_same_configuration(tmp_path):
     config = parse(*"--num-layers 2 --num-shared-heads 4 6 --data-mix a=1.50 b-c=2 --tie-embeddings".split())
-    config.save(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", config.to_dict())
     assert Config.load(tmp_path / "config.json") == config
 
 

@@ -7,7 +7,7 @@ head i of a layer's E, and K heads per token:
     entropy = - sum_i p_i ln p_i / ln E with p_i = n_i / sum_j n_j: 1 if all heads are used alike, ln K / ln E if always
               the same K are
 
-a1 is the mean weight of the shared heads (Eq. 6), balance_loss the mean of L_b (Eq. 7); docs/monitoring.md has them all.
+a1 is the mean weight of the shared heads (Eq. 6), balance_loss the mean of L_b (Eq. 7). All are in docs/monitoring.md.
 """
 
 import numpy as np

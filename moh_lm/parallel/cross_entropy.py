@@ -63,13 +63,12 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def softmax_and_losses(z, labels, partition, group):
     """The losses [tokens]; the logits ``z`` [tokens, vocab/tp] become the softmax, in place."""
-    ((start, stop),) = partition.ranges
     if partition.padding:
-        z[:, stop - start :] = -torch.inf
+        z[:, -partition.padding :] = -torch.inf
     maximum = z.amax(-1, keepdim=True)
     all_reduce(maximum, dist.ReduceOp.MAX, group)
     z -= maximum
-    column, here = local_labels(labels, partition)
+    column, here = partition.locate(labels)
     label_logit = z.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0)
     total = z.exp_().sum(-1)
     sums = torch.stack((total, label_logit))
@@ -81,16 +80,9 @@ def softmax_and_losses(z, labels, partition, group):
 
 def subtract_labels(softmax, labels, partition):
     """The gradient of the losses by the logits, in place: softmax - [j = label]; 0 for ignored labels."""
-    column, here = local_labels(labels, partition)
+    column, here = partition.locate(labels)
     softmax.scatter_add_(-1, column.unsqueeze(-1), -here.to(softmax.dtype).unsqueeze(-1))
     softmax.masked_fill_((labels == IGNORED).unsqueeze(-1), 0)
-
-
-def local_labels(labels, partition):
-    """(column of each label in this rank's slice, whether it is there at all; a column of another is 0)."""
-    ((start, stop),) = partition.ranges
-    here = (labels >= start) & (labels < stop)
-    return (labels - start).masked_fill(~here, 0), here
 
 
 def all_reduce(tensor, operation, group):

@@ -40,6 +40,12 @@ class Partition:
             parts.append(torch.zeros_like(whole.narrow(self.dim, 0, 1)).repeat_interleave(self.padding, self.dim))
         return torch.cat(parts, self.dim)
 
+    def locate(self, indices):
+        """(position of each of the ``indices`` in this rank's one range, whether it is there; elsewhere it is 0)."""
+        ((start, stop),) = self.ranges
+        here = (indices >= start) & (indices < stop)
+        return (indices - start).masked_fill(~here, 0), here
+
 
 def even_partition(dim, size, group):
     """Consecutive slices of equal length; the last ranks are padded where ``size`` does not divide."""
@@ -107,10 +113,9 @@ class VocabParallelEmbedding(nn.Module):
         tokens = tokens.t()  # [s, b]
         if self.group is None:
             return F.embedding(tokens, self.weight)
-        ((start, stop),) = self.partition.ranges
-        elsewhere = (tokens < start) | (tokens >= stop)
-        rows = F.embedding((tokens - start).masked_fill(elsewhere, 0), self.weight)  # [s, b, d]
-        return scatter_sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+        row, here = self.partition.locate(tokens)
+        rows = F.embedding(row, self.weight)  # [s, b, d]
+        return scatter_sum(rows.masked_fill(~here.unsqueeze(-1), 0), self.group)
 
 
 class RMSNorm(nn.Module):

@@ -18,6 +18,7 @@ from tests.attention_cases import (
     make_boundaries,
     make_inputs,
     reference,
+    slot_blocks,
     with_gradients,
 )
 
@@ -297,7 +298,7 @@ def check_tiles(lengths):
     """Products of the interpreter are counted: two per tile forward, three for dQ, four for dK/dV."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
+    from moh_lm.kernels.compaction import compact, key_blocks
 
     count = 0
     documents = lengths and make_boundaries(lengths, 130, 1)

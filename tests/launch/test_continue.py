@@ -8,7 +8,7 @@ import pytest
 
 from launch import quickstart_recovery
 from moh_lm.checks import config_problems
-from moh_lm.config import Config
+from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
 from moh_lm.run.resume import contradictions
 from tests.launch.test_launch import ROOT, call_of_rank, free_port, ready, run, script_arguments, trainer
@@ -82,7 +82,7 @@ def write_run(directory, losses):
     rows.insert(1, {"step": 5, "loss": 1.0})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, _ = parse_config(["--seq-length", "10", "--batch-tokens", "100"])
-    Config.save(config, directory / "config.json")
+    write_json(directory / "config.json", config.to_dict())
     return directory
 
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 from moh_lm.config import Config, DataConfig, ModelConfig, RunConfig
+from moh_lm.data.files import write_json
 
 
 def write_run(directory, name, seed, losses, speeds, active_heads=None, iterations=10, **heads):
@@ -16,7 +17,7 @@ def write_run(directory, name, seed, losses, speeds, active_heads=None, iteratio
         data=DataConfig(data_dir="data"),
         run=RunConfig(seq_length=16, batch_tokens=32, train_iters=iterations),
     )
-    config.save(run / "config.json")
+    write_json(run / "config.json", config.to_dict())
     rows = [{"step": step, "evaluation": evaluation} for step, evaluation in losses.items()]
     figures = {"heads": {"layer": [0, 1], "active_heads": active_heads}} if active_heads else {}
     rows[1:1] = [{"step": 5, "loss": 3.0, "tokens_per_second": speed, **figures} for speed in speeds]
