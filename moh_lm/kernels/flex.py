@@ -1,8 +1,7 @@
 """The FlexAttention backend: torch's own block-sparse kernel on the compacted queries, to check the Triton kernels by.
 
-Its ``BlockMask`` follows from ``key_blocks`` in closed form: the key blocks of a block of slots, and the blocks of
-slots of a key block, are contiguous ranges, and so are the full blocks among them: neither an s x s mask nor a sort is
-needed.
+Its ``BlockMask`` follows from ``key_blocks`` in closed form: the key blocks of a block of slots are a contiguous range,
+and so are the full blocks among them. No s x s mask is needed.
 
 Shapes: s sequence, b batch, e head dimension, n blocks of the sequence.
 """
@@ -64,27 +63,13 @@ def block_mask(compaction, starts=None):
     seen = torch.where(slot < count, positions, positions.gather(-1, last.long()))
     seen_from = torch.zeros_like(seen) if starts is None else at_positions(starts, seen)
 
-    # [b, heads, n] over key blocks: those of [q_begin, q_end) see one, those of [q_inner, q_full) wholly
-    q_begin, q_inner, q_full, q_end = (
-        (bound.unsqueeze(-1) > block).sum(-2, dtype=torch.int32) for bound in (begin, inner, full, end)
-    )
-
     def indices(first, gap_at, gap_stop):
         """first, first + 1, ... without [gap_at, gap_stop): [b, heads, n, n]"""
         index = first.unsqueeze(-1) + block
         index = index + torch.where(index < gap_at.unsqueeze(-1), 0, (gap_stop - gap_at).unsqueeze(-1))
         return index.clamp_max(len(block) - 1)
 
-    return BlockMask(
-        seq_lengths=(length, length),
-        kv_num_blocks=end - full + inner - begin,
-        kv_indices=indices(begin, inner, full),
-        full_kv_num_blocks=full - inner,
-        full_kv_indices=indices(inner, inner, inner),
-        q_num_blocks=q_end - q_full + q_inner - q_begin,
-        q_indices=indices(q_begin, q_inner, q_full),
-        full_q_num_blocks=q_full - q_inner,
-        full_q_indices=indices(q_inner, q_inner, q_inner),
-        BLOCK_SIZE=(BLOCK, BLOCK),
+    return BlockMask.from_kv_blocks(
+        end - full + inner - begin, indices(begin, inner, full), full - inner, indices(inner, inner, inner), BLOCK,
         mask_mod=lambda b, h, q, k: (seen[b, h, q] >= k) & (seen_from[b, h, q] <= k),
-    )
+    )  # fmt: skip
