@@ -77,7 +77,7 @@ def open_dataset(config, problems, dry_run):
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     if dataset:
-        Tasks.open(config, dataset.tokenizer_path)  # so that what is wrong with them is said now
+        Tasks(config, dataset.tokenizer_path)  # so that what is wrong with them is said now
     return dataset
 
 

@@ -52,8 +52,7 @@ class Journal:
     """Rank 0 makes one with ``writes`` true: it prints and records; on the other ranks nothing happens."""
 
     def __init__(self, directory, writes):
-        self.path = Path(directory) / "events.jsonl"
-        self.rows = Rows(self.path)
+        self.rows = Rows(Path(directory) / "events.jsonl")
         self.writes = writes
 
     def add(self, event, step, text, **facts):
@@ -66,4 +65,4 @@ class Journal:
 
     def last(self, event):
         """The last ``event`` in the file, or None."""
-        return next((row for _, row in reversed(complete_rows(self.path)) if row.get("event") == event), None)
+        return next((row for _, row in reversed(complete_rows(self.rows.path)) if row.get("event") == event), None)

@@ -1,4 +1,4 @@
-"""What a run says about itself: one console line per interval, ``metrics.jsonl``, TensorBoard and Weights & Biases.
+"""What a run says about itself: config.json, a console line per interval, metrics.jsonl, TensorBoard, Weights & Biases.
 
 Rank 0 writes; a resumed run first drops what it wrote after its checkpoint. docs/monitoring.md has every figure with
 its formula.
@@ -8,6 +8,7 @@ import math
 import time
 from pathlib import Path
 
+from moh_lm.data.files import write_json
 from moh_lm.monitor.boards import Boards
 from moh_lm.monitor.head_load import head_map
 from moh_lm.monitor.journal import Rows
@@ -28,6 +29,7 @@ class RunLog:
         self.train_iters = config.run.train_iters
         self.model = config.model
         self.started = time.perf_counter()
+        write_json(Path(directory) / "config.json", config.to_dict())
         path = Path(directory) / "metrics.jsonl"
         keep_rows(path, first_step)
         self.rows = Rows(path)

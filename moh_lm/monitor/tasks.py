@@ -14,7 +14,6 @@ The training nodes need neither the harness nor the data sets, and no second cop
 forward pass of the evaluation, each as a sequence whose labels are its continuation.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 
 from moh_lm.config import ConfigError
+from moh_lm.data.files import sha256_of
 from moh_lm.data.loader import MicroBatch
 from moh_lm.parallel.cross_entropy import IGNORED
 
@@ -33,43 +33,38 @@ class Question(NamedTuple):
 
 
 class Tasks:
-    """Questions by task, and a rank's share of their choices as micro-batches."""
+    """The questions of ``config.run.eval_tasks`` by task, and a rank's share of their choices as micro-batches.
 
-    def __init__(self, questions, seq_length):
-        self.questions = questions  # {task: [Question]}
-        self.seq_length = seq_length
+    tokenizer: path of the data's, or None. Raises ConfigError if it is not a file of tasks, or was made for another
+    tokenizer, vocabulary or length.
+    """
 
-    @classmethod
-    def open(cls, config, tokenizer):
-        """The tasks of ``config.run.eval_tasks``; none without such a file. tokenizer: path of the data's, or None.
-
-        Raises ConfigError if it is not a file of tasks, or was made for another tokenizer, vocabulary or length.
-        """
-        path, found = config.run.eval_tasks, {}
+    def __init__(self, config, tokenizer):
+        self.questions = {}  # {task: [Question]}
+        self.seq_length = config.run.seq_length
+        path = config.run.eval_tasks
         if not path:
-            return cls(found, config.run.seq_length)
+            return
         try:
             header, *rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
             made_with = header["tokenizer"]
             for row in rows:
-                found.setdefault(row["task"], []).append(Question(row["gold"], row["choices"]))
-            every = [question for questions in found.values() for question in questions]
-            texts = [choice[:2] for question in every for choice in question.choices]
+                self.questions.setdefault(row["task"], []).append(Question(row["gold"], row["choices"]))
+            texts = [choice[:2] for row in rows for choice in row["choices"]]
             longest = max(len(continuation) for _, continuation in texts)
             largest = max(max(context + continuation) for context, continuation in texts)
         except (OSError, ValueError, LookupError, TypeError) as error:
             remedy = "make one with tools/evaluate_prepare.py"
             raise ConfigError([f"--eval-tasks {path}: is no file of tasks ({error}); {remedy}"]) from error
         problems = []
-        if tokenizer and made_with != hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest():
+        if tokenizer and made_with != sha256_of(tokenizer):
             problems.append(f"was made with another tokenizer than {tokenizer}; make it again")
         if largest >= config.model.vocab_size:
             problems.append(f"has the id {largest}, beyond --vocab-size {config.model.vocab_size}; make it again")
-        if longest > config.run.seq_length:
-            problems.append(f"has a choice of {longest} tokens, more than --seq-length {config.run.seq_length}")
+        if longest > self.seq_length:
+            problems.append(f"has a choice of {longest} tokens, more than --seq-length {self.seq_length}")
         if problems:
             raise ConfigError([f"--eval-tasks {path}: {problem}" for problem in problems])
-        return cls(found, config.run.seq_length)
 
     def micro_batches(self, task, micro_batch_size, rank, size):
         """The choices of ``task`` that data-parallel rank ``rank`` of ``size`` scores, and how many there are in all.

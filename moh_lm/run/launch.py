@@ -45,8 +45,9 @@ def start_process_group(timeout):
         gpus = accelerator.device_count()
         problem = f"LOCAL_RANK {local_rank}: GPUs that this process sees: {gpus}; start one rank for each"
         raise ConfigError([problem], local_rank=gpus)
-    device = torch.device(accelerator.device_name(local_rank))
-    accelerator.set_device(local_rank)
+    device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
     backend, limit = "nccl" if gpu else "gloo", timedelta(seconds=timeout)
     if not dist.is_initialized():
         store, rank, world_size = next(rendezvous("env://", timeout=limit))

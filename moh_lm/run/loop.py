@@ -11,7 +11,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import Saver, check_space
-from moh_lm.data.files import write_json
 from moh_lm.data.loader import Loader
 from moh_lm.monitor.alarms import Alarms
 from moh_lm.monitor.interval import Interval, waits_and_memory
@@ -87,7 +86,7 @@ class Run:
             reset_at_documents=self.config.data.reset_at_documents,
             pin_memory=self.device.type == "cuda",
         )
-        self.tasks = Tasks.open(self.config, dataset.tokenizer_path)
+        self.tasks = Tasks(self.config, dataset.tokenizer_path)
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
         check_space(checkpoints, self.engine.fragments())
         self.saver = Saver(
@@ -99,7 +98,8 @@ class Run:
             on_saved=lambda step, path, facts: self.journal.add("saved", step, f"saved {path}", **facts),
             progress=self.watchdog.progress,
         )
-        self.log = together(lambda: open_log(self.config, step))
+        first = dist.get_rank() == 0
+        self.log = together(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
         if step == 0:
             self.evaluate()
 
@@ -199,12 +199,3 @@ class Run:
 def due(step, interval):
     """Whether ``step`` ends an interval; an interval of 0 never ends."""
     return interval > 0 and step % interval == 0
-
-
-def open_log(config, step):
-    """The run directory and its log; rank 0 only."""
-    if dist.get_rank() > 0:
-        return None
-    directory = Path(config.run.checkpoint_dir)
-    write_json(directory / "config.json", config.to_dict())
-    return RunLog(directory, step, config)
