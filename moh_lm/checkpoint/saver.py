@@ -1,8 +1,6 @@
 """Checkpoints: complete or absent, verified before they are read, and free of the layout that wrote them.
 
-    checkpoints/step-N/    config.json, state.json, tokenizer.model, rank-R.safetensors of every rank (fragments.py) and
-                           manifest.json with the hashes of all of them (manifest.py); nothing is a pickle
-    checkpoints/latest     the name of the newest step, for people and other tools; a resume looks at the steps
+docs/checkpoints.md lists their files.
 
 A save takes a snapshot of the optimizer's state, writes it to ``step-N.tmp``, in the background while training goes
 on, adds the manifest, renames the directory to ``step-N``, and replaces ``latest``. Every file is flushed to the disk

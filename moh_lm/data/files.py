@@ -13,6 +13,7 @@ import json
 import os
 import zlib
 from array import array
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -110,6 +111,16 @@ def seal_line(digest: str) -> bytes:
 # --- Reading ---
 
 
+@contextmanager
+def opened(path: str | Path):
+    """The open file; whatever the system refuses becomes a ShardError that names it."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        raise ShardError(f"{path}: {error.strerror or error}") from error
+
+
 def read_json(path: Path):
     """The value of a JSON file. Raises OSError, and ValueError if it is none."""
     return json.loads(path.read_bytes())
@@ -117,11 +128,10 @@ def read_json(path: Path):
 
 def read_facts(path: Path) -> dict:
     """The object of a sidecar or manifest, without its seal. Raises ShardError if it is damaged, or none."""
+    with opened(path) as file:
+        data = file.read()
     try:
-        data = path.read_bytes()
         value = json.loads(data)
-    except OSError as error:
-        raise ShardError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ShardError(f"{path}: not JSON ({error}); {REMEDY}") from error
     if not isinstance(value, dict) or value.get("version") not in (VERSION, UNSEALED):

@@ -1,6 +1,7 @@
 """A shard as it is read: what is checked when it is opened, and what with every byte that is used."""
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from moh_lm.data.files import (
     block_sums,
     check_facts,
     damaged_block,
+    opened,
     read_facts,
     read_range,
 )
@@ -94,16 +96,6 @@ class Shard:
         return lengths.view("<i4"), pointers.view("<i8"), bounds.view("<i8")
 
 
-@contextmanager
-def opened(path: str):
-    """The open file; whatever the system refuses becomes a ShardError that names it."""
-    try:
-        with open(path, "rb") as file:
-            yield file
-    except OSError as error:
-        raise ShardError(f"{path}: {error.strerror or error}") from error
-
-
 def open_shard(prefix: str | Path, *, foreign: bool = False) -> Shard:
     """Open PREFIX.{bin,idx,json} as a ``Shard`` after checking sizes and counts, whatever the number of documents.
 
@@ -113,12 +105,10 @@ def open_shard(prefix: str | Path, *, foreign: bool = False) -> Shard:
     sidecar = read_sidecar(json_path) if json_path.exists() else None
     if sidecar is None and not foreign:
         raise ShardError(f"{json_path} is missing: the shard is unfinished; run data_prep/tokenize.py again")
-    try:
-        with open(idx_path, "rb") as file:
-            counts = read_counts(file)
-        bin_bytes, idx_bytes = bin_path.stat().st_size, idx_path.stat().st_size
-    except OSError as error:
-        raise ShardError(f"{error.filename}: {error.strerror}") from error
+    with opened(idx_path) as file:
+        counts, idx_bytes = read_counts(file), os.fstat(file.fileno()).st_size
+    with opened(bin_path) as file:
+        bin_bytes = os.fstat(file.fileno()).st_size
     if bin_bytes != counts.tokens * counts.dtype.itemsize:
         expected = counts.tokens * counts.dtype.itemsize
         raise ShardError(f"{bin_path}: {bin_bytes} bytes, but its index describes {expected}")

@@ -7,15 +7,12 @@ A shard is the two files of Megatron-LM's IndexedDataset, byte for byte, and a J
     PREFIX.json   counts, largest id, tokenizer, inputs, options, the checksums of the other two files and its own
                   (files.py)
 
-The sidecar is written last: a shard without one is unfinished. A data directory holds a directory of shards for each
-source, a manifest and the tokenizer:
-
-    DATA_DIR/SOURCE/UNIT.{bin,idx,json}    DATA_DIR/manifest.json    DATA_DIR/tokenizer.model, or TOKENIZER_FILES[1:]
-
-The manifest holds what a run has to know of each shard before it starts, so that a start looks at the sizes of files
+The sidecar is written last: a shard without one is unfinished. docs/data.md lists what a data directory holds. The
+manifest holds what a run has to know of each shard before it starts, so that a start looks at the sizes of files
 only. The first read of a shard compares its files with their sidecar, and the sidecar with the manifest.
 """
 
+import hashlib
 import os
 from array import array
 from collections.abc import Sequence
@@ -34,15 +31,15 @@ from moh_lm.data.files import (
     beside,
     check_facts,
     json_bytes,
+    opened,
     publish,
     read_facts,
     read_json,
     seal,
-    sha256_of,
     temporary_name,
 )
 from moh_lm.data.index import DTYPES, DocumentStarts, index_bytes, token_code
-from moh_lm.data.reader import Shard, open_shard, opened, read_sidecar  # noqa: F401 (data_prep finds it here)
+from moh_lm.data.reader import Shard, open_shard
 
 UNIT = {
     "dtype": str, "sequences": int, "documents": int, "tokens": int, "largest_id": int, "text_bytes": (int, NoneType),
@@ -225,10 +222,8 @@ def check_end(path: Path, recorded: int | None):
 
 def check_tokenizer(path: Path, recorded: str):
     """Raise ShardError unless the tokenizer at ``path`` has the SHA-256 ``recorded``."""
-    try:
-        found = sha256_of(path)
-    except OSError as error:
-        raise ShardError(f"{path}: {error.strerror}") from error
+    with opened(path) as file:
+        found = hashlib.sha256(file.read()).hexdigest()
     if found != recorded:
         raise ShardError(
             f"{path}: is not the tokenizer of the shards: its SHA-256 begins with {found[:12]}, that in manifest.json "
