@@ -18,7 +18,7 @@ from moh_lm.checkpoint.fragments import safetensors_header
 from moh_lm.checkpoint.manifest import HashedFile, write_manifest
 from moh_lm.checkpoint.saver import free_bytes
 from moh_lm.config import ConfigError
-from moh_lm.data.files import flush
+from moh_lm.data.files import flush, json_bytes
 from moh_lm.monitor.journal import Journal
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.state import first_state
@@ -67,10 +67,9 @@ def write_step(run, config, parts, facts, tokenizer, progress):
         for number, names in enumerate(plan_shards(sizes, FILE_BYTES)):
             name = f"rank-{number}.safetensors"
             entries[name] = write_parts(temporary / name, [by_name[n] for n in names], progress)
-        texts = {"config.json": json.dumps(config.to_dict(), indent=1) + "\n"}
-        texts["state.json"] = json.dumps(first_state(config.model, facts), indent=1) + "\n"
-        contents = {name: text.encode() for name, text in texts.items()}
-        for name, content in (contents | tokenizer).items():
+        texts = {"config.json": json_bytes(config.to_dict())}
+        texts["state.json"] = json_bytes(first_state(config.model, facts))
+        for name, content in (texts | tokenizer).items():
             with HashedFile(temporary / name) as file:
                 file.write(content)
             entries[name] = file.entry
