@@ -13,7 +13,7 @@ setup(
     classifiers=["License :: OSI Approved :: Apache Software License"],
     python_requires=">=3.10",
     packages=find_packages(include=["moh_lm", "moh_lm.*"]),
-    package_data={"moh_lm.kernels": ["measured.json"]},
+    package_data={"moh_lm.kernels": ["measured.json"], "moh_lm.monitor.report": ["page.html"]},
     install_requires=[
         "torch>=2.8",
         "deepspeed~=0.19.8",  # its optimizers are read through private attributes, so not any newer series
@@ -27,7 +27,7 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "hf": ["transformers>=4.46"],
+        "hf": ["transformers>=4.46", *PLOT],  # what the quickstart needs: exports, and the page of a run
         "llama3": ["tiktoken"],  # reads LLaMA-3's tokenizer.model
         "eval": EVAL,
         "test": ["pytest", "pytest-xdist", "ruff", "tiktoken", "transformers>=4.46", *EVAL, *PLOT, *TRITON],

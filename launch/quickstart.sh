@@ -50,6 +50,7 @@ TRAINING=(
     --eval-interval 250
     --eval-samples 64
     --log-interval 20
+    --run-report
     --checkpoint-dir "$out/run"
 )
 
@@ -75,7 +76,7 @@ python launch/quickstart_results.py "$out"
 
 printf '\nEverything is in %s:\n' "$out"
 echo "    corpus/ tokenizer.model data/    text, SentencePiece model, token shards"
-echo "    run/                             config.json, metrics.jsonl, tensorboard/, checkpoints/"
+echo "    run/                             report.html, config.json, metrics.jsonl, tensorboard/, checkpoints/"
 echo "    hf/                              the model for transformers"
 [[ ${VIRTUAL_ENV:-} != "$root/.venv" ]] || echo "To use python and deepspeed of this run: source .venv/bin/activate"
 printf 'Next, the same model with dense attention:\n    bash launch/quickstart.sh %q --head-selection all\n' "$out-dense"

@@ -251,6 +251,7 @@ class RunConfig:
         None, "of one device in this precision, for the MFU (default: of the GPUs that are known)", parse=float
     )
     wandb: str = option("", "project of Weights & Biases that gets the log too")
+    run_report: bool = option(False, "write report.html, a page on the run, when it is complete or stops")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")
     compile: bool = option(False, "have torch.compile make the kernels of each layer; the first step takes a minute")
     attention_backend: str = option(

@@ -16,6 +16,7 @@ from moh_lm.monitor.alarms import Alarms
 from moh_lm.monitor.interval import Interval, waits_and_memory
 from moh_lm.monitor.journal import Journal
 from moh_lm.monitor.log import RunLog
+from moh_lm.monitor.report import report_run
 from moh_lm.monitor.row import training_row
 from moh_lm.monitor.tasks import Tasks
 from moh_lm.parallel.agreement import set_on_any_rank, together
@@ -190,10 +191,14 @@ class Run:
         step, run = self.state.step, self.config.run
         if self.complete():
             self.journal.add("complete", step, f"complete: {step} steps are in {run.checkpoint_dir}")
-            return
+        else:
+            self.journal.add("stopped", step, self.stop_text(step))
+        if self.log and run.run_report:
+            report_run(run.checkpoint_dir)
+
+    def stop_text(self, step):
         reason = f" ({self.stop.reason})" if self.stop.reason else ""
-        text = f"stopped after step {step} of {run.train_iters}, as asked{reason}; the same command goes on"
-        self.journal.add("stopped", step, text)
+        return f"stopped after step {step} of {self.config.run.train_iters}, as asked{reason}; the same command goes on"
 
 
 def due(step, interval):

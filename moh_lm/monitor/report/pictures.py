@@ -1,0 +1,116 @@
+"""The pictures of a report: SVG for the page, PNG for papers, drawn by matplotlib.
+
+An SVG has the colours of the page it stands in: text and axes are drawn in one colour that is then replaced by
+``currentColor``, and what is behind them is transparent.
+"""
+
+import io
+import re
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+INK = "#010203"  # replaced by the colour of the page's text
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#b8a020", "#30a0c0", "#aa3377", "#8a8a8a")
+MARKS = {  # events that are drawn into the curves
+    "resumed": "#228833", "skipped": "#ee6677", "spike": "#ee6677", "alarm": "#b8a020", "damaged": "#aa3377",
+    "stopped": "#8a8a8a", "failed": "#aa3377", "data changed": "#30a0c0",
+}  # fmt: skip
+SIZE = (5.2, 3.1)  # inches
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "moh-lm", "font.size": 9, "font.family": "sans-serif", "text.color": INK,
+    "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "lines.linewidth": 1.4,
+    "legend.frameon": False, "legend.fontsize": 8,
+}  # fmt: skip
+
+
+def lines(series, label, marks=(), logarithmic=False, floor=None):
+    """A ``Figure``. series: {name: (steps, values, style)}, style of matplotlib's plot. marks: (step, event) pairs.
+
+    floor: the lowest value of the axis. The first twentieth of the steps does not stretch the axis upwards.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axis = figure.subplots()
+        last = max((steps[-1] for steps, values, _ in series.values() if len(values)), default=1)
+        for index, (name, (steps, values, style)) in enumerate(series.items()):
+            axis.plot(steps, values, label=name, **{"color": COLOURS[index % len(COLOURS)], **style})
+        mark(axis, marks)
+        late = [values[steps > last / 20] for steps, values, _ in series.values() if len(values)]
+        late = np.concatenate([values for values in late if len(values)] or [np.ones(1)])
+        if logarithmic and late.min() > 0:
+            axis.set_yscale("log")
+        else:
+            space = 0.05 * (late.max() - late.min()) or 0.05
+            axis.set_ylim(late.min() - space if floor is None else floor, late.max() + space)
+        axis.set_xlim(0, last)
+        frame(figure, axis, label)
+    return figure
+
+
+def stack(series, label):
+    """A ``Figure`` of shares of a whole. series: {name: (steps, values)} with the same steps."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axis = figure.subplots()
+        steps = next(iter(series.values()))[0]
+        axis.stackplot(steps, [values for _, values in series.values()], labels=list(series), colors=COLOURS, alpha=0.8)
+        axis.set(xlim=(0, steps[-1]), ylim=(0, None))
+        frame(figure, axis, label)
+    return figure
+
+
+def load_map(loads):
+    """A ``Figure``: a band for each layer, a row for each routed head, steps to the right. loads: of ``RunRecord``."""
+    heights = [values.shape[1] for _, values in loads.values()]
+    most = max(values.max() for _, values in loads.values())
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(SIZE[0], min(9, 0.8 + 0.35 * len(loads) + 0.06 * sum(heights))), layout="constrained")
+        axes = figure.subplots(len(loads), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+        for axis, (layer, (steps, values)) in zip(axes, loads.items(), strict=True):
+            extent = (0, steps[-1], values.shape[1] - 0.5, -0.5)
+            image = axis.imshow(values.T, "cividis", aspect="auto", vmin=0, vmax=most, extent=extent)
+            image.set_interpolation("nearest")
+            axis.set_yticks([])
+            axis.set_ylabel(str(layer), rotation=0, ha="right", va="center")
+        axes[-1].set_xlabel("step")
+        figure.supylabel("layer, and its routed heads", fontsize=9)
+        bar = figure.colorbar(image, ax=list(axes), location="top", fraction=0.04, pad=0.02, aspect=50)
+        bar.set_label("share of the tokens that select the head")
+    return figure
+
+
+def mark(axis, marks):
+    """A line down each event, one entry of the legend for each kind."""
+    for kind in dict.fromkeys(event for _, event in marks):
+        steps = [step for step, event in marks if event == kind]
+        label = f"{kind} ({len(steps)})" if len(steps) > 1 else kind
+        for index, step in enumerate(sorted(set(steps))):
+            axis.axvline(step, color=MARKS[kind], linewidth=0.8, linestyle=":", label=None if index else label)
+
+
+def frame(figure, axis, label):
+    axis.set(xlabel="step", ylabel=label)
+    axis.grid(axis="y", linewidth=0.3, color=INK, alpha=0.25)
+    if axis.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside upper left", ncols=3)
+
+
+def svg(figure, name):
+    """The picture as text that can stand in a page; ``name`` keeps its ids apart from those of other pictures."""
+    file = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)
+    return re.sub(r'<svg (.*?)width="[^"]*" |<svg height="[^"]*" ', r"<svg \1", text, count=1)
+
+
+def png(figure):
+    """The picture on white, 200 dots per inch."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=200, facecolor="white")
+    return file.getvalue()

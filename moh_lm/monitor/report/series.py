@@ -1,0 +1,147 @@
+"""What a run directory says of a run: figures over steps, events, configuration.
+
+Read from config.json, metrics.jsonl and events.jsonl alone, so a run that goes on or that was killed can be read too.
+Curves of many rows are joined into at most ``POINTS`` points, each the mean of as many rows.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from moh_lm.config import Config, ConfigError, flag, walk
+from moh_lm.monitor.row import complete
+
+POINTS = 400
+HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md defines them
+    "entropy": "Entropy of the load",
+    "unused": "Share of unused heads",
+    "a1": "a1, weight of the shared heads",
+    "gate_rms": "RMS of the gates",
+    "balance_loss": "Balance loss",
+}
+
+
+class RunRecord:
+    """One run. ``curves``: {name: (steps, values)}, arrays [points]; ``loads``: {layer: (steps, [points, heads])}.
+
+    Raises ConfigError if ``directory`` is not that of a run.
+    """
+
+    def __init__(self, directory):
+        self.directory = Path(directory)
+        self.name = self.directory.resolve().name
+        self.config = Config.load(self.directory / "config.json")
+        if not (self.directory / "metrics.jsonl").exists():
+            raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
+        self.events = list(read_rows(self.directory / "events.jsonl"))
+        training, evaluations = [], []
+        for row in read_rows(self.directory / "metrics.jsonl"):
+            if "loss" in row:
+                training.append(row)
+            elif "evaluation" in row:
+                evaluations.append(row)
+        self.step = max((row["step"] for row in [*training, *evaluations]), default=0)
+        self.last_evaluation = evaluations[-1] if evaluations else None
+        self.seconds = training_seconds(training)
+        self.skipped = sum(row.get("skipped_steps", 0) for row in training)
+        self.curves = training_curves(thinned(training)) | evaluation_curves(thinned(evaluations))
+        self.loads, self.head_figures = head_curves(thinned([row for row in training if "heads" in row]))
+
+    @property
+    def state(self):
+        """How the run ended, in words."""
+        ends = [event for event in self.events if event["event"] in ("complete", "stopped", "failed")]
+        last, of = ends[-1] if ends else None, self.config.run.train_iters
+        if last is None or last["step"] < self.step:
+            return f"at step {self.step:,} of {of:,}; it goes on, or was killed"
+        return f"{last['event']} after step {last['step']:,} of {of:,}"
+
+    def command(self):
+        """The flags that differ from the defaults, as they would be typed."""
+        words = ["python -m moh_lm.pretrain"]
+        for (_, entry), value in zip(walk(Config()), self.config.to_dict().values(), strict=True):
+            if value not in (entry.default, list(entry.default) if isinstance(entry.default, tuple) else None):
+                words.append(f"{flag(entry.name)} {written(value)}")
+        return " \\\n  ".join(words)
+
+
+def read_rows(path):
+    """The objects of a file of JSON lines; lines that a crash cut short are passed over."""
+    if path.exists():
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if complete(line):
+                    yield json.loads(line)
+
+
+def written(value):
+    """A value of the configuration as text."""
+    if isinstance(value, list | tuple):
+        return " ".join("=".join(map(str, item)) if isinstance(item, list | tuple) else str(item) for item in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def thinned(rows):
+    """``rows`` in at most ``POINTS`` groups of neighbours, [[row, ...], ...]."""
+    ends = np.linspace(0, len(rows), min(len(rows), POINTS) + 1).astype(int)
+    return [rows[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def curve(groups, value):
+    """(last step of each group, mean of ``value`` (row) over it), without groups that have none."""
+    found = []
+    for group in groups:
+        values = [number for number in map(value, group) if number is not None and math.isfinite(number)]
+        if values:
+            found.append((group[-1]["step"], sum(values) / len(values)))
+    steps, means = zip(*found, strict=True) if found else ((), ())
+    return np.array(steps), np.array(means)
+
+
+def training_curves(groups):
+    """Curves of the rows with a loss; of the gradient norm the largest of each group too."""
+    curves = {key: curve(groups, lambda row, key=key: row[key]) for key in ("loss", "learning_rate", "grad_norm")}
+    largest = [[max(group, key=lambda row: row["grad_norm"] or 0)] for group in groups]
+    curves["grad_norm_max"] = curve(largest, lambda row: row["grad_norm"])
+    curves["tokens_per_second"] = curve(groups, lambda row: row["tokens_per_second"])
+    for group, name in (("source_loss", "loss/"), ("source_bits_per_byte", "bits/")):
+        for source in sorted({source for rows in groups for row in rows for source in row[group]}):
+            curves[name + source] = curve(groups, lambda row, g=group, s=source: row[g].get(s))
+    for part in ("data", "forward_backward", "optimizer", "save"):
+        curves[f"seconds/{part}"] = curve(groups, lambda row, part=part: row["runtime"]["seconds"].get(part))
+    return curves
+
+
+def evaluation_curves(groups):
+    """Curves of the held-out windows: validation, its bits per byte, and each source."""
+    curves = {"validation": curve(groups, lambda row: row["evaluation_mean"])}
+    for key, name in (("evaluation", "validation/"), ("evaluation_bits_per_byte", "validation_bits/")):
+        for source in sorted({source for rows in groups for row in rows for source in row.get(key, {})}):
+            curves[name + source] = curve(groups, lambda row, key=key, s=source: row.get(key, {}).get(s))
+    return curves
+
+
+def head_curves(groups):
+    """({layer: (steps, mean loads [points, heads])}, {figure: {layer: (steps, values)}}) of routed layers."""
+    if not groups:
+        return {}, {}
+    layers, loads, figures = groups[0][0]["heads"]["layer"], {}, {}
+    steps = np.array([group[-1]["step"] for group in groups])
+    for place, layer in enumerate(layers):
+        loads[layer] = steps, np.array([np.mean([row["heads"]["load"][place] for row in rows], 0) for rows in groups])
+        for key in HEAD_FIGURES:
+            found = curve(groups, lambda row, key=key, p=place: row["heads"][key][p] if key in row["heads"] else None)
+            if np.any(found[1]):
+                figures.setdefault(key, {})[layer] = found
+    return loads, figures
+
+
+def training_seconds(rows):
+    """Seconds of training that the rows tell: their tokens over their speed."""
+    before, seconds = 0, 0.0
+    for row in rows:
+        seconds += (row["tokens"] - before) / row["tokens_per_second"] if row["tokens_per_second"] else 0
+        before = row["tokens"]
+    return seconds

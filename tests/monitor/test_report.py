@@ -1,0 +1,98 @@
+"""The page of a run: what it says of a run that was resumed, that skipped steps and that was killed."""
+
+import json
+import xml.etree.ElementTree as xml
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from moh_lm.config import ConfigError
+from moh_lm.flags import parse_config
+from moh_lm.monitor.report.series import POINTS, RunRecord
+from tools import run_report
+
+FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 8 --num-shared-heads 2 3 --num-active-routed-heads 2
+    --data-mix web=2.5 <b>=1 --batch-tokens 4K --seq-length 64 --train-iters 100000 --learning-rate 1e-3 --data-dir d"""
+STEPS = 1001  # rows; the last one is not complete
+EVENTS = (("saved", 100), ("skipped", 305), ("resumed", 400), ("alarm", 700))
+
+
+def training_row(step):
+    return {
+        "step": step, "loss": 3 + 1 / step, "learning_rate": 1e-3, "grad_norm": 1.0 if step != 500 else None,
+        "tokens": 4096 * step, "source_loss": {"web": 3 + 1 / step, "<b>": 4.0}, "tokens_per_second": 2048.0,
+        "source_bits_per_byte": {"web": 1.0}, "skipped_steps": int(step == 305),
+        "heads": {"layer": [0, 1], "load": [[0.25] * 6, [0.5] * 5], "a1": [0.5, None], "entropy": [1.0, 0.5]},
+        "runtime": {"seconds": {"data": 0.5, "forward_backward": 1.0}},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two run directories: one as above, killed; a second one with another rate, complete."""
+    found = SimpleNamespace(folder=tmp_path_factory.mktemp("runs"))
+    for name, more in (("first", []), ("second", ["--learning-rate", "2e-3", "--train-iters", str(STEPS - 1)])):
+        run = found.folder / name
+        run.mkdir()
+        config, _ = parse_config([*FLAGS.split(), *more])
+        (run / "config.json").write_text(json.dumps(config.to_dict()))
+        rows = [json.dumps(training_row(step)) for step in range(1, STEPS)]
+        rows.insert(800, json.dumps({"step": 800, "evaluation": {"web": 3.5}, "evaluation_mean": 3.5}))
+        (run / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 1001, "lo')
+        events = [*EVENTS, ("complete", STEPS - 1)] if more else EVENTS
+        times = "2026-01-01T00:00:00Z"
+        lines = [json.dumps({"time": times, "event": event, "step": step, "why": "<i>"}) for event, step in events]
+        (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+        setattr(found, name, run)
+    return found
+
+
+def test_a_curve_has_the_means_of_neighbouring_rows(runs):
+    record = RunRecord(runs.first)
+    steps, values = record.curves["loss"]
+    ends = np.linspace(0, STEPS - 1, POINTS + 1).astype(int)
+    assert steps.tolist() == ends[1:].tolist()
+    expected = [np.mean([3 + 1 / step for step in range(a + 1, b + 1)]) for a, b in zip(ends, ends[1:], strict=False)]
+    np.testing.assert_allclose(values, expected, rtol=1e-12)
+    assert record.seconds == pytest.approx(2 * (STEPS - 1)) and record.skipped == 1
+
+
+def test_it_says_how_a_run_stands(runs):
+    assert RunRecord(runs.first).state == "at step 1,000 of 100,000; it goes on, or was killed"
+    assert RunRecord(runs.second).state == "complete after step 1,000 of 1,000"
+
+
+def test_its_command_leads_to_the_same_configuration(runs):
+    words = RunRecord(runs.first).command().replace("\\\n", "").split()
+    assert words[:3] == ["python", "-m", "moh_lm.pretrain"]
+    assert parse_config(words[3:])[0].to_dict() == RunRecord(runs.first).config.to_dict()
+
+
+def test_the_page_needs_nothing_else_and_is_well_formed(runs):
+    assert run_report.main([str(runs.first), "--png"]) == 0
+    text = (runs.first / "report.html").read_text()
+    assert "<td>305</td><td>skipped</td><td>why: &lt;i&gt;</td>" in text and "<td>saved</td>" not in text
+    assert "<td>&lt;b&gt;</td>" not in text and "<b>" not in text and "<i>" not in text
+    for attribute in ("src=", "http-equiv", "@import", "<script"):
+        assert attribute not in text
+    pictures = text.split("<svg")[1:]
+    ids = []
+    for picture in pictures:
+        root = xml.fromstring("<svg" + picture.partition("</svg>")[0] + "</svg>")
+        ids += [element.get("id") for element in root.iter() if element.get("id")]
+    assert len(ids) == len(set(ids)) and len(pictures) == len(list(runs.first.glob("report.*.png"))) >= 8
+
+
+def test_runs_are_compared_by_what_differs(runs, tmp_path):
+    assert run_report.main([str(runs.first), str(runs.second), "--output", str(tmp_path / "new" / "both.html")]) == 0
+    text = (tmp_path / "new" / "both.html").read_text()
+    assert "<td>learning_rate</td><td>0.001</td><td>0.002</td>" in text
+    assert "<td>hidden_size</td>" not in text
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
+    assert run_report.main([str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        RunRecord(tmp_path)
