@@ -4,14 +4,13 @@ Read from config.json, metrics.jsonl and events.jsonl alone, so a run that goes 
 Curves of many rows are joined into at most ``POINTS`` points, each the mean of as many rows.
 """
 
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 
 from moh_lm.config import Config, ConfigError, flag, walk
-from moh_lm.monitor.row import complete
+from moh_lm.monitor.journal import complete_rows
 
 POINTS = 400
 HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md defines them
@@ -35,9 +34,9 @@ class RunRecord:
         self.config = Config.load(self.directory / "config.json")
         if not (self.directory / "metrics.jsonl").exists():
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
-        self.events = list(read_rows(self.directory / "events.jsonl"))
+        self.events = [row for _, row in complete_rows(self.directory / "events.jsonl")]
         training, evaluations = [], []
-        for row in read_rows(self.directory / "metrics.jsonl"):
+        for _, row in complete_rows(self.directory / "metrics.jsonl"):
             if "loss" in row:
                 training.append(row)
             elif "evaluation" in row:
@@ -65,15 +64,6 @@ class RunRecord:
             if value not in (entry.default, list(entry.default) if isinstance(entry.default, tuple) else None):
                 words.append(f"{flag(entry.name)} {written(value)}")
         return " \\\n  ".join(words)
-
-
-def read_rows(path):
-    """The objects of a file of JSON lines; lines that a crash cut short are passed over."""
-    if path.exists():
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if complete(line):
-                    yield json.loads(line)
 
 
 def written(value):
