@@ -37,9 +37,10 @@ from moh_lm.checkpoint.manifest import verify, write_manifest
 from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
 from moh_lm.config import ConfigError
 from moh_lm.data.files import flush
+from moh_lm.data.shards import tokenizer_files
 from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks, together
 
-FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
+FILE_OVERHEAD = 1 << 20  # bytes that a rank's files may take besides its tensors and the tokenizer, generously
 
 
 class CheckpointError(Exception):
@@ -98,7 +99,7 @@ class Saver:
         self.started = time.perf_counter()
         fragments = [fragment for fragment in fragments if not fragment.is_copy]
         self.refuse(NonFiniteState, not_finite(step, fragments))
-        need = total_bytes(needed_bytes(fragments))
+        need = total_bytes(needed_bytes(fragments, tokenizer))
         self.refuse(CheckpointError, self.make_room(step, need) if dist.get_rank() == 0 else [])
         tensors = {f"{kind}/{f.name}": tensor.detach() for f in fragments for kind, tensor in f.tensors.items()}
         self.pending = Writing(
@@ -233,11 +234,12 @@ def not_finite(step, fragments):
     return [f"step {step} is not saved: {bad[0]} is not finite on rank {dist.get_rank()} ({len(bad)} such tensors)"]
 
 
-def needed_bytes(fragments):
-    """Bytes of this rank's file of a checkpoint, at most."""
-    return FILE_OVERHEAD + sum(
-        tensor.nbytes for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()
-    )
+def needed_bytes(fragments, tokenizer):
+    """Bytes of this rank's files of a checkpoint, at most; rank 0 has those of the tokenizer besides."""
+    own = [fragment.tensors for fragment in fragments if not fragment.is_copy]
+    files = tokenizer_files(Path(tokenizer).parent) if tokenizer and dist.get_rank() == 0 else []
+    sizes = [path.stat().st_size for path in files]
+    return FILE_OVERHEAD + sum(sizes) + sum(tensor.nbytes for tensors in own for tensor in tensors.values())
 
 
 def total_bytes(own_bytes):
@@ -246,12 +248,12 @@ def total_bytes(own_bytes):
     return sum(parts)
 
 
-def check_space(directory, fragments):
+def check_space(directory, fragments, tokenizer):
     """Raise ConfigError unless there is room for two more checkpoints, or for one beside one that exists.
 
     And unless every rank can write there.
     """
-    need = total_bytes(needed_bytes(fragments))
+    need = total_bytes(needed_bytes(fragments, tokenizer))
     steps, free = by_rank_0(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
     copies = 1 if any(step != "step-0" for step in steps) else 2  # step 0 stays
     if free < copies * need:
