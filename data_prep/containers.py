@@ -89,8 +89,9 @@ def sniff(file, name: str) -> tuple[str, str]:
         problem = foreign
     elif (named_json or misnamed) and ERROR_PAGE.match(content):
         problem = f"an error page in place of the file (it begins with {content[:40]}); download it again"
-    elif container != "plain" and CONTAINER.match(content):
-        problem = "compressed twice; unpack it once"
+    elif container != "plain" and (inside := CONTAINER.match(content)):
+        columns = inside.lastgroup in ("parquet", "arrow")
+        problem = f"{f'{inside.lastgroup}, compressed' if columns else 'compressed twice'}; unpack it once"
     elif not holds_json and len(CONTROL.findall(content)) > len(content) * MOST_CONTROL:
         problem = "no text in UTF-8: too many control characters; convert it, or leave it out"
     elif misnamed and not holds_json and (named_json or misnamed[1] in ("parquet", "arrow") or not head):

@@ -7,12 +7,14 @@ those of others left out, evenly. The same inputs and options give the same samp
 """
 
 import argparse
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
 
 from data_prep.containers import InputError
-from data_prep.documents import documents
+from data_prep.documents import HARMLESS, Piece, documents
 from data_prep.inputs import source_patterns
 from data_prep.units import Unit, plan_units
 from moh_lm.config import ConfigError, DataConfig
@@ -109,16 +111,31 @@ def sampled_units(option: str, name: str, globs: list[str], text_key: str) -> li
 
 
 def sample_sentences(units: list[Unit], text_key: str, sample_bytes: float) -> Iterator[bytes]:
-    """Lines of the first documents of each unit, ``sample_bytes`` in all and up to a line more. Raises InputError."""
-    total, left = sum(unit.num_bytes for unit in units), 0.0
+    """Lines of the first documents of each unit, ``sample_bytes`` in all and up to a line more. Raises InputError.
+
+    Says at its end which bad records it left out.
+    """
+    total, left, bad = sum(unit.num_bytes for unit in units), 0.0, {}
     for unit in units:
         left += sample_bytes * unit.num_bytes / max(1, total)  # to what the units before took too little or too much
-        texts = (document.text for piece in unit.pieces for document in documents(piece, text_key) if document.text)
+        texts = (text for piece in unit.pieces for text in good_texts(piece, text_key, bad))
         for sentence in (sentence for text in texts for sentence in sentences(text)):
             if left <= 0:
                 break
             yield sentence
             left -= len(sentence) + 1  # and its newline
+    for reason, files in bad.items():
+        words = f"left out of the sample: {files.total():,} {reason}, the first in {next(iter(files))}"
+        tqdm.write(words, file=sys.stderr)
+
+
+def good_texts(piece: Piece, text_key: str, bad: dict[str, Counter]) -> Iterator[str]:
+    """The texts of ``piece``; what is wrong with others is counted in ``bad``, {reason: {file: records}}."""
+    for document in documents(piece, text_key):
+        if document.text:
+            yield document.text
+        elif document.dropped not in HARMLESS:
+            bad.setdefault(document.dropped, Counter())[piece.origin] += 1
 
 
 def sentences(text: str) -> Iterator[bytes]:

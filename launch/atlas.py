@@ -28,7 +28,7 @@ from launch.ablation import absolute
 from launch.ablation_report import final_evaluation, metrics
 from launch.atlas_forms import COMMON, SIZES, TUNING_SEED, VARIANTS, Form, Size
 from launch.runs import DIVERGED, Run, train_all
-from moh_lm.checks import config_problems
+from moh_lm.checks import config_problems, schedule_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts
@@ -145,8 +145,8 @@ class Atlas:
         return [*COMMON, *size.flags.split(), *variant.arguments(size.heads)]
 
     def config(self, size, variant):
-        """The ``Config`` of one iteration of the variant. Raises ConfigError."""
-        place = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "1"]
+        """The ``Config`` of the variant with a budget that leaves room for any schedule. Raises ConfigError."""
+        place = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "1000000"]
         return parse_config([*self.model_arguments(size, variant), *place, *self.others])[0]
 
     def iterations(self, size, variant):
@@ -213,8 +213,10 @@ class Atlas:
         return None
 
     def check_flags(self):
-        """End the program if a run of the plan was begun with other flags."""
+        """End the program if a run of the plan has no room for its schedule, or was begun with other flags."""
         for run in (self.run(trial) for trial in self.trials() if trial.factor is not None):
+            if problems := schedule_problems(parse_config(run.arguments)[0]):
+                refuse(f"{run.name}: {problems[0]}")
             if run.has_other_flags():
                 refuse(f"{run.log}: its run has other flags, which stand in its first line; choose another OUT")
 

@@ -108,6 +108,9 @@ class ModelConfig:
         if self.head_dim is None and heads > 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
         if self.heads.head_selection == "gated":
+            if self.heads.routing not in (HeadsConfig.routing, "sigmoid"):
+                given = f"--head-selection gated: contradicts --routing {self.heads.routing}"
+                raise ConfigError([f"{given}, for its gates are those of sigmoid; leave one of them out"])
             gated = dict(head_selection="mixture", routing="sigmoid", num_shared_heads=(heads,))
             object.__setattr__(self, "heads", replace(self.heads, **gated, num_active_routed_heads=(0,)))
         budgets = {

@@ -46,10 +46,18 @@ QUICK = (
     "checkpoint/test_checkpoint.py::test_any_range_of_any_shard_is_read_from_any_other_cut",
     "training/test_training.py::test_a_run_learns_and_logs_every_interval_and_evaluation_once",
     "training/test_training.py::test_a_checkpoint_of_one_rank_is_resumed_by_two_and_back",
-    "training/test_training.py::test_the_learning_rate_at_every_corner",
+    "training/test_schedule.py::test_the_learning_rate_at_every_corner",
     *(f"training/test_layouts.py::test_a_layout_trains_the_model_of_one_process[{degrees}-"
       for degrees in ("1-1-2", "1-2-1", "2-1-1")),
 )  # fmt: skip
+
+
+def pytest_configure():
+    for entry in (*LONGEST, *QUICK):
+        file, _, test = entry.partition("::")
+        path = Path(__file__).parent / file
+        if not path.is_file() or f"def {test.partition('[')[0]}" not in path.read_text(encoding="utf-8"):
+            raise pytest.UsageError(f"{__file__}: LONGEST or QUICK has {entry}, which is no test any more; mend it")
 
 
 @pytest.hookimpl(tryfirst=True)

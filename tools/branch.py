@@ -15,11 +15,15 @@ import sys
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+import json
+import math
 import shlex
 from pathlib import Path
 
+from moh_lm.checkpoint.directory import list_steps
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
+from moh_lm.monitor.row import complete
 from tools.checkpoints.write import copy
 from tools.command import exit_code
 
@@ -34,15 +38,24 @@ def main(texts):
 
 
 def branch(arguments):
-    step = arguments.run / "checkpoints" / f"step-{arguments.at}"
+    checkpoints = arguments.run / "checkpoints"
+    step = checkpoints / f"step-{arguments.at}"
+    steps = list_steps(checkpoints)
+    if step not in steps:
+        there = ", ".join(path.name.removeprefix("step-") for path in reversed(steps))
+        raise ConfigError([f"--at {arguments.at}: {checkpoints} has no such step; it has {there or 'none'}"])
     config = Config.load(step / "config.json")
     first, last = stable_steps(config)
     if config.optimizer.schedule != "wsd":
         raise ConfigError([f"{step}: was trained with --schedule {config.optimizer.schedule}; only wsd has branches"])
     if not first <= arguments.at <= last:
         raise ConfigError([f"--at {arguments.at}: the rate of the run is stable from step {first} to {last}"])
+    if lower := steps_below_the_peak(arguments.run / "metrics.jsonl", config.optimizer, arguments.at):
+        raise ConfigError([f"--at {arguments.at}: the run had decayed at step {lower[0]}; give a step before that"])
     if arguments.decay_iters < 1:
         raise ConfigError([f"--decay-iters {arguments.decay_iters}: must be at least 1"])
+    if checkpoints.resolve() in (arguments.output / "checkpoints").resolve().parents:
+        raise ConfigError([f"--output {arguments.output}: lies among the checkpoints of RUN; give another directory"])
     if (arguments.output / "checkpoints").exists():
         raise ConfigError([f"--output {arguments.output}: has checkpoints already; give another directory"])
     print(f"copied to {copy(step, arguments.output / 'checkpoints')}; the run's own command goes on with")
@@ -54,6 +67,13 @@ def stable_steps(config):
     """The first and the last step after which the rate of a wsd run is its peak."""
     optimizer, train_iters = config.optimizer, config.run.train_iters
     return optimizer.warmup_iters, train_iters - optimizer.decay(train_iters)
+
+
+def steps_below_the_peak(path, optimizer, last):
+    """The steps from the warm-up to ``last`` whose rate, in the log ``path``, is below the peak."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    rows = [row for row in map(json.loads, filter(complete, lines)) if optimizer.warmup_iters < row["step"] <= last]
+    return [row["step"] for row in rows if row.get("learning_rate", math.inf) < optimizer.learning_rate]
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import contextlib
 import json
 import math
+import re
 import subprocess
 import tempfile
 from pathlib import Path
@@ -95,8 +96,8 @@ def parse_arguments(texts):
         is_export(path)  # refuses what is no configuration
         if not any((path / name).is_file() for name in TOKENIZERS):
             problems.append(f"{path}: has no tokenizer.json, nor a tokenizer in another form; add the one of the model")
-    if not arguments.batch_size.startswith("auto") and not arguments.batch_size.isdecimal():
-        problems.append(f"--batch-size {arguments.batch_size}: write a number, or auto")
+    if not re.fullmatch(r"auto(:[1-9]\d*)?|0*[1-9]\d*", arguments.batch_size):
+        problems.append(f"--batch-size {arguments.batch_size}: write a number from 1 on, auto, or auto:TIMES")
     problems += task_problems(arguments)
     if problems:
         raise ConfigError(problems)
@@ -149,7 +150,7 @@ def evaluate(arguments):
         "versions": {module.__name__: module.__version__ for module in (lm_eval, transformers, torch)},
         "dtype": arguments.dtype,
         "batch_size": arguments.batch_size,
-        "max_length": arguments.max_length,
+        "max_length": model.max_length,
         "harness": harness,
     }
 
@@ -236,6 +237,10 @@ def print_table(results, arguments):
             if "parts" in row:
                 shown = ", ".join(f"{task} {value:.1f}" for task, value in row["parts"].items())
                 print(f"{row['column']} of {result['model']} is the mean of {shown}")
+    lengths = {result["model"]: result["max_length"] for result in results}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{length or 'unknown'} of {model}" for model, length in lengths.items())
+        print(f"the models saw different lengths: at most {shown}; --max-length gives all the same")
     if arguments.limit:
         print(f"of the first {arguments.limit} questions of each task only")
 

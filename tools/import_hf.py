@@ -149,7 +149,13 @@ def wanted_heads(arguments, values):
         return HeadsConfig(head_selection="all")  # refused by ``model_config``, with all else that is wrong
     own = own_heads(values)
     if own.head_selection == "all":
+        idle = sorted(given.keys() - {"head_selection"})
+        if idle and given.get("head_selection", "all") == "all":
+            raise ConfigError([f"{flag(idle[0])}: a model with all heads has none; add --head-selection mixture"])
         return replace(own, **given)
+    is_gated = own.routing == "sigmoid" and set(own.num_shared_heads) == {values.get("num_attention_heads")}
+    if is_gated and given.get("head_selection") == "gated":
+        del given["head_selection"]  # it is short for what is there
     for key, value in given.items():
         there = getattr(own, key)
         if isinstance(value, tuple) and len(value) == 1:

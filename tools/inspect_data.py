@@ -191,7 +191,8 @@ def read_document(sources, text, decode):
     """The document that ``text``, SOURCE:N, names."""
     name, separator, number = text.rpartition(":")
     if not separator or not number.isdecimal() or name not in sources:
-        raise ConfigError([f"--document {text}: write SOURCE:N, with a source of {', '.join(sources)}, such as 0"])
+        first, names = next(iter(sources)), ", ".join(sources)
+        raise ConfigError([f"--document {text}: write SOURCE:N, such as {first}:0; sources: {names}"])
     number, before = int(number), 0
     for shard in sources[name]:
         if number < before + shard.num_documents:

@@ -36,9 +36,10 @@ from moh_lm.checkpoint.manifest import verify, write_manifest
 from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
 from moh_lm.config import ConfigError
 from moh_lm.data.files import flush
+from moh_lm.data.shards import tokenizer_files
 from moh_lm.parallel.agreement import by_rank_0, from_all_ranks, problems_of_all_ranks, together
 
-FILE_OVERHEAD = 1 << 20  # bytes a rank's file may take besides its tensors, generously
+FILE_OVERHEAD = 1 << 20  # bytes that a rank's files may take besides its tensors and the tokenizer, generously
 
 
 class CheckpointError(Exception):
@@ -89,7 +90,7 @@ class Saver:
         self.started = time.perf_counter()
         fragments = [fragment for fragment in fragments if not fragment.is_copy]
         self.refuse(NonFiniteState, not_finite(step, fragments))
-        temporary, need = self.directory / f"step-{step}.tmp", needed_bytes(fragments)
+        temporary, need = self.directory / f"step-{step}.tmp", needed_bytes(fragments, tokenizer)
         self.refuse(CheckpointError, self.make_room(temporary, need) if dist.get_rank() == 0 else [])
         tensors = {f"{kind}/{f.name}": tensor.detach() for f in fragments for kind, tensor in f.tensors.items()}
         self.pending = Writing(
@@ -221,18 +222,20 @@ def not_finite(step, fragments):
     return [f"step {step} is not saved: {bad[0]} is not finite on rank {dist.get_rank()} ({len(bad)} such tensors)"]
 
 
-def needed_bytes(fragments):
-    """Bytes of a checkpoint, at most: of the files of all ranks."""
+def needed_bytes(fragments, tokenizer):
+    """Bytes of a checkpoint, at most: of the files of all ranks, and of the tokenizer, which rank 0 writes."""
     owned = [tensor for fragment in fragments if not fragment.is_copy for tensor in fragment.tensors.values()]
-    return sum(from_all_ranks(FILE_OVERHEAD + sum(tensor.nbytes for tensor in owned)))
+    files = tokenizer_files(Path(tokenizer).parent) if tokenizer and dist.get_rank() == 0 else []
+    sizes = [path.stat().st_size for path in files] + [tensor.nbytes for tensor in owned]
+    return sum(from_all_ranks(FILE_OVERHEAD + sum(sizes)))
 
 
-def check_space(directory, fragments):
+def check_space(directory, fragments, tokenizer):
     """Raise ConfigError unless there is room for two more checkpoints, or for one beside one that exists.
 
     And unless every rank can write there.
     """
-    need = needed_bytes(fragments)
+    need = needed_bytes(fragments, tokenizer)
     steps, free = by_rank_0(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
     copies = 1 if any(step != "step-0" for step in steps) else 2  # step 0 stays
     if free < copies * need:

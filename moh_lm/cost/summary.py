@@ -57,6 +57,8 @@ def describe_heads(model):
     budget = f"{span(heads.num_shared_heads)} shared + {most}{span(heads.num_active_routed_heads)} routed"
     if heads.head_selection == "static":
         return f"static: the first {span(on)} of {model.num_attention_heads} ({share:.1%})"
+    if not model.routed_layers():
+        return f"gated: all {model.num_attention_heads} for every token, whatever the budgets; routing {heads.routing}"
     described = f"mixture: {budget} of {model.num_attention_heads} per token ({most}{share:.1%} active), "
     return described + "routing " + ", ".join(routing_facts(model))
 

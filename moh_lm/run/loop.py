@@ -89,7 +89,7 @@ class Run:
         )
         self.tasks = Tasks(self.config, dataset.tokenizer_path)
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
-        check_space(checkpoints, self.engine.fragments())
+        check_space(checkpoints, self.engine.fragments(), dataset.tokenizer_path)
         self.saver = Saver(
             checkpoints,
             keep_last=self.config.reliability.keep_last,

@@ -67,7 +67,7 @@ class StepVerdict:
             (losses.sum(0), scalars)
         ).tolist()  # waits for the backward pass
         now = time.perf_counter()
-        mean = total / tokens
+        mean = total / max(tokens, 1)  # documents of one token have no label
         code = max(self.guard.judge(mean, value) for value in (grad_norm, *self.largest(copies)))
         code = code if self.guard.sound(weight) else max(code, ABSURD)
         differences = self.compare_replicas() if self.compare_replicas else []

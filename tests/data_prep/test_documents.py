@@ -291,7 +291,7 @@ DAMAGED = {
     "twice.jsonl.gz": (gzip.compress(PACKED), "compressed twice"),
     "bzip2.jsonl": (b"BZh91AY&SY" + bytes(20), "bzip2"),
     "tar.gz": (gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar  \0" + bytes(200)), "tar archive"),
-    "stream.arrow.gz": (gzip.compress(b"\xff\xff\xff\xff" + bytes(99)), "compressed twice"),
+    "stream.arrow.gz": (gzip.compress(b"\xff\xff\xff\xff" + bytes(99)), ": arrow, compressed; unpack it"),
     "empty.arrow": (b"", "not arrow as its name says"),
     "paper.pdf": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "a PDF file; extract its text"),
     "tokens.npy": (b"\x93NUMPY\x01\0v\0{'descr': '<u2', }\n" + bytes(9), "a NumPy array; give the text"),

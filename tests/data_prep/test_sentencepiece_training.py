@@ -77,6 +77,16 @@ def test_the_training_sample_spreads_over_all_files_and_all_of_a_large_one(tmp_p
         assert max(numbers) > 800
 
 
+def test_the_sample_says_which_records_it_leaves_out(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["good"]) + b'\n{"text": 5}\n')
+    (tmp_path / "b.jsonl").write_bytes(json_lines(["fine"]) + b'{"text": 6}\n{broken\n')
+    units, _ = plan_units("--input ", "", [f"{tmp_path}/*"], text_key="text", unit_size=4096, identity=None)
+    assert sorted(sample_sentences(units, "text", 3000)) == [b"fine", b"good"]
+    said = capsys.readouterr().err
+    assert f"left out of the sample: 2 text is not a string, the first in {tmp_path}/a.jsonl\n" in said
+    assert f"1 broken JSON, the first in {tmp_path}/b.jsonl\n" in said and "blank" not in said
+
+
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
     """A function: flags -> the lines that the command trains on, of sources a, b, c with 9, 99 and 999 lines."""

@@ -100,6 +100,16 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path, c
         assert words in capsys.readouterr().err
 
 
+def test_a_schedule_is_held_against_the_runs_of_the_plan(tmp_path, capsys):
+    given = ("--variants", "dense", "--rates", "1", "--schedule", "wsd")
+    plan = make(tmp_path, *given, "--decay-iters", "9")
+    assert [variant.name for variant in plan.variants] == ["dense"]
+    plan.check_flags()
+    with pytest.raises(SystemExit, match="2"):
+        make(tmp_path, *given, "--decay-iters", "100000").check_flags()
+    assert "s/dense/rate-1-seed-1: --decay-iters 100000: must be between 0 and" in capsys.readouterr().err
+
+
 # --- Statistics ---
 
 

@@ -193,6 +193,8 @@ def test_the_summary_says_what_a_token_selects_and_routers_count_groups():
         "mixture: 4 shared + at most 10 routed of 16 per token (at most 87.5% active), routing paper, "
         "whole key/value groups of 2, top-p 0.54"
     )
+    gated = parse_config("--num-shared-heads 2 --head-selection gated".split())[0].model
+    assert describe_heads(gated) == "gated: all 12 for every token, whatever the budgets; routing sigmoid"
     assert parameter_counts(model)["router"] == 2 * 768 * (8 + 2)  # eight groups, a1 and a2
 
 

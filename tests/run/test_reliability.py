@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -365,13 +366,20 @@ def run_on_another_machine_and_suffer(*arguments):
     return run_and_suffer(*arguments)
 
 
-def test_a_rank_on_another_machine_that_dies_is_named_in_place_of_a_trace(data_dir, tmp_path):
-    output = tmp_path / "output"
+def freeze():
+    """Stand still, as with a whole machine, until long after the others have left."""
+    subprocess.Popen(["sh", "-c", f"sleep 12; kill -KILL {os.getpid()}"])
+    stand_still()
+
+
+@pytest.mark.parametrize("harm, said", [(die, "; rank 0 cannot go on"), (freeze, "; the run ends")])
+def test_a_rank_on_another_machine_that_dies_or_freezes_is_named_in_place_of_a_trace(data_dir, tmp_path, harm, said):
+    output, flags = tmp_path / "output", arguments(data_dir, tmp_path, "--hang-timeout", "6")
     with pytest.raises(AssertionError, match=rf"exit codes \[{UNAVAILABLE}, -9\]"):
-        run_ranks(run_on_another_machine_and_suffer, 2, arguments(data_dir, tmp_path), 5, die, output)
-    said = Path(f"{output}-0").read_text()
-    assert f"moh_lm.pretrain: no answer from {socket.gethostname()} (rank 1); rank 0 cannot go on" in said
-    assert "Traceback" not in said
+        run_ranks(run_on_another_machine_and_suffer, 2, flags, 5, harm, output)
+    heard = Path(f"{output}-0").read_text()
+    assert f"no answer from {socket.gethostname()} (rank 1){said}" in heard
+    assert "Traceback" not in heard
 
 
 def zero_the_shards(directory):

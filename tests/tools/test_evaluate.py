@@ -261,7 +261,7 @@ def test_the_questions_of_a_run_with_examples_are_those_that_the_harness_asks(
 
 
 def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, tmp_path, capsys):
-    other = {**result, "model": "somewhere/other", "average": 12.34}
+    other = {**result, "model": "somewhere/other", "average": 12.34, "max_length": 256}
     for name, content in (("one", result), ("two", other)):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     program = programs["evaluate"]
@@ -275,9 +275,11 @@ def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, 
     assert lines[1].split()[1:7] == [f"{row['value']:.1f}" for row in result["tasks"]]
     assert lines[3].split()[-1] == "12.3"
     assert len({len(line) for line in lines[:5]}) == 1
-    assert [line.split(" is the mean of ")[0] for line in lines[5:]] == [
+    assert [line.split(" is the mean of ")[0] for line in lines[5:7]] == [
         f"TruthfulQA of {name}" for name in (model, "somewhere/other")
     ]
+    (said,) = lines[7:]
+    assert f": at most 1024 of {model}, 256 of somewhere/other; --max-length" in said
 
 
 def test_a_file_of_other_tasks_or_questions_stands_in_no_table(programs, model, result, tmp_path, capsys):
@@ -305,6 +307,8 @@ def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_
         (["--model", tmp_path / "bare", "--suite", "llm6"], ["bare: has no tokenizer.json"]),
         (["--model", tmp_path, "--suite", "llm6"], ["has no config.json"]),
         ([*good, "--limit", "0", "--batch-size", "few"], ["--batch-size few: write", "--limit 0: must be at least 1"]),
+        ([*good, "--batch-size", "0"], ["--batch-size 0: write a number from 1 on"]),
+        ([*good, "--batch-size", "autofoo"], ["--batch-size autofoo: write a number from 1 on"]),
         ([*good, "--tasks", "mmlu", "--compare", model], ["mmlu: is not in llm6"]),  # before a model is evaluated
         ([*good, "--data", data, "--tasks", "mmlu"], ["mmlu: is not in llm6"]),
         ([*good, "--data", tmp_path, "--tasks", "sciq", "piqa"], ["line 1 has no support, correct", "piqa/validation"]),

@@ -151,6 +151,22 @@ def test_a_gated_import_has_the_logits_of_the_llama(imported, llama):
     assert_same_logits(imported(llama[0], "--head-selection", "gated"), llama[1])
 
 
+def test_flags_of_heads_say_what_they_contradict(tool, llama, tmp_path):
+    heads = {"head_selection": "mixture", "routing": "sigmoid", "two_stage": True}
+    budgets = {"num_shared_heads": [8, 8], "num_active_routed_heads": [0, 0]}
+    names = {"model_type": "moh_llama", "architectures": ["MoHLlamaForCausalLM"]}
+    rewrite(llama[0], tmp_path / "gated", **names, **heads, **budgets)
+    gated = ("--head-selection", "gated")
+    for model, flags, said in [
+        (tmp_path / "gated", gated, "router.w_shared is missing"),  # of the file: the flag is no contradiction
+        (tmp_path / "gated", (*gated, "--num-shared-heads", "4"), "--num-shared-heads (4, 4): the source is trained"),
+        (llama[0], (*gated, "--routing", "released"), "contradicts --routing released"),
+        (llama[0], ("--num-shared-heads", "4"), "--num-shared-heads: a model with all heads has none; add"),
+    ]:
+        code, _, errors = tool("import_hf", "--model", model, "--output", tmp_path / "no", *flags)
+        assert code == 2 and said in errors
+
+
 def test_router_weights_are_those_of_a_fresh_run_with_the_same_seed(imported, llama):
     run_directory = imported(llama[0], *MIXTURE, "--routing", "released", "--seed", "5")
     config = Config.load(find_step(run_directory) / "config.json").model

@@ -274,7 +274,7 @@ def test_the_command_works_from_anywhere_and_ends_quietly_with_its_reader(corpus
     [
         (["absent"], "absent: no shard here; give a data directory"),
         ([], "DIR"),
-        (["DIR", "--document", "book:3"], "--document book:3: write SOURCE:N, with a source of books, wiki"),
+        (["DIR", "--document", "book:3"], "book:3: write SOURCE:N, such as books:0; sources: books, wiki"),
         (["DIR", "--document", "books"], "--document books: write SOURCE:N"),
         (["DIR", "--document", "books:80"], "source books has 80 documents; choose one from 0 to 79"),
         (["DIR", "--sample", "-1"], "--sample -1: must be 0 or above"),

@@ -1,5 +1,6 @@
 """Learning rates, and branches of a stable run."""
 
+import json
 import math
 from itertools import pairwise
 
@@ -65,23 +66,29 @@ def test_a_branch_is_the_run_that_was_to_end_there(data_dir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "schedule, at, decay, problem",
+    "schedule, at, decay, output, problem",
     [
-        ("wsd", 1, 2, "--at 1: the rate of the run is stable from step 2 to 6"),
-        ("wsd", 7, 2, "--at 7: the rate of the run is stable from step 2 to 6"),
-        ("wsd", 5, 2, "step-5/config.json: no configuration"),
-        ("wsd", 4, 0, "--decay-iters 0: must be at least 1"),
-        ("cosine", 4, 2, "was trained with --schedule cosine; only wsd has branches"),
+        ("wsd", 1, 2, "branch", "--at 1: the rate of the run is stable from step 2 to 6"),
+        ("wsd", 7, 2, "branch", "--at 7: the rate of the run is stable from step 2 to 6"),
+        ("wsd", 5, 2, "branch", "checkpoints has no such step; it has 1, 4, 6, 7"),
+        ("wsd", 6, 2, "branch", "--at 6: the run had decayed at step 5; give a step before that"),
+        ("wsd", 4, 0, "branch", "--decay-iters 0: must be at least 1"),
+        ("wsd", 4, 2, "checkpoints/branch", "checkpoints/branch: lies among the checkpoints of RUN"),
+        ("wsd", 4, 2, "checkpoints", "checkpoints: lies among the checkpoints of RUN"),
+        ("cosine", 4, 2, "branch", "was trained with --schedule cosine; only wsd has branches"),
     ],
 )
-def test_a_branch_that_cannot_be_is_refused(schedule, at, decay, problem, tmp_path, capsys):
+def test_a_branch_that_cannot_be_is_refused(schedule, at, decay, output, problem, tmp_path, capsys):
     flags = f"--data-dir data --checkpoint-dir run --train-iters 8 --warmup-iters 2 --schedule {schedule}"
     more = " --decay-iters 2" if schedule == "wsd" else ""
-    for step in (1, 4, 7):
+    for step in (1, 4, 6, 7):
         place = tmp_path / "checkpoints" / f"step-{step}"
         place.mkdir(parents=True)
         write_json(place / "config.json", parse_config((flags + more).split())[0].to_dict())
-    given = ["--at", at, "--decay-iters", decay, "--output", tmp_path / "branch"]
+    rates = {1: 1e-4, 3: 3e-4, 4: 3e-4, 5: 1e-4, 6: 3e-4}  # decayed at 5, and then extended
+    log = [{"step": step, "learning_rate": rate} for step, rate in rates.items()] + [{"step": 4, "evaluation": {}}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    given = ["--at", at, "--decay-iters", decay, "--output", tmp_path / output]
     assert branch.main([str(text) for text in (tmp_path, *given)]) == 2
     assert problem in capsys.readouterr().err
 

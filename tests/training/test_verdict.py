@@ -8,6 +8,7 @@ from deepspeed.runtime import bf16_optimizer
 
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
+from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.launch import start_process_group
 from moh_lm.training.engine import make_engine
@@ -68,3 +69,14 @@ def said_of_a_second_step(ask):
 @pytest.mark.parametrize("ask, said", [(never, "never asked for the gradient norm"), (twice, "asked twice")])
 def test_an_update_that_was_not_looked_at_is_an_error_and_gets_no_verdict_of_another_step(ask, said):
     assert said in run_ranks(said_of_a_second_step, 1, ask)[0]
+
+
+def step_without_labels():
+    (engine,) = engines((), 1)
+    (part,) = batch(1)
+    result = engine.train_step([part._replace(labels=torch.full_like(part.labels, IGNORED))], 1e-3)
+    return result.loss, result.skipped
+
+
+def test_a_step_without_any_label_has_the_loss_0_and_is_not_skipped():
+    assert run_ranks(step_without_labels, 1) == [(0.0, False)]
