@@ -133,30 +133,33 @@ def backward_key_kernel(
     last_key = tl.minimum(first_key + BN, seq) - 1
     if starts is not None:
         starts += b * seq
-        end = tl.load(ends + b * seq + last_key)  # of its document
-        alone = end == tl.load(ends + b * seq + first_key)  # in this block
+        first_end = tl.load(ends + b * seq + first_key)  # the first token that does not see the first key any more
+        last_end = tl.load(ends + b * seq + last_key)
     for member in range(0, GROUP):
         h = kv * GROUP + member
         bh = b * num_heads + h
         row = after + bh * (seq + 1)
         start = 0
-        stop = tl.load(row + first_key)  # slots before it see a key of the block,
-        whole = tl.load(row + last_key)  # slots before it every key
+        inner = 0
+        stop = tl.load(row + first_key)  # slots [start, stop) see a key of the block,
+        whole = tl.load(row + last_key)  # slots from ``inner`` on and before ``whole`` every key
         if starts is not None:
-            start = tl.load(row + end)  # unless they are in a later document
-            whole = tl.where(alone, whole, start)
+            start = tl.load(row + last_end)
+            inner = start + tl.cdiv(tl.load(row + first_end) - start, BM) * BM
         middle = start + (whole - start) // BM * BM
+        if starts is not None:
+            inner = tl.minimum(inner, middle)
         # In the other order ptxas waits for every single product (tests/kernels/test_triton_compiled.py).
         dk1, dk2, dv1, dv2 = differentiate_slots(
             dk1, dk2, dv1, dv2, k1, k2, v1, v2, keys, q + b * stride_qb + h * stride_qh, stride_qs,
             dout + b * stride_ob + h * stride_oh, stride_os, gates + b * stride_gb + h, stride_gs,
-            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, middle, stop, seq,
+            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, start, inner, middle, stop, seq,
             BM, BN, D1, D2, SCALE2, INDEX, True,
         )  # fmt: skip
         dk1, dk2, dv1, dv2 = differentiate_slots(
             dk1, dk2, dv1, dv2, k1, k2, v1, v2, keys, q + b * stride_qb + h * stride_qh, stride_qs,
             dout + b * stride_ob + h * stride_oh, stride_os, gates + b * stride_gb + h, stride_gs,
-            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, start, middle, seq,
+            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, start, inner, middle, stop, seq,
             BM, BN, D1, D2, SCALE2, INDEX, False,
         )  # fmt: skip
     at = (b * width + kv) * (D1 + D2)
@@ -171,15 +174,20 @@ def backward_key_kernel(
 @triton.jit
 def differentiate_slots(
     dk1, dk2, dv1, dv2, k1, k2, v1, v2, keys, q, stride_qs, dout, stride_os, gates, stride_gs, positions, lse, delta,
-    starts, start, stop, seq,
+    starts, start, inner, middle, stop, seq,
     BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SCALE2: tl.constexpr, INDEX: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add what the slots [start, stop) give to dK and dV; scores are transposed, keys by slots. Without MASKED the
-    number of slots is a multiple of BM."""
-    for first in range(start, stop, BM):
+    """Add what the slots [inner, middle), or, MASKED, the others of [start, stop), give to dK and dV; scores are
+    transposed, keys by slots. Slots before ``inner`` are taken as if they ended at ``middle``."""
+    begin = start + (middle - inner) if MASKED else inner
+    end = stop if MASKED else middle
+    for step in range(begin, end, BM):
+        first = step
+        if MASKED and starts is not None:
+            first = tl.where(step < middle, step - (middle - inner), step)
         slots = first + tl.arange(0, BM)
-        selected = slots < stop
+        selected = slots < end
         position = tl.load(positions + slots, mask=selected, other=seq).to(INDEX)
         gate = tl.load(gates + position * stride_gs, mask=selected, other=0.0)
         top = tl.load(lse + slots, mask=selected, other=float("inf"))  # p = 0 beyond the selected slots
