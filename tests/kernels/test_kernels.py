@@ -317,13 +317,15 @@ def test_flex_lists_of_blocks_are_those_that_torch_finds_by_looking_at_every_pai
         assert torch.equal(indices[live], getattr(theirs, f"{kind}_indices")[live]), kind
 
 
-def area(selected, block_m, block_n):
+def area(selected, block_m, block_n, window=0):
     """Scores computed by forward and dQ, and by dK/dV, over those of a dense causal kernel with tiles of 128 x 128."""
     compaction = compact(selected)
     length, batch, heads = selected.shape
     dense = batch * heads * 128 * 128 * sum(range(1, length // 128 + 1))
-    query = key_blocks(compaction, block_m, block_n)[3].sum().item() * block_m * block_n
-    return query / dense, slot_blocks(compaction, block_m, block_n).sum().item() * block_m * block_n / dense
+    starts, ends, _ = narrow(None, window, selected, False) or (None,) * 3
+    begin, _, _, end = key_blocks(compaction, block_m, block_n, starts)
+    query, key = (end - begin).sum().item(), slot_blocks(compaction, block_m, block_n, ends).sum().item()
+    return query * block_m * block_n / dense, key * block_m * block_n / dense
 
 
 @pytest.mark.parametrize("length", [2048, 4096])
@@ -336,6 +338,10 @@ def test_executed_tiles_are_within_a_tenth_of_the_activation_rate(length, shared
     for routed in (*area(selected, 64, 64), area(selected, 128, 64)[0]):
         assert rate < (shared + (heads - shared) * routed) / heads <= 1.10 * rate
     assert area(everything(length, 1, 1, 1, None), 128, 128) == (1, 1)
+    in_window = area(selected, 64, 64, window=1024)
+    share = mean_keys(length, 1024) / mean_keys(length, 0)
+    for whole, windowed in zip(area(selected, 64, 64), in_window, strict=True):
+        assert share * whole < windowed <= (share + 0.1) * whole  # the window and the heads both save
 
 
 def test_everything_but_the_triton_backend_works_where_triton_is_not_installed():
