@@ -7,9 +7,9 @@
 The *core* is the attention of all heads from their queries, keys and values, routing given; the *layer* is the whole
 attention layer with projections, rotary embeddings and router. ``--active``: percent of the heads that a token uses.
 Half of the heads (75%) or a quarter of them (50%) are shared, and a quarter of all heads are routed for each token.
-``--documents``: attention stays inside documents of so many tokens in the mean. ``--window``: a token sees so many keys.
-With either the core says how many tiles of 64 queries and 64 keys a sparse backend computes, over those of dense causal
-attention: forward and for dQ, and for dK and dV. Every contestant runs once per round;
+``--documents``: attention stays inside documents of so many tokens in the mean. ``--window``: a token sees the last so
+many keys. With either the core says how many tiles of 64 queries and 64 keys a sparse backend computes, over those of
+dense causal attention: forward and for dQ, and for dK and dV. Every contestant runs once per round;
 the first round does not count. Shown are the median times of the base, and of every contestant the median over the
 rounds of its time over that of the base in the same round: forward alone, and forward with backward. On a CPU they are
 taken by the clock on the wall and, on the right, by CPU time of the process, which a busy machine disturbs less. The
