@@ -2,12 +2,14 @@
 
     python benchmarks/attention.py [--shapes llm-s llm-b llama3-8b] [--lengths 512 1024 2048 4096] [--active 50 75]
                                    [--levels core layer] [--threads 1] [--rounds 7] [--micro-batch N] [--dtype float32]
-                                   [--documents 300] [--save]
+                                   [--documents 300] [--window 512] [--save]
 
 The *core* is the attention of all heads from their queries, keys and values, routing given; the *layer* is the whole
 attention layer with projections, rotary embeddings and router. ``--active``: percent of the heads that a token uses.
 Half of the heads (75%) or a quarter of them (50%) are shared, and a quarter of all heads are routed for each token.
-``--documents``: attention stays inside documents of so many tokens in the mean. Every contestant runs once per round;
+``--documents``: attention stays inside documents of so many tokens in the mean. ``--window``: a token sees the last so
+many keys. With either the core says how many tiles of 64 queries and 64 keys a sparse backend computes, over those of
+dense causal attention: forward and for dQ, and for dK and dV. Every contestant runs once per round;
 the first round does not count. Shown are the median times of the base, and of every contestant the median over the
 rounds of its time over that of the base in the same round: forward alone, and forward with backward. On a CPU they are
 taken by the clock on the wall and, on the right, by CPU time of the process, which a busy machine disturbs less. The
@@ -46,7 +48,8 @@ from benchmarks.timing import recorded, seconds
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels import break_even
 from moh_lm.kernels.attention import moh_attention
-from moh_lm.kernels.documents import boundaries
+from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
+from moh_lm.kernels.documents import boundaries, narrow
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import RouterStatistics, attach_loss
 
@@ -57,6 +60,7 @@ SHAPES = {  # hidden size, query heads, key/value heads, head dimension
 }
 
 
+TILE = 64
 NEVER = 99  # a ratio that is worse than any: the sparse backend could not run
 
 
@@ -88,6 +92,8 @@ def main():
                 for length in options.lengths:
                     batch = options.micro_batch or (max(1, 16384 // length) if device.type == "cuda" else 1)
                     documents = make_documents(options.documents, length, batch, device)
+                    tokens = torch.empty(length, batch, device=device)
+                    documents = narrow(documents, options.window, tokens, masked=True)
                     functions = contestants(SHAPES[shape], active, length, batch, device, dtype, documents)
                     first = list(bases(documents, dtype)) if device.type == "cuda" else ["dense"]
                     title = f"{level} {shape} {active}% T={length} b={batch}"
@@ -115,10 +121,11 @@ def read_options():
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--documents", type=int, help="mean length in tokens; without, attention is causal only")
+    parser.add_argument("--window", type=int, default=0, help="keys that a token sees; 0: all before it")
     parser.add_argument("--save", action="store_true", help="let auto go by these figures on this machine")
     options = parser.parse_args()
-    if options.save and (options.documents or "layer" not in options.levels):
-        parser.error("--save: auto goes by whole layers without --documents; leave that out, and --levels core")
+    if options.save and (options.documents or options.window or "layer" not in options.levels):
+        parser.error("--save: auto goes by whole layers without --documents and --window; leave out these and --levels")
     if options.save and not os.access(break_even.FILE.parent, os.W_OK):
         parser.error(f"--save: {break_even.FILE.parent} cannot be written to; run it in a checkout of your own")
     return options
@@ -163,6 +170,8 @@ def core(shape, active, length, batch, device, dtype, documents):
     scores = torch.rand(length, batch, heads - num_shared, device=device)
     routed = torch.zeros_like(scores).scatter(-1, scores.topk(num_active, -1).indices, 1)
     selected = F.pad(routed, (num_shared, 0), value=1)
+    if documents:
+        print("tiles computed, of dense causal attention: {:.1%} and {:.1%}".format(*tiles(selected, documents)))
 
     def plain(query, key, value, gates):
         return moh_attention(query, key, value, documents=documents, backend="dense")
@@ -179,6 +188,15 @@ def core(shape, active, length, batch, device, dtype, documents):
             functions["unfused"] = restricted(plain, SDPBackend.MATH)
     functions |= {name: with_backend(backend) for name, backend in names.items()}
     return {name: (function, [*inputs, gates]) for name, function in functions.items()}
+
+
+def tiles(selected, seen):
+    """Tiles computed by the loops over keys, and by those over queries, over those of dense causal attention."""
+    compaction = compact(selected)
+    begin, _, _, end = key_blocks(compaction, TILE, TILE, seen.starts)
+    length, batch, heads = selected.shape
+    causal = batch * heads * sum(range(1, -(-length // TILE) + 1))
+    return [part.sum().item() / causal for part in (end - begin, slot_blocks(compaction, TILE, TILE, seen.ends))]
 
 
 def layer(shape, active, length, batch, device, dtype, documents):

@@ -66,6 +66,13 @@ def model_problems(model):
         if not 0 < getattr(model, key) < math.inf:
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
     found += rope_problems(model)
+    if len(model.window) != model.num_layers:
+        found.append(f"--window has {len(model.window)} numbers: {per_layer(model)}")
+    found += [
+        f"--window {width}: must be 0, for the whole sequence, or at least 2; with 1 a token sees itself only"
+        for width in sorted({*model.window})
+        if width < 0 or width == 1
+    ]
     found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient", "router_z_loss")
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads)
@@ -73,6 +80,10 @@ def model_problems(model):
         if reason and z_loss > 0:
             found.append(f"--router-z-loss {z_loss:g}: --routing {model.heads.routing} {reason}; leave it out")
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
+
+
+def per_layer(model):
+    return f"give one for all layers, or one for each of --num-layers {model.num_layers}"
 
 
 def rope_problems(model):
@@ -122,8 +133,7 @@ def budget_problems(model):
     size = max(1, model.heads_per_expert) if model.heads.head_selection == "mixture" else 1
     budgets = {key: getattr(model.heads, key) for key in ("num_shared_heads", "num_active_routed_heads")}
     found = [
-        f"{flag(key)} has {len(budget)} numbers: give one for all layers, "
-        f"or one for each of --num-layers {model.num_layers}"
+        f"{flag(key)} has {len(budget)} numbers: {per_layer(model)}"
         for key, budget in budgets.items()
         if len(budget) != model.num_layers
     ]

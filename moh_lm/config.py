@@ -97,6 +97,12 @@ class ModelConfig:
     rope_low_freq_factor: float | None = option(None, "of llama3: waves longer than L / this are slower", parse=float)
     rope_high_freq_factor: float | None = option(None, "of llama3: waves shorter than L / this stay", parse=float)
     rope_original_length: int | None = option(None, "L of llama3, yarn: sequence length before it", parse=int)
+    window: tuple[int, ...] = option(
+        (),
+        "keys that a token sees, its own the last of them (Mistral's sliding window: token i sees i-W+1 to i); one "
+        "number, or one per layer; 0: the whole sequence (default: 0)",
+        parse=int,
+    )
     rms_norm_eps: float = option(1e-5, "epsilon under the root of RMSNorm")
     tie_embeddings: bool = option(False, "use the embedding matrix as output head")
     heads: HeadsConfig = field(default_factory=HeadsConfig)
@@ -119,6 +125,8 @@ class ModelConfig:
         }
         per_layer = {key: value * self.num_layers if len(value) == 1 else value for key, value in budgets.items()}
         object.__setattr__(self, "heads", replace(self.heads, **per_layer))
+        window = self.window or (0,)
+        object.__setattr__(self, "window", window * self.num_layers if len(window) == 1 else window)
 
     def leading_heads(self, layer):
         """Heads of ``layer`` that are always on, at the front of the order: the shared, or the static, ones."""

@@ -3,12 +3,13 @@
 import torch
 
 from moh_lm.kernels.compaction import at_positions
-from moh_lm.kernels.documents import boundaries
+from moh_lm.kernels.documents import boundaries, narrow
 
 
-def reference(query, key, value, gates, selected, num_shared=0, lengths=None):
-    """g_i H_i, head by head: softmax(q K^T / sqrt(e)) V over the keys of the query's document up to it. Shapes as in
-    moh_attention. lengths: of the documents of each sequence, see ``make_boundaries``; None: one document."""
+def reference(query, key, value, gates, selected, num_shared=0, lengths=None, window=0):
+    """g_i H_i, head by head: softmax(q K^T / sqrt(e)) V over the keys of the query's document up to it, the last
+    ``window`` of them if it is not 0. Shapes as in moh_attention. lengths: of the documents of each sequence, see
+    ``make_boundaries``; None: one document."""
     length, batch, heads, head_dim = query.shape
     hidden = torch.ones(batch, length, length, dtype=torch.bool)
     for sequence in range(batch):
@@ -16,7 +17,8 @@ def reference(query, key, value, gates, selected, num_shared=0, lengths=None):
         for document in [length] if lengths is None else lengths[sequence % len(lengths)]:
             start, stop = stop, min(stop + document, length)
             for query_at in range(start, stop):
-                hidden[sequence, query_at, start : query_at + 1] = False
+                first = max(start, query_at + 1 - window) if window else start
+                hidden[sequence, query_at, first : query_at + 1] = False
     out = []
     for head in range(heads):
         kv = head * key.shape[2] // heads
@@ -102,8 +104,12 @@ DOCUMENTS = {  # name -> lengths of the documents of each sequence, in turn; wha
 }
 
 
-def make_boundaries(lengths, length, batch, masked=False):
-    """``Boundaries`` of sequences with documents of these ``lengths``, a list for each sequence in turn."""
+def make_boundaries(lengths, length, batch, masked=False, window=0):
+    """``Boundaries`` of sequences with documents of these ``lengths``, a list for each sequence in turn, or None, seen
+    through a ``window``."""
+    if window:
+        documents = lengths and make_boundaries(lengths, length, batch)
+        return narrow(documents, window, torch.empty(length, batch), masked)
     rows = []
     for sequence in range(batch):
         row = [place for document in lengths[sequence % len(lengths)] for place in range(document)]

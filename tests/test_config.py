@@ -106,6 +106,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--num-active-routed-heads 7": ("--num-active-routed-heads 7", "between 1 and 6"),
     "--num-active-routed-heads 0": ("--num-active-routed-heads 0", "between 1 and 6"),
     "--num-shared-heads 6 5": ("--num-shared-heads has 2", "12"),
+    "--window 512 0": ("--window has 2", "12"),
+    "--window 1": ("--window 1", "at least 2"),
     "--routing-unit key_value_group --num-key-value-heads 3": ("--num-shared-heads 6", "4 heads", "multiples of 4"),
     "--routing-unit key_value_group --num-key-value-heads 24": ("--num-key-value-heads 24", "1, 2, 3, 4, 6, 12"),
     "--routing-top-p 0": ("--routing-top-p 0", "above 0 and at most 1"),

@@ -9,8 +9,9 @@
     tokenizer.json, tokenizer_config.json   made from the tokenizer of the data; a tokenizer.model is copied too
     README.md                               model card
 
-A model with --head-selection all is an ordinary Llama: it has no remote code, and every program for Llama loads it. The
-export of an imported model whose data brought no tokenizer has the tokenizer files of its source.
+A model with --head-selection all is an ordinary Llama, or with one --window for all layers a Mistral: it has no remote
+code, and every program for these loads it. The export of an imported model whose data brought no tokenizer has the
+tokenizer files of its source.
 
 Parameters have their Hugging Face names in the trainer already. They are read one by one and written shard by shard,
 so that writing holds about one shard in memory; the check that follows holds the whole model in fp32. Everything is
@@ -47,7 +48,7 @@ from tools.command import exit_code
 from tools.hf import hugging_face_tokenizer, tiktoken_json
 from tools.hf.export_check import ExportError, check_export
 from tools.hf.export_files import plan_shards
-from tools.hf.keys import written
+from tools.hf.keys import ARCHITECTURES, model_type, written
 from tools.hf.model_card import model_card
 from tools.hf.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
 
@@ -116,7 +117,7 @@ def export(texts):
     print("\n".join(checked))
     if not (output / "tokenizer.json").is_file():
         print("no tokenizer: the checkpoint has none, and token ids are not known; add the files of the model's own")
-    remote = "" if is_llama(config.model) else ", trust_remote_code=True"
+    remote = ", trust_remote_code=True" if is_ours(config.model) else ""
     print("to load it:\n    from transformers import AutoModelForCausalLM")
     print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}{remote})")
 
@@ -184,7 +185,7 @@ def write_export(step, config, dtype, arguments, directory):
         eos = ids["eos_token_id"]
         ids["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
-    for name in () if is_llama(config.model) else REMOTE_CODE:
+    for name in REMOTE_CODE if is_ours(config.model) else ():
         shutil.copyfile(HF / name, directory / name)
     parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory)
     card = model_card(step, config, state, dtype, parameters, bool(tokenizer), arguments.license, arguments.base_model)
@@ -192,8 +193,8 @@ def write_export(step, config, dtype, arguments, directory):
     return parameters
 
 
-def is_llama(model):
-    return model.heads.head_selection == "all"
+def is_ours(model):
+    return model_type(model) == "moh_llama"
 
 
 def tokenizer_of_data(step):
@@ -232,12 +233,11 @@ def export_tokenizer(model, directory, max_length):
 
 def hugging_face_config(config, dtype, special):
     """Content of config.json. special: ids of the special tokens, see ``special_ids``."""
-    if is_llama(config.model):
-        kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    else:
-        kind = {"architectures": ["MoHLlamaForCausalLM"], "model_type": "moh_llama", "auto_map": AUTO_MAP}
+    kind = model_type(config.model)
     return {
-        **kind,
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        **({"auto_map": AUTO_MAP} if is_ours(config.model) else {}),
         **written(config.model),
         "max_position_embeddings": config.run.seq_length,
         "initializer_range": INIT_STD,

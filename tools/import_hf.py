@@ -45,6 +45,7 @@ from tools.hf.import_config import model_config, own_heads, read_config
 from tools.hf.import_step import output_problems, write_step
 from tools.hf.import_vocabulary import NewRows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
+from tools.hf.keys import ARCHITECTURES
 
 TRAINING_ONLY = (  # no part of the function
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
@@ -62,9 +63,9 @@ def main():
 def parse_arguments(texts):
     parser = Parser(prog="import_hf.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, or an export of tools/export_hf.py")
+    add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py")
     add("--output", required=True, type=Path, metavar="RUN", help="run directory to make")
-    heads = parser.add_argument_group("heads (default: those of an export, all heads of a Llama)")
+    heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
     for entry in fields(HeadsConfig):
         nargs = "+" if is_list(entry) else "?" if entry.type is bool else None
         shown = {"metavar": placeholder(entry), "help": entry.metadata["help"]}
@@ -145,7 +146,7 @@ def wanted_heads(arguments, values):
                 problems.append(f"{flag(entry.name)} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
     if problems:
         raise ConfigError(problems)
-    if values.get("model_type") not in ("llama", "moh_llama"):
+    if values.get("model_type") not in ARCHITECTURES:
         return HeadsConfig(head_selection="all")  # refused by ``model_config``, with all else that is wrong
     own = own_heads(values)
     if own.head_selection == "all":

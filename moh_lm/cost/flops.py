@@ -16,8 +16,8 @@ PEAK_TFLOPS = {
 def flops_per_token(model, seq_length, measured=None):
     """FLOPs of training on one token, forward and backward: {"dense", "active"}.
 
-    A multiplication and an addition are two FLOPs; causal attention sees half of the sequence on average. "dense"
-    counts every head; "active" leaves out the queries, scores and outputs of the heads that a
+    A multiplication and an addition are two FLOPs; causal attention sees half of the sequence on average, or the mean
+    of its window. "dense" counts every head; "active" leaves out the queries, scores and outputs of the heads that a
     token does not select, which is what MoH promises to save. measured: {layer: heads that a token selects on average},
     for --routing-top-p; a layer that it does not have counts the most that a token may select.
     """

@@ -8,6 +8,7 @@ from moh_lm.config import walk
 from moh_lm.cost.memory import memory_estimate, parameter_counts
 from moh_lm.kernels.attention import choose_backend
 from moh_lm.kernels.break_even import machine, measurement
+from moh_lm.model.attention import share_of_scores
 from moh_lm.quantities import gibibytes, short
 
 
@@ -45,6 +46,14 @@ def describe_model(model):
         f"{short(counts['embedding'])}, routers {short(counts['router'])}"
     )
     yield f"heads      {describe_heads(model)}"
+    if any(model.window):
+        yield f"window     {describe_window(model)}"
+
+
+def describe_window(model):
+    """Layers by what they see, such as: 512 tokens in 3 of 4 layers, the whole sequence in 1."""
+    counts = Counter(f"{width} tokens" if width else "the whole sequence" for width in model.window)
+    return ", ".join(f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items())
 
 
 def describe_heads(model):
@@ -82,7 +91,10 @@ def describe_attention(config):
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     heads = model.num_attention_heads
     queries = (run.seq_length, run.micro_batch_size, heads // config.parallel.tensor_parallel_size, model.head_dim)
-    shares = [model.active_heads(index) / heads for index in range(model.num_layers)]
+    shares = [
+        model.active_heads(index) / heads * share_of_scores(run.seq_length, width)
+        for index, width in enumerate(model.window)
+    ]
     if device.type == "cpu" and run.compile:
         yield "attention  auto: dense in every layer, since cpu_sparse cannot be compiled"
         return

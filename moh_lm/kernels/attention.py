@@ -10,9 +10,9 @@ token selects head i, zero elsewhere.
 
 ``choose_backend`` takes auto too: dense, or the sparse backend where it was measured to be faster (break_even.py).
 
-Shared heads go through scaled dot-product attention in all of them, since every token computes them. But where a window
-holds several documents it would need a mask, and compute all scores: the sparse backends then take every head, and the
-scores inside documents only.
+Shared heads go through scaled dot-product attention in all of them, since every token computes them. But where tokens
+see a sliding window, or their document only, it would need a mask, and compute all scores: the sparse backends then
+take every head, and the scores of what is seen only.
 """
 
 import torch
@@ -36,9 +36,9 @@ def moh_attention(
     query: [s, b, heads, head_dim]. key, value: [s, b, key_value_heads, head_dim]; consecutive query heads share one.
     gates: [s, b, heads], or None for 1. selected: [s, b, heads], bool or 0 and 1, the heads that each token uses; None
     for all. It is the router's choice and not gates != 0: a gate may underflow. The first ``num_shared`` heads are
-    used by every token, whatever ``selected`` says of them. documents: ``Boundaries`` that no token sees beyond; None:
-    over the whole sequence. backend: see above. causal: whether a token sees only itself and those
-    before it; otherwise the backend is dense.
+    used by every token, whatever ``selected`` says of them. documents: ``Boundaries`` that no token sees beyond, of
+    documents or a window; None: over the whole sequence. backend: see above. causal: whether a token sees only itself
+    and those before it; otherwise the backend is dense.
     Returns [s, b, heads, head_dim] in the dtype of ``query``.
     """
     heads, kv_heads = query.shape[2], key.shape[2]

@@ -11,7 +11,8 @@ n(t) the number of selected tokens from position t on:
     slots [i, j), all selected    see wholly the keys [0, p(j - 1)], in part those up to p(i)
     keys [t, u)                   are seen by the slots before n(t), wholly by those before n(u - 1)
 
-and inside documents, where that of position t is [start(t), end(t)), by these bounds besides:
+and inside documents or a window, where position t sees from start(t) on and is seen until end(t), by these bounds
+besides:
 
     slots [i, j), all selected    see wholly the keys from start(p(i)) on, in part those from start(p(j - 1)) on
     keys [t, u)                   are seen by the slots from n(end(u - 1)) on, wholly by those from n(end(t)) on

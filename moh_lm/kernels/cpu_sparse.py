@@ -1,9 +1,10 @@
 """Head-sparse attention on a CPU: matrix products over the selected rows, written out with torch's own operations.
 
-The selected queries of a head attend in chunks of consecutive rows, so that the scores of a chunk, from the document of
-its first row to the key of its last one, stay in the cache: two products and a softmax forward, five products backward,
-with the probabilities computed again. Where the whole layer is at hand, ``ProjectRows`` and ``SumRows`` are its query
-and output projections of the selected rows only, which on a CPU saves as much as the attention itself at short lengths.
+The selected queries of a head attend in chunks of consecutive rows, so that the scores of a chunk, from the first key
+that its first row sees to the key of its last one, stay in the cache: two products and a softmax forward, five products
+backward, with the probabilities computed again. Where the whole layer is at hand, ``ProjectRows`` and ``SumRows`` are
+its query and output projections of the selected rows only, which on a CPU saves as much as the attention itself at
+short lengths.
 Threads take whole heads, or shares of the tokens (moh_lm/kernels/threads.py).
 
 The rows' number depends on the routing: torch.compile breaks its graph here.
@@ -25,7 +26,7 @@ class SelectedRows:
     """Where the rows of a selection [s, b, heads] (bool or 0 and 1) are. starts: of ``Boundaries``, or None.
 
     token: int64 [rows], t b + j of position t in sequence j. position: int64 [rows], t. start: int64 [rows], first
-    position of its document, or None. heads: (head, start, stop) of the rows of each head. sequences: (head, j, start,
+    position that it sees, or None. heads: (head, start, stop) of the rows of each head. sequences: (head, j, start,
     stop) of those of each sequence in each head. shares: for every thread of torch, a share of the tokens: (head,
     start, stop) of their rows.
     """

@@ -1,15 +1,17 @@
-"""Where the documents of a window begin and end: attention that stays inside them.
+"""What tokens see of a sequence: the documents in it, which they do not see beyond, and a sliding window.
 
 A token attends to the keys from the start of its document to its own position: a range, as in causal attention, with a
-lower bound besides the upper one. Neither bound descends along the sequence, so that what a block of queries or of keys
-needs is a range too.
+lower bound besides the upper one. With a window of W keys, Mistral's convention, token i sees the keys i - W + 1 to i:
+a range too, and so is what is in both. Neither bound descends along the sequence, so that what a block of queries or of
+keys needs is a range as well.
 
-Rotary attention depends on differences of positions only. So tokens keep their positions in the window: what they see
+Rotary attention depends on differences of positions only. So tokens keep their positions in the sequence: what they see
 of their own document is the same as if it stood alone.
 
 Shapes: s sequence, b batch.
 """
 
+import functools
 from collections import deque
 from typing import NamedTuple
 
@@ -17,8 +19,9 @@ import torch
 
 
 class Boundaries(NamedTuple):
-    """starts, ends: int32 [b, s], positions of the first token of each token's document, and of the token after its
-    last one. mask: bool [b, 1, s, s], of ``document_mask``, for layers that compute densely; None: each makes it."""
+    """starts, ends: int32 [b, s], positions of the first token that each token sees, such as the first one of its
+    document, and of the first one after it that does not see it. mask: bool [b or 1, 1, s, s], of ``document_mask``,
+    for layers that compute densely; None: each makes it."""
 
     starts: torch.Tensor
     ends: torch.Tensor
@@ -28,7 +31,7 @@ class Boundaries(NamedTuple):
 def boundaries(positions, masked):
     """``Boundaries`` of documents from the positions of their tokens in them, int64 [b, s]. masked: make the mask.
 
-    The first document may have begun before the window.
+    The first document may have begun before the sequence.
     """
     token = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device).expand_as(positions)
     starts = (token - positions).to(torch.int32).clamp_min(0)
@@ -42,11 +45,42 @@ def document_mask(starts):
     return ((token >= starts[:, :, None]) & (token <= token[:, None])).unsqueeze(1)
 
 
+def narrow(documents, window, x, masked):
+    """``Boundaries`` of tokens x [s, b, ...] that see the last ``window`` keys inside their documents.
+
+    documents: their ``Boundaries``, or None. window: keys, that of the token itself among them; where 0, or not below
+    s, it hides nothing, and the result is ``documents``. masked: make the mask.
+    """
+    length, batch = x.shape[:2]
+    if not 0 < window < length:
+        return documents
+    make = sliding.__wrapped__ if torch.compiler.is_compiling() else sliding  # a graph makes its own
+    starts, ends, mask = make(window, length, x.device, masked and documents is None)
+    if documents is None:
+        return Boundaries(starts.expand(batch, -1), ends.expand(batch, -1), mask)
+    starts, ends = torch.maximum(starts, documents.starts), torch.minimum(ends, documents.ends)
+    return Boundaries(starts, ends, document_mask(starts) if masked else None)
+
+
+@functools.lru_cache(maxsize=4)
+def sliding(window, length, device, masked):
+    """``Boundaries`` of a window in one sequence."""
+    token = torch.arange(length, dtype=torch.int32, device=device)[None]
+    starts, ends = (token - window + 1).clamp_min(0), (token + window).clamp_max(length)
+    return Boundaries(starts, ends, document_mask(starts) if masked else None)
+
+
+def mean_keys(length, window):
+    """Keys that a token of a sequence sees on average, with a window or 0: half of the sequence, or W - W^2 / 2s."""
+    width = min(window or length, length)
+    return width - width**2 / (2 * length)
+
+
 class Documents:
     """The boundaries in the micro-batch that is going through the model, for all layers of a stage.
 
     ``feed`` takes the positions of micro-batches to come, in the order of their forward passes; each pass begins with
-    ``advance``. Without boundaries ``boundaries`` is None, and attention is causal over the whole window.
+    ``advance``. Without boundaries ``boundaries`` is None, and attention is causal over the whole sequence.
     attention_backend: of ``choose_backend``; one that is sparse in every layer needs no mask.
     """
 

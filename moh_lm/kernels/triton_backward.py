@@ -133,30 +133,32 @@ def backward_key_kernel(
     last_key = tl.minimum(first_key + BN, seq) - 1
     if starts is not None:
         starts += b * seq
-        end = tl.load(ends + b * seq + last_key)  # of its document
-        alone = end == tl.load(ends + b * seq + first_key)  # in this block
+        first_end = tl.load(ends + b * seq + first_key)  # the first token that does not see the first key any more
+        last_end = tl.load(ends + b * seq + last_key)
     for member in range(0, GROUP):
         h = kv * GROUP + member
         bh = b * num_heads + h
         row = after + bh * (seq + 1)
         start = 0
-        stop = tl.load(row + first_key)  # slots before it see a key of the block,
-        whole = tl.load(row + last_key)  # slots before it every key
+        stop = tl.load(row + first_key)  # slots [start, stop) see a key of the block,
+        whole = tl.load(row + last_key)  # those before ``whole`` every key,
         if starts is not None:
-            start = tl.load(row + end)  # unless they are in a later document
-            whole = tl.where(alone, whole, start)
+            start = tl.load(row + last_end)
         middle = start + (whole - start) // BM * BM
+        gap = middle - start  # whole blocks of them: [middle - gap, middle)
+        if starts is not None:  # but not those before ``first_end``
+            gap = tl.maximum(gap - tl.cdiv(tl.load(row + first_end) - start, BM) * BM, 0)
         # In the other order ptxas waits for every single product (tests/kernels/test_triton_compiled.py).
         dk1, dk2, dv1, dv2 = differentiate_slots(
             dk1, dk2, dv1, dv2, k1, k2, v1, v2, keys, q + b * stride_qb + h * stride_qh, stride_qs,
             dout + b * stride_ob + h * stride_oh, stride_os, gates + b * stride_gb + h, stride_gs,
-            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, middle, stop, seq,
+            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, start + gap, stop, middle, gap, seq,
             BM, BN, D1, D2, SCALE2, INDEX, True,
         )  # fmt: skip
         dk1, dk2, dv1, dv2 = differentiate_slots(
             dk1, dk2, dv1, dv2, k1, k2, v1, v2, keys, q + b * stride_qb + h * stride_qh, stride_qs,
             dout + b * stride_ob + h * stride_oh, stride_os, gates + b * stride_gb + h, stride_gs,
-            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, start, middle, seq,
+            positions + bh * seq, lse + bh * seq, delta + bh * seq, starts, middle - gap, middle, middle, gap, seq,
             BM, BN, D1, D2, SCALE2, INDEX, False,
         )  # fmt: skip
     at = (b * width + kv) * (D1 + D2)
@@ -171,13 +173,16 @@ def backward_key_kernel(
 @triton.jit
 def differentiate_slots(
     dk1, dk2, dv1, dv2, k1, k2, v1, v2, keys, q, stride_qs, dout, stride_os, gates, stride_gs, positions, lse, delta,
-    starts, start, stop, seq,
+    starts, start, stop, middle, gap, seq,
     BM: tl.constexpr, BN: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, SCALE2: tl.constexpr, INDEX: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what the slots [start, stop) give to dK and dV; scores are transposed, keys by slots. Without MASKED the
-    number of slots is a multiple of BM."""
-    for first in range(start, stop, BM):
+    number of slots is a multiple of BM; with it, those before ``middle`` stand for the ones ``gap`` earlier."""
+    for step in range(start, stop, BM):
+        first = step
+        if MASKED and starts is not None:
+            first = tl.where(step < middle, step - gap, step)
         slots = first + tl.arange(0, BM)
         selected = slots < stop
         position = tl.load(positions + slots, mask=selected, other=seq).to(INDEX)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from moh_lm.kernels.attention import choose_backend, moh_attention
+from moh_lm.kernels.documents import mean_keys, narrow
 from moh_lm.model.rotary import rotary_of
 from moh_lm.model.router import HeadRouter, Routed
 from moh_lm.model.routing import FORMS
@@ -67,6 +68,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.positions = positions or rotary_of(config)
         self.causal = causal
+        self.window = config.window[layer_index]
         self.selection = config.heads.head_selection
         self.group = group
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
@@ -89,7 +91,8 @@ class Attention(nn.Module):
         """
         length = x.shape[0] * group_size(self.group)
         shape = (length, x.shape[1], self.heads.num_heads // group_size(self.group), self.head_dim)  # of the queries
-        backend = choose_backend(self.backend, x.device, x.dtype, shape, self.active_share, self.causal)
+        share = self.active_share * share_of_scores(length, self.window)
+        backend = choose_backend(self.backend, x.device, x.dtype, shape, share, self.causal)
         if backend == "cpu_sparse" and self.selects_first:
             gates, selected, routed = self.route(x, recall)
             return output_of_rows(self, x, gates, selected, documents), routed
@@ -135,7 +138,12 @@ class Attention(nn.Module):
 
     def attend(self, projected, documents=None, backend="dense"):
         """g_i H_i of every head: [s, b, h/tp, e]. documents: ``Boundaries``, or None. backend: any but ``auto``."""
-        return moh_attention(*projected[:5], self.heads.num_leading, documents, backend, self.causal)
+        seen = self.sees(documents, projected.query, backend)
+        return moh_attention(*projected[:5], self.heads.num_leading, seen, backend, self.causal)
+
+    def sees(self, documents, x, backend):
+        """``Boundaries`` of what tokens x [s, b, ...] see of ``documents`` in the window of the layer, or None."""
+        return narrow(documents, self.window, x, masked=backend == "dense")
 
     def output(self, context):
         """The sum over heads of W_O_i: [s, b, h/tp, e] -> [s/tp, b, d]."""
@@ -150,20 +158,22 @@ class Attention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_dim))  # [s, b, heads/tp, e]
 
     def cache_shape(self, rows, length):
-        """Shape of the keys, and of the values, that a cache holds for ``rows`` texts of at most ``length`` tokens."""
-        return rows, self.k_proj.weight.shape[0] // self.head_dim, length, self.head_dim
+        """Shape of the keys, and of the values, that a cache holds for ``rows`` texts of at most ``length`` tokens: of
+        the last ones, as many as the window holds."""
+        return rows, self.k_proj.weight.shape[0] // self.head_dim, min(self.window or length, length), self.head_dim
 
     @staticmethod
     def cost(config, layer_index, seq_length, active_heads=None):
         """Multiplications of a token on average in the forward pass: {"dense", "active"}.
 
         "dense" counts every head. "active" leaves out the queries, scores and outputs of the heads that a token does
-        not use; active_heads: how many it does use, by default the most that it may. A causal head sees half of the
-        sequence on average.
+        not use; active_heads: how many it does use, by default the most that it may. How much of the sequence a head
+        sees is said by ``mean_keys``.
         """
         d, e = config.hidden_size, config.head_dim
         active = config.active_heads(layer_index) if active_heads is None else active_heads
-        per_head = 2 * d * e + 2 * (seq_length / 2) * e  # query and output projections; scores, and their sum
+        seen = mean_keys(seq_length, config.window[layer_index])
+        per_head = 2 * d * e + 2 * seen * e  # query and output projections; scores, and their sum
         always = 2 * d * config.num_key_value_heads * e
         if config.heads.head_selection == "mixture":
             form = FORMS[config.heads.routing](config.routed_layer(layer_index), config.heads.two_stage)
@@ -183,3 +193,8 @@ class Attention(nn.Module):
         if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
             heads += 4 * h * e
         return heads / tp + width * d
+
+
+def share_of_scores(length, window):
+    """What a window leaves of the scores of causal attention, by which ``choose_backend`` goes: 1 without."""
+    return mean_keys(length, window) / mean_keys(length, 0)

@@ -5,8 +5,11 @@ a dense model. What a step can save is reading it: a token needs the keys and va
 routed ones that it selects; where query heads share them, of the groups in which it selects one. How, is said in
 ``moh_lm.kernels.decode``.
 
-Shapes: b rows (prompts), s new tokens, h query heads, k key/value heads, T room for tokens, e head dimension, d hidden
-size. One rank; the model is a ``CausalLM`` without tensor parallelism.
+A layer with a sliding window keeps the last tokens only, as many as the window holds: the token at position p lies in
+slot p modulo T. The order of the slots does not matter, since keys are kept turned to their positions.
+
+Shapes: b rows (prompts), s new tokens, h query heads, k key/value heads, T room for tokens in a layer, e head
+dimension, d hidden size. One rank; the model is a ``CausalLM`` without tensor parallelism.
 """
 
 import itertools
@@ -17,10 +20,10 @@ from moh_lm.kernels.decode import decode_attention
 
 
 class Cache:
-    """Keys and values of every layer and row, and how many tokens of each row they hold.
+    """Keys and values of every layer and row, and how many tokens of each row were read.
 
-    max_length: T, room for a prompt and what follows it. lengths: int32 [rows], where the keys are, so that a step
-    copies nothing from the host.
+    max_length: room for a prompt and what follows it. lengths: int32 [rows], where the keys are, so that a step copies
+    nothing from the host.
     """
 
     def __init__(self, model, rows, max_length):
@@ -39,11 +42,13 @@ def read_prompt(model, cache, row, tokens):
     """Fill ``row`` of the cache with a prompt, int64 [s]; logits of what follows it, [vocab]."""
 
     def attend(attention, layer, x):
-        heads = attention.project(x, length=cache.max_length, positions=torch.arange(len(tokens), device=x.device))
-        cache.keys[layer][row, :, : len(tokens)] = heads.key[:, 0].transpose(0, 1)
-        cache.values[layer][row, :, : len(tokens)] = heads.value[:, 0].transpose(0, 1)
+        heads = attention.project(x, length=cache.max_length, positions=positions)
+        for kept, new in ((cache.keys[layer], heads.key), (cache.values[layer], heads.value)):
+            last = new[-kept.shape[2] :, 0].transpose(0, 1)  # [k, at most T, e]
+            kept[row, :, positions[-last.shape[1] :] % kept.shape[2]] = last
         return attention.attend(heads)
 
+    positions = torch.arange(len(tokens), device=tokens.device)
     logits = last_logits(model, tokens[None], attend)
     cache.lengths[row] = len(tokens)
     return logits[0]
@@ -62,10 +67,12 @@ def read_token(model, cache, tokens, attention_backend="auto"):
     def attend(attention, layer, x):
         heads = attention.project(x, length=cache.max_length, positions=positions[None])
         keys, values = cache.keys[layer], cache.values[layer]
-        keys[rows, :, positions], values[rows, :, positions] = heads.key[0], heads.value[0]
+        room = keys.shape[2]
+        slots, held = positions % room, lengths.clamp_max(room)
+        keys[rows, :, slots], values[rows, :, slots] = heads.key[0], heads.value[0]
         gates = heads.gates if heads.gates is None else heads.gates[0]
         active = heads.in_use()[0]
-        return decode_attention(heads.query[0], keys, values, lengths, active, gates, attention_backend)[None]
+        return decode_attention(heads.query[0], keys, values, held, active, gates, attention_backend)[None]
 
     logits = last_logits(model, tokens[:, None], attend)
     cache.lengths += 1

@@ -18,6 +18,7 @@ def output_of_rows(layer, x, gates, selected, documents):
     gates, selected: [s, b, h/tp], of ``Attention.route``. documents: ``Boundaries``, or None.
     """
     x = gather_sequence(x, layer.group)  # [s, b, d]
+    documents = layer.sees(documents, x, "cpu_sparse")
     key, value, table = layer.keys_and_values(x)
     groups = layer.heads.num_leading * key.shape[2] // gates.shape[2]  # key/value heads of shared heads alone
     first = groups * gates.shape[2] // key.shape[2]

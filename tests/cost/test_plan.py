@@ -47,6 +47,16 @@ def test_flops_of_llm_b_by_hand():
     assert flops["active"] == pytest.approx(dense - saved, rel=1e-12)
 
 
+def test_a_window_saves_the_scores_that_it_hides():
+    flags = ["0"], ["512", "0"] * 12
+    whole, half = (flops_per_token(parse(LLM_B, "--window", *window).model, 2048) for window in flags)
+    seen = 512 - 512**2 / 4096  # keys on average, instead of 1024
+    assert whole["dense"] - half["dense"] == 6 * 12 * 2 * (1024 - seen) * 1536
+    assert whole["active"] - half["active"] == 6 * 12 * 2 * (1024 - seen) * 1536 / 2
+    (*_, few), (*_, many) = stages(parse(LLM_B, "--window", *["0"] * 12, *["512"] * 12).model, 32768, 2)
+    assert few < many  # layers of a stage: those with a window cost less
+
+
 def test_parameters_of_llama3_8b_by_hand():
     per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert parameter_counts(parse(LLAMA3_8B).model)["total"] == 32 * per_layer + 2 * 160896 * 4096 + 4096

@@ -26,17 +26,18 @@ HEADS = {
 BACKENDS = ("dense", "cpu_sparse")
 
 
-def make_model(heads, backend, **options):
-    config = ModelConfig(2, 32, 64, 8, num_key_value_heads=4, vocab_size=50, heads=heads)
+def make_model(heads, backend, window=(), **options):
+    config = ModelConfig(2, 32, 64, 8, num_key_value_heads=4, vocab_size=50, window=window, heads=heads)
     model = CausalLM(config, attention_backend=backend, **options).double()
     model.initialize(0)
     return model
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [(), (3, 0)])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_a_document_in_a_window_gives_the_logits_that_it_gives_alone(heads, backend):
-    model = make_model(heads, backend)
+def test_a_document_in_a_sequence_gives_the_logits_that_it_gives_alone(heads, window, backend):
+    model = make_model(heads, backend, window)
     tokens = torch.randint(50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     model.documents.feed([positions])
@@ -46,10 +47,10 @@ def test_a_document_in_a_window_gives_the_logits_that_it_gives_alone(heads, back
     assert not torch.allclose(together, model(tokens))  # without boundaries they see each other
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute, window", [(False, ()), (True, ()), (True, (9, 60))])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_a_sparse_backend_gives_the_loss_and_the_gradients_of_the_dense_one_inside_documents(
-    heads, recompute, monkeypatch
+    heads, recompute, window, monkeypatch
 ):
     monkeypatch.delattr(attention, "document_mask")  # no layer makes a mask
     generator = torch.Generator().manual_seed(2)
@@ -60,7 +61,7 @@ def test_a_sparse_backend_gives_the_loss_and_the_gradients_of_the_dense_one_insi
             positions[row, start:] = torch.arange(130 - start)
     found = []
     for backend in BACKENDS:
-        model = make_model(heads, backend, recompute=recompute).train()
+        model = make_model(heads, backend, window, recompute=recompute).train()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter *= 5  # so that no gradient is hidden by small weights

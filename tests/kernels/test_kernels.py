@@ -17,7 +17,7 @@ from moh_lm.kernels import attention, break_even, flex
 from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.compaction import compact, key_blocks
 from moh_lm.kernels.cpu_sparse import SelectedRows, add_up
-from moh_lm.kernels.documents import boundaries
+from moh_lm.kernels.documents import boundaries, mean_keys, narrow
 from moh_lm.kernels.threads import in_threads
 from tests.attention_cases import (
     DOCUMENTS,
@@ -76,6 +76,47 @@ def test_no_backend_sees_beyond_a_document(lengths, shape, routing, uncompiled_f
     with torch.no_grad():
         out = moh_attention(*tensors, selected, num_shared, arguments[2], "flex")
     torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-12)
+
+
+WINDOWS = {  # keys, and the lengths of documents
+    "one key": (1, None),
+    "some keys": (40, None),
+    "a chunk": (64, None),
+    "all but one": (149, None),
+    "some keys of documents": (30, DOCUMENTS["some, other ones in each sequence"]),
+    "keys of short documents": (6, DOCUMENTS["short ones"]),
+}
+
+
+@pytest.mark.parametrize("routing", ["odd_routing", "varying_routing"])
+@pytest.mark.parametrize("shape", list(SHAPES.values())[:3], ids=list(SHAPES)[:3])
+@pytest.mark.parametrize("window, lengths", WINDOWS.values(), ids=WINDOWS)
+def test_no_backend_sees_beyond_the_window(window, lengths, shape, routing, uncompiled_flex):
+    *sizes, num_shared = shape
+    *tensors, upstream, selected = make_inputs(*sizes, routing)
+    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths, window), *tensors, upstream)
+    for backend, masked in (("dense", True), ("dense", False), ("cpu_sparse", False)):
+        arguments = (selected, num_shared, make_boundaries(lengths, *sizes[:2], masked, window), backend)
+        got = with_gradients(lambda *t, a=arguments: moh_attention(*t, *a), *tensors, upstream)
+        assert_all_close(got, expected, 1e-12)
+    with torch.no_grad():
+        out = moh_attention(*tensors, selected, num_shared, arguments[2], "flex")
+    torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-12)
+
+
+def test_what_a_window_shows_is_counted_by_hand():
+    documents = boundaries(torch.tensor([[0, 1, 2, 3, 0, 1]]), False)
+    x = torch.empty(6, 1)
+    starts, ends, _ = narrow(documents, 3, x, False)
+    assert (starts.tolist(), ends.tolist()) == ([[0, 0, 0, 1, 4, 4]], [[3, 4, 4, 4, 6, 6]])
+    starts, ends, mask = narrow(None, 2, x, True)
+    assert (starts.tolist(), ends.tolist()) == ([[0, 0, 1, 2, 3, 4]], [[2, 3, 4, 5, 6, 6]])
+    assert mask[0, 0].sum(-1).tolist() == [1, 2, 2, 2, 2, 2]
+    assert narrow(documents, 6, x, True) is documents and narrow(None, 0, x, True) is None
+    for window in (1, 3, 6, 99):
+        seen = [min(t + 0.5, window) if t + 1 <= window else window for t in range(6)]  # half of the last key
+        assert mean_keys(6, window) == pytest.approx(sum(seen) / 6, abs=0.1)
+    assert mean_keys(8192, 0) == mean_keys(8192, 8192) == 4096 and mean_keys(8192, 2048) == 2048 - 256
 
 
 def test_boundaries_are_those_of_the_documents_counted_by_hand():
@@ -255,13 +296,16 @@ def test_flex_has_a_graph_for_each_of_many_shapes(monkeypatch):
     assert len(graphs) == 10
 
 
-@pytest.mark.parametrize("lengths", [None, *FLEX_DOCUMENTS])
+@pytest.mark.parametrize(
+    "lengths, window", [(None, 0), *((lengths, 0) for lengths in FLEX_DOCUMENTS), (None, 200), (FLEX_DOCUMENTS[1], 129)]
+)
 @pytest.mark.parametrize("length", [128, 384, 512])
-def test_flex_lists_of_blocks_are_those_that_torch_finds_by_looking_at_every_pair(length, lengths):
+def test_flex_lists_of_blocks_are_those_that_torch_finds_by_looking_at_every_pair(length, lengths, window):
     routings = ("random_routing", "odd_routing")
     selected = torch.cat([make_inputs(length, 1, 4, 4, 8, routing)[-1] for routing in routings], dim=1)
     compaction = compact(selected)
-    ours = flex.block_mask(compaction, None if lengths is None else make_boundaries(lengths, length, 2).starts)
+    seen_by = make_boundaries(lengths, length, 2, window=window) if lengths or window else None
+    ours = flex.block_mask(compaction, seen_by and seen_by.starts)
     count = compaction.after[..., :1]
     seen = (torch.arange(length) // flex.BLOCK < (count + flex.BLOCK - 1) // flex.BLOCK)  # blocks with selected slots
     theirs = create_block_mask(
@@ -274,13 +318,15 @@ def test_flex_lists_of_blocks_are_those_that_torch_finds_by_looking_at_every_pai
         assert torch.equal(indices[live], getattr(theirs, f"{kind}_indices")[live]), kind
 
 
-def area(selected, block_m, block_n):
+def area(selected, block_m, block_n, window=0):
     """Scores computed by forward and dQ, and by dK/dV, over those of a dense causal kernel with tiles of 128 x 128."""
     compaction = compact(selected)
     length, batch, heads = selected.shape
     dense = batch * heads * 128 * 128 * sum(range(1, length // 128 + 1))
-    query = key_blocks(compaction, block_m, block_n)[3].sum().item() * block_m * block_n
-    return query / dense, slot_blocks(compaction, block_m, block_n).sum().item() * block_m * block_n / dense
+    starts, ends, _ = narrow(None, window, selected, False) or (None,) * 3
+    begin, _, _, end = key_blocks(compaction, block_m, block_n, starts)
+    query, key = (end - begin).sum().item(), slot_blocks(compaction, block_m, block_n, ends).sum().item()
+    return query * block_m * block_n / dense, key * block_m * block_n / dense
 
 
 @pytest.mark.parametrize("length", [2048, 4096])
@@ -293,6 +339,10 @@ def test_executed_tiles_are_within_a_tenth_of_the_activation_rate(length, shared
     for routed in (*area(selected, 64, 64), area(selected, 128, 64)[0]):
         assert rate < (shared + (heads - shared) * routed) / heads <= 1.10 * rate
     assert area(everything(length, 1, 1, 1, None), 128, 128) == (1, 1)
+    in_window = area(selected, 64, 64, window=1024)
+    share = mean_keys(length, 1024) / mean_keys(length, 0)
+    for whole, windowed in zip(area(selected, 64, 64), in_window, strict=True):
+        assert share * whole < windowed <= (share + 0.1) * whole  # the window and the heads both save
 
 
 def test_everything_but_the_triton_backend_works_where_triton_is_not_installed():

@@ -74,16 +74,16 @@ def check_small(*arguments):
         check(*arguments)
 
 
-def check(sizes, routing, dtype, tolerance, lengths=None):
+def check(sizes, routing, dtype, tolerance, lengths=None, window=0):
     *sizes, num_shared = sizes
-    documents = lengths and make_boundaries(lengths, *sizes[:2])
+    documents = make_boundaries(lengths, *sizes[:2], window=window) if lengths or window else None
     *tensors, upstream, selected = make_inputs(*sizes, routing, dtype)
     if dtype.itemsize == 2:
         tensors[3] = tensors[3].float()  # gates are fp32 whatever the precision
     if dtype == torch.bfloat16:
         multiply_bf16()
     wide = [tensor.double() for tensor in (*tensors, upstream)]
-    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths), *wide)
+    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths, window), *wide)
     got = with_gradients(lambda *t: attention(*t, selected, num_shared, documents), *tensors, upstream)
     assert_all_close(got, expected, tolerance)
 
@@ -114,6 +114,12 @@ def test_no_kernel_sees_beyond_a_document(interpreter, shape, documents):
 @pytest.mark.parametrize("routing", ["varying_routing", "everything"])
 def test_documents_may_take_many_blocks_and_a_block_many_documents(interpreter, routing):
     interpreter(check_small, (170, 1, 2, 1, 16, 0), routing, torch.float64, 1e-12, [[3, 90, 1, 1, 9, 1000]])
+
+
+@pytest.mark.parametrize("window, lengths", [(1, None), (70, None), (33, [[3, 90, 1, 1, 9, 1000]])])
+@pytest.mark.parametrize("routing", ["varying_routing", "everything"])
+def test_no_kernel_sees_beyond_the_window(interpreter, routing, window, lengths):
+    interpreter(check_small, (170, 1, 2, 1, 16, 0), routing, torch.float64, 1e-12, lengths, window)
 
 
 def check_one_document():
@@ -294,14 +300,14 @@ def test_shared_and_routed_heads_are_joined_without_copies(interpreter, heads, k
     interpreter(check_joined, heads, kv_heads, num_shared, frozen)
 
 
-def check_tiles(lengths):
+def check_tiles(lengths, window=0):
     """Products of the interpreter are counted: two per tile forward, three for dQ, four for dK/dV."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     from moh_lm.kernels.compaction import compact, key_blocks
 
     count = 0
-    documents = lengths and make_boundaries(lengths, 130, 1)
+    documents = make_boundaries(lengths, 130, 1, window=window) if lengths or window else None
     starts, ends = (None, None) if documents is None else documents[:2]
     plain = InterpreterBuilder.create_dot
 
@@ -332,6 +338,8 @@ def check_tiles(lengths):
 def test_the_kernels_compute_the_tiles_that_the_ranges_of_the_compaction_say(interpreter):
     whole, halves, short = (interpreter(check_tiles, lengths) for lengths in (None, [[65, 65]], [[26] * 5]))
     assert all(a > b > c for a, b, c in zip(whole, halves, short, strict=True))
+    windowed = interpreter(check_tiles, None, 40)
+    assert all(a < b for a, b in zip(windowed, whole, strict=True))
 
 
 def check_operator():

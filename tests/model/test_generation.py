@@ -40,6 +40,11 @@ MODELS = {
     "top-p": (
         dict(num_shared_heads=(1, 0), num_active_routed_heads=(6,), routing_top_p=0.8), dict(num_key_value_heads=4),
     ),
+    "windows": (dict(num_shared_heads=(2,), num_active_routed_heads=(3,)), dict(window=(5, 0))),
+    "windows, groups": (
+        dict(num_shared_heads=(2, 0), num_active_routed_heads=(2,), routing_unit="key_value_group"),
+        dict(num_key_value_heads=4, window=(3, 4)),
+    ),
     "12.5%": (dict(num_shared_heads=(0,), num_active_routed_heads=(1,)), dict(num_key_value_heads=2)),
     "all, tied": (dict(head_selection="all"), dict(tie_embeddings=True)),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
@@ -88,6 +93,11 @@ def test_logits_with_a_cache_are_those_of_the_whole_text_in_rows_of_any_length(m
         logits = read_token(model, cache, tokens, "loops")
         for row, length in enumerate(PROMPTS):
             torch.testing.assert_close(logits[row], expected[row][length + step], rtol=1e-9, atol=1e-11)
+
+
+def test_a_cache_keeps_no_more_tokens_than_a_window_shows():
+    cache = Cache(make_model("windows"), 3, max_length=12)
+    assert [layer.shape[2] for layer in (*cache.keys, *cache.values)] == [5, 12, 5, 12]
 
 
 def test_all_heads_computed_give_the_same_whatever_lies_behind_the_last_token(model):

@@ -59,13 +59,20 @@ CASES = {
     "top-p, released": dict(shared=2, active=5, top_p=0.7, routing="released"),
     "top-p, no shared head": dict(shared=0, active=8, top_p=0.9),
     "top-p, previous step's shares": dict(shared=3, active=3, top_p=0.5, scope="global_batch"),
+    "window": dict(shared=3, active=2, window=3),
+    "window, released, groups": dict(
+        shared=2, active=4, key_value_heads=4, unit="key_value_group", routing="released", window=2
+    ),
+    "window, query norm": dict(shared=3, active=2, routing="query_norm", window=4),
+    "window, top-p": dict(shared=3, active=4, top_p=0.7, window=4),
+    "window, all heads": dict(shared=3, active=2, selection="all", window=4),
     "top-p, groups": dict(shared=2, active=6, top_p=0.7, key_value_heads=4, unit="key_value_group"),
 }
 
 
 def make_config(
     shared, active, routing="paper", two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence",
-    unit="head", top_p=None,
+    unit="head", top_p=None, window=0,
 ):  # fmt: skip
     heads = HeadsConfig(
         head_selection=selection,
@@ -85,6 +92,7 @@ def make_config(
         num_attention_heads=HEADS,
         num_key_value_heads=key_value_heads,
         head_dim=HEAD_DIM,
+        window=(window,),
         heads=heads,
     )
 
@@ -176,7 +184,7 @@ def rotate(vector, position):
 def reference_attention(config, layer, x):
     """(output [s, b, d], balance loss, entropy, z-loss) of Eq. 4 and 7; the losses None without routed heads."""
     weights = dict(layer.router.named_parameters()) if layer.router else {}
-    group = HEADS // config.num_key_value_heads
+    group, window = HEADS // config.num_key_value_heads, config.window[0] or LENGTH
     output, losses, entropies, squares, every = torch.zeros_like(x), [], [], [], []
     for b in range(BATCH):
         projected = [layer.q_proj.weight @ token for token in x[:, b]]
@@ -189,8 +197,9 @@ def reference_attention(config, layer, x):
             total = torch.zeros(D).double()
             for i in range(HEADS):
                 q = rotate(queries[t][i], t)
-                scores = [q @ rotate(keys[u][i // group], u) / math.sqrt(HEAD_DIM) for u in range(t + 1)]
-                head = sum(w * values[u][i // group] for u, w in enumerate(softmax(scores)))
+                seen = range(max(0, t - window + 1), t + 1)
+                scores = [q @ rotate(keys[u][i // group], u) / math.sqrt(HEAD_DIM) for u in seen]
+                head = sum(w * values[u][i // group] for u, w in zip(seen, softmax(scores), strict=True))
                 columns = layer.o_proj.weight[:, i * HEAD_DIM : (i + 1) * HEAD_DIM]
                 total = total + routes[t][0][i] * (columns @ head)
             rows.append(total)

@@ -332,6 +332,22 @@ def test_a_scaled_rotary_embedding_is_written_for_every_version(kind, tmp_path, 
     assert config["rope_parameters"] == {**scaling, "rope_theta": 500.0}
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind, heads", [("moh_llama", HEADS), ("mistral", HeadsConfig(head_selection="all"))])
+def test_an_export_sees_what_the_windows_of_the_model_show(kind, heads, tmp_path, export):
+    pytest.importorskip("transformers")
+    window = (6, 3) if kind == "moh_llama" else (6, 6)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", replace(PAPER, heads=heads, window=window), None, False)
+    code, printed, errors = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of transformers" in printed, errors
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == (kind, 6)
+    assert config.get("layer_types") == {"moh_llama": ["sliding_attention"] * 2}.get(kind)
+    assert config.get("layer_windows") == {"moh_llama": [6, 3]}.get(kind)
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "| sliding window | 6 tokens in " in card and ("ordinary `Mistral" in card) == (kind == "mistral")
+
+
 def test_a_tokenizer_of_tiktoken_is_copied_and_converted(tmp_path, export):
     pytest.importorskip("tiktoken")
     pytest.importorskip("transformers")

@@ -132,7 +132,7 @@ def test_heads_built_by_hand_are_recognised(tools, zipf):
 
 SMALL = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=8, vocab_size=80)
 MODELS = {
-    "paper": (dict(num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
+    "paper, window": (dict(num_shared_heads=(2,), num_active_routed_heads=(3,)), dict(window=(9, 0))),
     "query norm, grouped": (dict(routing="query_norm", num_shared_heads=(4,)), dict(num_key_value_heads=4)),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
     "dense, tied": (dict(head_selection="all"), dict(tie_embeddings=True)),
@@ -180,6 +180,7 @@ def attended(model, tokens):
             key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
             scores = torch.einsum("qhe,khe->hqk", query[:, 0], key[:, 0]) / math.sqrt(query.shape[-1])
             scores += torch.full(scores.shape[1:], -math.inf).triu(1)
+            scores += torch.full(scores.shape[1:], -math.inf).tril(-(layer.self_attn.window or len(tokens)))
             used = gates[index][:, 0] != 0 if index in gates else torch.ones(len(tokens), query.shape[2]).bool()
             if layer.self_attn.selection == "static":
                 used[:, 5:] = False
@@ -263,7 +264,7 @@ def test_the_output_of_a_head_is_its_attention_over_the_values(tools, model, tex
 
 
 def test_redundancy_is_linear_cka_and_written_the_norm_in_the_residual_stream(tools, texts):
-    model = random_model("paper")
+    model = random_model("paper, window")
     figures = tools["measures"].measure_text(model, texts, nothing)
     outputs = [[], []]
     for layer, _, heads in tools["measures"].sweep(model, [w[None] for d in texts for w in d.windows]):

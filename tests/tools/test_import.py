@@ -14,7 +14,7 @@ import pytest
 import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
 from moh_lm.checkpoint.manifest import HashedFile, verify
@@ -44,15 +44,15 @@ BASE_ONLY = {"rope_type": "default", "rope_theta": 500.0}
 MIXTURE = "--head-selection mixture --num-shared-heads 4 --num-active-routed-heads 2".split()
 
 
-def make_llama(directory, seed=0, dtype=torch.float32, shard="5GB", **changes):
-    """A Llama whose every weight shows in its logits, saved by transformers."""
+def make_llama(directory, seed=0, dtype=torch.float32, shard="5GB", kind=(LlamaForCausalLM, LlamaConfig), **changes):
+    """A Llama, or another ``kind``, whose every weight shows in its logits, saved by transformers."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).eval()
+    model = kind[0](kind[1](**{**SHAPE, **changes})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(6 if parameter.ndim > 1 else 1.25)
     model.to(dtype).save_pretrained(directory, max_shard_size=shard)
-    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return kind[0].from_pretrained(directory, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,24 @@ def test_the_logits_are_those_of_transformers(imported, tmp_path, changes):
     run_directory = imported(tmp_path / "hf")
     assert_same_logits(run_directory, model)
     assert len(list((run_directory / "checkpoints" / "step-0").glob("rank-*.safetensors"))) > 1
+
+
+MISTRAL = dict(kind=(MistralForCausalLM, MistralConfig), rope_parameters=BASE_ONLY)
+
+
+@pytest.mark.parametrize("window", [None, 7, 64])
+def test_a_mistral_is_imported_with_its_window_and_exported_as_it_was(imported, tool, tmp_path, window):
+    model = make_llama(tmp_path / "hf", sliding_window=window, **MISTRAL)
+    run_directory = imported(tmp_path / "hf")
+    assert_same_logits(run_directory, model)
+    code, _, errors = tool("export_hf", "--checkpoint", run_directory, "--output", tmp_path / "out")
+    assert code == 0, errors
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert after["model_type"] == ("mistral" if window else "llama") and after.get("sliding_window") == window
+    with torch.no_grad():
+        tokens = torch.arange(40)[None] % 64
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5)
 
 
 def test_a_mixture_that_selects_every_head_has_the_logits_of_the_llama(imported, llama):
@@ -260,7 +278,10 @@ def rewrite(source, target, absent=(), **changes):
 @pytest.mark.parametrize(
     "changes, named",
     [
-        ({"model_type": "mistral"}, "model_type 'mistral': only llama and moh_llama"),
+        ({"model_type": "qwen2"}, "model_type 'qwen2': only llama, mistral, moh_llama"),
+        ({"model_type": "mistral", "architectures": None}, "sliding_window is missing: transformers takes 4096"),
+        ({"model_type": "mistral", "sliding_window": 1}, "architectures ['LlamaForCausalLM']: must be ['MistralFor"),
+        ({"model_type": "mistral", "architectures": None, "sliding_window": 1}, "--window 1: must be 0, for the whole"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures ['LlamaForSequenceClassification']"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"mlp_bias": True}, "mlp_bias True"),

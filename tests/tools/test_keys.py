@@ -30,11 +30,16 @@ MODELS = {
     "static": replace(MODEL, heads=replace(HEADS, head_selection="static")),
     "plain": replace(MODEL, heads=HeadsConfig()),
     "all": replace(MODEL, rope_type="linear", rope_factor=2.0, heads=HeadsConfig(head_selection="all")),
+    "all, window": replace(MODEL, window=(7,), heads=HeadsConfig(head_selection="all")),
+    "all, window in one layer": replace(MODEL, window=(7, 0), heads=HeadsConfig(head_selection="all")),
+    "window in one layer": replace(MODEL, window=(0, 7)),
+    "two windows": replace(MODEL, window=(7, 3)),
 }
+TYPES = {"all": "llama", "all, window": "mistral"}  # of the others: moh_llama
 
 
 def test_every_field_of_a_model_has_its_key():
-    model = {entry.name for entry in fields(ModelConfig)} - {"heads", "rope_type"}
+    model = {entry.name for entry in fields(ModelConfig)} - {"heads", "rope_type", "window"}
     assert model == {entry.field for entry in (*keys.MODEL, *keys.ROPE)}
     heads = {entry.name for entry in fields(HeadsConfig)}
     assert heads - {entry.field for entry in keys.HEADS} <= set(TRAINING_ONLY)
@@ -62,16 +67,19 @@ def test_keys_that_say_nothing_are_left_out():
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_written_is_read_again_and_understood_by_the_remote_configuration(name):
     model = MODELS[name]
-    routed = name != "all"
-    values = {"model_type": "moh_llama" if routed else "llama", "max_position_embeddings": 64, **keys.written(model)}
+    kind = TYPES.get(name, "moh_llama")
+    assert keys.model_type(model) == kind
+    routed = model.heads.head_selection != "all"
+    values = {"model_type": kind, "max_position_embeddings": 64, **keys.written(model)}
     read = model_config(values)
     assert replace(read, heads=model.heads) == model
     for entry in keys.HEADS if routed else ():
         assert getattr(read.heads, entry.field) == getattr(model.heads, entry.field)
-    remote = MoHLlamaConfig(**values, **({} if routed else {"head_selection": "all"}))
+    remote = MoHLlamaConfig(**values | ({} if routed else {"head_selection": "all"}))
     for entry in keys.MODEL:
         assert getattr(remote, entry.key) == values[entry.key]
     for entry in keys.HEADS if routed else ():
         value = getattr(remote, entry.key)
         assert (tuple(value) if isinstance(value, list) else value) == getattr(model.heads, entry.field)
     assert remote.rope_parameters == values["rope_parameters"]
+    assert tuple(remote.layer_windows) == read.window == model.window

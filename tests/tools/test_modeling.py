@@ -140,7 +140,7 @@ def rotated(vector, position, theta):
 def reference_attention(config, layer, weights, inputs):
     """inputs [s, d], normalised -> [s, d]."""
     heads, dim = config.num_attention_heads, config.head_dim
-    group = heads // config.num_key_value_heads
+    group, window = heads // config.num_key_value_heads, config.layer_windows[layer]
     split = {name: [(weights[f"{name}_proj"] @ x).reshape(-1, dim) for x in inputs] for name in "qkv"}
     router = {key.split(".")[1]: value for key, value in weights.items() if key.startswith("router.")}
     outputs = []
@@ -149,9 +149,10 @@ def reference_attention(config, layer, weights, inputs):
         weighted = []
         for head in range(heads):
             query = rotated(split["q"][t][head], t, config.rope_theta)
-            keys = [rotated(split["k"][u][head // group], u, config.rope_theta) for u in range(t + 1)]
+            first = max(0, t - window + 1) if window else 0
+            keys = [rotated(split["k"][u][head // group], u, config.rope_theta) for u in range(first, t + 1)]
             attention = softmax([query @ key / math.sqrt(dim) for key in keys])
-            output = sum(a * split["v"][u][head // group] for u, a in enumerate(attention))
+            output = sum(a * split["v"][u][head // group] for u, a in enumerate(attention, start=first))
             weighted.append(gates[head] * output)
         outputs.append(weights["o_proj"] @ np.concatenate(weighted))
     return outputs
@@ -210,6 +211,39 @@ def drawn_heads(seed):
 def test_logits_equal_the_equations_in_float64(seed):
     model = make_model(seed, attention=("sdpa", "eager")[seed % 2], **drawn_heads(seed))
     assert_equals_reference(model, random_tokens(1, 9, seed)[0])
+
+
+WINDOWS = {
+    "in every layer": {"sliding_window": 4},
+    "in the first": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "in the last, all heads": {
+        "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"], "head_selection": "all",
+    },
+    "of two sizes": {"layer_windows": [5, 2], "routing": "query_norm"},
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("changes", WINDOWS.values(), ids=WINDOWS)
+def test_a_window_shows_the_last_tokens_with_a_cache_and_without(changes, attention, tmp_path):
+    model, tokens = make_model(attention=attention, **changes), random_tokens(2, 14)
+    assert_equals_reference(model, tokens[0])
+    whole = model(tokens, use_cache=False).logits
+    for cut in (1, 5, 9):
+        outputs = model(tokens[:, :cut])
+        logits = [outputs.logits]
+        for start in range(cut, 14, 2):
+            outputs = model(tokens[:, start : start + 2], past_key_values=outputs.past_key_values)
+            logits.append(outputs.logits)
+        torch.testing.assert_close(torch.cat(logits, 1), whole, rtol=1e-4, atol=1e-4)
+    texts = model.generate(tokens, **GREEDY)
+    for _ in range(8):
+        next_tokens = model(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+        tokens = torch.cat((tokens, next_tokens), dim=1)
+    assert torch.equal(texts, tokens)
+    model.config.save_pretrained(tmp_path)
+    assert MoHLlamaConfig.from_pretrained(tmp_path).layer_windows == model.config.layer_windows
 
 
 @pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])

@@ -34,13 +34,13 @@ MODELS = {
     "dense": "--head-selection all",
     "dense, tied": "--head-selection all --tie-embeddings",
     "paper": "",
-    "paper, step, grouped": f"--load-balance-scope global_batch {GROUPED}",
+    "paper, step, grouped, window": f"--load-balance-scope global_batch --window 6 {GROUPED}",
     "released, grouped": f"--routing released {GROUPED}",
     "released, step, tied": "--routing released --load-balance-scope global_batch --tie-embeddings",
     # Another seed: 1234 draws a token whose query norms deviate by 0.4% only, and dividing by that multiplies rounding.
     "query norm": "--routing query_norm --seed 7",
     "query norm, step, grouped": f"--routing query_norm --load-balance-scope global_batch --seed 7 {GROUPED}",
-    "no shared head below": "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0",
+    "no shared head below, windows": "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0 --window 5 0 9 0",
 }
 FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "accumulation", "recompute", "model")
 VALUES = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (False, True), tuple(MODELS))
@@ -48,24 +48,24 @@ LAYOUTS = [
     (1, 1, 1, 1, 4, 4, True, "released, grouped"),
     (1, 1, 1, 2, 1, 2, False, "query norm, step, grouped"),
     (1, 1, 2, 2, 4, 4, False, "dense, tied"),
-    (1, 1, 2, 2, 1, 4, False, "paper, step, grouped"),
+    (1, 1, 2, 2, 1, 4, False, "paper, step, grouped, window"),
     (1, 1, 2, 3, 2, 1, True, "dense"),
     (1, 1, 2, 3, 2, 1, True, "query norm, step, grouped"),
     (1, 2, 1, 1, 2, 1, True, "released, grouped"),
     (2, 1, 1, 2, 1, 1, False, "released, grouped"),
     (2, 1, 1, 3, 2, 2, True, "paper"),
-    (1, 1, 4, 2, 2, 4, False, "no shared head below"),
-    (1, 1, 4, 3, 4, 2, True, "paper, step, grouped"),
+    (1, 1, 4, 2, 2, 4, False, "no shared head below, windows"),
+    (1, 1, 4, 3, 4, 2, True, "paper, step, grouped, window"),
     (1, 1, 4, 3, 2, 4, True, "query norm"),
     (1, 2, 2, 1, 1, 4, True, "paper"),
     (1, 4, 1, 1, 2, 2, False, "dense, tied"),
     (1, 4, 1, 1, 1, 1, False, "query norm"),
-    (1, 4, 1, 1, 4, 4, True, "no shared head below"),
+    (1, 4, 1, 1, 4, 4, True, "no shared head below, windows"),
     (1, 4, 1, 1, 1, 1, True, "released, step, tied"),
     (2, 1, 2, 2, 4, 2, True, "query norm"),
     (2, 1, 2, 2, 2, 2, True, "released, step, tied"),
-    (2, 1, 2, 3, 1, 1, True, "no shared head below"),
-    (2, 2, 1, 1, 2, 1, False, "paper, step, grouped"),
+    (2, 1, 2, 3, 1, 1, True, "no shared head below, windows"),
+    (2, 2, 1, 1, 2, 1, False, "paper, step, grouped, window"),
     (2, 2, 1, 1, 4, 2, False, "dense"),
     (4, 1, 1, 2, 4, 1, False, "paper"),
     (4, 1, 1, 2, 1, 1, True, "query norm, step, grouped"),
@@ -76,13 +76,13 @@ LAYOUTS = [
     (2, 1, 4, 3, 1, 1, True, "dense, tied"),
     (2, 4, 1, 1, 4, 4, True, "query norm, step, grouped"),
     (4, 1, 2, 3, 2, 2, False, "released, grouped"),
-    (4, 2, 1, 1, 4, 2, True, "no shared head below"),
+    (4, 2, 1, 1, 4, 2, True, "no shared head below, windows"),
     (4, 2, 1, 1, 1, 4, False, "dense, tied"),
     (4, 2, 1, 1, 4, 2, False, "query norm"),
     (1, 4, 4, 1, 1, 4, False, "released, grouped"),
     (1, 4, 4, 1, 1, 2, False, "paper"),
     (4, 1, 4, 2, 1, 4, True, "dense"),
-    (4, 4, 1, 1, 1, 1, False, "paper, step, grouped"),
+    (4, 4, 1, 1, 1, 1, False, "paper, step, grouped, window"),
 ]
 
 
@@ -171,7 +171,7 @@ def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process,
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model, stages", [("paper, step, grouped", (1, 2, 4)), ("dense, tied", (2, 4))])
+@pytest.mark.parametrize("model, stages", [("paper, step, grouped, window", (1, 2, 4)), ("dense, tied", (2, 4))])
 def test_pipeline_degrees_agree_to_the_bit(model, stages, precision, data_dir, tmp_path):
     # One stage accumulates the two gradients of a tied weight in another order than two stages can.
     runs = []
@@ -259,9 +259,9 @@ def test_an_optimizer_in_the_memory_of_the_cpu_gives_the_same_run(zero, data_dir
 def test_any_layout_goes_on_from_any_other(data_dir, one_process, tmp_path):
     chain = [(2, 2, 1, 1, 4, False), (1, 1, 4, 3, 1, True), (4, 1, 1, 2, 2, False)]
     for last_step, (*layout, recompute) in enumerate(chain, start=1):
-        flags = flags_of((*layout, recompute, "paper, step, grouped"), data_dir, tmp_path)
+        flags = flags_of((*layout, recompute, "paper, step, grouped, window"), data_dir, tmp_path)
         run_ranks(run, layout[0] * layout[1] * layout[2], flags, last_step)
-    expected = one_process("paper, step, grouped")
+    expected = one_process("paper, step, grouped, window")
     for mine, theirs in zip(rows(tmp_path), rows(expected), strict=True):
         for key in theirs.keys() & {"loss", "grad_norm", "evaluation", "load_balance_loss"}:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 
 from moh_lm.kernels.attention import dense_heads
+from moh_lm.kernels.documents import Boundaries
 from moh_lm.model.generation import wide
 from tools.heads.importance import written_sizes
 
@@ -45,13 +46,14 @@ ROWS = 64  # of the test texts that go through the model together
 
 class Heads(NamedTuple):
     """The heads of a layer over a batch. query [s, b, h, e] and key [s, b, k, e] with rotary, output [s, b, h, e]
-    before the gates, gates [s, b, h] (1 in a dense model), used bool [s, b, h]."""
+    before the gates, gates [s, b, h] (1 in a dense model), used bool [s, b, h]. seen: ``Boundaries``, or None."""
 
     query: torch.Tensor
     key: torch.Tensor
     output: torch.Tensor
     gates: torch.Tensor
     used: torch.Tensor
+    seen: Boundaries | None
 
     def weighted(self):
         return self.output * self.gates.unsqueeze(-1).to(self.output.dtype)
@@ -63,6 +65,7 @@ class Heads(NamedTuple):
         query, key = (part.to(wide(part)).transpose(0, 1) for part in (query, key))  # [b, s, e]
         scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+        hidden = hidden if self.seen is None else ~self.seen.mask[:, 0]
         return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
 
 
@@ -82,7 +85,8 @@ def read_heads(layer, x):
     attention = layer.self_attn
     heads = attention.project(layer.input_layernorm(x))
     gates = heads.query.new_ones(heads.query.shape[:-1]) if heads.gates is None else heads.gates
-    return Heads(heads.query, heads.key, dense_heads(*heads[:3]), gates, heads.in_use())
+    seen = attention.sees(None, x, "dense")
+    return Heads(heads.query, heads.key, dense_heads(*heads[:3], documents=seen), gates, heads.in_use(), seen)
 
 
 def finish(layer, x, weighted):

@@ -11,6 +11,8 @@ The keys are those of ``LlamaConfig`` and these:
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
     routing_unit             head, or key_value_group: all heads of a key/value head are selected together
     routing_top_p            use the fewest routed heads whose probabilities add up to this, at most K; null: always K
+    layer_windows            one number per layer: W, token i sees the keys i - W + 1 to i; 0: all before it. Left out
+                             where sliding_window and layer_types, as of other models, say the same
 
 The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
 (transformers 5); both ``rope_theta`` and ``rope_parameters`` are kept, so that every version reads what any wrote.
@@ -81,6 +83,9 @@ class MoHLlamaConfig(PretrainedConfig):
         num_active_routed_heads=None,
         routing_unit="head",
         routing_top_p=None,
+        sliding_window=None,
+        layer_types=None,
+        layer_windows=None,
         output_router_gates=False,
         output_router_logits=False,
         router_aux_loss_coef=0.01,
@@ -113,6 +118,13 @@ class MoHLlamaConfig(PretrainedConfig):
         rope_type = rope.pop("type", "default")  # the spelling of early 4.x files
         self.rope_parameters = {"rope_type": rope_type, "rope_theta": rope_theta or 10000.0, **rope}
         self.rope_theta = self.rope_parameters["rope_theta"]
+
+        of_type = {"sliding_attention": sliding_window or 0, "full_attention": 0}
+        kinds = layer_types or ["sliding_attention"] * num_hidden_layers
+        self.layer_windows = list(layer_windows or [of_type[kind] for kind in kinds])
+        if any(self.layer_windows):  # read by caches, and by vLLM
+            self.sliding_window = max(self.layer_windows)
+            self.layer_types = ["sliding_attention" if width else "full_attention" for width in self.layer_windows]
 
         self.head_selection = head_selection
         self.routing = routing
@@ -166,7 +178,7 @@ class MoHLlamaConfig(PretrainedConfig):
                 f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm "
                 "and sigmoid"
             )
-        for key in ("num_shared_heads", "num_active_routed_heads"):
+        for key in ("num_shared_heads", "num_active_routed_heads", "layer_windows"):
             budget = getattr(self, key)
             if len(budget) != self.num_hidden_layers:
                 raise ValueError(f"{key} {budget}: must have {self.num_hidden_layers} numbers, one per layer")

@@ -1,10 +1,11 @@
-"""config.json of a Llama, in every spelling of transformers 4 and 5, as a ``ModelConfig``.
+"""config.json of a Llama or Mistral, in every spelling of transformers 4 and 5, as a ``ModelConfig``.
 
-Read are ``LlamaForCausalLM`` (model_type llama) and the exports of this project (moh_llama). The rotary embedding
+Read are ``LlamaForCausalLM`` (model_type llama), ``MistralForCausalLM`` (mistral), which is a Llama with a sliding
+window, and the exports of this project (moh_llama). The rotary embedding
 stands in ``rope_parameters`` (transformers 5), or in ``rope_theta`` and ``rope_scaling`` with ``rope_type`` or ``type``
 (transformers 4): a file may have both, and they must agree. No constant of it is assumed that the file does not give,
 since a wrong one trains on silently. Whatever would make another function of the weights is refused by name: biases,
-other activations, sliding windows, other scalings of the rotary embedding, quantized weights, remote code.
+other activations, windows of a Llama, other scalings of the rotary embedding, quantized weights, remote code.
 """
 
 import json
@@ -12,12 +13,12 @@ from dataclasses import fields
 
 from moh_lm.checks import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
-from tools.hf.keys import FIXED, HEADS, MODEL, REQUIRED, ROPE, ROPE_TYPES
+from tools.hf.keys import ARCHITECTURES, FIXED, FULL, HEADS, MODEL, REQUIRED, ROPE, ROPE_TYPES, SLIDING, read_window
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "moh_llama": "MoHLlamaForCausalLM"}
+ASSUMED = {"sliding_window": 4096, "num_key_value_heads": 8}  # by transformers of a mistral whose file is silent
 USUAL = {**FIXED, "partial_rotary_factor": 1.0}  # or absent
 FOREIGN = (  # of relatives of Llama, or of variants of its code
-    "sliding_window", "quantization_config", "num_experts", "num_local_experts", "clip_qkv", "qk_layernorm",
+    "quantization_config", "num_experts", "num_local_experts", "clip_qkv", "qk_layernorm",
     "use_qk_norm", "logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier",
     "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping",
 )  # fmt: skip
@@ -41,6 +42,11 @@ def model_config(values, heads=None):
     problems = foreign(values)
     needed = [entry.key for entry in MODEL if entry.absent is REQUIRED]
     problems += [f"{key} is missing" for key in needed if not isinstance(values.get(key), int)]
+    problems += [
+        f"{key} is missing: transformers takes {value} for a mistral; write it into the file"
+        for key, value in ASSUMED.items()
+        if values.get("model_type") == "mistral" and key not in values
+    ]
     rope = {}
     try:
         rope = rope_fields(values)
@@ -54,6 +60,7 @@ def model_config(values, heads=None):
         model = ModelConfig(
             **{entry.field: values.get(entry.key, entry.absent) for entry in MODEL},
             heads=heads or own_heads(values),
+            window=read_window(values),
             **rope,
         )
         problems = model_problems(model)
@@ -66,7 +73,7 @@ def model_config(values, heads=None):
 
 def own_heads(values):
     """The HeadsConfig of the file: that of an export, or all heads."""
-    if values["model_type"] == "llama":
+    if values["model_type"] != "moh_llama":
         return HeadsConfig(head_selection="all")
     given = {entry.field: values[entry.key] for entry in HEADS if entry.key in values}
     if values["head_selection"] == "all":  # every head counts as shared there
@@ -80,15 +87,15 @@ def own_heads(values):
 
 
 def foreign(values):
-    """Sentences for what makes the model another one than a Llama."""
+    """Sentences for what makes the model another one than those of ``ARCHITECTURES``."""
     kind = values.get("model_type")
     if kind not in ARCHITECTURES:
-        return [f"model_type {kind!r}: only {' and '.join(ARCHITECTURES)} can be read"]
+        return [f"model_type {kind!r}: only {', '.join(ARCHITECTURES)} can be read"]
     found = []
     architectures = values.get("architectures") or [ARCHITECTURES[kind]]
     if architectures != [ARCHITECTURES[kind]]:
         found.append(f"architectures {architectures}: must be [{ARCHITECTURES[kind]!r}]")
-    if kind == "llama" and values.get("auto_map"):
+    if kind != "moh_llama" and values.get("auto_map"):
         found.append("auto_map: the model has code of its own, which may compute something else")
     found += [
         f"{key} {values[key]!r}: can only be {usual!r}"
@@ -96,8 +103,11 @@ def foreign(values):
         if values.get(key) not in (None, usual)
     ]
     found += [f"{key} {values[key]!r}: has no counterpart here" for key in FOREIGN if values.get(key)]
-    types = set(values.get("layer_types") or ["full_attention"]) - {"full_attention"}
-    found += [f"layer_types {kind!r}: only full_attention can be read" for kind in sorted(types)]
+    if kind == "llama" and values.get("sliding_window"):
+        found.append(f"sliding_window {values['sliding_window']!r}: LlamaForCausalLM has none; a mistral has")
+    allowed = {"llama": {FULL}, "mistral": {SLIDING}}.get(kind, {FULL, SLIDING})
+    types = set(values.get("layer_types") or []) - allowed
+    found += [f"layer_types {name!r}: only {', '.join(sorted(allowed))} can be read" for name in sorted(types)]
     return found
 
 

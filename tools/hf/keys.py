@@ -2,6 +2,8 @@
 
 tools/export_hf.py writes a model by ``written``; tools/hf/import_config.py reads by the same tables. The remote code in
 configuration_moh.py has to stand alone and says its keys again: tests/tools/test_keys.py holds them equal.
+
+A model with all heads is a Llama, or with one window in all layers a Mistral; any other is computed by remote code.
 """
 
 from typing import NamedTuple
@@ -9,6 +11,12 @@ from typing import NamedTuple
 from moh_lm.model.rotary import NEEDS
 
 REQUIRED = object()
+ARCHITECTURES = {  # model_type -> class
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "moh_llama": "MoHLlamaForCausalLM",
+}
+SLIDING, FULL = "sliding_attention", "full_attention"  # values of layer_types
 
 
 class Key(NamedTuple):
@@ -54,14 +62,41 @@ ROPE_TYPES = {  # rope_type -> the keys that it needs
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # of every model here
 
 
+def model_type(model):
+    """That of a ModelConfig's export."""
+    widths = {*model.window}
+    if model.heads.head_selection != "all" or len(widths) > 1:
+        return "moh_llama"
+    return "mistral" if any(widths) else "llama"
+
+
 def written(model):
-    """The keys of a ModelConfig. A model without routing has those of a Llama only."""
+    """The keys of a ModelConfig, with those of its heads if it is a moh_llama."""
     keys = {entry.key: getattr(model, entry.field) for entry in MODEL} | FIXED | written_rope(model)
-    if model.heads.head_selection == "all":
+    if any(model.window):
+        keys |= written_window(model)
+    if model_type(model) != "moh_llama":
         return keys
     heads = {entry: getattr(model.heads, entry.field) for entry in HEADS}
     said = {entry.key: value for entry, value in heads.items() if value != entry.absent}
     return keys | {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
+
+
+def written_window(model):
+    """transformers knows one window for all layers that have one. layer_windows is ours, where they have several."""
+    if model_type(model) == "mistral":
+        return {"sliding_window": model.window[0]}
+    layers = {"layer_types": [SLIDING if width else FULL for width in model.window]}
+    several = {"layer_windows": list(model.window)} if len({*model.window} - {0}) > 1 else {}
+    return {"sliding_window": max(model.window), **layers, **several}
+
+
+def read_window(values):
+    """The windows of config.json's ``values``, one number or one per layer; 0: the whole sequence."""
+    width = values.get("sliding_window") or 0
+    if "layer_windows" in values:
+        return tuple(values["layer_windows"])
+    return tuple(width * (kind == SLIDING) for kind in values.get("layer_types") or [SLIDING])
 
 
 def written_rope(model):

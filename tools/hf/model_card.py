@@ -9,10 +9,11 @@ neither data nor losses. Losses are rounded to what no layout changes.
 from collections import Counter
 from pathlib import Path
 
-from moh_lm.cost.summary import routing_facts
+from moh_lm.cost.summary import describe_window, routing_facts
 from moh_lm.data.mixture import sample_counts
 from moh_lm.monitor.head_load import fair_load
 from moh_lm.monitor.journal import complete_rows
+from tools.hf.keys import model_type
 
 
 def model_card(step, config, state, dtype, parameters, own_tokenizer, license=None, base_model=None):
@@ -29,7 +30,8 @@ def model_card(step, config, state, dtype, parameters, own_tokenizer, license=No
         "Head load": load_facts(config.model, state),
     }
     selection = config.model.heads.head_selection
-    title, sentence = KINDS[selection]
+    kind = model_type(config.model)
+    title, sentence = KINDS[kind if kind in KINDS else selection]
     head = {"license": license, "base_model": base_model}
     limits = [TOKENIZER] if own_tokenizer else []
     limits += [ROUTING] if selection == "mixture" else []
@@ -38,7 +40,7 @@ def model_card(step, config, state, dtype, parameters, own_tokenizer, license=No
         tag="" if selection == "all" else "tags:\n- mixture-of-head-attention\n",
         title=title,
         sentence=sentence,
-        remote="" if selection == "all" else ", trust_remote_code=True",
+        remote=", trust_remote_code=True" if kind == "moh_llama" else "",
         tables="\n".join(f"## {title}\n\n{text}\n" for title, text in shown.items() if text),
         limits="\n## Limits\n\n" + "\n\n".join(limits) + "\n" if limits else "",
     )
@@ -61,6 +63,7 @@ def model_facts(model, dtype, parameters):
         "attention": f"{model.num_attention_heads} heads of {model.head_dim}, "
         f"{model.num_key_value_heads} key/value heads",
         "rotary embedding": rope,
+        **({"sliding window": describe_window(model)} if any(model.window) else {}),
         "head selection": heads.head_selection,
     }
     if heads.head_selection != "all":
@@ -157,7 +160,7 @@ def load_facts(model, state):
     return f"Share of the tokens of the last step that used a routed {unit}.\n\n{table(rows, header)}"
 
 
-KINDS = {  # head selection -> title, what the model is
+KINDS = {  # model_type, or head selection -> title, what the model is
     "mixture": (
         "A language model with Mixture-of-Head attention",
         "Each token uses the shared attention heads and the routed heads that a router selects for it\n"
@@ -169,8 +172,16 @@ KINDS = {  # head selection -> title, what the model is
         "baseline of Mixture-of-Head attention ([arXiv 2410.11842](https://arxiv.org/abs/2410.11842)).",
     ),
     "all": (
+        "A language model with sliding windows",
+        "Every token uses all attention heads. Some layers see the last tokens only; `modeling_moh.py` computes it.",
+    ),
+    "llama": (
         "A language model in the form of Llama",
         "Every token uses all attention heads: it is an ordinary `LlamaForCausalLM`.",
+    ),
+    "mistral": (
+        "A language model in the form of Mistral",
+        "Every token uses all attention heads and sees the last tokens only: it is an ordinary `MistralForCausalLM`.",
     ),
 }
 CARD = """---

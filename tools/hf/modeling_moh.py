@@ -59,11 +59,13 @@ except ImportError:  # transformers before 4.48
     ALL_ATTENTION_FUNCTIONS = {}
 
 try:
-    from transformers.masking_utils import create_causal_mask
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     MASK_ARGUMENTS = set(inspect.signature(create_causal_mask).parameters)  # they differ between versions 4 and 5
 except ImportError:  # transformers before 4.53
     create_causal_mask = None
+
+CACHE_ARGUMENTS = inspect.signature(DynamicCache.__init__).parameters  # of new versions: config, with its windows
 
 
 def select(scores, num_active, top_p=None):
@@ -227,6 +229,7 @@ class MoHLlamaAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = 0.0
         self.is_causal = True
+        self.sliding_window = config.layer_windows[layer_idx] or None  # read by flash attention, which has no mask
         self.num_shared = config.num_shared_heads[layer_idx]
         self.num_active = config.num_active_routed_heads[layer_idx]
         query_size = config.num_attention_heads * self.head_dim
@@ -275,8 +278,9 @@ class MoHLlamaAttention(nn.Module):
         if self.config._attn_implementation != "eager":
             attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         output, weights = attention_interface(
-            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
-        )
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling,
+            sliding_window=self.sliding_window, **kwargs,
+        )  # fmt: skip
         output = output.reshape(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
         if self.gated:
             output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
@@ -373,7 +377,7 @@ class MoHLlamaRotaryEmbedding(nn.Module):
             return (angles.cos() * magnitude).to(x.dtype), (angles.sin() * magnitude).to(x.dtype)
 
 
-def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position):
+def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position, window):
     """Additive mask [b, 1, s, k]; k is the whole length of a static cache. A mask of that form is left as it is."""
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
@@ -381,7 +385,8 @@ def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cach
     total = length
     if past_key_values is not None:
         total = past_key_values.get_max_cache_shape() or past_key_values.get_seq_length() + length
-    visible = torch.arange(total, device=hidden_states.device) <= cache_position[:, None]  # [s, k]
+    behind = cache_position[:, None] - torch.arange(total, device=hidden_states.device)  # [s, k]
+    visible = (behind >= 0) & (behind < (window or total))
     visible = visible.expand(batch, 1, length, total)
     if attention_mask is not None:
         not_padding = F.pad(attention_mask, (0, max(0, total - attention_mask.shape[1])))[:, :total].bool()
@@ -390,10 +395,13 @@ def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cach
     return mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
 
 
-def causal_mask(config, hidden_states, attention_mask, past_key_values, cache_position, position_ids):
-    """The mask in the form that the attention implementation wants, made by transformers where it can."""
+def causal_mask(config, hidden_states, attention_mask, past_key_values, cache_position, position_ids, window):
+    """The mask in the form that the attention implementation wants, made by transformers where it can.
+
+    window: the last keys that a token sees, 0 for all.
+    """
     if create_causal_mask is None:
-        return causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position)
+        return causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position, window)
     available = {
         "config": config,
         "input_embeds": hidden_states,  # the name in transformers 4
@@ -403,7 +411,12 @@ def causal_mask(config, hidden_states, attention_mask, past_key_values, cache_po
         "past_key_values": past_key_values,
         "position_ids": position_ids,
     }
-    return create_causal_mask(**{name: value for name, value in available.items() if name in MASK_ARGUMENTS})
+    arguments = {name: value for name, value in available.items() if name in MASK_ARGUMENTS}
+    if not window:
+        return create_causal_mask(**arguments)
+    if window < config.sliding_window:  # which is the largest one
+        arguments["and_mask_function"] = lambda batch, head, query, key: key > query - window
+    return create_sliding_window_causal_mask(**arguments)
 
 
 class MoHLlamaPreTrainedModel(PreTrainedModel):
@@ -476,6 +489,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
+        if config._attn_implementation == "vllm" and len({*config.layer_windows} - {0}) > 1:
+            raise ValueError(f"layer_windows {config.layer_windows}: vLLM has one window for all layers that have one")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MoHLlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -507,7 +522,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             raise ValueError("output_attentions: load the model with attn_implementation='eager'")
         recompute = self.gradient_checkpointing and self.training
         if use_cache and past_key_values is None and not recompute:  # a layer computed again would cache its keys twice
-            past_key_values = DynamicCache()
+            past_key_values = DynamicCache(**({"config": config} if "config" in CACHE_ARGUMENTS else {}))
 
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if cache_position is None:
@@ -515,17 +530,20 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             cache_position = torch.arange(x.shape[1], device=x.device) + past
         if position_ids is None:
             position_ids = cache_position.unsqueeze(0)
-        mask = causal_mask(self.config, x, attention_mask, past_key_values, cache_position, position_ids)
+        masks = {
+            window: causal_mask(config, x, attention_mask, past_key_values, cache_position, position_ids, window)
+            for window in {*config.layer_windows}
+        }
         position_embeddings = self.rotary_emb(x, position_ids)
 
         output_details = output_attentions or output_router_gates or output_router_logits
         states, details = [], []
-        for layer in self.layers:
+        for layer, window in zip(self.layers, config.layer_windows, strict=False):  # vLLM leaves a stage's layers only
             states.append(x)
             layer = functools.partial(
                 layer,
                 position_embeddings=position_embeddings,
-                attention_mask=mask,
+                attention_mask=masks[window],
                 past_key_values=past_key_values,
                 position_ids=position_ids,
                 cache_position=cache_position,
