@@ -24,10 +24,9 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import launch.atlas_report as report
-from launch.ablation import absolute
 from launch.ablation_report import final_evaluation, metrics
 from launch.atlas_forms import COMMON, SIZES, TUNING_SEED, VARIANTS, Form, Size
-from launch.runs import DIVERGED, Run, train_all
+from launch.runs import DIVERGED, Run, add_flags, check_flags, exit_code, refuse, train_all
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
@@ -59,33 +58,25 @@ def main(arguments):
         print(f"left out: {variant}: {reason}")
     if not atlas.variants:
         refuse("no variant is left")
-    atlas.check_flags()
+    check_flags(atlas.run(trial) for trial in atlas.trials() if trial.factor is not None)
     atlas.measure_speeds()
     atlas.describe_plan()
     if flags.plan:
         return 0
     codes = train_all(atlas.next_run, flags.jobs, flags.ranks)
     report.write(flags.out)
-    for directory, code in codes.items():
-        if code:
-            print(f"{directory} failed with exit code {code}: see {directory}.log", file=sys.stderr)
-    return 1 if any(codes.values()) else 0
+    return exit_code(codes)
 
 
 def read_arguments(arguments):
     """(flags of the atlas, flags of moh_lm.pretrain)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    add, sizes, names = parser.add_argument, [size.name for size in SIZES], [variant.name for variant in VARIANTS]
-    add("out", type=absolute, help="directory for runs and report")
-    add("--data-dir", type=absolute, required=True, help="written by data_prep/tokenize.py")
+    add, sizes = parser.add_argument, [size.name for size in SIZES]
+    add_flags(parser, VARIANTS)
     add("--hours", type=float, default=math.inf, help="no run begins that would end later (default: no limit)")
     add("--sizes", nargs="+", metavar="NAME", default=sizes, choices=sizes, help="s, m, l (default: all)")
-    add("--variants", nargs="+", metavar="NAME", default=names, choices=names, help="by name (default: all)")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and order of samples (default: 1 2 3)")
     add("--rates", type=float, nargs="+", default=[0.5, 1, 2], help="factors of the learning rate (default: 0.5 1 2)")
     add("--tokens-per-parameter", type=float, default=6, help="of the dense model, embeddings included (default: 6)")
-    add("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    add("--ranks", type=int, default=1, help="processes of each run, one per GPU (default: 1)")
     add("--plan", action="store_true", help="say what would be trained, and end")
     flags, others = parser.parse_known_args(arguments)
     if TUNING_SEED in flags.seeds:
@@ -112,12 +103,6 @@ def describe_data(directory):
     print(f"text: {found:,} tokens: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
     if found < ENOUGH_TOKENS:
         print(f"text: fewer than {ENOUGH_TOKENS:,} tokens; the atlas goes on, and reads them more often")
-
-
-def refuse(problem):
-    """End the program: the arguments have to be mended."""
-    print(problem, file=sys.stderr)
-    sys.exit(2)
 
 
 class Atlas:
@@ -211,12 +196,6 @@ class Atlas:
             if not begun and self.hours(trial, speeds[trial.size]) <= left:
                 return run
         return None
-
-    def check_flags(self):
-        """End the program if a run of the plan was begun with other flags."""
-        for run in (self.run(trial) for trial in self.trials() if trial.factor is not None):
-            if run.has_other_flags():
-                refuse(f"{run.log}: its run has other flags, which stand in its first line; choose another OUT")
 
     # --- What it costs ---
 
