@@ -2,12 +2,9 @@
 
     python -m launch.ablation OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--jobs N] [--ranks N] [FLAGS]
 
-``launch/ablation.sh`` calls it, with data of its own making. A variant is what differs from the common flags below;
-FLAGS of moh_lm.pretrain win over both, so that the same table can be made at any size. Runs of one seed have the same
-initial weights where they have the same parameters, and the same samples in the same order, so that they can be
-compared in pairs. OUT/runs/NAME-SEED is the directory of a run, and NAME-SEED.log beside it begins with its flags. A
-run that is complete is not repeated; one that was stopped goes on from its last checkpoint. Seed follows seed: when
-the program is stopped, the report of what is there is made by launch/ablation_report.py.
+``launch/ablation.sh`` calls it. FLAGS of moh_lm.pretrain win over those of the table and of a variant. Runs of one seed
+have the same initial weights where they have the same parameters, and the same samples in the same order, so that they
+can be compared in pairs. OUT/runs/NAME-SEED is the directory of a run (launch/runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """

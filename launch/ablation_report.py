@@ -2,14 +2,14 @@
 
     python launch/ablation_report.py OUT
 
-Reads OUT/runs/NAME-SEED of ``launch/ablation.py``; runs that are not complete, or whose last losses are not finite, are
-left out. Variants are compared in
-pairs, seed by seed: with d the difference of the final validation losses for one seed, mean over sources, and n seeds,
+Reads OUT/runs/NAME-SEED; runs that are not complete, or whose last losses are not finite, are left out. With d the
+difference of the final validation losses of two variants for one seed, mean over sources, and n seeds,
 
     difference = mean(d) +- t(n - 1) * s(d) / sqrt(n)
 
 where s is the standard deviation and t the 97.5% point of Student's distribution: the interval that holds the true
-mean with a confidence of 95%, seeds being all that varies. An interval that holds 0 tells nothing apart.
+mean with a confidence of 95%, seeds being all that varies. The report of the atlas reads and writes with the same
+functions.
 """
 
 import argparse

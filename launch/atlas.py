@@ -2,15 +2,8 @@
 
     python -m launch.atlas OUT --data-dir DIR [--hours H] [--sizes s m l] [--variants NAME ...] [--seeds N ...] [FLAGS]
 
-``launch/atlas.sh`` calls it, with data of its own making. FLAGS of moh_lm.pretrain win over its own.
-
-- A form is tuned first: at the smallest size and its first budget of heads, seed 0, with each of ``--rates`` times the
-  learning rate of the size. While the best is the lowest or highest tried, half or twice of it is tried too. The best
-  factor is used for all budgets, sizes and other seeds of the form; seed 0 takes no part in the comparison.
-- Runs of one size have the same number of tokens: a multiple of the dense model's parameters.
-  Runs of one seed have the same initial weights where they have the same parameters, and the same samples in the same
-  order, so that they can be compared in pairs.
-- OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N is the directory of a run, and all that is remembered of it.
+``launch/atlas.sh`` calls it; docs/atlas.md has the protocol. FLAGS of moh_lm.pretrain win over its own. The directories
+OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs (launch/runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """

@@ -2,18 +2,11 @@
 
     python -m launch.atlas_report OUT
 
-Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N of ``launch/atlas.py``; runs that are not complete are left out. The loss
-L is the validation loss at the end of a run, nats per token, mean over sources. For one seed, d = L(form) - L(dense),
-or less that of as many static heads, and with n seeds
-
-    difference = mean(d) +- t(n - 1) * s(d) / sqrt(n)
-
-where s is the standard deviation and t the 95% point of Student's distribution: a 90% interval, seeds being all that
-varies. The multiplier of a form is T_dense(L) / T: the tokens with which the dense model ends at the form's loss, over
-the form's own. T_dense is interpolated, linearly in ln T, between dense runs of half, the same and twice the tokens and
-the same seed, each with a schedule of its own: a point on the way of one run has a learning rate too high to compare.
-The interval of a multiplier is that of its logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the
-heads that tokens use.
+Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N; runs that are not complete are left out. L is the validation loss at the
+end of a run, nats per token, mean over sources. Differences of L are those of launch/ablation_report.py, with 90%
+intervals. The multiplier of a form is T_dense(L) / T: the tokens with which the dense model ends at the form's loss,
+over the form's own. docs/atlas.md says how T_dense is interpolated. The interval of a multiplier is that of its
+logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the heads that tokens use.
 """
 
 import argparse

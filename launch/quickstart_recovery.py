@@ -2,19 +2,9 @@
 
     python launch/quickstart_recovery.py --mixture RUN --control RUN [--output PREFIX]
 
-Both runs began with the same dense model, one with a part of its heads (tools/import_hf.py --head-selection mixture)
-and one as it was, and were trained on the same samples. With the validation losses per token
-
-    L_0     of the mixture before its first step        L_t    of the mixture after t tokens
-    D_0     of the dense model before its first step    D_t    of the dense model after as many tokens
-
-the quality lost by leaving heads out is L_0 - D_0, and
-
-    recovered        (L_0 - L_t) / (L_0 - D_0)    of the model that came out of stage 1, as in the paper's Fig. 2
-    against control  (L_0 - L_t) / (L_0 - D_t)    of a dense model that was trained for as long: the stricter one
-
-for the mean over sources and for each source. PREFIX.csv receives every figure, PREFIX.png the curve if matplotlib is
-installed. Exit code 2 if the runs cannot be compared.
+Both runs began with the same dense model and were trained on the same samples. docs/continue.md defines the shares that
+are recovered, of the mean over sources and of each source. PREFIX.csv receives every figure, PREFIX.png the curve if
+matplotlib is installed. Exit code 2 if the runs cannot be compared.
 """
 
 import argparse

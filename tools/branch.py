@@ -3,8 +3,7 @@
     python tools/branch.py RUN --at STEP --decay-iters N --output BRANCH
 
 copies a verified checkpoint of a run with --schedule wsd into a new run directory, and prints the flags that let the
-run's own command go on there: N iterations of decay, then the end. The branch is, bit for bit, a run that was to end
-at STEP + N from its beginning, if RUN has not decayed before STEP. RUN stays as it is, and may go on.
+run's own command go on there: N iterations of decay, then the end (docs/training.md).
 
 Exit codes: 0; 2 an argument or the checkpoint has to be mended.
 """

@@ -1,14 +1,9 @@
 """Checkpoints of a run: list, verify, show, diff, copy, consolidate.
 
-    python tools/checkpoint.py list RUN [--json]
-    python tools/checkpoint.py verify RUN_OR_STEP [--all]
-    python tools/checkpoint.py show RUN_OR_STEP [--parameters] [--quick] [--json]
-    python tools/checkpoint.py diff A B [--top N] [--json]
-    python tools/checkpoint.py copy STEP DEST
-    python tools/checkpoint.py consolidate STEP FILE.safetensors [--moments] [--dtype bfloat16]
+    python tools/checkpoint.py COMMAND --help
 
-RUN is a run directory, STEP one of its checkpoints/step-N; where a step is wanted, a run directory is its newest step.
-Every command but `list` and `show --quick` reads and hashes every byte of a checkpoint before it believes it.
+docs/checkpoints.md has a line for each. Where a step is wanted, a run directory is its newest step. Every command but
+`list` and `show --quick` reads and hashes every byte of a checkpoint before it believes it.
 
 Exit codes: 0 done, or sound, or equal; 1 `verify` found damage, or `diff` a difference; 2 an argument or a checkpoint
 has to be mended, or a file could not be written, and nothing was.

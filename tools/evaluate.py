@@ -6,17 +6,7 @@
 
 DIR is an export of tools/export_hf.py, or any causal model that transformers loads. The code in an export is run (its
 config.json says ``moh_llama``); that of other models is not. Each model is loaded in a process of its own. FILE (JSON)
-holds the table, all metrics of the harness, and the versions.
-
-What is comparable with the paper. It names the harness, the tasks and the numbers of examples. It names no version of
-the harness and no metrics. This table takes ``acc_norm`` (by the characters of a choice) where the task has it, else
-``acc``, as is usual; exact match for GSM8K and NQ; the average weighs tasks equally, the subjects of MMLU, CEVAL and
-CMMLU as the harness does. Models evaluated with the same version compare with each other. Against the paper's numbers:
-SciQ, PIQA, WinoGrande, OpenbookQA, LogiQA, HellaSwag, BoolQ, LAMBADA and ARC-C have had the same prompts for long and
-compare within their standard errors if the metric is the same; TruthfulQA is the mean of MC1 and MC2, which alone fits
-the paper's numbers (its standard error here is the mean of both, the most that it can be); MMLU, CEVAL, CMMLU, GSM8K
-and NQ do only roughly: prompts and answer extraction changed between versions. Standard errors are those of the
-questions only. Routing in bfloat16 changes single answers with the batch size; --dtype float32 does not.
+holds the table, all metrics of the harness, and the versions. docs/evaluation.md says what compares with the paper.
 
 Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
 has to be mended.

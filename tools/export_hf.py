@@ -3,19 +3,8 @@
     python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16]
                               [--license apache-2.0] [--base-model OWNER/NAME]
 
-    config.json, generation_config.json     Llama's keys and those of configuration_moh.py
-    model.safetensors                       or model-0000N-of-0000M.safetensors and model.safetensors.index.json
-    configuration_moh.py, modeling_moh.py   the model as remote code
-    tokenizer.json, tokenizer_config.json   made from the tokenizer of the data; a tokenizer.model is copied too
-    README.md                               model card
-
-A model with --head-selection all is an ordinary Llama: it has no remote code, and every program for Llama loads it. The
-export of an imported model whose data brought no tokenizer has the tokenizer files of its source.
-
-Parameters have their Hugging Face names in the trainer already. They are read one by one and written shard by shard,
-so that writing holds about one shard in memory; the check that follows holds the whole model in fp32. Everything is
-written beside DIR, checked (export_check.py), and then renamed to DIR. Equal checkpoints give equal bytes, whatever
-layout wrote them.
+docs/evaluation.md lists the files. Parameters have their Hugging Face names in the trainer already. They are read one
+by one and written shard by shard. Everything is written beside DIR, checked (export_check.py), and then renamed to DIR.
 
 Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and DIR is as it was; 2 an argument
 or the checkpoint has to be mended.

@@ -4,10 +4,8 @@
     python tools/generate.py --model DIR --prompt A --prompt B ... --temperature 0.8 --top-p 0.95 --seed 1
     python tools/generate.py --model DIR < FILE                 the file is the prompt
 
-The model is the trainer's own with a key/value cache (moh_lm/model/generation.py): a new token reads the keys and
-values of its selected heads only on the CPU, and with --attention-backend triton on a GPU. Text goes to standard
-output, tokens per second to standard error. --json prints an object for each prompt instead. Greedy unless there is a
---temperature.
+The model is the trainer's own with a key/value cache (moh_lm/model/generation.py). Text goes to standard output, tokens
+per second to standard error. --json prints an object for each prompt instead.
 
 Exit codes: 0; 2 an argument has to be mended.
 """

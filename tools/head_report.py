@@ -3,12 +3,8 @@
     python tools/head_report.py --model RUN_OR_STEP_OR_EXPORT_DIR --data NAME='FILES' --data NAME=DIR ... --output DIR
     python tools/head_report.py --model runs/llm-b --data data/llm --output heads
 
-FILES are text in any form that data_prep/tokenize.py reads; DIR holds token shards; --data DIR alone makes every source
-of a data directory a domain (tools/heads/text.py). What is measured, and from which value on a head counts as
-something, is said in tools/heads/measures.py, findings.py and ablation.py, and on the page.
-
-DIR gets index.html, one file that needs no other, its pictures as PNG, and heads.json with all numbers. Dense and
-static models have no loads: their heads are told by attention, redundancy and importance (--ablation-tokens).
+tools/heads/text.py says what --data takes, docs/heads.md what is measured. DIR gets index.html, one file that needs no
+other, its pictures as PNG, and heads.json with all numbers.
 
 Exit codes: 0; 1 a shard is damaged, or the report cannot be written; 2 an argument has to be mended.
 """

@@ -4,15 +4,8 @@
     python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
         --num-shared-heads 16 --num-active-routed-heads 8
     python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
-    python -m moh_lm.pretrain --checkpoint-dir RUN --data-dir DATA ...
 
-Shared heads are the first ones of the model, as in the paper, or with --select-shared importance those that matter most
-on sample text (tools/heads/importance.py); they move to the front, which leaves the function of the model as it is.
-
-RUN gets checkpoints/step-0 (tools/hf/import_step.py): weights in fp32 and no moments. A run started there takes the
-model from it, and begins at sample 0 with fresh moments and the learning rate of its first iteration. Any layout loads
-it.
-docs/continue.md goes through the whole way.
+RUN gets checkpoints/step-0 (tools/hf/import_step.py). docs/continue.md goes through the whole way.
 
 Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be mended, or a file could
 not be written, and nothing is there under the final name.

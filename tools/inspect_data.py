@@ -1,15 +1,9 @@
 """What is in a directory of token shards: counts, lengths of documents, planned epochs, text, damage.
 
-    python tools/inspect_data.py DIR                                    sources, documents, tokens, drops by reason
-    python tools/inspect_data.py DIR --train-tokens 100B [--data-mix NAME=WEIGHT ...]      and what a run takes of them
-    python tools/inspect_data.py DIR --sample 0 1 [--seed 1234 --seq-length 2048 --data-mix NAME=WEIGHT ...]
-    python tools/inspect_data.py DIR --sample 123456 --state RUN/checkpoints/step-N/state.json
-    python tools/inspect_data.py DIR --document wikipedia:17
-    python tools/inspect_data.py DIR --verify                           every byte against the checksums
+    python tools/inspect_data.py DIR [--sample N ... | --document SOURCE:N ... | --verify] [flags of moh_lm.pretrain]
 
-DIR is a data directory, or holds shards of Megatron-LM and tools like it; the PREFIX of one pair of .bin and .idx will
-do. Further flags are those of moh_lm.pretrain and have the same meaning: samples are numbered as a run with them reads
-them. A run whose data changed on the way is described by the state of its checkpoint. --json prints one JSON object.
+docs/data.md has a command for each. Flags of moh_lm.pretrain have the same meaning as there: samples are numbered as a
+run with them reads them.
 
 Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument has to be mended.
 """

@@ -1,11 +1,9 @@
 """A vocabulary made larger: new rows of the embedding and of the output head, and the tokenizers that they belong to.
 
-A new row of the embedding is the mean of the rows of the old tokens that spell the new one (Gee et al. 2022, "Fast
-Vocabulary Transfer"), so that a new token begins with the meaning of its parts; this needs both tokenizers. A new row
-of the output head is the mean of all old rows: no new token then takes more of the probability than old ones do on
-average (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models"), where a mean of its parts
-would take theirs (docs/continue.md has figures). The mean of all old rows also stands in for what is not known: ids
-beyond the new tokenizer, or all new ids without the old one. A tied matrix counts as the embedding.
+docs/continue.md says what they are the means of, and has figures. Means of the old tokens that spell a new one: Gee et
+al. 2022, "Fast Vocabulary Transfer". The mean of all old rows: Hewitt 2021, "Initializing New Word Embeddings for
+Pretrained Language Models"; it also stands in for what is not known: ids beyond the new tokenizer, or all new ids
+without the old one. A tied matrix counts as the embedding.
 
 Noise is added so that no two rows are equal: N(0, (NOISE x the deviation of that column over the old rows)^2), from a
 generator of (seed, name). Rows drawn like those of a new model would lie far from the others, and disturb every
