@@ -15,16 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-from launch.ablation_report import (
-    differences,
-    final_loss,
-    flops,
-    interval,
-    read_run,
-    results_table,
-    table,
-    told_apart,
-)
+from launch import ablation_report as runs_report
+from launch.ablation_report import differences, final_loss, flops, interval, read_run, table
 from launch.atlas_forms import SIZES, TUNING_SEED, VARIANTS
 from launch.atlas_pictures import draw
 from moh_lm.cost.memory import parameter_counts
@@ -188,7 +180,7 @@ def size_section(size, variants):
         f"{model.head_dim}, {sum(map(len, variants.values()))} runs"
     )
     yield ""
-    yield from results_table(variants, DENSE, before, after)
+    yield from runs_report.results_table(variants, DENSE, before, after)
 
 
 def static_of(variants, name):
@@ -200,7 +192,7 @@ def static_of(variants, name):
 def difference(runs, against):
     """The difference of the losses seed by seed, in words; empty if no seed is in both."""
     found = differences(runs, against)
-    return ", ".join(told_apart(found, STUDENT_90)) if found else ""
+    return ", ".join(runs_report.told_apart(found, STUDENT_90)) if found else ""
 
 
 def shown(found, factor):

@@ -26,18 +26,8 @@ from moh_lm.checkpoint.manifest import read_entries
 from moh_lm.config import Config, ConfigError
 from moh_lm.cost.summary import describe_configuration
 from moh_lm.flags import Parser
-from tools.checkpoints.read import (
-    KINDS,
-    Step,
-    changes,
-    find_damage,
-    find_gaps,
-    layout,
-    locate,
-    norms,
-    size_of,
-    state_hash,
-)
+from tools.checkpoints import read
+from tools.checkpoints.read import KINDS, Step, locate
 from tools.checkpoints.write import WRITABLE, consolidate, copy
 from tools.command import exit_code
 
@@ -130,7 +120,7 @@ def describe_state(entry):
         return f"{aside}{str(error).removeprefix(f'{entry}/')}"
     except OSError as error:
         return f"{aside}cannot be read ({error.strerror})"
-    present = {path.name: size_of(path) for path in entry.iterdir() if not path.name.startswith(".")}
+    present = {path.name: read.size_of(path) for path in entry.iterdir() if not path.name.startswith(".")}
     present.pop("manifest.json")
     wrong = sorted(name for name in present.keys() | expected if present.get(name) != expected.get(name))
     return aside + (f"wrong size, absent or foreign: {', '.join(wrong)}" if wrong else "sizes are right")
@@ -139,7 +129,7 @@ def describe_state(entry):
 def layout_of(step):
     """``layout``, or None where it cannot be told."""
     try:
-        return layout(Config.load(step / "config.json"), [path.name for path in step.iterdir()])
+        return read.layout(Config.load(step / "config.json"), [path.name for path in step.iterdir()])
     except (ConfigError, OSError, TypeError, AttributeError):
         return None
 
@@ -160,11 +150,11 @@ def when(path):
 def run_verify(arguments):
     steps, code = locate(arguments.run_or_step), 0
     for path in steps if arguments.all else steps[:1]:
-        problems = find_damage(path)
+        problems = read.find_damage(path)
         if not problems:
             try:
                 step = Step(path, hashed=False)
-                problems = list(find_gaps(step))
+                problems = list(read.find_gaps(step))
             except ConfigError as error:
                 problems = error.problems
         for problem in problems:
@@ -201,9 +191,9 @@ def run_show(arguments):
         "elements": step.bytes() // 12,
     }
     if arguments.parameters:
-        content["parameters"] = norms(step)
+        content["parameters"] = read.norms(step)
     if not arguments.quick:
-        content["state_sha256"] = state_hash(step)
+        content["state_sha256"] = read.state_hash(step)
     if arguments.json:
         print(json.dumps(content, indent=1))
     else:
@@ -252,7 +242,7 @@ def run_diff(arguments):
         raise ConfigError([f"--top {arguments.top}: must be 0 or more"])
     first, second = (Step(locate(path)[0]) for path in (arguments.a, arguments.b))
     configs = first.config.to_dict(), second.config.to_dict()
-    rows = changes(first, second)
+    rows = read.changes(first, second)
     shapes = {name: [step.shapes.get(name) for step in (first, second)] for name in (*first.shapes, *second.shapes)}
     content = {
         "a": str(first.path),

@@ -25,6 +25,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from data_prep.report import table
 from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
 from moh_lm.flags import Parser
@@ -40,10 +41,6 @@ with contextlib.suppress(ImportError):  # ``add_task_flags`` says so
     from tools.tasks.suites import SEED, entries_of, load_tasks, task_manager
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
-
-
-def main():
-    sys.exit(exit_code("evaluate", run, sys.argv[1:], failures=(OSError, ValueError, RuntimeError)))
 
 
 def run(texts):
@@ -217,10 +214,7 @@ def print_table(results, arguments):
         values.append((result["average"], result["average_stderr"]))
         lines.append([result["model"], *(f"{value:.1f}" for value, _ in values)])
         lines.append(["", *(f"±{stderr:.1f}" for _, stderr in values)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(text.ljust(width) if index == 0 else text.rjust(width)
-                        for index, (text, width) in enumerate(zip(line, widths, strict=True))))  # fmt: skip
+    print("\n".join(table(lines[0], lines[1:])))
     for result in results:
         for row in result["tasks"]:
             if "parts" in row:
@@ -231,4 +225,4 @@ def print_table(results, arguments):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("evaluate", run, sys.argv[1:], failures=(OSError, ValueError, RuntimeError)))

@@ -29,10 +29,6 @@ with contextlib.suppress(ImportError):  # ``add_task_flags`` says so
     from tools.tasks.suites import SEED, entries_of, load_tasks, task_manager
 
 
-def main():
-    sys.exit(exit_code("evaluate_prepare", prepare, sys.argv[1:], failures=(RuntimeError, OSError)))
-
-
 def parse_arguments(texts):
     parser = Parser(prog="evaluate_prepare.py", description="Questions for --eval-tasks.", allow_abbrev=False)
     add_task_flags(parser)
@@ -107,4 +103,4 @@ def gold(task, doc):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("evaluate_prepare", prepare, sys.argv[1:], failures=(RuntimeError, OSError)))

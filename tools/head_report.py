@@ -28,20 +28,9 @@ from moh_lm.data.files import ShardError, publish
 from moh_lm.flags import Parser
 from tools.command import exit_code
 from tools.generate import DTYPES, count, load
+from tools.heads import findings
 from tools.heads.ablation import measure_ablation
-from tools.heads.findings import (
-    CLASSES,
-    alike,
-    classes_of,
-    excerpts,
-    kinds_of,
-    nearest,
-    ranked,
-    routed_mask,
-    similarities,
-    specialisation,
-    used_heads,
-)
+from tools.heads.findings import CLASSES, routed_mask, used_heads
 from tools.heads.measures import SEGMENT, measure_prefix, measure_rare, measure_text
 from tools.heads.page import page, picture_of
 from tools.heads.text import frequency_ranks, read_domains, repeated_sequences
@@ -105,7 +94,7 @@ def parse_arguments(texts):
 
 def report_of(arguments, model, tokenizer, domains):
     """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}})."""
-    kinds = kinds_of(model)
+    kinds = findings.kinds_of(model)
     routed, num_layers = routed_mask(kinds), len(kinds)
     tokens = arguments.ablation_tokens
     if tokens is None:
@@ -120,7 +109,7 @@ def report_of(arguments, model, tokenizer, domains):
             losses, rises = measure_ablation(model, domains, tokens, bar.update)
             ablation = {"ablation": {"tokens": tokens, "loss": losses, "rise": rises}}
     used = used_heads(measures)
-    near, which = nearest(measures["cka"], used)
+    near, which = findings.nearest(measures["cka"], used)
     report = {
         "model": str(arguments.model),
         "description": describe(kinds),
@@ -131,11 +120,11 @@ def report_of(arguments, model, tokenizer, domains):
         ],
         "routed": bool(routed.any()),
         "kind": kinds,
-        "class": classes_of(measures),
+        "class": findings.classes_of(measures),
         "rare_chance": chance,
         "nearest_cka": near,
         "nearest_head": which,
-        "alike": alike(measures["cka"], used, 10),
+        "alike": findings.alike(measures["cka"], used, 10),
         **{key: values for key, values in measures.items() if key not in ("gates", "half_load")},
         **ablation,
     }
@@ -146,26 +135,26 @@ def report_of(arguments, model, tokenizer, domains):
 
 def compare_domains(arguments, measures, domains, routed):
     """What the report says of routed heads over the domains."""
-    bits = specialisation(measures["load"], routed)
-    found = {"similarity": similarities(measures, routed), "specialisation": bits}
+    bits = findings.specialisation(measures["load"], routed)
+    found = {"similarity": findings.similarities(measures, routed), "specialisation": bits}
     layers = np.flatnonzero(routed.any(1))
     picked = np.unique(np.linspace(0, len(layers) - 1, PANELS).round().astype(int))
     found["panel_layers"] = layers[picked].tolist()
     sizes = sum(sum(map(len, domain.windows)) for domain in domains)
     found["specialisation_chance"] = (len(domains) - 1) / (2 * sizes * math.log(2))
     seen = routed & used_heads(measures)
-    most = ranked(bits, seen, min(arguments.examples, seen.sum()))
+    most = findings.ranked(bits, seen, min(arguments.examples, seen.sum()))
     rest = seen.copy()
     for place in most:
         rest[place.layer, place.head] = False
-    for key, places in (("most", most), ("least", ranked(bits, rest, arguments.examples, largest=False))):
+    for key, places in (("most", most), ("least", findings.ranked(bits, rest, arguments.examples, largest=False))):
         found[key] = [
             {
                 **place._asdict(),
                 "largest_gate": max(
                     float(gates[:, :, place.layer, place.head].max()) for gates in measures["gates"].values()
                 ),
-                "excerpts": excerpts(measures, domains, place.layer, place.head, 3),
+                "excerpts": findings.excerpts(measures, domains, place.layer, place.head, 3),
             }
             for place in places
         ]

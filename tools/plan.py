@@ -38,10 +38,6 @@ USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentat
 DAY = 24 * 3600
 
 
-def main():
-    sys.exit(exit_code("plan", plan, sys.argv[1:]))
-
-
 def plan(texts):
     machine, flags = parse_machine(texts)
     config, _ = parse_config(flags)
@@ -188,4 +184,4 @@ def show_table(config, machine, plans):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("plan", plan, sys.argv[1:]))
