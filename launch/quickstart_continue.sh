@@ -13,19 +13,15 @@
 # one before ended.
 set -euo pipefail
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-out=${1:-$root/runs/quickstart-continue}
+source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
 seed=${2:-1234}
 flags=("${@:3}")
-if [[ $out == -* || ! $out || ! $seed =~ ^[0-9]+$ ]]; then
+if [[ ! $seed =~ ^[0-9]+$ ]]; then
     echo "usage: bash launch/quickstart_continue.sh [OUT [SEED [FLAGS]]]; got $*" >&2
     exit 2
 fi
-mkdir -p -- "$out"
-out=$(cd -- "$out" && pwd)
-cd -- "$root"
+begin quickstart_continue "${1:-$root/runs/quickstart-continue}"
 out=${out#"$root/"} # paths below the root are shown, and can be given, relative to it
-source launch/quickstart_functions.sh
 steps_total=9
 
 MODEL=( # 1.3M parameters; grouped keys and values as in LLaMA3

@@ -68,7 +68,7 @@ def tokenizer_json(proto):
 
 
 def content_of(added, normalizer, pre_tokenizer, decoder, model):
-    """``tokenizer_json`` of its parts; added: (id, text, whether it is special) of tokens besides those of the model."""
+    """``tokenizer_json`` of its parts; added: (id, text, whether it is special) of tokens besides the model's."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     return {
         "version": "1.0",
