@@ -12,18 +12,9 @@ import re
 from pathlib import PurePath
 
 SET_COLUMNS = ("red_pajama_subset", "meta")  # parquet columns that tell the set of a row
-SETS = {  # as they are spelled in records and paths, in lower case without punctuation
-    "arxiv": "arxiv",
-    "book": "books",
-    "books": "books",
-    "c4": "c4",
-    "cc": "commoncrawl",
-    "commoncrawl": "commoncrawl",
-    "github": "github",
-    "stackexchange": "stackexchange",
-    "wiki": "wikipedia",
-    "wikipedia": "wikipedia",
-}
+# As they are spelled in records and paths, in lower case without punctuation.
+SETS = {name: name for name in ("arxiv", "books", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")}
+SETS |= {"book": "books", "cc": "commoncrawl", "wiki": "wikipedia"}
 KEYS = {  # of ``meta``, that only one set has
     "arxiv": {"arxiv_id"},
     "books": {"short_book_title"},
