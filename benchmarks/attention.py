@@ -36,13 +36,14 @@ if __name__ == "__main__":
 import argparse
 import platform
 from datetime import date
+from functools import partial
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.timing import recorded, seconds
+from benchmarks.timing import device_flags, in_turns, ratio, set_up, stopwatch
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels import break_even
 from moh_lm.kernels.attention import moh_attention
@@ -55,8 +56,7 @@ SHAPES = {  # hidden size, query heads, key/value heads, head dimension
     "llm-b": (1536, 16, 16, 96),
     "llama3-8b": (4096, 32, 8, 128),
 }
-
-
+PARTS = ("forward", "both")
 NEVER = 99  # a ratio that is worse than any: the sparse backend could not run
 
 
@@ -68,9 +68,7 @@ def bases(documents, dtype):
 
 def main():
     options = read_options()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    torch.set_num_threads(options.threads)
+    device, dtype = set_up(options)
     print(conditions := describe(device, dtype))
     new = break_even.Measurement(*break_even.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
     if device.type == "cuda":
@@ -110,10 +108,8 @@ def read_options():
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096])
     parser.add_argument("--active", nargs="+", type=int, choices=(50, 75), default=[50, 75])
     parser.add_argument("--levels", nargs="+", choices=("core", "layer"), default=["core", "layer"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
+    device_flags(parser, rounds=7)
     parser.add_argument("--micro-batch", type=int)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--documents", type=int, help="mean length in tokens; without, attention is causal only")
     parser.add_argument("--save", action="store_true", help="let auto go by these figures on this machine")
     options = parser.parse_args()
@@ -230,24 +226,18 @@ def report(title, functions, first, rounds, device):
     clocks = {}
     for name, (function, inputs) in functions.items():
         try:
-            clocks[name] = {part: stopwatch(device, function, inputs, part == "both") for part in ("forward", "both")}
+            calls = {part: partial(run, function, inputs, part == "both") for part in PARTS}
+            clocks |= {(name, part): stopwatch(call, device) for part, call in calls.items()}
         except RuntimeError as error:
             print(f"{title}: {name} does not run here: {str(error).splitlines()[0]}")
-    times = {name: {"forward": [], "both": []} for name in clocks}
-    for number in range(rounds + 1):
-        for name, parts in clocks.items():
-            for part, clock in parts.items():
-                spent = clock()
-                if number:
-                    times[name][part].append(spent)
-    found = {}
-    for base in (name for name in first if name in clocks):
-        shown = [f"{part} {1e3 * median(time[0] for time in spent):.2f} ms" for part, spent in times[base].items()]
+    times, found = in_turns(clocks, rounds), {}
+    ran = list(dict.fromkeys(name for name, _ in clocks))
+    for base in (name for name in first if name in ran):
+        shown = [f"{part} {1e3 * median(time[0] for time in times[base, part]):.2f} ms" for part in PARTS]
         print(f"{title}: {base} {', '.join(shown)}")
-        for name in (name for name in clocks if name not in first):
+        for name in (name for name in ran if name not in first):
             found[base, name] = [
-                tuple(ratio(times[name][part], times[base][part], clock) for part in ("forward", "both"))
-                for clock in range(2)
+                tuple(ratio(times[name, part], times[base, part], clock) for part in PARTS) for clock in range(2)
             ]
             other = "   eager: " if device.type == "cuda" else "   by CPU time: "
             columns = other.join(f"{forward:.2f}  {both:.2f}" for forward, both in found[base, name])
@@ -262,28 +252,12 @@ def worst(found, sparse, device):
     return max((both for _, both in rows), default=float("inf"))
 
 
-def ratio(mine, base, clock):
-    return median(m[clock] / b[clock] for m, b in zip(mine, base, strict=True))
-
-
 def run(function, inputs, backward):
     with torch.set_grad_enabled(backward):
         output = function(*inputs)
         if backward:
             leaves = [tensor for tensor in inputs if tensor.requires_grad]
             torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
-
-
-def stopwatch(device, function, inputs, backward):
-    """What runs it when called, and gives its ``seconds``."""
-
-    def call():
-        run(function, inputs, backward)
-
-    if device.type == "cuda":
-        graph = recorded(call)
-        return lambda: seconds(graph.replay, device) + seconds(call, device)
-    return lambda: seconds(call, device)
 
 
 if __name__ == "__main__":

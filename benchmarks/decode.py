@@ -15,9 +15,9 @@ and the median over the rounds of its ratio to the base in the same round.
     all, as selected       the next one with every head selected
     selected               on a CPU loops over rows and heads, on a GPU the backend triton
 
-On a CPU times are by the clock on the wall and, on the right, by CPU time. On a GPU they are those of the device, eager
-and, on the right, replayed from a CUDA graph. There the fastest tiles and number of splits are sought first, at the
-longest length, one row, 50%, printed, and used.
+On a CPU times are by the clock on the wall and, on the right, by CPU time. On a GPU they are those of the device, from
+replayed CUDA graphs and, on the right, from eager calls. There the fastest tiles and number of splits are sought first,
+at the longest length, one row, 50%, printed, and used.
 """
 
 import os
@@ -36,8 +36,8 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from benchmarks.attention import SHAPES, budgets, describe, ratio
-from benchmarks.timing import recorded, seconds
+from benchmarks.attention import SHAPES, budgets, describe
+from benchmarks.timing import device_flags, in_turns, ratio, recorded, seconds, set_up, stopwatch
 from moh_lm.kernels import decode
 from moh_lm.kernels.decode import decode_attention
 from moh_lm.model.router import select
@@ -50,9 +50,7 @@ PROGRAMS = (4, 8, 16)  # per multiprocessor
 
 def main():
     options = read_options()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    torch.set_num_threads(options.threads)
+    device, dtype = set_up(options)
     print(describe(device, dtype))
     for shape in options.shapes:
         if device.type == "cuda":
@@ -70,9 +68,7 @@ def read_options():
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--active", nargs="+", type=int, choices=(50, 75), default=[50, 75])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    device_flags(parser, rounds=9)
     return parser.parse_args()
 
 
@@ -137,17 +133,7 @@ def contestants(shape, percents, inputs):
 
 def report(title, functions, rounds, device):
     """Take the contestants in turns, and print a line for each."""
-    times = {name: [] for name in functions}
-    graphs = {}
-    if device.type == "cuda":
-        graphs = {name: recorded(function) for name, (function, *_) in functions.items()}
-    for number in range(rounds + 1):
-        for name, (function, *_) in functions.items():
-            spent = seconds(function, device)
-            if graphs:
-                spent += seconds(graphs[name].replay, device)
-            if number:
-                times[name].append(spent)
+    times = in_turns({name: stopwatch(function, device) for name, (function, *_) in functions.items()}, rounds)
     print(title)
     for name, (_, layers, share) in functions.items():
         columns = ""
