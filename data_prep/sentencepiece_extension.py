@@ -75,11 +75,8 @@ def main(arguments: list[str]) -> int:
 
 
 def read_flags(arguments):
-    parser = Parser(
-        prog="python data_prep/tokenize.py extend",
-        description="Add tokens for another kind of text to a vocabulary, whose ids stay as they are.",
-        allow_abbrev=False,
-    )
+    what = "Add tokens for another kind of text to a vocabulary, whose ids stay as they are."
+    parser = Parser(prog="python data_prep/tokenize.py extend", description=what, allow_abbrev=False)
     add = parser.add_argument
     add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece BPE model, or LLaMA-3's tokenizer.model")
     which = parser.add_mutually_exclusive_group(required=True)

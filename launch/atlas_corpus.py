@@ -1,6 +1,6 @@
 """Text for the atlas: three kinds of technical English that every environment of this project holds.
 
-    python launch/atlas_corpus.py OUTPUT_DIRECTORY
+    python -m launch.atlas_corpus OUTPUT_DIRECTORY
 
 - docstrings: what a module says of itself, its classes and functions; a document per module
 - prose: Markdown, reStructuredText and text files, descriptions of packages, topics of ``help()``; and the comments of

@@ -111,7 +111,7 @@ import_model "$out/hf-stage-1" "$out/control"
 train "$out/control" "${STAGE_2[1]}" "${TRAINING[@]}" "${STAGE_2[@]}" --data-dir "$out/data" --data-mix "${ALL[@]}"
 
 step "The recovery curve"
-run python launch/quickstart_recovery.py --mixture "$out/stage-2" --control "$out/control" --output "$out/recovery"
+run python -m launch.quickstart_recovery --mixture "$out/stage-2" --control "$out/control" --output "$out/recovery"
 
 printf '\nEverything is in %s:\n' "$out"
 echo "    base/ stage-1/ stage-2/ control/    runs: config.json, metrics.jsonl, tensorboard/, checkpoints/"

@@ -8,14 +8,13 @@ run's own command go on there: N iterations of decay, then the end (docs/trainin
 Exit codes: 0; 2 an argument or the checkpoint has to be mended.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import shlex
-from pathlib import Path
 
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
@@ -35,7 +34,8 @@ def main(texts):
 def branch(arguments):
     step = arguments.run / "checkpoints" / f"step-{arguments.at}"
     config = Config.load(step / "config.json")
-    first, last = stable_steps(config)
+    optimizer, train_iters = config.optimizer, config.run.train_iters
+    first, last = optimizer.warmup_iters, train_iters - optimizer.decay(train_iters)  # the rate is at its peak
     if config.optimizer.schedule != "wsd":
         raise ConfigError([f"{step}: was trained with --schedule {config.optimizer.schedule}; only wsd has branches"])
     if not first <= arguments.at <= last:
@@ -47,12 +47,6 @@ def branch(arguments):
     print(f"copied to {copy(step, arguments.output / 'checkpoints')}; the run's own command goes on with")
     end, place = arguments.at + arguments.decay_iters, shlex.quote(str(arguments.output))
     print(f"    --checkpoint-dir {place} --train-iters {end} --decay-iters {arguments.decay_iters}")
-
-
-def stable_steps(config):
-    """The first and the last step after which the rate of a wsd run is its peak."""
-    optimizer, train_iters = config.optimizer, config.run.train_iters
-    return optimizer.warmup_iters, train_iters - optimizer.decay(train_iters)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,17 @@ Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model fai
 has to be mended.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import contextlib
 import json
 import math
 import subprocess
 import tempfile
-from pathlib import Path
 
 from data_prep.report import table
 from moh_lm.checkpoint.manifest import read_json
@@ -41,6 +40,10 @@ with contextlib.suppress(ImportError):  # ``add_task_flags`` says so
     from tools.tasks.suites import SEED, entries_of, load_tasks, task_manager
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def main():
+    sys.exit(exit_code("evaluate", run, sys.argv[1:], failures=(OSError, ValueError, RuntimeError)))
 
 
 def run(texts):
@@ -123,7 +126,9 @@ def evaluate(arguments):
                     task_manager=manager,
                 )
             except AssertionError as error:  # the harness's way to say that an answer does not fit
-                raise ConfigError([too_short(names, model.max_length, error)]) from error
+                asked = f"{', '.join(names)}: cannot be asked with sequences of {model.max_length} tokens"
+                remedy = "give a larger --max-length, or choose other --tasks"
+                raise ConfigError([f"{asked} ({error or 'an answer alone is longer'}); {remedy}"]) from error
             harness |= output["results"]
     rows = [table_row(entry, harness) for entry in entries]
     return {
@@ -139,12 +144,6 @@ def evaluate(arguments):
         "max_length": arguments.max_length,
         "harness": harness,
     }
-
-
-def too_short(tasks, length, error):
-    reason = str(error) or "an answer alone is longer"
-    remedy = "give a larger --max-length, or choose other --tasks"
-    return f"{', '.join(tasks)}: cannot be asked with sequences of {length} tokens ({reason}); {remedy}"
 
 
 def is_export(model):
@@ -225,4 +224,4 @@ def print_table(results, arguments):
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("evaluate", run, sys.argv[1:], failures=(OSError, ValueError, RuntimeError)))
+    main()

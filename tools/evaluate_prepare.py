@@ -7,16 +7,15 @@ tokenizer. The format is described in moh_lm/monitor/tasks.py. Tasks without cho
 a text would be generated (GSM8K, NQ, LAMBADA), are left out, and said.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import contextlib
 import json
 import tempfile
-from pathlib import Path
 
 from data_prep.encoding import Tokenizer, model_files
 from moh_lm.config import ConfigError
@@ -27,6 +26,10 @@ from tools.tasks.flags import add_task_flags, task_problems
 
 with contextlib.suppress(ImportError):  # ``add_task_flags`` says so
     from tools.tasks.suites import SEED, entries_of, load_tasks, task_manager
+
+
+def main():
+    sys.exit(exit_code("evaluate_prepare", prepare, sys.argv[1:], failures=(RuntimeError, OSError)))
 
 
 def parse_arguments(texts):
@@ -103,4 +106,4 @@ def gold(task, doc):
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("evaluate_prepare", prepare, sys.argv[1:], failures=(RuntimeError, OSError)))
+    main()

@@ -10,17 +10,16 @@ per second to standard error. --json prints an object for each prompt instead.
 Exit codes: 0; 2 an argument has to be mended.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 import importlib.util
 import json
 import time
-from pathlib import Path
 
 import torch
 

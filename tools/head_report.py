@@ -9,15 +9,14 @@ other, its pictures as PNG, and heads.json with all numbers.
 Exit codes: 0; 1 a shard is damaged, or the report cannot be written; 2 an argument has to be mended.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import torch

@@ -8,17 +8,16 @@ run with them reads them.
 Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument has to be mended.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
 import signal
 import textwrap
 from bisect import bisect_right
-from pathlib import Path
 
 from data_prep.encoding import read_model
 from data_prep.report import table

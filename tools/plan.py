@@ -17,11 +17,11 @@ Nothing is assumed to overlap. The times rank layouts; they do not promise a spe
 FLOP/s.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
 from dataclasses import replace
@@ -87,16 +87,12 @@ def legal_variants(config, gpus):
                 parallel = replace(
                     config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, zero_stage=zero
                 )
-                for micro_batch in powers_of_two(config.run.global_batch_size):
+                for micro_batch in (2**n for n in range(7) if 2**n <= config.run.global_batch_size):
                     for recompute in (False, True):
                         run = replace(config.run, micro_batch_size=micro_batch, recompute=recompute)
                         variant = replace(config, parallel=parallel, run=run)
                         if not layout_problems(variant, gpus):
                             yield variant
-
-
-def powers_of_two(most):
-    return [2**n for n in range(7) if 2**n <= most]
 
 
 def make_plan(config, machine):

@@ -222,7 +222,8 @@ def changes(first, second):
                 for kind in KINDS:
                     row[kind] = change(first.read(kind, name), second.read(kind, name), bar)
                 rows.append(row)
-    return sorted(rows, key=lambda row: [-by_size(row[kind]["relative"]) for kind in KINDS])
+    unknown = float("inf")
+    return sorted(rows, key=lambda row: [-(unknown if (r := row[kind]["relative"]) is None else r) for kind in KINDS])
 
 
 def change(first, second, bar):
@@ -236,7 +237,3 @@ def change(first, second, bar):
     relative = absolute / largest if largest else math.inf if absolute else 0.0
     finite = {"absolute": absolute, "relative": relative}
     return {"equal": equal, **{key: value if math.isfinite(value) else None for key, value in finite.items()}}
-
-
-def by_size(relative):
-    return math.inf if relative is None else relative

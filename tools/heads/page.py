@@ -34,7 +34,7 @@ def page(report, pictures, decode):
         picture_of=picture_of,
         newline=NEWLINE,
         heads=list(range(len(report["class"][0]))),
-        spans=lambda excerpt: zip(shown_texts(excerpt.tokens, decode), excerpt.gates, strict=True),
+        spans=lambda excerpt: zip(token_texts(excerpt.tokens, decode), excerpt.gates, strict=True),
         formulas={title: module.__doc__.strip() for title, module in formulas.items()},
         **summary(report),
         **(routed_rows(report) if report["routed"] else {}),
@@ -74,10 +74,6 @@ def picture_of(kind, index, domain):
     return f"{kind}_{index}_" + "".join(char if char.isalnum() else "-" for char in domain)
 
 
-def shown_texts(ids, decode):
-    return [text.replace("\n", NEWLINE).replace("\t", "  ") for text in token_texts(ids, decode)]
-
-
 def token_texts(ids, decode):
     """What each token adds to the text; the last token of a character has the character."""
     texts, before = [], ""
@@ -88,7 +84,7 @@ def token_texts(ids, decode):
             continue
         texts.append(text[len(before) :])
         before = text
-    return texts
+    return [text.replace("\n", NEWLINE).replace("\t", "  ") for text in texts]
 
 
 # --- The rows of its tables ---
