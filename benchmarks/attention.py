@@ -6,24 +6,19 @@
 
 The *core* is the attention of all heads from their queries, keys and values, routing given; the *layer* is the whole
 attention layer with projections, rotary embeddings and router. ``--active``: percent of the heads that a token uses.
-Half of the heads (75%) or a quarter of them (50%) are shared, and a quarter of all heads are routed for each token.
-``--documents``: attention stays inside documents of so many tokens in the mean. Every contestant runs once per round;
-the first round does not count. Shown are the median times of the base, and of every contestant the median over the
-rounds of its time over that of the base in the same round: forward alone, and forward with backward. On a CPU they are
-taken by the clock on the wall and, on the right, by CPU time of the process, which a busy machine disturbs less. The
-base of the core is scaled dot-product attention without gates, that of the layer the MoH layer with the backend
-``dense``; ``no router`` is ordinary attention.
+``--documents``: attention stays inside documents of so many tokens in the mean. Shown are the median times of the base,
+and of every contestant the median over the rounds of its time over that of the base in the same round: forward alone,
+and forward with backward; on a CPU by the clock and, on the right, by CPU time. The base of the core is scaled
+dot-product attention without gates, that of the layer the MoH layer with the backend ``dense``; ``no router`` is
+ordinary attention.
 
-On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls, which wait for Python where
-their kernels are short. The bases are FLASH (EFFICIENT in fp32, and with documents, which it cannot mask) and CUDNN
-separately, as far as they run, and benchmarks/attention_gpu.py is run first: errors, tiles, synchronisation and CUDA
-graphs. ``unfused`` there is attention in separate operations, against which the paper may have
-measured. The micro-batch is 1 on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch``
-says another.
+On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls. The bases are FLASH (EFFICIENT
+in fp32, and with documents, which it cannot mask) and CUDNN, as far as they run. benchmarks/attention_gpu.py is run
+first. ``unfused`` is attention in separate operations, against which the paper may have measured. The micro-batch is 1
+on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch`` says another.
 
-With ``--save`` training goes by the figures of this machine from then on: its tiles, and its layers, by which
-``--attention-backend auto`` chooses (moh_lm/kernels/break_even.py). They replace what was saved on this machine before
-for the dtype and, on a CPU, the number of threads. Nothing else should run meanwhile.
+With ``--save`` training goes by the figures of this machine from then on (moh_lm/kernels/break_even.py): its tiles, and
+its layers, by which ``--attention-backend auto`` chooses. Nothing else should run meanwhile.
 """
 
 import os

@@ -3,21 +3,19 @@
     python benchmarks/decode.py [--shapes llm-s llm-b llama3-8b] [--lengths 2048 8192 32768] [--batches 1 4]
                                 [--active 50 75] [--threads 1] [--rounds 9] [--dtype float32]
 
-One layer of a model, without projections and router. --active: percent of the heads that a token uses, with the split
-of benchmarks/attention.py, drawn at random for each row; in ``llama3-8b`` four query heads share keys and values, and a
-token selects heads or (``groups``) whole groups of them. Every contestant reads one cache after another, as a model
-reads those of its layers, so many that none stays in the processor's own (``CACHES_BYTES``). It runs once per round;
-the first does not count. Shown are which share of the keys and values is read, the median time of a token in a layer,
-and the median over the rounds of its ratio to the base in the same round.
+One layer of a model, without projections and router. Heads are drawn at random for each row; in ``llama3-8b`` four
+query heads share keys and values, and a token selects heads or (``groups``) whole groups of them. Every contestant
+reads one cache after another, so many that none stays in the processor's own (``CACHES_BYTES``). Shown are which share
+of the keys and values is read, the median time of a token in a layer, and the median over the rounds of its ratio to
+the base in the same round.
 
     all, equal lengths     scaled dot-product attention without a mask: the base
     all, mask              the same under a mask of each row's length: what generation computes with ``dense``
     all, as selected       the next one with every head selected
     selected               on a CPU loops over rows and heads, on a GPU the backend triton
 
-On a CPU times are by the clock on the wall and, on the right, by CPU time. On a GPU they are those of the device, from
-replayed CUDA graphs and, on the right, from eager calls. There the fastest tiles and number of splits are sought first,
-at the longest length, one row, 50%, printed, and used.
+Times are those of benchmarks/attention.py. On a GPU the fastest tiles and number of splits are sought first, at the
+longest length, one row, 50%, printed, and used.
 """
 
 import os

@@ -4,15 +4,12 @@
                               [--micro-batch-size 1] [--rounds 3] [--threads N] [--device cuda] [--peak-tflops 989]
 
 All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
-AdamW (fused on a GPU), no engine and no recomputation. dense, moh-75 and moh-50 are ours with all heads, and with the
-head budgets of benchmarks/attention.py; hf is LlamaForCausalLM (sdpa) of the installed transformers. A name with
--compiled behind it is the same under torch.compile, ours by layers as with ``--compile``. A step's time is the median
-over the rounds, after one that does not count; a ratio is the median of the ratios within a round. On a CPU it is that
-by the clock on the wall and, behind it, by CPU time, which other programs disturb less, but where threads count that
-wait for work. GiB on a GPU: the most that a contestant needs during a step, with its own weights and moments.
-
-MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, once for all heads and once for those that
-are active. The backends that ``auto`` chose are printed.
+AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers. A
+name with -compiled behind it is the same under torch.compile, ours by layers as with ``--compile``. A step's time is
+the median over the rounds, after one that does not count; a ratio is the median of the ratios within a round, on a CPU
+by the clock and, behind it, by CPU time. GiB on a GPU: the most that a contestant needs during a step, with its own
+weights and moments. MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, for all heads and for
+active ones.
 """
 
 import os

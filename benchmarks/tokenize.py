@@ -3,12 +3,11 @@
     python benchmarks/tokenize.py [--megabytes 64] [--rounds 3] [--workers 1 2] [--tokenizer M.model]
                                   [--datatrove PYTHON] [--corpus GLOB] [DIRECTORY]
 
-DIRECTORY is filled on the first use and kept: the corpus, in files of 4 MB, which is the source code and the text files
-of this Python and its packages, a file a document; and a SentencePiece model of 32,000 pieces with LLaMA's options,
-trained on it. The contestants take turns, each with one worker: data_prep/tokenize.py; the same without the segment
-cache, so that SentencePiece encodes everything; and the DocumentTokenizer of datatrove, if PYTHON (default: this one)
-has it. CPU time is user and system time of all processes, from start to end, imports included. After the first round,
-which does not count, the median over the rounds is shown, and the median, least and largest ratio within a round.
+DIRECTORY is filled on the first use and kept: the corpus, which is the source code and the text files of this Python
+and its packages, a file a document; and a SentencePiece model of 32,000 pieces with LLaMA's options, trained on it. The
+contestants take turns, each with one worker: data_prep/tokenize.py; the same without the segment cache; and the
+DocumentTokenizer of datatrove, if PYTHON (default: this one) has it. Shown are the median over the rounds after the
+first one, and the median, least and largest ratio within a round.
 """
 
 import os
