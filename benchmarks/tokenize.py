@@ -77,9 +77,6 @@ def main():
         measure(corpus, model, arguments, Path(scratch, "out"))
 
 
-# --- Corpus and model ---
-
-
 def make_corpus(directory: Path, size: int) -> str:
     """The pattern of the corpus of about ``size`` bytes of text, which is made unless it is there."""
     pattern = f"{directory}/*.jsonl.gz"
@@ -122,9 +119,6 @@ def make_model(path: Path, corpus: str) -> str:
         command = ["train", "--input", corpus, "--vocab-size", "32000", "--sample-bytes", "24M", "--output", str(path)]
         subprocess.run([sys.executable, ROOT / "data_prep/tokenize.py", *command], check=True)
     return str(path)
-
-
-# --- Measurement ---
 
 
 def measure(corpus, model, arguments, scratch: Path):

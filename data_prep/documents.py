@@ -105,9 +105,6 @@ def document(text, dropped, position, offset, raw) -> Document:
     return Document(None, dropped, 0, position, offset, raw[:EXCERPT])
 
 
-# --- JSON lines ---
-
-
 def line_documents(piece, text_key):
     for line, offset, position in lines(piece):
         if line is None:
@@ -170,9 +167,6 @@ def skip_line(file) -> int:
         if part.endswith(b"\n"):
             break
     return skipped
-
-
-# --- Tables ---
 
 
 def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
@@ -255,9 +249,6 @@ def text_of_row(value, record, source):
         return text.decode() if isinstance(text, bytes) else text, other_set(record, source)
     except UnicodeDecodeError:
         return None, "bad UTF-8"
-
-
-# --- Texts ---
 
 
 def text_documents(piece, text_key):

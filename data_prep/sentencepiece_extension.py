@@ -98,9 +98,6 @@ def change(lines: list[bytes], old: Tokenizer, new: Tokenizer) -> list:
     return [sum(map(len, lines)), *tokens, f"{differ / len(lines):.2%}"]
 
 
-# --- SentencePiece models ---
-
-
 def bpe_model(path: str):
     proto = sentencepiece_model_pb2.ModelProto.FromString(Path(path).read_bytes())
     if proto.trainer_spec.model_type != proto.trainer_spec.BPE:

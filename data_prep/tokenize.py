@@ -127,9 +127,6 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
     print_summary([name for name in sources if name not in absent], finished)
 
 
-# --- Before the work ---
-
-
 def read_flags(arguments):
     parser = Parser(
         prog="python data_prep/tokenize.py",
@@ -223,9 +220,6 @@ def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
             finished=lambda unit: finished_sidecar(output, unit) is not None,
         )
     return units
-
-
-# --- The work, and after ---
 
 
 def make_shards(units, finished, failures, flags, options):

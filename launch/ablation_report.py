@@ -73,9 +73,6 @@ def write(out, order=()):
         draw_curves(out / "curves.png", {"": runs}, next(iter(runs)), style)
 
 
-# --- Runs ---
-
-
 def read_runs(directory, order=()):
     """{variant: {seed: run}} of the complete runs, each as ``read_run`` gives it."""
     runs = {}
@@ -133,9 +130,6 @@ def final_loss(run):
 def differences(runs, against):
     """L(runs) - L(against) of the seeds that both have: [d, ...]. Both are {seed: run}."""
     return [final_loss(runs[seed]) - final_loss(against[seed]) for seed in sorted(runs.keys() & against.keys())]
-
-
-# --- Tables ---
 
 
 def markdown(runs):
@@ -252,9 +246,6 @@ def heads(run):
     if run["active_heads"]:
         return f"{shared} + at most {active} of {total - shared}, {mean(run['active_heads'].values()):.1f} in all"
     return f"{shared} + {active} of {total - shared}"
-
-
-# --- Curves ---
 
 
 def draw_curves(path, table, reference, style):

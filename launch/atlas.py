@@ -116,8 +116,6 @@ class Atlas:
             else:
                 self.variants.append(variant)
 
-    # --- What a run is ---
-
     def model_arguments(self, size, variant):
         """Flags that say what is trained, without those of its budget, rate and seed."""
         return [*COMMON, *size.flags.split(), *variant.arguments(size.heads)]
@@ -149,8 +147,6 @@ class Atlas:
         own = {"seed": seed, "data-dir": self.flags.data_dir, "checkpoint-dir": directory}
         arguments = [*self.model_arguments(size, variant), *as_flags(schedule), *self.others, *as_flags(own)]
         return Run(name, directory, steps, arguments)
-
-    # --- What comes next ---
 
     def trials(self, diverged=()):
         """All that is wanted, the most informative first: by tier; forms are tuned, then compared size by size."""
@@ -189,8 +185,6 @@ class Atlas:
             if not begun and self.hours(trial, speeds[trial.size]) <= left:
                 return run
         return None
-
-    # --- What it costs ---
 
     def measure_speeds(self):
         """Know the dense model's tokens per second at every size: from runs that are there, or from a few steps."""

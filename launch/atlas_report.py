@@ -43,9 +43,6 @@ def write(out):
     draw(out, sizes, {size: multipliers(variants) for size, variants in sizes.items()})
 
 
-# --- Runs ---
-
-
 def read_runs(directory):
     """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the atlas."""
     found = {}
@@ -81,9 +78,6 @@ def tokens_of(run):
     return run["config"].run.train_iters * run["config"].run.tokens_per_iteration
 
 
-# --- Statistics ---
-
-
 def tokens_of_dense(points, loss):
     """(T at which the dense model ends at ``loss``, whether it lies between the points); None if they tell nothing.
 
@@ -117,9 +111,6 @@ def multipliers(variants):
             bounds = (math.exp(center + side) if width < math.inf else None for side in (-width, width))
             found[name] = (math.exp(center), *bounds, all(told_[1] for told_ in told if told_))
     return found
-
-
-# --- Tables ---
 
 
 def markdown(sizes, tuned):

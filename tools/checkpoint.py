@@ -71,9 +71,6 @@ def parse_arguments(texts):
     return parser.parse_args(texts)
 
 
-# --- list ---
-
-
 def run_list(arguments):
     directory = arguments.run / "checkpoints"
     if not directory.is_dir():
@@ -144,9 +141,6 @@ def when(path):
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(path.stat().st_mtime))
 
 
-# --- verify ---
-
-
 def run_verify(arguments):
     steps, code = locate(arguments.run_or_step), 0
     for path in steps if arguments.all else steps[:1]:
@@ -165,9 +159,6 @@ def run_verify(arguments):
             size = sum(entry["bytes"] for entry in step.entries.values())
             print(f"sound   {path}: {len(step.entries)} files, {size:,} bytes, {len(step.shapes)} parameters")
     return code
-
-
-# --- show ---
 
 
 def run_show(arguments):
@@ -234,9 +225,6 @@ def shares(segment):
     return ", ".join(f"{name} {weight / total:.2%}" for name, weight in segment["weights"].items())
 
 
-# --- diff ---
-
-
 def run_diff(arguments):
     if arguments.top < 0:
         raise ConfigError([f"--top {arguments.top}: must be 0 or more"])
@@ -296,9 +284,6 @@ def describe_change(found):
         return "equal to the bit"
     shown = ("not finite" if found[key] is None else f"{found[key]:.3g}" for key in ("absolute", "relative"))
     return "{} ({})".format(*shown)
-
-
-# --- copy, consolidate ---
 
 
 def run_copy(arguments):

@@ -19,6 +19,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import argparse
 import re
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -110,9 +111,6 @@ def export(texts):
     print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}{remote})")
 
 
-# --- The output directory ---
-
-
 def output_problems(output, overwrite):
     """Sentences, none if ``output`` is absent, empty, or an earlier export that may be overwritten."""
     try:
@@ -155,9 +153,6 @@ def publish(temporary, output):
             former.rename(output)
         raise
     shutil.rmtree(former, ignore_errors=True)
-
-
-# --- The files ---
 
 
 def write_export(step, config, dtype, arguments, directory):
@@ -254,7 +249,10 @@ def write_weights(step, model_config, dtype, max_shard_size, directory):
         )
     parameters = full_parameters(step)
     for names, file in zip(shards, files, strict=True):
-        tensors = {name: rounded(name, tensor, dtype) for name, tensor in read_parameters(parameters, names)}
+        try:
+            tensors = {name: rounded(name, tensor, dtype) for name, tensor in islice(parameters, len(names))}
+        except ValueError as error:
+            raise ExportError(f"checkpoint: a parameter cannot be read ({error})") from error
         write_safetensors(directory / file, tensors, {"format": "pt"})
         del tensors  # before the next shard is read
     return sum(shape.numel() for shape in shapes.values())
@@ -265,18 +263,6 @@ def rounded(name, tensor, dtype):
     if not values.isfinite().all():
         raise ExportError(f"{name}: reaches {tensor.abs().max():.3g}, which {dtype} cannot hold; give another --dtype")
     return values
-
-
-def read_parameters(parameters, names):
-    """The next parameters of the checkpoint, which must be ``names``."""
-    for name in names:
-        try:
-            found, tensor = next(parameters)
-        except (StopIteration, ValueError) as error:
-            raise ExportError(f"checkpoint: parameter {name} cannot be read ({error})") from error
-        if found != name:
-            raise ExportError(f"checkpoint: parameter {found} stands where {name} was expected")
-        yield name, tensor
 
 
 if __name__ == "__main__":

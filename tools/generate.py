@@ -82,9 +82,6 @@ def count(text):
     return int(text)
 
 
-# --- The model ---
-
-
 def load(arguments, attention_backend="auto"):
     """(model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
     directory = arguments.model
@@ -149,9 +146,6 @@ def check_lengths(arguments, prompts, limit):
             problems.append(f"--prompt {text[:20]!r}...: {length}; the model was trained on {limit} together")
     if problems:
         raise ConfigError(problems)
-
-
-# --- The text ---
 
 
 def write(arguments, model, tokenizer, prompts):

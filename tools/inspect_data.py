@@ -123,9 +123,6 @@ def sampled_dataset(config, given):
     raise refusals[0]
 
 
-# --- Text ---
-
-
 def decoder(arguments):
     """A function from token ids to text; without a tokenizer the ids themselves are written."""
     path = arguments.tokenizer or next(iter(tokenizer_files(arguments.directory)), None)
@@ -195,9 +192,6 @@ def read_document(sources, text, decode):
             return {"source": name, "number": number, **piece(shard, local, start, stop, decode)}
         before += shard.num_documents
     raise ConfigError([f"--document {text}: source {name} has {before:,} documents; choose one from 0 to {before - 1}"])
-
-
-# --- Tables ---
 
 
 def describe(report):

@@ -104,9 +104,6 @@ def progress(title, total):
     return tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, disable=None)
 
 
-# --- Damage ---
-
-
 def find_damage(step):
     """The sentences of ``moh_lm.checkpoint.manifest.verify``; threads read the files."""
     try:
@@ -172,9 +169,6 @@ def uncovered(shape, found_shape, shards):
 def tiles(spans, size):
     """Whether the sorted (start, stop) cover [0, size) without gap or overlap."""
     return [*(start for start, _ in spans), size] == [0, *(stop for _, stop in spans)]
-
-
-# --- The state ---
 
 
 def state_hash(step):

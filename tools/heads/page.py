@@ -47,9 +47,6 @@ def page(report, pictures, decode):
     )
 
 
-# --- How it is written ---
-
-
 def number(value, digits=3):
     return "" if value is None or math.isnan(value) else f"{value:.{digits}f}"
 
@@ -85,9 +82,6 @@ def token_texts(ids, decode):
         texts.append(text[len(before) :])
         before = text
     return [text.replace("\n", NEWLINE).replace("\t", "  ") for text in texts]
-
-
-# --- The rows of its tables ---
 
 
 def summary(report):

@@ -83,9 +83,6 @@ def compare(what, expected, logits):
     return f"checked: logits of {what} differ from the checkpoint's by at most {difference:.1e}"
 
 
-# --- The trainer's model ---
-
-
 @torch.no_grad()
 def trainer_logits(config, read, tokens):
     """Logits of the trainer's model, fp32, numpy [s, b, vocab].
@@ -115,9 +112,6 @@ def fill(module, inputs=None, *, prefix, read):
 
 def empty(module, inputs, output):
     module.to("meta")
-
-
-# --- transformers ---
 
 
 def hugging_face_logits(directory, tokens, tokenizer):

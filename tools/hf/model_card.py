@@ -13,6 +13,7 @@ from pathlib import Path
 from moh_lm.cost.summary import routing_facts
 from moh_lm.data.mixture import sample_counts
 from moh_lm.monitor.head_load import fair_load
+from moh_lm.monitor.row import complete
 
 
 def model_card(step, config, state, dtype, parameters, own_tokenizer, license=None, base_model=None):
@@ -120,7 +121,7 @@ def loss_facts(step, number):
     """The last training interval and the last evaluation up to step ``number`` in metrics.jsonl of the run."""
     path = step.parent.parent / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    rows = [row for row in map(read_row, lines) if row.get("step", number + 1) <= number]
+    rows = [row for row in map(json.loads, filter(complete, lines)) if row["step"] <= number]
     training = next((row for row in reversed(rows) if row.get("loss") is not None), None)
     evaluation = next((row for row in reversed(rows) if "evaluation" in row), None)
     if not training and not evaluation:
@@ -134,14 +135,6 @@ def loss_facts(step, number):
         columns.append({**evaluation["evaluation"], "all": evaluation["evaluation_mean"]})
     names = [*sorted(set().union(*columns) - {"all"}), "all"]
     return table([[name, *(loss(column.get(name)) for column in columns)] for name in names], header)
-
-
-def read_row(line):
-    """The object of a line of metrics.jsonl; nothing of one that was cut short."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return {}
 
 
 def loss(value):
