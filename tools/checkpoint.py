@@ -117,8 +117,8 @@ def describe_state(entry):
         return f"{aside}{str(error).removeprefix(f'{entry}/')}"
     except OSError as error:
         return f"{aside}cannot be read ({error.strerror})"
-    present = {path.name: read.size_of(path) for path in entry.iterdir() if not path.name.startswith(".")}
-    present.pop("manifest.json")
+    files = [path for path in entry.iterdir() if not path.name.startswith(".") and path.name != "manifest.json"]
+    present = {path.name: path.stat().st_size if path.is_file() else None for path in files}
     wrong = sorted(name for name in present.keys() | expected if present.get(name) != expected.get(name))
     return aside + (f"wrong size, absent or foreign: {', '.join(wrong)}" if wrong else "sizes are right")
 

@@ -119,11 +119,6 @@ def find_damage(step):
         return [problem for found in pool.map(verify_part, range(len(entries))) for problem in found]
 
 
-def size_of(path):
-    """Bytes of a file; None if there is none."""
-    return path.stat().st_size if path.is_file() else None
-
-
 def find_gaps(step):
     """Sentences for what sound files lack: each element of the model in one place, finite, at the step of the name."""
     number = STEP_NAME.fullmatch(step.path.resolve().name)
