@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from data_prep.output import writable_directory
 from data_prep.tiktoken_model import is_tiktoken
 from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
 from moh_lm.checkpoint.manifest import read_json, write_json
@@ -91,8 +92,9 @@ def export(texts):
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    temporary = output.parent / f"export-tmp-{os.getpid()}"  # no dots: transformers makes a module name of it
-    make_directory(temporary, output)
+    # The name has no dots: transformers makes a module name of it.
+    temporary = writable_directory(output.parent) / f"export-tmp-{os.getpid()}"
+    temporary.mkdir()
     try:
         print(f"writing {step} as {arguments.dtype}", flush=True)
         parameters = write_export(step, config, DTYPES[arguments.dtype], arguments, temporary)
@@ -131,14 +133,6 @@ def is_export(directory):
         return values.get("exported_by") == EXPORTED_BY or values["model_type"] == "moh_llama"
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-
-
-def make_directory(temporary, output):
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        problem = f"--output {output}: cannot be written ({error.strerror}); give another directory"
-        raise ConfigError([problem]) from error
 
 
 def publish(temporary, output):

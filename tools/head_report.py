@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from data_prep.output import writable_directory
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
 from moh_lm.flags import Parser
@@ -83,11 +84,7 @@ def parse_arguments(texts):
     arguments = parser.parse_args(texts)
     if head_map is None:
         raise ConfigError(["pictures are drawn by matplotlib, which is not installed: pip install matplotlib"])
-    try:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"--output {arguments.output}: cannot be made ({error.strerror}); give another directory"
-        raise ConfigError([problem]) from error
+    writable_directory(arguments.output)
     return arguments
 
 
