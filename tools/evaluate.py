@@ -25,10 +25,10 @@ import subprocess
 import tempfile
 
 from data_prep.report import table
-from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
 from moh_lm.flags import Parser
 from tools.command import exit_code
+from tools.hf.import_config import read_config
 from tools.tasks.flags import add_task_flags, task_problems
 
 with contextlib.suppress(ImportError):  # ``add_task_flags`` says so
@@ -147,10 +147,7 @@ def evaluate(arguments):
 
 
 def is_export(model):
-    try:
-        return read_json(model / "config.json").get("model_type") == "moh_llama"
-    except (ValueError, AttributeError) as error:
-        raise ConfigError([f"{model / 'config.json'}: cannot be read ({error}); fetch the model again"]) from error
+    return read_config(model).get("model_type") == "moh_llama"
 
 
 def table_row(entry, harness):
