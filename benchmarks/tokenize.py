@@ -13,8 +13,7 @@ first one, and the median, least and largest ratio within a round.
 import os
 import sys
 
-if __name__ == "__main__":
-    # Python put this file's directory first, where this very file hides the standard module `tokenize`.
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse

@@ -21,6 +21,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed p
 import math
 import time
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -35,7 +36,7 @@ from tools.command import exit_code
 from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.import_config import model_config, own_heads, read_config
 from tools.hf.import_step import output_problems, write_step
-from tools.hf.import_vocabulary import NewRows, read_tokenizer, spelled
+from tools.hf.import_vocabulary import new_rows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
 
 TRAINING_ONLY = (  # no part of the function
@@ -100,7 +101,8 @@ def run(texts):
         tokens = find_sample(arguments, old_vocab_size, min(length, 2048), old)
         with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
             orders, measured = ranked(config, source, tokens, bar.update)
-    parts = plan(config, source, old_vocab_size, orders, NewRows(source, pieces, arguments.seed), router_seed)
+    extend = partial(new_rows, source, pieces, arguments.seed)
+    parts = plan(config, source, old_vocab_size, orders, extend, router_seed)
     facts = {
         "source": str(arguments.model),
         "config_sha256": describe(arguments.model / "config.json")["sha256"][0],

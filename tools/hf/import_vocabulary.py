@@ -25,22 +25,19 @@ NOISE = 0.01
 ROWS = 1024  # new rows made at once
 
 
-class NewRows:
-    """``extend(name, count)`` of tools/hf/import_weights.py. pieces: {new id: ids of the old tokens that spell it}."""
+def new_rows(source, pieces, seed, name, count):
+    """The ``count`` rows after those of the matrix ``name`` in the source, fp32, in blocks. Holds it in memory.
 
-    def __init__(self, source, pieces, seed):
-        self.source, self.pieces, self.seed = source, pieces, seed
-
-    def __call__(self, name, count):
-        """The ``count`` rows after those of the matrix ``name`` in the source, fp32, in blocks. Holds it in memory."""
-        old, pieces = self.source.whole(name), self.pieces if name == EMBEDDING else {}
-        mean, deviation = old.mean(0), old.std(0)
-        digest = hashlib.blake2b(f"{self.seed}/{name}/new rows".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        for start in range(len(old), len(old) + count, ROWS):
-            ids = range(start, min(start + ROWS, len(old) + count))
-            rows = torch.stack([old[pieces[i]].mean(0) if i in pieces else mean for i in ids])
-            yield rows + torch.empty_like(rows).normal_(generator=generator) * (NOISE * deviation)
+    pieces: {new id: ids of the old tokens that spell it}.
+    """
+    old, pieces = source.whole(name), pieces if name == EMBEDDING else {}
+    mean, deviation = old.mean(0), old.std(0)
+    digest = hashlib.blake2b(f"{seed}/{name}/new rows".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    for start in range(len(old), len(old) + count, ROWS):
+        ids = range(start, min(start + ROWS, len(old) + count))
+        rows = torch.stack([old[pieces[i]].mean(0) if i in pieces else mean for i in ids])
+        yield rows + torch.empty_like(rows).normal_(generator=generator) * (NOISE * deviation)
 
 
 def read_tokenizer(path, vocab_size, named):
