@@ -67,10 +67,8 @@ def write(out, order=()):
     if pyplot is None:
         print("no picture: matplotlib is not installed")
     elif runs:
-        colours = {name: f"C{index % 10}" for index, name in enumerate(runs)}
-        lines = {name: ("-", "--")[index // 10 % 2] for index, name in enumerate(runs)}
-        style = lambda name: {"color": colours[name], "linestyle": lines[name]}  # noqa: E731
-        draw_curves(out / "curves.png", {"": runs}, next(iter(runs)), style)
+        styles = [dict(color=f"C{index % 10}", linestyle=("-", "--")[index // 10 % 2]) for index in range(len(runs))]
+        draw_curves(out / "curves.png", {"": runs}, next(iter(runs)), dict(zip(runs, styles, strict=True)).get)
 
 
 def read_runs(directory, order=()):
