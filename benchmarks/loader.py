@@ -145,12 +145,7 @@ def show_reading(directory):
 
 def make_loader(dataset, **options):
     return Loader(
-        dataset,
-        global_batch_size=BATCH,
-        micro_batch_size=4,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        **options,
+        dataset, global_batch_size=BATCH, micro_batch_size=4, data_parallel_rank=0, data_parallel_size=1, **options
     )
 
 

@@ -111,9 +111,7 @@ def report_of(arguments, model, tokenizer, domains):
         "description": describe(kinds),
         "active": float(np.mean([load.sum(1).mean() for load in measures["load"].values()])),
         "seq_length": max(len(domain.windows[0]) for domain in domains),
-        "domains": [
-            {"name": d.name, "tokens": sum(map(len, d.windows)), "dropped": dict(d.dropped)} for d in domains
-        ],
+        "domains": [{"name": d.name, "tokens": sum(map(len, d.windows)), "dropped": dict(d.dropped)} for d in domains],
         "routed": bool(routed.any()),
         "kind": kinds,
         "class": findings.classes_of(measures),

@@ -84,9 +84,7 @@ def legal_variants(config, gpus):
     for tp in divisors:
         for pp in divisors:
             for zero in (1, 2, 3):
-                parallel = replace(
-                    config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, zero_stage=zero
-                )
+                parallel = replace(config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, zero_stage=zero)
                 for micro_batch in (2**n for n in range(7) if 2**n <= config.run.global_batch_size):
                     for recompute in (False, True):
                         run = replace(config.run, micro_batch_size=micro_batch, recompute=recompute)

@@ -49,9 +49,7 @@ class Entry(NamedTuple):
 
 ACC, ACC_NORM = "acc,none", "acc_norm,none"
 ABCD = "question A B C D answer"
-SCIQ = Entry(
-    "SciQ", "sciq", "sciq", 0, ACC_NORM, "support question correct_answer distractor1 distractor2 distractor3"
-)
+SCIQ = Entry("SciQ", "sciq", "sciq", 0, ACC_NORM, "support question correct_answer distractor1 distractor2 distractor3")
 PIQA = Entry("PIQA", "piqa", "piqa", 0, ACC_NORM, "goal sol1 sol2 label")
 WINOGRANDE = Entry("WinoGrande", "winogrande", "winogrande", 0, ACC, "sentence option1 option2 answer")
 OPENBOOKQA = Entry("OpenbookQA", "openbookqa", "openbookqa", 0, ACC_NORM, "question_stem choices answerKey")
