@@ -128,7 +128,7 @@ def evaluate(arguments):
             except AssertionError as error:  # the harness's way to say that an answer does not fit
                 asked = f"{', '.join(names)}: cannot be asked with sequences of {model.max_length} tokens"
                 remedy = "give a larger --max-length, or choose other --tasks"
-                raise ConfigError([f"{asked} ({error or 'an answer alone is longer'}); {remedy}"]) from error
+                raise ConfigError([f"{asked} ({str(error) or 'an answer alone is longer'}); {remedy}"]) from error
             harness |= output["results"]
     rows = [table_row(entry, harness) for entry in entries]
     return {

@@ -211,8 +211,8 @@ def changes(first, second):
                 for kind in KINDS:
                     row[kind] = change(first.read(kind, name), second.read(kind, name), bar)
                 rows.append(row)
-    unknown = float("inf")
-    return sorted(rows, key=lambda row: [-(unknown if (r := row[kind]["relative"]) is None else r) for kind in KINDS])
+    unknown = {None: math.inf}  # first
+    return sorted(rows, key=lambda row: [-unknown.get(row[kind]["relative"], row[kind]["relative"]) for kind in KINDS])
 
 
 def change(first, second, bar):
