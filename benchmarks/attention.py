@@ -6,45 +6,38 @@
 
 The *core* is the attention of all heads from their queries, keys and values, routing given; the *layer* is the whole
 attention layer with projections, rotary embeddings and router. ``--active``: percent of the heads that a token uses.
-Half of the heads (75%) or a quarter of them (50%) are shared, and a quarter of all heads are routed for each token.
-``--documents``: attention stays inside documents of so many tokens in the mean. ``--window``: a token sees the last so
-many keys. With either the core says how many tiles of 64 queries and 64 keys a sparse backend computes, over those of
-dense causal attention: forward and for dQ, and for dK and dV. Every contestant runs once per round;
-the first round does not count. Shown are the median times of the base, and of every contestant the median over the
-rounds of its time over that of the base in the same round: forward alone, and forward with backward. On a CPU they are
-taken by the clock on the wall and, on the right, by CPU time of the process, which a busy machine disturbs less. The
-base of the core is scaled dot-product attention without gates, that of the layer the MoH layer with the backend
-``dense``; ``no router`` is ordinary attention.
+``--documents``: attention stays inside documents of so many tokens in the mean. Shown are the median times of the base,
+and of every contestant the median over the rounds of its time over that of the base in the same round: forward alone,
+and forward with backward; on a CPU by the clock and, on the right, by CPU time. The base of the core is scaled
+dot-product attention without gates, that of the layer the MoH layer with the backend ``dense``; ``no router`` is
+ordinary attention.
 
-On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls, which wait for Python where
-their kernels are short. The bases are FLASH (EFFICIENT in fp32, and with documents, which it cannot mask) and CUDNN
-separately, as far as they run, and benchmarks/attention_gpu.py is run first: errors, tiles, synchronisation and CUDA
-graphs. ``unfused`` there is attention in separate operations, against which the paper may have
-measured. The micro-batch is 1 on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch``
-says another.
+On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls. The bases are FLASH (EFFICIENT
+in fp32, and with documents, which it cannot mask) and CUDNN, as far as they run. benchmarks/attention_gpu.py is run
+first. ``unfused`` is attention in separate operations, against which the paper may have measured. The micro-batch is 1
+on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch`` says another.
 
-With ``--save`` training goes by the figures of this machine from then on: its tiles, and its layers, by which
-``--attention-backend auto`` chooses (moh_lm/kernels/break_even.py). They replace what was saved on this machine before
-for the dtype and, on a CPU, the number of threads. Nothing else should run meanwhile.
+With ``--save`` training goes by the figures of this machine from then on (moh_lm/kernels/break_even.py): its tiles, and
+its layers, by which ``--attention-backend auto`` chooses. Nothing else should run meanwhile.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":
-    # Python put this file's directory first, where tokenize.py hides the standard module of that name.
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
 import platform
 from datetime import date
+from functools import partial
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.timing import recorded, seconds
+from benchmarks.timing import device_flags, in_turns, ratio, set_up, stopwatch
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels import break_even
 from moh_lm.kernels.attention import moh_attention
@@ -61,6 +54,7 @@ SHAPES = {  # hidden size, query heads, key/value heads, head dimension
 
 
 TILE = 64
+PARTS = ("forward", "both")
 NEVER = 99  # a ratio that is worse than any: the sparse backend could not run
 
 
@@ -72,9 +66,7 @@ def bases(documents, dtype):
 
 def main():
     options = read_options()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    torch.set_num_threads(options.threads)
+    device, dtype = set_up(options)
     print(conditions := describe(device, dtype))
     new = break_even.Measurement(*break_even.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
     if device.type == "cuda":
@@ -116,10 +108,8 @@ def read_options():
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048, 4096])
     parser.add_argument("--active", nargs="+", type=int, choices=(50, 75), default=[50, 75])
     parser.add_argument("--levels", nargs="+", choices=("core", "layer"), default=["core", "layer"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
+    device_flags(parser, rounds=7)
     parser.add_argument("--micro-batch", type=int)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--documents", type=int, help="mean length in tokens; without, attention is causal only")
     parser.add_argument("--window", type=int, default=0, help="keys that a token sees; 0: all before it")
     parser.add_argument("--save", action="store_true", help="let auto go by these figures on this machine")
@@ -248,24 +238,18 @@ def report(title, functions, first, rounds, device):
     clocks = {}
     for name, (function, inputs) in functions.items():
         try:
-            clocks[name] = {part: stopwatch(device, function, inputs, part == "both") for part in ("forward", "both")}
+            calls = {part: partial(run, function, inputs, part == "both") for part in PARTS}
+            clocks |= {(name, part): stopwatch(call, device) for part, call in calls.items()}
         except RuntimeError as error:
             print(f"{title}: {name} does not run here: {str(error).splitlines()[0]}")
-    times = {name: {"forward": [], "both": []} for name in clocks}
-    for number in range(rounds + 1):
-        for name, parts in clocks.items():
-            for part, clock in parts.items():
-                spent = clock()
-                if number:
-                    times[name][part].append(spent)
-    found = {}
-    for base in (name for name in first if name in clocks):
-        shown = [f"{part} {1e3 * median(time[0] for time in spent):.2f} ms" for part, spent in times[base].items()]
+    times, found = in_turns(clocks, rounds), {}
+    ran = list(dict.fromkeys(name for name, _ in clocks))
+    for base in (name for name in first if name in ran):
+        shown = [f"{part} {1e3 * median(time[0] for time in times[base, part]):.2f} ms" for part in PARTS]
         print(f"{title}: {base} {', '.join(shown)}")
-        for name in (name for name in clocks if name not in first):
+        for name in (name for name in ran if name not in first):
             found[base, name] = [
-                tuple(ratio(times[name][part], times[base][part], clock) for part in ("forward", "both"))
-                for clock in range(2)
+                tuple(ratio(times[name, part], times[base, part], clock) for part in PARTS) for clock in range(2)
             ]
             other = "   eager: " if device.type == "cuda" else "   by CPU time: "
             columns = other.join(f"{forward:.2f}  {both:.2f}" for forward, both in found[base, name])
@@ -280,28 +264,12 @@ def worst(found, sparse, device):
     return max((both for _, both in rows), default=float("inf"))
 
 
-def ratio(mine, base, clock):
-    return median(m[clock] / b[clock] for m, b in zip(mine, base, strict=True))
-
-
 def run(function, inputs, backward):
     with torch.set_grad_enabled(backward):
         output = function(*inputs)
         if backward:
             leaves = [tensor for tensor in inputs if tensor.requires_grad]
             torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
-
-
-def stopwatch(device, function, inputs, backward):
-    """What runs it when called, and gives its ``seconds``."""
-
-    def call():
-        run(function, inputs, backward)
-
-    if device.type == "cuda":
-        graph = recorded(call)
-        return lambda: seconds(graph.replay, device) + seconds(call, device)
-    return lambda: seconds(call, device)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,22 @@
 
     python benchmarks/checkpoint.py [--ranks 2] [--repeats 5] [--directory DIR] [flags of moh_lm.pretrain]
 
-The model is LLM-S unless flags say otherwise; the engine is that of a training run, the samples are random. It starts
-its ranks by itself, on gloo or, with GPUs, on NCCL with a GPU each; under torchrun it takes the ranks that there are.
-Each repetition does all of the following, in an order that rotates, and deletes what it wrote:
+The model is LLM-S unless flags say otherwise; the samples are random. It starts its ranks by itself; under torchrun it
+takes those that there are. Each repetition does all of the following, in an order that rotates, and deletes what it
+wrote:
 
     DeepSpeed   engine.save_checkpoint, which does not wait for the disk; then an fsync of each of its files
     full        --async-save false: every byte is hashed and on the disk when the save returns
     background  --async-save true: the loop stands still for the snapshot, and trains while threads write
 
-"stall" is how long no step can run; "on the disk" how long until every file is (in training, the end of a background
-save is noticed when a step ends); MB/s are over the latter. Files are read back from the page cache. Times are those of
-the slowest rank.
+"stall" is how long no step can run; "on the disk" how long until every file is; MB/s are over the latter. Files are
+read back from the page cache. Times are those of the slowest rank.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":
-    # Python put this file's directory first, where benchmarks/tokenize.py hides the standard module `tokenize`.
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import platform

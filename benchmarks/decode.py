@@ -3,28 +3,25 @@
     python benchmarks/decode.py [--shapes llm-s llm-b llama3-8b] [--lengths 2048 8192 32768] [--batches 1 4]
                                 [--active 50 75] [--threads 1] [--rounds 9] [--dtype float32]
 
-One layer of a model, without projections and router. --active: percent of the heads that a token uses, with the split
-of benchmarks/attention.py, drawn at random for each row; in ``llama3-8b`` four query heads share keys and values, and a
-token selects heads or (``groups``) whole groups of them. Every contestant reads one cache after another, as a model
-reads those of its layers, so many that none stays in the processor's own (``CACHES_BYTES``). It runs once per round;
-the first does not count. Shown are which share of the keys and values is read, the median time of a token in a layer,
-and the median over the rounds of its ratio to the base in the same round.
+One layer of a model, without projections and router. Heads are drawn at random for each row; in ``llama3-8b`` four
+query heads share keys and values, and a token selects heads or (``groups``) whole groups of them. Every contestant
+reads one cache after another, so many that none stays in the processor's own (``CACHES_BYTES``). Shown are which share
+of the keys and values is read, the median time of a token in a layer, and the median over the rounds of its ratio to
+the base in the same round.
 
     all, equal lengths     scaled dot-product attention without a mask: the base
     all, mask              the same under a mask of each row's length: what generation computes with ``dense``
     all, as selected       the next one with every head selected
     selected               on a CPU loops over rows and heads, on a GPU the backend triton
 
-On a CPU times are by the clock on the wall and, on the right, by CPU time. On a GPU they are those of the device, eager
-and, on the right, replayed from a CUDA graph. There the fastest tiles and number of splits are sought first, at the
+Times are those of benchmarks/attention.py. On a GPU the fastest tiles and number of splits are sought first, at the
 longest length, one row, 50%, printed, and used.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":
-    # Python put this file's directory first, where tokenize.py hides the standard module of that name.
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -36,8 +33,8 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from benchmarks.attention import SHAPES, budgets, describe, ratio
-from benchmarks.timing import recorded, seconds
+from benchmarks.attention import SHAPES, budgets, describe
+from benchmarks.timing import device_flags, in_turns, ratio, recorded, seconds, set_up, stopwatch
 from moh_lm.kernels import decode
 from moh_lm.kernels.decode import decode_attention
 from moh_lm.model.router import select
@@ -50,9 +47,7 @@ PROGRAMS = (4, 8, 16)  # per multiprocessor
 
 def main():
     options = read_options()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    torch.set_num_threads(options.threads)
+    device, dtype = set_up(options)
     print(describe(device, dtype))
     for shape in options.shapes:
         if device.type == "cuda":
@@ -70,9 +65,7 @@ def read_options():
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--active", nargs="+", type=int, choices=(50, 75), default=[50, 75])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    device_flags(parser, rounds=9)
     return parser.parse_args()
 
 
@@ -137,17 +130,7 @@ def contestants(shape, percents, inputs):
 
 def report(title, functions, rounds, device):
     """Take the contestants in turns, and print a line for each."""
-    times = {name: [] for name in functions}
-    graphs = {}
-    if device.type == "cuda":
-        graphs = {name: recorded(function) for name, (function, *_) in functions.items()}
-    for number in range(rounds + 1):
-        for name, (function, *_) in functions.items():
-            spent = seconds(function, device)
-            if graphs:
-                spent += seconds(graphs[name].replay, device)
-            if number:
-                times[name].append(spent)
+    times = in_turns({name: stopwatch(function, device) for name, (function, *_) in functions.items()}, rounds)
     print(title)
     for name, (_, layers, share) in functions.items():
         columns = ""

@@ -17,8 +17,7 @@ import os
 import statistics
 import sys
 
-if __name__ == "__main__":
-    # Python put this file's directory first, where benchmarks/tokenize.py hides the standard module `tokenize`.
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import shutil

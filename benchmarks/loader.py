@@ -14,8 +14,7 @@ micro-batches, with and without reading ahead.
 import os
 import sys
 
-if __name__ == "__main__":
-    # Python put this file's directory first, where tokenize.py hides the standard module.
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -146,12 +145,7 @@ def show_reading(directory):
 
 def make_loader(dataset, **options):
     return Loader(
-        dataset,
-        global_batch_size=BATCH,
-        micro_batch_size=4,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        **options,
+        dataset, global_batch_size=BATCH, micro_batch_size=4, data_parallel_rank=0, data_parallel_size=1, **options
     )
 
 

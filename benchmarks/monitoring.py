@@ -10,8 +10,7 @@ and as a share of the median step: once as measured, and once as it is with the 
 import os
 import sys
 
-if __name__ == "__main__":
-    # Python put this file's directory first, where tokenize.py hides the standard module.
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse

@@ -4,22 +4,18 @@
                               [--micro-batch-size 1] [--rounds 3] [--threads N] [--device cuda] [--peak-tflops 989]
 
 All contestants train in one process, in turns, on the same random tokens: fp32 on a CPU, bf16 weights on a GPU, torch's
-AdamW (fused on a GPU), no engine and no recomputation. dense, moh-75 and moh-50 are ours with all heads, and with the
-head budgets of benchmarks/attention.py; hf is LlamaForCausalLM (sdpa) of the installed transformers. A name with
--compiled behind it is the same under torch.compile, ours by layers as with ``--compile``. A step's time is the median
-over the rounds, after one that does not count; a ratio is the median of the ratios within a round. On a CPU it is that
-by the clock on the wall and, behind it, by CPU time, which other programs disturb less, but where threads count that
-wait for work. GiB on a GPU: the most that a contestant needs during a step, with its own weights and moments.
-
-MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, once for all heads and once for those that
-are active. The backends that ``auto`` chose are printed.
+AdamW (fused on a GPU), no engine and no recomputation. hf is LlamaForCausalLM (sdpa) of the installed transformers. A
+name with -compiled behind it is the same under torch.compile, ours by layers as with ``--compile``. A step's time is
+the median over the rounds, after one that does not count; a ratio is the median of the ratios within a round, on a CPU
+by the clock and, behind it, by CPU time. GiB on a GPU: the most that a contestant needs during a step, with its own
+weights and moments. MFU: FLOPs of the step by ``flops_per_token`` over time and --peak-tflops, for all heads and for
+active ones.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":
-    # Python put this file's directory first, where tokenize.py hides the standard module.
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -28,11 +24,13 @@ from statistics import median
 
 import torch
 
+from benchmarks.attention import budgets
 from benchmarks.timing import seconds
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.break_even import fastest
 from moh_lm.model.transformer import CausalLM, compile_layers
+from tools.hf.keys import written
 
 SHAPES = {
     "llm-s": dict(num_layers=12, hidden_size=768, intermediate_size=2048, num_attention_heads=12, head_dim=64),
@@ -40,7 +38,6 @@ SHAPES = {
     "tiny": dict(num_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32),
 }
 VOCAB = {"tiny": 1024}
-SHARED_AND_ROUTED = {"moh-75": (1 / 2, 1 / 4), "moh-50": (1 / 4, 1 / 4)}  # of all heads
 
 
 def main():
@@ -113,14 +110,14 @@ def make(name, arguments, length, device):
     sizes = {**SHAPES[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
     heads = HeadsConfig(head_selection="all")
     kind = name.removesuffix("-compiled")
-    if kind in SHARED_AND_ROUTED:
-        shared, routed = (int(share * sizes["num_attention_heads"]) for share in SHARED_AND_ROUTED[kind])
+    if kind.startswith("moh-"):
+        shared, routed = budgets(sizes["num_attention_heads"], int(kind.removeprefix("moh-")))
         heads = HeadsConfig(num_shared_heads=(shared,), num_active_routed_heads=(routed,))
     config = ModelConfig(**sizes, heads=heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if kind == "hf":
         with device:
-            model, loss_of = hugging_face(sizes, length, kind != name), hugging_face_loss
+            model, loss_of = hugging_face(config, length, kind != name), hugging_face_loss
     else:
         with device:  # drawn there, billions of weights take no time
             model, loss_of = CausalLM(config, attention_backend=arguments.backend), our_loss
@@ -152,22 +149,11 @@ def our_loss(model, tokens):
     return model(tokens[:, :-1], tokens[:, 1:])[0]
 
 
-def hugging_face(sizes, length, compiled):
+def hugging_face(config, length, compiled):
     import transformers  # only this contestant needs it
 
-    config = transformers.LlamaConfig(
-        vocab_size=sizes["vocab_size"],
-        hidden_size=sizes["hidden_size"],
-        intermediate_size=sizes["intermediate_size"],
-        num_hidden_layers=sizes["num_layers"],
-        num_attention_heads=sizes["num_attention_heads"],
-        num_key_value_heads=sizes["num_attention_heads"],
-        head_dim=sizes["head_dim"],
-        max_position_embeddings=length,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    more = {"max_position_embeddings": length, "attn_implementation": "sdpa", "use_cache": False}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**written(config), **more))
     print(f"hf: transformers {transformers.__version__}", file=sys.stderr)
     return torch.compile(model, dynamic=False) if compiled else model
 

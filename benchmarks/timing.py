@@ -1,11 +1,50 @@
-"""How long a function takes: by the clock and by CPU time, or on a GPU by its events.
+"""How long functions take that are called in turns: by the clock and by CPU time, or on a GPU by its events.
 
 A GPU may replay the work from a CUDA graph, so that small kernels do not wait for Python.
 """
 
 import time
+from statistics import median
 
 import torch
+
+
+def device_flags(parser, rounds):
+    """The flags of what runs on the GPU, if there is one, or else on the CPU."""
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+
+
+def set_up(options):
+    """(device, dtype) of ``device_flags``."""
+    torch.set_num_threads(options.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device, getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+
+
+def stopwatch(function, device):
+    """What runs it when called, and gives its ``seconds``; on a GPU those of its CUDA graph, then those of a call."""
+    if device.type == "cpu":
+        return lambda: seconds(function, device)
+    graph = recorded(function)
+    return lambda: seconds(graph.replay, device) + seconds(function, device)
+
+
+def in_turns(clocks, rounds):
+    """{key: [what its clock gave, by round]}; clocks: {key: function}. The first round does not count."""
+    taken = {key: [] for key in clocks}
+    for number in range(rounds + 1):
+        for key, clock in clocks.items():
+            spent = clock()
+            if number:
+                taken[key].append(spent)
+    return taken
+
+
+def ratio(mine, base, clock):
+    """The median over the rounds of one time to another, both by the same of their clocks."""
+    return median(m[clock] / b[clock] for m, b in zip(mine, base, strict=True))
 
 
 def seconds(function, device, repeats=10):

@@ -3,19 +3,17 @@
     python benchmarks/tokenize.py [--megabytes 64] [--rounds 3] [--workers 1 2] [--tokenizer M.model]
                                   [--datatrove PYTHON] [--corpus GLOB] [DIRECTORY]
 
-DIRECTORY is filled on the first use and kept: the corpus, in files of 4 MB, which is the source code and the text files
-of this Python and its packages, a file a document; and a SentencePiece model of 32,000 pieces with LLaMA's options,
-trained on it. The contestants take turns, each with one worker: data_prep/tokenize.py; the same without the segment
-cache, so that SentencePiece encodes everything; and the DocumentTokenizer of datatrove, if PYTHON (default: this one)
-has it. CPU time is user and system time of all processes, from start to end, imports included. After the first round,
-which does not count, the median over the rounds is shown, and the median, least and largest ratio within a round.
+DIRECTORY is filled on the first use and kept: the corpus, which is the source code and the text files of this Python
+and its packages, a file a document; and a SentencePiece model of 32,000 pieces with LLaMA's options, trained on it. The
+contestants take turns, each with one worker: data_prep/tokenize.py; the same without the segment cache; and the
+DocumentTokenizer of datatrove, if PYTHON (default: this one) has it. Shown are the median over the rounds after the
+first one, and the median, least and largest ratio within a round.
 """
 
 import os
 import sys
 
-if __name__ == "__main__":
-    # Python put this file's directory first, where this very file hides the standard module `tokenize`.
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import argparse
@@ -78,9 +76,6 @@ def main():
         measure(corpus, model, arguments, Path(scratch, "out"))
 
 
-# --- Corpus and model ---
-
-
 def make_corpus(directory: Path, size: int) -> str:
     """The pattern of the corpus of about ``size`` bytes of text, which is made unless it is there."""
     pattern = f"{directory}/*.jsonl.gz"
@@ -123,9 +118,6 @@ def make_model(path: Path, corpus: str) -> str:
         command = ["train", "--input", corpus, "--vocab-size", "32000", "--sample-bytes", "24M", "--output", str(path)]
         subprocess.run([sys.executable, ROOT / "data_prep/tokenize.py", *command], check=True)
     return str(path)
-
-
-# --- Measurement ---
 
 
 def measure(corpus, model, arguments, scratch: Path):

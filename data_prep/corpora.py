@@ -1,15 +1,4 @@
-"""Which corpus a record belongs to: by its schema first, then by its path.
-
-    corpus               known by                                                              source
-    the Pile             meta.pile_set_name, any of the 22 sets                                pile
-    SlimPajama           meta.redpajama_set_name; a file mixes all sets                        slimpajama-SET
-    RedPajama-Data-1T    red_pajama_subset; or meta but no id; or pred_label and wiki_prob     redpajama-SET
-    PG-19                short_book_title beside the text                                      pg19
-    Dolma v1.5 to v1.7   id and source; or a path with dolma-v1_                               dolma
-    FineWeb              dump, file_path, language_score and token_count                       fineweb
-    FineWeb-Edu          the same and int_score                                                fineweb-edu
-    DCLM-Baseline        bff_contained_ngram_count_before_dedupe                               dclm
-    C4                   text, timestamp and url, and no more                                  c4
+"""Which corpus a record belongs to: by its schema first, then by its path. docs/data.md has the schemas.
 
 ``meta`` is an object, or a string that holds JSON or the representation of a Python dictionary, as in parquet files
 that were converted from RedPajama. A SET of RedPajama is told by meta.source, by keys that only one set has, at last by
@@ -23,18 +12,9 @@ import re
 from pathlib import PurePath
 
 SET_COLUMNS = ("red_pajama_subset", "meta")  # parquet columns that tell the set of a row
-SETS = {  # as they are spelled in records and paths, in lower case without punctuation
-    "arxiv": "arxiv",
-    "book": "books",
-    "books": "books",
-    "c4": "c4",
-    "cc": "commoncrawl",
-    "commoncrawl": "commoncrawl",
-    "github": "github",
-    "stackexchange": "stackexchange",
-    "wiki": "wikipedia",
-    "wikipedia": "wikipedia",
-}
+# As they are spelled in records and paths, in lower case without punctuation.
+SETS = {name: name for name in ("arxiv", "books", "c4", "commoncrawl", "github", "stackexchange", "wikipedia")}
+SETS |= {"book": "books", "cc": "commoncrawl", "wiki": "wikipedia"}
 KEYS = {  # of ``meta``, that only one set has
     "arxiv": {"arxiv_id"},
     "books": {"short_book_title"},

@@ -4,14 +4,9 @@
     column    the column ``text_key`` of parquet or Arrow, a document per row
     text      the whole file is one document
 
-Text leaves as it is: nothing is normalised, trimmed or repaired. What is not a document is dropped with a reason, so
-that the documents and the counts of what was dropped add up to the lines, rows or texts of the input:
-
-    bad UTF-8, broken JSON, not an object, missing text, text is not a string, lone surrogate, too long
-    of no known set (see below)
-    HARMLESS: blank line, empty text, of another set
-
-A file that mixes several sources (data_prep/corpora.py) is read for one source at a time: ``Piece.source``.
+Text leaves as it is. What is not a document is dropped with a reason (docs/data.md lists them), so that the documents
+and the counts of what was dropped add up to the lines, rows or texts of the input. A file that mixes several sources
+(data_prep/corpora.py) is read for one source at a time: ``Piece.source``.
 """
 
 import json
@@ -110,9 +105,6 @@ def document(text, dropped, position, offset, raw) -> Document:
     return Document(None, dropped, 0, position, offset, raw[:EXCERPT])
 
 
-# --- JSON lines ---
-
-
 def line_documents(piece, text_key):
     for line, offset, position in lines(piece):
         if line is None:
@@ -175,9 +167,6 @@ def skip_line(file) -> int:
         if part.endswith(b"\n"):
             break
     return skipped
-
-
-# --- Tables ---
 
 
 def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
@@ -260,9 +249,6 @@ def text_of_row(value, record, source):
         return text.decode() if isinstance(text, bytes) else text, other_set(record, source)
     except UnicodeDecodeError:
         return None, "bad UTF-8"
-
-
-# --- Texts ---
 
 
 def text_documents(piece, text_key):

@@ -68,9 +68,6 @@ def same_content(piece: Piece, other: Piece) -> bool:
         return False
 
 
-# --- Named files ---
-
-
 def source_patterns(sources: list[str]) -> dict[str, list[str]]:
     """Source name -> its patterns, from NAME=GLOB. Raises ConfigError."""
     patterns, problems = {}, []
@@ -134,9 +131,6 @@ def inspect_files(files: list[tuple[str, str]]) -> Iterator[tuple[str, Piece | I
 
     with ThreadPoolExecutor(8) as pool:
         yield from tqdm(pool.map(inspect, files), "inspecting", len(files), unit="file", disable=len(files) < 1000)
-
-
-# --- Recognised files ---
 
 
 def recognized_sources(
@@ -241,9 +235,6 @@ def shortened(items: list[str]) -> list[str]:
     """The first of ``items``, and how many more; file names that are not UTF-8 in a form that can be printed."""
     shown = [item.encode(errors="backslashreplace").decode() for item in items[:SHOWN]]
     return shown if len(items) <= SHOWN else [*shown, f"and {len(items) - SHOWN} more"]
-
-
-# --- Standard input ---
 
 
 @contextmanager

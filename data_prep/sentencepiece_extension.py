@@ -19,15 +19,7 @@ from pathlib import Path
 import numpy as np
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
-from data_prep.bpe_continuation import (
-    BETWEEN,
-    MOST_TOKENS,
-    cut_where_old,
-    joined_tokens,
-    spelled,
-    too_little_text,
-    typical,
-)
+from data_prep import bpe_continuation as bpe
 from data_prep.encoding import Tokenizer, model_files
 from data_prep.hugging_face_model import HuggingFaceModel
 from data_prep.output import check_model_file
@@ -57,8 +49,8 @@ def main(arguments: list[str]) -> int:
     source = str(next(iter(model_files(flags.tokenizer).values())))
     if flags.vocab_size and flags.vocab_size <= old.vocab_size:
         raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} has {old.vocab_size} already"])
-    if old.vocab_size > MOST_TOKENS:
-        raise ConfigError([f"--tokenizer {flags.tokenizer}: {old.vocab_size} tokens; give one of up to {MOST_TOKENS}"])
+    if old.vocab_size > (most := bpe.MOST_TOKENS):
+        raise ConfigError([f"--tokenizer {flags.tokenizer}: {old.vocab_size} tokens; give one of up to {most}"])
     check_model_file(output)
     lines = read_sample(flags) if flags.vocab_size or flags.input or flags.source else []
     old_lines = []
@@ -83,11 +75,8 @@ def main(arguments: list[str]) -> int:
 
 
 def read_flags(arguments):
-    parser = Parser(
-        prog="python data_prep/tokenize.py extend",
-        description="Add tokens for another kind of text to a vocabulary, whose ids stay as they are.",
-        allow_abbrev=False,
-    )
+    what = "Add tokens for another kind of text to a vocabulary, whose ids stay as they are."
+    parser = Parser(prog="python data_prep/tokenize.py extend", description=what, allow_abbrev=False)
     add = parser.add_argument
     add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece BPE model, or LLaMA-3's tokenizer.model")
     which = parser.add_mutually_exclusive_group(required=True)
@@ -107,9 +96,6 @@ def change(lines: list[bytes], old: Tokenizer, new: Tokenizer) -> list:
     differ = sum(not np.array_equal(*pair) for pair in zip(before, after, strict=True))
     tokens = [sum(map(len, encoded)) - len(lines) for encoded in (before, after)]
     return [sum(map(len, lines)), *tokens, f"{differ / len(lines):.2%}"]
-
-
-# --- SentencePiece models ---
 
 
 def bpe_model(path: str):
@@ -135,15 +121,15 @@ def add_pieces(proto, pieces: Iterable[str]):
 def extended_model(path: str, texts: list[str], old_texts: list[str], vocab_size: int) -> bytes:
     """The serialized model with ``vocab_size`` pieces. Raises ConfigError if ``texts`` do not give so many."""
     proto = bpe_model(path)
-    characters = typical(new_characters(proto, texts), new_characters(proto, old_texts))
+    characters = bpe.typical(new_characters(proto, texts), new_characters(proto, old_texts))
     add_pieces(proto, frequent(characters, (vocab_size - len(proto.pieces)) // 2))
     room = vocab_size - len(proto.pieces)
-    words = cut_where_old(words_of(proto, texts), words_of(proto, old_texts))
-    joined = joined_tokens(words, room + room // 20 + 10)
+    words = bpe.cut_where_old(words_of(proto, texts), words_of(proto, old_texts))
+    joined = bpe.joined_tokens(words, room + room // 20 + 10)
     pieces = [piece.piece for piece in proto.pieces]
     add_pieces(proto, ["".join(pieces[index] for index in ids) for ids in joined])
     if len(proto.pieces) < vocab_size:
-        raise too_little_text(vocab_size, len(proto.pieces))
+        raise bpe.too_little_text(vocab_size, len(proto.pieces))
     del proto.pieces[vocab_size:]
     proto.trainer_spec.vocab_size = vocab_size
     return proto.SerializeToString()
@@ -207,7 +193,7 @@ def words_of(proto, texts: list[str]) -> Counter[str]:
         before, after = last[ids[:-1]], first[ids[1:]]
         ends_word = np.append((after <= SPACE) | (before == OUTSIDE) | (after != before) & (before != SPACE), True)
         ends_word[np.cumsum([len(line) for line in lines]) - 1] = True
-        words.update(spelled(ids, ends_word).split(BETWEEN))
+        words.update(bpe.spelled(ids, ends_word).split(bpe.BETWEEN))
     return words
 
 

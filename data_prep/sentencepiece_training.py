@@ -36,11 +36,8 @@ def main(arguments: list[str]) -> int:
 
 
 def read_flags(arguments):
-    parser = Parser(
-        prog="python data_prep/tokenize.py train",
-        description="Train a SentencePiece BPE model with byte fallback, as LLaMA's, on a sample of the documents.",
-        allow_abbrev=False,
-    )
+    what = "Train a SentencePiece BPE model with byte fallback, as LLaMA's, on a sample of the documents."
+    parser = Parser(prog="python data_prep/tokenize.py train", description=what, allow_abbrev=False)
     add_sample_flags(parser)
     parser.add_argument("--vocab-size", metavar="N", type=size, default="65536", help="pieces (default: 65536)")
     parser.add_argument("--output", metavar="MODEL", required=True, help="the model file to write")

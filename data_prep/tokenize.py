@@ -13,28 +13,19 @@ with other content or options is replaced. Exit codes: 0 complete, 1 an input fa
 import os
 import sys
 
-if __name__ == "__main__":
-    # Python put this file's directory first, where this very file hides the standard module `tokenize`.
+if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from data_prep import output as data_directory
 from data_prep import sentencepiece_extension, sentencepiece_training
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
 from data_prep.inputs import Source, named_source, recognized_sources, source_patterns, standard_input
-from data_prep.output import (
-    doubled_shards,
-    finished_sidecar,
-    only_run,
-    record_groups,
-    recorded_groups,
-    replaced_shards,
-    sweep,
-    writable_directory,
-)
+from data_prep.output import finished_sidecar, sweep
 from data_prep.report import outlook, plan_line, print_summary, progress_bar, room
 from data_prep.training_sample import argument, size
 from data_prep.units import Unit, divide
@@ -72,10 +63,10 @@ def tokenize_command(arguments: list[str]) -> int:
     flags = read_flags(arguments)
     tokenizer = Tokenizer(flags.tokenizer)
     sources, from_stdin, failures = find_sources(flags)
-    output = writable_directory(flags.output)
+    output = data_directory.writable_directory(flags.output)
     try:
         with ExitStack() as stack:
-            stack.enter_context(only_run(output))
+            stack.enter_context(data_directory.only_run(output))
             sweep(output, sources)
             if from_stdin:
                 try:
@@ -96,7 +87,7 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
     units = plan(sources, output, flags.unit_size, tokenizer, options)
     for name, source in sources.items():
         failures[name] += source.unreadable
-    replaced = replaced_shards(output, sources, units, tokenizer)
+    replaced = data_directory.replaced_shards(output, sources, units, tokenizer)
     for name in TOKENIZER_FILES:
         if name in tokenizer.files:
             publish(output / name, tokenizer.files[name].read_bytes())
@@ -104,7 +95,7 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
             (output / name).unlink(missing_ok=True)
     for name in sources:
         (output / name).mkdir(exist_ok=True)
-        record_groups(output / name, [unit for unit in units if unit.source == name])
+        data_directory.record_groups(output / name, [unit for unit in units if unit.source == name])
     finished = {unit: sidecar for unit in units if (sidecar := finished_sidecar(output, unit))}
     for name, source in sources.items():
         print(plan_line(name, source, [unit in finished for unit in units if unit.source == name]), flush=True)
@@ -113,7 +104,7 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
     absent = judge(units, finished, failures, flags)
     nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
     incomplete = {unit.source for unit in units if unit not in finished} | {name for name in sources if failures[name]}
-    doubled = doubled_shards([path for path in replaced if path.parent.name in incomplete], finished)
+    doubled = data_directory.doubled_shards([path for path in replaced if path.parent.name in incomplete], finished)
     replaced = [path for path in replaced if path.parent.name not in incomplete]
     for path in replaced + nothing:
         path.unlink()  # the sidecar; what is without one, the sweep removes
@@ -133,9 +124,6 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
     for name in absent:
         print(f"{name}: no document of these files belongs to it")
     print_summary([name for name in sources if name not in absent], finished)
-
-
-# --- Before the work ---
 
 
 def read_flags(arguments):
@@ -227,12 +215,10 @@ def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
         source.arrange()
         units += divide(
             name, source, text_key=options.text_key, unit_size=unit_size, identity=identity,
-            groups=recorded_groups(output / name), finished=lambda unit: finished_sidecar(output, unit) is not None,
+            groups=data_directory.recorded_groups(output / name),
+            finished=lambda unit: finished_sidecar(output, unit) is not None,
         )
     return units
-
-
-# --- The work, and after ---
 
 
 def make_shards(units, finished, failures, flags, options):

@@ -78,9 +78,7 @@ def run_units(
             process.join()
 
 
-def work(
-    connection: Connection, tokenizer_path: str, options: Options, output: str, max_bad_fraction: float | None
-):
+def work(connection: Connection, tokenizer_path: str, options: Options, output: str, max_bad_fraction: float | None):
     """The life of a worker: units come in through ``connection``, events go out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=die_with_the_parent, daemon=True).start()

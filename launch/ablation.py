@@ -2,12 +2,9 @@
 
     python -m launch.ablation OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--jobs N] [--ranks N] [FLAGS]
 
-``launch/ablation.sh`` calls it, with data of its own making. A variant is what differs from the common flags below;
-FLAGS of moh_lm.pretrain win over both, so that the same table can be made at any size. Runs of one seed have the same
-initial weights where they have the same parameters, and the same samples in the same order, so that they can be
-compared in pairs. OUT/runs/NAME-SEED is the directory of a run, and NAME-SEED.log beside it begins with its flags. A
-run that is complete is not repeated; one that was stopped goes on from its last checkpoint. Seed follows seed: when
-the program is stopped, the report of what is there is made by launch/ablation_report.py.
+``launch/ablation.sh`` calls it. FLAGS of moh_lm.pretrain win over those of the table and of a variant. Runs of one seed
+have the same initial weights where they have the same parameters, and the same samples in the same order, so that they
+can be compared in pairs. OUT/runs/NAME-SEED is the directory of a run (launch/runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """
@@ -16,10 +13,9 @@ import argparse
 import signal
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import launch.ablation_report as report
-from launch.runs import Run, train_all
+from launch.runs import Run, add_flags, check_flags, exit_code, train_all
 
 COMMON = (
     "--num-layers 4 --hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
@@ -70,16 +66,9 @@ VARIANTS = (
 
 def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("out", type=absolute, help="directory for runs and report")
-    add("--data-dir", type=absolute, required=True, help="written by data_prep/tokenize.py")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and order of samples (default: 1 2 3)")
-    add("--variants", nargs="+", metavar="NAME", default=[variant.name for variant in VARIANTS],
-        choices=[variant.name for variant in VARIANTS], help="by name (default: all)")  # fmt: skip
-    add("--num-attention-heads", type=int, default=8, help="a multiple of 8 (default: 8)")
-    add("--train-iters", type=int, default=600, help="iterations of each run (default: 600)")
-    add("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    add("--ranks", type=int, default=1, help="processes of each run, one per GPU (default: 1)")
+    add_flags(parser, VARIANTS)
+    parser.add_argument("--num-attention-heads", type=int, default=8, help="a multiple of 8 (default: 8)")
+    parser.add_argument("--train-iters", type=int, default=600, help="iterations of each run (default: 600)")
     flags, others = parser.parse_known_args(arguments)
     if flags.num_attention_heads % 8:
         parser.error(f"--num-attention-heads {flags.num_attention_heads}: must be a multiple of 8")
@@ -87,23 +76,14 @@ def main(arguments):
         parser.error("--train-tokens: give --train-iters, which tells complete runs from others")
     chosen = [variant for variant in VARIANTS if variant.name in flags.variants]
     planned = [run_of(variant, seed, flags, others) for seed in flags.seeds for variant in chosen]
-    for run in planned:
-        if run.has_other_flags():
-            parser.error(f"{run.log}: its run has other flags, which stand in its first line; choose another OUT")
+    check_flags(planned)
     waiting = [run for run in planned if not run.is_complete()]
     for run in planned:
         if run not in waiting:
             print(f"already there: {run.name}", flush=True)
     codes = train_all(lambda busy, codes: waiting.pop(0) if waiting else None, flags.jobs, flags.ranks)
     report.write(flags.out, [variant.name for variant in VARIANTS])
-    failed = [run for run in planned if codes.get(run.directory)]
-    for run in failed:
-        print(f"{run.name} failed: see {run.log}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def absolute(path):
-    return Path(path).resolve()
+    return exit_code(codes)
 
 
 def run_of(variant, seed, flags, others):

@@ -4,12 +4,8 @@
 #
 #     bash launch/ablation.sh [OUT [FLAGS]]
 #
-# Dense, 75%, 50% and 25% of the heads, static heads, both routings, both scopes of the balance loss, one stage instead
-# of two, shares of shared heads, top-p, whole key/value groups; each with several seeds on the same samples. OUT
-# (default: runs/ablation) receives the runs, REPORT.md and curves.png. A repetition goes on where the one before ended.
-#
-# FLAGS: --seeds 1 2 3, --variants NAME ..., --train-iters N, --num-attention-heads N, --jobs N (runs at a time; the
-# cores, or one with a GPU), --ranks N (GPUs of a run), and any of moh_lm.pretrain, which win. The model has 1.3M
+# OUT (default: runs/ablation) receives the runs, REPORT.md and curves.png. A repetition goes on where the one before
+# ended. FLAGS are those of python -m launch.ablation --help, and any of moh_lm.pretrain, which win. The model has 1.3M
 # parameters; without --data-dir the text is that of the quickstart. While it works, the report of what is complete:
 # python launch/ablation_report.py OUT. Each run keeps one checkpoint, of 12 bytes per parameter. A table at the size of
 # LLM-S on 8 GPUs:
@@ -20,16 +16,8 @@
 #         --min-learning-rate 3e-5 --validation-fraction 0.001
 set -euo pipefail
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-out=${1:-$root/runs/ablation}
-if [[ $out == -* || ! $out ]]; then
-    echo "usage: bash launch/ablation.sh [OUT [FLAGS]]; got OUT = $out" >&2
-    exit 2
-fi
-mkdir -p -- "$out"
-out=$(cd -- "$out" && pwd)
-cd -- "$root"
-source launch/quickstart_functions.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
+begin ablation "${1:-}"
 
 if [[ " $* " == *" --data-dir"* ]]; then
     steps_total=2
@@ -48,6 +36,5 @@ if [[ ${#data[@]} -gt 0 ]]; then
 fi
 
 step "Runs and report"
-jobs=$(python -c "import torch; print(1 if torch.cuda.is_available() else $OMP_NUM_THREADS)")
-export OMP_NUM_THREADS=1 # a small model gains little from more threads, and runs at a time gain all
+one_thread_a_run
 run python -m launch.ablation "$out" --jobs "$jobs" "${data[@]}" "${@:2}"

@@ -2,14 +2,14 @@
 
     python launch/ablation_report.py OUT
 
-Reads OUT/runs/NAME-SEED of ``launch/ablation.py``; runs that are not complete, or whose last losses are not finite, are
-left out. Variants are compared in
-pairs, seed by seed: with d the difference of the final validation losses for one seed, mean over sources, and n seeds,
+Reads OUT/runs/NAME-SEED; runs that are not complete, or whose last losses are not finite, are left out. With d the
+difference of the final validation losses of two variants for one seed, mean over sources, and n seeds,
 
     difference = mean(d) +- t(n - 1) * s(d) / sqrt(n)
 
 where s is the standard deviation and t the 97.5% point of Student's distribution: the interval that holds the true
-mean with a confidence of 95%, seeds being all that varies. An interval that holds 0 tells nothing apart.
+mean with a confidence of 95%, seeds being all that varies. The report of the atlas reads and writes with the same
+functions.
 """
 
 import argparse
@@ -66,40 +66,39 @@ def write(out, order=()):
     if pyplot is None:
         print("no picture: matplotlib is not installed")
     elif runs:
-        draw(out / "curves.png", runs)
-
-
-# --- Runs ---
+        styles = [dict(color=f"C{index % 10}", linestyle=("-", "--")[index // 10 % 2]) for index in range(len(runs))]
+        draw_curves(out / "curves.png", {"": runs}, next(iter(runs)), dict(zip(runs, styles, strict=True)).get)
 
 
 def read_runs(directory, order=()):
-    """{variant: {seed: {"config", "evaluations", "speed", "active_heads"}}} of the complete runs.
-
-    evaluations: {step: {source: loss in nats per token}}. speed: tokens per second, the median over intervals.
-    active_heads: {layer: heads of a token}, in the last interval, where --routing-top-p lets them differ.
-    """
+    """{variant: {seed: run}} of the complete runs, each as ``read_run`` gives it."""
     runs = {}
     for path in sorted(directory.glob("*/config.json")):
         name, _, seed = path.parent.name.rpartition("-")
-        config = Config.load(path)
-        final = final_evaluation(path.parent, config.run.train_iters)
-        if not final or None in final.values() or not seed.isdigit():
-            continue
-        rows = metrics(path.parent)
-        runs.setdefault(name, {})[int(seed)] = {
-            "config": config,
-            "evaluations": {row["step"]: row["evaluation"] for row in rows if "evaluation" in row},
-            "speed": median(row["tokens_per_second"] for row in rows if "tokens_per_second" in row),
-            "active_heads": active_heads(rows),
-        }
+        if seed.isdigit() and (run := read_run(path.parent)):
+            runs.setdefault(name, {})[int(seed)] = run
     place = {name: index for index, name in enumerate(order)}
     return {name: runs[name] for name in sorted(runs, key=lambda name: (place.get(name, len(place)), name))}
 
 
-def active_heads(rows):
-    """Of the last row that has them; empty without top-p."""
-    last = [row["heads"] for row in rows if "active_heads" in row.get("heads", {})][-1:]
-    return dict(zip(last[0]["layer"], last[0]["active_heads"], strict=True)) if last else {}
+def read_run(directory):
+    """A run of either report; None if it is not complete, or a loss at its end is not finite.
+
+    {"config", "evaluations": {step: {source: loss in nats per token}}, "rows": of metrics.jsonl, "active_heads":
+    {layer: heads of a token} in the last interval, with --routing-top-p only}.
+    """
+    config = Config.load(directory / "config.json")
+    final = final_evaluation(directory, config.run.train_iters)
+    if not final or None in final.values():
+        return None
+    rows = metrics(directory)
+    heads = [row["heads"] for row in rows if "active_heads" in row.get("heads", {})][-1:]
+    return {
+        "config": config,
+        "evaluations": {row["step"]: row["evaluation"] for row in rows if "evaluation" in row},
+        "rows": rows,
+        "active_heads": {layer: n for of in heads for layer, n in zip(of["layer"], of["active_heads"], strict=True)},
+    }
 
 
 def metrics(run):
@@ -113,22 +112,31 @@ def final_evaluation(run, iterations):
     return rows[-1]["evaluation"] if rows else None
 
 
+def final_losses(run):
+    """{source: validation loss at the end}."""
+    return run["evaluations"][max(run["evaluations"])]
+
+
 def final_loss(run):
-    """Validation loss at the end, mean over sources."""
-    evaluations = run["evaluations"]
-    return mean(evaluations[max(evaluations)].values())
+    """Their mean over sources."""
+    return mean(final_losses(run).values())
 
 
-# --- Tables ---
+def differences(runs, against):
+    """L(runs) - L(against) of the seeds that both have: [d, ...]. Both are {seed: run}."""
+    return [final_loss(runs[seed]) - final_loss(against[seed]) for seed in sorted(runs.keys() & against.keys())]
 
 
 def markdown(runs):
     """The whole report."""
     if not runs:
         return "No complete run yet.\n"
-    first = next(iter(next(iter(runs.values())).values()))["config"]
+    reference, *_ = runs
+    first = next(iter(runs[reference].values()))["config"]
     tokens = first.run.train_iters * first.run.tokens_per_iteration
     model = first.model
+    before = {"parameters": lambda name, each: f"{parameter_counts(each[0]['config'].model)['total']:,}"}
+    after = {"tokens/s": lambda name, each: f"{median(map(speed, each)):,.0f}"}
     lines = [
         "# Ablation",
         "",
@@ -136,13 +144,13 @@ def markdown(runs):
         f"{first.run.tokens_per_iteration:,}); {model.num_layers} layers, width {model.hidden_size}, "
         f"{model.num_attention_heads} heads of {model.head_dim}, sequences of {first.run.seq_length}.",
         "",
-        *results_table(runs),
+        *results_table(runs, reference, before, after),
         "",
         "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. FLOPs: of training on",
         "one token with the heads that it uses; with top-p, those of the last interval on average. Speed: of runs that",
         "shared the machine with others, so a hint only.",
         "",
-        *questions_table(runs),
+        *table(["", "against", "", "seeds", "difference", ""], answers(runs)),
         "",
         "Differences of the mean loss seed by seed, with the 95% interval of Student's distribution over seeds. Seeds",
         "are all that it takes into account: not another corpus, other held-out text, size or length of training. Of",
@@ -151,42 +159,55 @@ def markdown(runs):
     return "\n".join(lines) + "\n"
 
 
-def results_table(runs):
-    every = {name: [run for _, run in sorted(seeds.items())] for name, seeds in runs.items()}
-    reference, *_ = every
-    first = every[reference][0]
-    sources, whole = list(first["evaluations"][0]), flops(first)["active"]
-    yield f"| | heads | parameters | FLOPs, {reference} = 1 | seeds | " + " | ".join(sources) + " | mean | tokens/s |"
-    yield "|---" * (7 + len(sources)) + "|"
-    for name, found in every.items():
-        config = found[0]["config"]
-        final = [run["evaluations"][max(run["evaluations"])] for run in found]
-        losses = [spread([losses[source] for losses in final]) for source in sources]
-        cells = [
-            name,
-            heads(found[0]),
-            f"{parameter_counts(config.model)['total']:,}",
-            f"{mean(flops(run)['active'] for run in found) / whole:.3f}",
-            str(len(found)),
-            *losses,
-            f"**{spread([final_loss(run) for run in found])}**",
-            f"{median(run['speed'] for run in found):,.0f}",
-        ]
-        yield "| " + " | ".join(cells) + " |"
-
-
-def questions_table(runs):
-    yield "| | against | | seeds | difference | |"
-    yield "|---|---|---|---|---|---|"
+def answers(runs):
     for name, against, question in QUESTIONS:
-        seeds = sorted(runs.get(name, {}).keys() & runs.get(against, {}).keys())
-        if not seeds:
-            continue
-        differences = [final_loss(runs[name][seed]) - final_loss(runs[against][seed]) for seed in seeds]
-        center, width = interval(differences)
-        verdict = "not told apart" if abs(center) <= width else "better" if center < 0 else "worse"
-        shown = f"{center:+.4f} ± {width:.4f}" if width < math.inf else f"{center:+.4f}"
-        yield f"| {name} | {against} | {question} | {len(seeds)} | {shown} | {verdict} |"
+        if found := differences(runs.get(name, {}), runs.get(against, {})):
+            yield [name, against, question, str(len(found)), *told_apart(found, STUDENT)]
+
+
+def speed(run):
+    """Tokens per second, the median over intervals."""
+    return median(row["tokens_per_second"] for row in run["rows"] if "tokens_per_second" in row)
+
+
+def table(head, rows):
+    """Lines of a table in Markdown."""
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def results_table(variants, reference, before, after):
+    """A row for each of ``variants``, {name: {seed: run}}, with its FLOPs over those of the ``reference``, a name.
+
+    before, after: {title: function(name, [run])} of the columns before FLOPs and after losses.
+    """
+    sources = list(final_losses(next(iter(next(iter(variants.values())).values()))))
+    whole = [flops(run) for run in variants.get(reference, {}).values()][:1]
+    rows = []
+    for name, runs in variants.items():
+        each = [run for _, run in sorted(runs.items())]
+        rows.append([
+            name,
+            heads(each[0]),
+            *(write(name, each) for write in before.values()),
+            *(f"{mean(map(flops, each)) / dense:.3f}" for dense in whole),
+            str(len(each)),
+            *(spread([final_losses(run)[source] for run in each]) for source in sources),
+            f"**{spread(list(map(final_loss, each)))}**",
+            *(write(name, each) for write in after.values()),
+        ])
+    titles = [*before, *(f"FLOPs, {reference} = 1" for _ in whole), "seeds", *sources, "mean", *after]
+    return table(["", "heads", *titles], rows)
+
+
+def told_apart(differences, points):
+    """(their mean and half of the interval with these ``points``, what follows from it)."""
+    center, width = interval(differences, points)
+    if width == math.inf:
+        return f"{center:+.4f}", "one seed"
+    verdict = "not told apart" if abs(center) <= width else "better" if center < 0 else "worse"
+    return f"{center:+.4f} ± {width:.4f}", verdict
 
 
 def interval(values, points=STUDENT):
@@ -202,7 +223,8 @@ def spread(values):
 
 
 def flops(run):
-    return flops_per_token(run["config"].model, run["config"].run.seq_length, run["active_heads"])
+    """Of training on a token, with the heads that it uses."""
+    return flops_per_token(run["config"].model, run["config"].run.seq_length, run["active_heads"])["active"]
 
 
 def heads(run):
@@ -221,26 +243,37 @@ def heads(run):
     return f"{shared} + {active} of {total - shared}"
 
 
-# --- Curves ---
+def draw_curves(path, table, reference, style):
+    """The validation loss against tokens, and its difference to the ``reference`` variant with the same seeds.
+
+    table: {title: {variant: {seed: run}}}, a column of the picture each. style: the settings of a variant's line.
+    """
+    figure, axes = pyplot.subplots(2, len(table), figsize=(5 * len(table) + 1, 8), layout="constrained", squeeze=False)
+    for (upper, lower), (title, variants) in zip(axes.T, table.items(), strict=True):
+        dense = variants.get(reference, {})
+        for name, runs in variants.items():
+            common = sorted(runs.keys() & dense.keys())
+            if not common or runs[common[0]]["config"].run.train_iters != dense[common[0]]["config"].run.train_iters:
+                continue  # runs of other lengths have other schedules
+            mine, theirs = (curve([each[seed] for seed in common]) for each in (runs, dense))
+            steps = [step for step in mine if step and step in theirs]
+            tokens = [step * runs[common[0]]["config"].run.tokens_per_iteration / 1e6 for step in steps]
+            upper.plot(tokens, [mine[step] for step in steps], label=name, **style(name))
+            lower.plot(tokens, [mine[step] - theirs[step] for step in steps], label=name, **style(name))
+        upper.set(title=title, ylabel="validation loss (nats per token)")
+        lower.set(xlabel="tokens (millions)", ylabel=f"difference to {reference}, same seeds")
+    finish(figure, axes, path)
 
 
-def draw(path, runs):
-    """Validation loss against tokens: of every variant, and relative to the first one, mean over common seeds."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    reference, *_ = runs
-    styles = [dict(color=f"C{index % 10}", linestyle=("-", "--")[index // 10 % 2]) for index in range(len(runs))]
-    for (name, seeds), style in zip(runs.items(), styles, strict=True):
-        common = sorted(seeds.keys() & runs[reference].keys())
-        if common:
-            mine, theirs = (curve([runs[each][seed] for seed in common]) for each in (name, reference))
-            steps = sorted(step for step in mine.keys() & theirs.keys() if step)
-            tokens = [step * seeds[common[0]]["config"].run.tokens_per_iteration / 1e6 for step in steps]
-            left.plot(tokens, [mine[step] for step in steps], label=name, **style)
-            right.plot(tokens, [mine[step] - theirs[step] for step in steps], label=name, **style)
-    left.set(xlabel="tokens (millions)", ylabel="validation loss (nats per token)")
-    right.set(xlabel="tokens (millions)", ylabel=f"difference to {reference}, same seeds")
-    right.legend(fontsize=7, ncols=2)
+def finish(figure, axes, path):
+    """One legend with every line of the picture, then the file."""
+    lines = {}
+    for axis in (axis for row in axes for axis in row):
+        handles, labels = axis.get_legend_handles_labels()
+        lines |= dict(zip(labels, handles, strict=True))
+    figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=100)
+    pyplot.close(figure)
     print(f"wrote {path}")
 
 

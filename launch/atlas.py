@@ -2,15 +2,8 @@
 
     python -m launch.atlas OUT --data-dir DIR [--hours H] [--sizes s m l] [--variants NAME ...] [--seeds N ...] [FLAGS]
 
-``launch/atlas.sh`` calls it, with data of its own making. FLAGS of moh_lm.pretrain win over its own.
-
-- A form is tuned first: at the smallest size and its first budget of heads, seed 0, with each of ``--rates`` times the
-  learning rate of the size. While the best is the lowest or highest tried, half or twice of it is tried too. The best
-  factor is used for all budgets, sizes and other seeds of the form; seed 0 takes no part in the comparison.
-- Runs of one size have the same number of tokens: a multiple of the dense model's parameters.
-  Runs of one seed have the same initial weights where they have the same parameters, and the same samples in the same
-  order, so that they can be compared in pairs.
-- OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N is the directory of a run, and all that is remembered of it.
+``launch/atlas.sh`` calls it; docs/atlas.md has the protocol. FLAGS of moh_lm.pretrain win over its own. The directories
+OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs (launch/runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """
@@ -24,10 +17,9 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import launch.atlas_report as report
-from launch.ablation import absolute
 from launch.ablation_report import final_evaluation, metrics
 from launch.atlas_forms import COMMON, SIZES, TUNING_SEED, VARIANTS, Form, Size
-from launch.runs import DIVERGED, Run, train_all
+from launch.runs import DIVERGED, Run, add_flags, check_flags, exit_code, refuse, train_all
 from moh_lm.checks import config_problems, schedule_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
@@ -66,26 +58,18 @@ def main(arguments):
         return 0
     codes = train_all(atlas.next_run, flags.jobs, flags.ranks)
     report.write(flags.out)
-    for directory, code in codes.items():
-        if code:
-            print(f"{directory} failed with exit code {code}: see {directory}.log", file=sys.stderr)
-    return 1 if any(codes.values()) else 0
+    return exit_code(codes)
 
 
 def read_arguments(arguments):
     """(flags of the atlas, flags of moh_lm.pretrain)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    add, sizes, names = parser.add_argument, [size.name for size in SIZES], [variant.name for variant in VARIANTS]
-    add("out", type=absolute, help="directory for runs and report")
-    add("--data-dir", type=absolute, required=True, help="written by data_prep/tokenize.py")
+    add, sizes = parser.add_argument, [size.name for size in SIZES]
+    add_flags(parser, VARIANTS)
     add("--hours", type=float, default=math.inf, help="no run begins that would end later (default: no limit)")
     add("--sizes", nargs="+", metavar="NAME", default=sizes, choices=sizes, help="s, m, l (default: all)")
-    add("--variants", nargs="+", metavar="NAME", default=names, choices=names, help="by name (default: all)")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and order of samples (default: 1 2 3)")
     add("--rates", type=float, nargs="+", default=[0.5, 1, 2], help="factors of the learning rate (default: 0.5 1 2)")
     add("--tokens-per-parameter", type=float, default=6, help="of the dense model, embeddings included (default: 6)")
-    add("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    add("--ranks", type=int, default=1, help="processes of each run, one per GPU (default: 1)")
     add("--plan", action="store_true", help="say what would be trained, and end")
     flags, others = parser.parse_known_args(arguments)
     if TUNING_SEED in flags.seeds:
@@ -114,12 +98,6 @@ def describe_data(directory):
         print(f"text: fewer than {ENOUGH_TOKENS:,} tokens; the atlas goes on, and reads them more often")
 
 
-def refuse(problem):
-    """End the program: the arguments have to be mended."""
-    print(problem, file=sys.stderr)
-    sys.exit(2)
-
-
 class Atlas:
     """What is wanted, what of it is there, and what comes next; ``refused``: {variant: why it cannot be trained}."""
 
@@ -137,8 +115,6 @@ class Atlas:
                 self.refused[variant.name] = problems[0]
             else:
                 self.variants.append(variant)
-
-    # --- What a run is ---
 
     def model_arguments(self, size, variant):
         """Flags that say what is trained, without those of its budget, rate and seed."""
@@ -171,8 +147,6 @@ class Atlas:
         own = {"seed": seed, "data-dir": self.flags.data_dir, "checkpoint-dir": directory}
         arguments = [*self.model_arguments(size, variant), *as_flags(schedule), *self.others, *as_flags(own)]
         return Run(name, directory, steps, arguments)
-
-    # --- What comes next ---
 
     def trials(self, diverged=()):
         """All that is wanted, the most informative first: by tier; forms are tuned, then compared size by size."""
@@ -214,11 +188,11 @@ class Atlas:
 
     def check_flags(self):
         """End the program if a run of the plan has no room for its schedule, or was begun with other flags."""
-        for run in (self.run(trial) for trial in self.trials() if trial.factor is not None):
+        runs = [self.run(trial) for trial in self.trials() if trial.factor is not None]
+        for run in runs:
             if problems := schedule_problems(parse_config(run.arguments)[0]):
                 refuse(f"{run.name}: {problems[0]}")
-            if run.has_other_flags():
-                refuse(f"{run.log}: its run has other flags, which stand in its first line; choose another OUT")
+        check_flags(runs)
 
     # --- What it costs ---
 

@@ -3,27 +3,21 @@
 #
 #     bash launch/atlas.sh [OUT] [FLAGS]
 #
-# Forms of routing and gating at three sizes (0.3M, 1.1M and 3.2M parameters outside the embeddings; 8, 16 and 32
-# heads), each at its own best learning rate, with several seeds on the same samples. OUT (default: runs/atlas) receives
-# corpus, tokens, runs, REPORT.md and its pictures. Stop it whenever you like: the same command goes on, and repeats
-# nothing that is complete.
+# Forms of routing and gating at three sizes, each at its own best learning rate, with several seeds on the same samples
+# (docs/atlas.md). OUT (default: runs/atlas) receives corpus, tokens, runs, REPORT.md and its pictures. Stop it whenever
+# you like: the same command goes on, and repeats nothing that is complete.
 #
-# FLAGS: --hours H (a budget: what fits is trained, the rest is named), --sizes s m l, --variants NAME ..., --seeds 1 2 3,
-# --rates 0.5 1 2, --tokens-per-parameter 6, --jobs N (runs at a time, one thread each), --plan (say what would be done,
-# and end), --data-dir DIR (other shards), and any of moh_lm.pretrain, which win. While it works, the report of what is
-# complete: python -m launch.atlas_report OUT.
+# FLAGS are those of python -m launch.atlas --help, and any of moh_lm.pretrain, which win. While it works, the report of
+# what is complete: python -m launch.atlas_report OUT.
 set -euo pipefail
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-out=$root/runs/atlas
+source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
 if [[ ${1:-} && $1 != -* ]]; then
-    out=$1
+    begin atlas "$1"
     shift
+else
+    begin atlas
 fi
-mkdir -p -- "$out"
-out=$(cd -- "$out" && pwd)
-cd -- "$root"
-source launch/quickstart_functions.sh
 
 steps_total=5
 data=(--data-dir "$out/data" --data-mix docstrings=4 prose=1 code=5)
@@ -58,7 +52,6 @@ if [[ ${#data[@]} -gt 0 ]]; then
 fi
 
 step "Runs and report"
-jobs=$(python -c "import torch; print(1 if torch.cuda.is_available() else $OMP_NUM_THREADS)")
-export OMP_NUM_THREADS=1 # a small model gains little from more threads, and runs at a time gain all
+one_thread_a_run
 echo "+ python -m launch.atlas $out --jobs $jobs ${data[*]} $*"
 exec nice -n 19 python -m launch.atlas "$out" --jobs "$jobs" "${data[@]}" "$@" # a signal to this process reaches it

@@ -1,19 +1,15 @@
 """Text for the atlas: three kinds of technical English that every environment of this project holds.
 
-    python launch/atlas_corpus.py OUTPUT_DIRECTORY
-
-The environment is the Python that runs this: its standard library and its installed packages (torch, numpy, sympy and
-what else is there). Files are parsed, never imported.
+    python -m launch.atlas_corpus OUTPUT_DIRECTORY
 
 - docstrings: what a module says of itself, its classes and functions; a document per module
 - prose: Markdown, reStructuredText and text files, descriptions of packages, topics of ``help()``; and the comments of
   a module that read as sentences, a document per module
 - code: a module without its docstrings and without lines of comment
 
-No text is in two kinds. Left out: tests, copies of other packages, tables, text that is not English, and a document
-if it is an exact copy or if half of its longer lines stand in documents before it, as with licences and models that
-were copied from models. Documents are in the order of their SHA-256, so that the tail of a file, which a run holds out,
-is a sample of all packages. One environment always gives the same bytes; corpus.json names its packages and the hash.
+docs/atlas.md says what is left out. Files are parsed, never imported. Documents are in the order of their SHA-256, so
+that the tail of a file, which a run holds out, is a sample of all packages. One environment always gives the same
+bytes; corpus.json names its packages and the hash.
 """
 
 import argparse

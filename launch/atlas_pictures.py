@@ -5,16 +5,8 @@ table: {size: {variant: {seed: run}}} of launch/atlas_report.py; forms keep thei
 
 from statistics import mean
 
-from launch.ablation_report import curve
+from launch.ablation_report import draw_curves, finish, pyplot
 from launch.atlas_forms import VARIANTS
-
-try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-except ImportError:  # the tables are made without it
-    pyplot = None
 
 HEAD_FIGURES = {  # of the rows of metrics.jsonl, as docs/monitoring.md defines them
     "entropy": "entropy of the load, 1 = all alike",
@@ -29,28 +21,9 @@ def draw(out, table, multipliers):
     if pyplot is None:
         print("no pictures: matplotlib is not installed")
     elif table:
-        draw_curves(out / "curves.png", table)
+        draw_curves(out / "curves.png", {f"size {size}": of for size, of in table.items()}, "dense", style)
         draw_multipliers(out / "multipliers.png", multipliers)
         draw_heads(out / "heads.png", table)
-
-
-def draw_curves(path, table):
-    """For each size, the validation loss against tokens, and its difference to the dense model with the same seeds."""
-    figure, axes = pyplot.subplots(2, len(table), figsize=(5 * len(table) + 1, 8), layout="constrained", squeeze=False)
-    for (left, right), (size, variants) in zip(axes.T, table.items(), strict=True):
-        dense = variants.get("dense", {})
-        for name, runs in variants.items():
-            common = sorted(runs.keys() & dense.keys())
-            if not common or runs[common[0]]["config"].run.train_iters != dense[common[0]]["config"].run.train_iters:
-                continue  # dense runs of other lengths have other schedules
-            mine, theirs = (curve([each[seed] for seed in common]) for each in (runs, dense))
-            steps = [step for step in mine if step and step in theirs]
-            tokens = [step * runs[common[0]]["config"].run.tokens_per_iteration / 1e6 for step in steps]
-            left.plot(tokens, [mine[step] for step in steps], label=name, **style(name))
-            right.plot(tokens, [mine[step] - theirs[step] for step in steps], label=name, **style(name))
-        left.set(title=f"size {size}", ylabel="validation loss (nats per token)")
-        right.set(xlabel="tokens (millions)", ylabel="difference to dense, same seeds")
-    finish(figure, axes, path)
 
 
 def draw_multipliers(path, multipliers):
@@ -107,15 +80,3 @@ def style(name):
     form, _, budget = name.partition("-")
     lines = {"75": "--", "25": ":"}
     return {"color": f"C{forms.index(form)}", "linestyle": lines.get(budget, "-")}
-
-
-def finish(figure, axes, path):
-    """One legend with every line of the picture, then the file."""
-    lines = {}
-    for axis in (axis for row in axes for axis in row):
-        handles, labels = axis.get_legend_handles_labels()
-        lines |= dict(zip(labels, handles, strict=True))
-    figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-    print(f"wrote {path}")

@@ -2,18 +2,11 @@
 
     python -m launch.atlas_report OUT
 
-Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N of ``launch/atlas.py``; runs that are not complete are left out. The loss
-L is the validation loss at the end of a run, nats per token, mean over sources. For one seed, d = L(form) - L(dense),
-or less that of as many static heads, and with n seeds
-
-    difference = mean(d) +- t(n - 1) * s(d) / sqrt(n)
-
-where s is the standard deviation and t the 95% point of Student's distribution: a 90% interval, seeds being all that
-varies. The multiplier of a form is T_dense(L) / T: the tokens with which the dense model ends at the form's loss, over
-the form's own. T_dense is interpolated, linearly in ln T, between dense runs of half, the same and twice the tokens and
-the same seed, each with a schedule of its own: a point on the way of one run has a learning rate too high to compare.
-The interval of a multiplier is that of its logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the
-heads that tokens use.
+Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N; runs that are not complete are left out. L is the validation loss at the
+end of a run, nats per token, mean over sources. Differences of L are those of launch/ablation_report.py, with 90%
+intervals. The multiplier of a form is T_dense(L) / T: the tokens with which the dense model ends at the form's loss,
+over the form's own. docs/atlas.md says how T_dense is interpolated. The interval of a multiplier is that of its
+logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the heads that tokens use.
 """
 
 import argparse
@@ -22,10 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-from launch.ablation_report import active_heads, final_evaluation, final_loss, flops, heads, interval, metrics, spread
+from launch import ablation_report as runs_report
+from launch.ablation_report import differences, final_loss, flops, interval, read_run, table
 from launch.atlas_forms import SIZES, TUNING_SEED, VARIANTS
 from launch.atlas_pictures import draw
-from moh_lm.config import Config
 from moh_lm.cost.memory import parameter_counts
 
 # 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
@@ -42,42 +35,25 @@ def main():
 def write(out):
     """Write OUT/REPORT.md and its pictures."""
     found = read_runs(out / "runs")
-    table = {size: compared(variants) for size, variants in found.items()}
-    table = {size: variants for size, variants in table.items() if variants}
-    text = markdown(table, tuning_losses(found.get(SIZES[0].name, {})))
+    sizes = {size: compared(variants) for size, variants in found.items()}
+    sizes = {size: variants for size, variants in sizes.items() if variants}
+    text = markdown(sizes, tuning_losses(found.get(SIZES[0].name, {})))
     (out / "REPORT.md").write_text(text, encoding="utf-8")
     print(text)
-    draw(out, table, {size: multipliers(variants) for size, variants in table.items()})
-
-
-# --- Runs ---
+    draw(out, sizes, {size: multipliers(variants) for size, variants in sizes.items()})
 
 
 def read_runs(directory):
-    """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the atlas.
-
-    run: {"config", "evaluations": {step: {source: loss}}, "rows": of metrics.jsonl, "active_heads"}.
-    """
+    """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the atlas."""
     found = {}
     for size in SIZES:
         for variant in VARIANTS:
             for path in sorted((directory / size.name / variant.name).glob("rate-*-seed-*/config.json")):
-                run, (factor, seed) = read_run(path), path.parent.name.removeprefix("rate-").split("-seed-")
+                run, (factor, seed) = read_run(path.parent), path.parent.name.removeprefix("rate-").split("-seed-")
                 if run:
                     factors = found.setdefault(size.name, {}).setdefault(variant.name, {})
                     factors.setdefault(float(factor), {})[int(seed)] = run
     return found
-
-
-def read_run(path):
-    """The run of a config.json; None if it is not complete or a loss is not finite."""
-    config = Config.load(path)
-    final = final_evaluation(path.parent, config.run.train_iters)
-    if not final or None in final.values():
-        return None
-    rows = metrics(path.parent)
-    evaluations = {row["step"]: row["evaluation"] for row in rows if "evaluation" in row}
-    return {"config": config, "evaluations": evaluations, "rows": rows, "active_heads": active_heads(rows)}
 
 
 def compared(variants):
@@ -100,14 +76,6 @@ def tuning_losses(variants):
 
 def tokens_of(run):
     return run["config"].run.train_iters * run["config"].run.tokens_per_iteration
-
-
-# --- Statistics ---
-
-
-def differences(runs, against):
-    """d = L(runs) - L(against) of the seeds that both have: [d, ...]. Both are {seed: run}."""
-    return [final_loss(runs[seed]) - final_loss(against[seed]) for seed in sorted(runs.keys() & against.keys())]
 
 
 def tokens_of_dense(points, loss):
@@ -145,13 +113,10 @@ def multipliers(variants):
     return found
 
 
-# --- Tables ---
-
-
-def markdown(table, tuned):
-    """The whole report. table: {size: {variant: {seed: run}}}. tuned: of ``tuning_losses``."""
-    lines = ["# Atlas", "", *(summary(table) if table else ["Nothing is compared yet."]), ""]
-    for size, variants in table.items():
+def markdown(sizes, tuned):
+    """The whole report. sizes: {size: {variant: {seed: run}}}. tuned: of ``tuning_losses``."""
+    lines = ["# Atlas", "", *(summary(sizes) if sizes else ["Nothing is compared yet."]), ""]
+    for size, variants in sizes.items():
         lines += [*size_section(size, variants), ""]
     lines += [
         "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. To dense, to static:",
@@ -167,56 +132,46 @@ def markdown(table, tuned):
     return "\n".join(lines) + "\n"
 
 
-def summary(table):
+def summary(sizes):
     """Of each form and size, the difference to dense and the multiplier in tokens."""
-    found = {size: multipliers(variants) for size, variants in table.items()}
-    yield "| | " + " | ".join(f"{size}: to dense | tokens x" for size in table) + " |"
-    yield "|---" * (1 + 2 * len(table)) + "|"
-    for name in dict.fromkeys(name for variants in table.values() for name in variants if name not in LENGTHS):
-        cells = []
-        for size, variants in table.items():
-            cells.append(difference(variants.get(name, {}), variants.get(DENSE, {})))
-            cells.append(shown(found[size][name], 1) if name in found[size] else "")
-        yield f"| {name} | " + " | ".join(cells) + " |"
+    factors, rows = {size: multipliers(variants) for size, variants in sizes.items()}, []
+    for name in dict.fromkeys(name for variants in sizes.values() for name in variants if name not in LENGTHS):
+        rows.append([name])
+        for size, variants in sizes.items():
+            rows[-1].append(difference(variants.get(name, {}), variants.get(DENSE, {})))
+            rows[-1].append(shown(factors[size][name], 1) if name in factors[size] else "")
+    return table(["", *(title for size in sizes for title in (f"{size}: to dense", "tokens x"))], rows)
 
 
 def size_section(size, variants):
     first = next(iter(next(iter(variants.values())).values()))
-    model, sources = first["config"].model, list(first["evaluations"][0])
-    dense = variants.get(DENSE, {})
-    whole = flops(next(iter(dense.values())))["active"] if dense else None
-    found = multipliers(variants)
+    model, dense = first["config"].model, variants.get(DENSE, {})
+    found, whole = multipliers(variants), [flops(run) for run in dense.values()][:1]
+
+    def outside(name, runs):
+        counts = parameter_counts(runs[0]["config"].model)
+        return f"{counts['total'] - counts['embedding']:,}"
+
+    def in_flops(name, runs):
+        return shown(found[name], whole[0] / mean(map(flops, runs))) if name in found and whole else ""
+
+    before = {
+        "peak rate": lambda name, runs: f"{runs[0]['config'].optimizer.learning_rate:g}",
+        "parameters outside the embeddings": outside,
+        "tokens": lambda name, runs: f"{tokens_of(runs[0]) / 1e6:.1f}M",
+    }
+    after = {
+        "to dense": lambda name, runs: difference(variants[name], dense) if name not in LENGTHS else "",
+        "to static": lambda name, runs: difference(variants[name], static_of(variants, name)),
+        "tokens x": lambda name, runs: shown(found[name], 1) if name in found else "",
+        "FLOPs x": in_flops,
+    }
     yield (
         f"## Size {size}: {model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads of "
         f"{model.head_dim}, {sum(map(len, variants.values()))} runs"
     )
     yield ""
-    yield (
-        "| | heads | peak rate | parameters outside the embeddings | tokens | FLOPs, dense = 1 | seeds | "
-        + " | ".join(sources)
-        + " | mean | to dense | to static | tokens x | FLOPs x |"
-    )
-    yield "|---" * (12 + len(sources)) + "|"
-    for name, runs in variants.items():
-        each = list(runs.values())
-        config, final = each[0]["config"], [run["evaluations"][max(run["evaluations"])] for run in each]
-        counts = parameter_counts(config.model)
-        cost = mean(flops(run)["active"] for run in each) / whole if whole else None
-        cells = [
-            name,
-            heads(each[0]),
-            f"{config.optimizer.learning_rate:g}",
-            f"{counts['total'] - counts['embedding']:,}",
-            f"{tokens_of(each[0]) / 1e6:.1f}M",
-            f"{cost:.3f}" if cost else "",
-            str(len(each)),
-            *(spread([losses[source] for losses in final]) for source in sources),
-            f"**{spread([final_loss(run) for run in each])}**",
-            difference(runs, dense) if name not in LENGTHS else "",
-            difference(runs, static_of(variants, name)),
-            *(shown(found[name], factor) if name in found and cost else "" for factor in (1, 1 / (cost or 1))),
-        ]
-        yield "| " + " | ".join(cells) + " |"
+    yield from runs_report.results_table(variants, DENSE, before, after)
 
 
 def static_of(variants, name):
@@ -228,13 +183,7 @@ def static_of(variants, name):
 def difference(runs, against):
     """The difference of the losses seed by seed, in words; empty if no seed is in both."""
     found = differences(runs, against)
-    if not found:
-        return ""
-    center, width = interval(found, STUDENT_90)
-    if width == math.inf:
-        return f"{center:+.4f}, one seed"
-    verdict = "not told apart" if abs(center) <= width else "better" if center < 0 else "worse"
-    return f"{center:+.4f} ± {width:.4f}, {verdict}"
+    return ", ".join(runs_report.told_apart(found, STUDENT_90)) if found else ""
 
 
 def shown(found, factor):
@@ -251,13 +200,13 @@ def tuning_section(tuned):
     size, factors = SIZES[0], sorted({factor for losses in tuned.values() for factor in losses})
     yield f"## Learning rates: size {size.name}, seed {TUNING_SEED}"
     yield ""
-    yield "| | " + " | ".join(f"{factor * size.rate:g}" for factor in factors) + " |"
-    yield "|---" * (1 + len(factors)) + "|"
+    rows = []
     for name, losses in tuned.items():
-        best = min(losses, key=losses.get)
         cells = {factor: f"{losses[factor]:.4f}" if factor in losses else "" for factor in factors}
+        best = min(losses, key=losses.get)
         cells[best] = f"**{cells[best]}**"
-        yield f"| {name} | " + " | ".join(cells.values()) + " |"
+        rows.append([name, *cells.values()])
+    yield from table(["", *(f"{factor * size.rate:g}" for factor in factors)], rows)
     yield ""
     yield "The best factor of a form is used at every size, times the size's own rate, and with every other seed."
 

@@ -5,13 +5,9 @@
 # The start: python tools/import_hf.py --model HF_DIR --output runs/llama3-8b-stage1 --extend-vocab 160896 \
 #                --tokenizer EXTENDED.model --old-tokenizer HF_DIR/original/tokenizer.model        (docs/continue.md)
 #
-#     deepspeed launch/continue_llama3_8b_stage1.sh                 every device of this machine
-#     bash launch/continue_llama3_8b_stage1.sh                      the same
-#     HOSTFILE=hosts bash launch/continue_llama3_8b_stage1.sh       every device of every machine in the file `hosts`
-#     torchrun --nproc-per-node 8 launch/continue_llama3_8b_stage1.sh   or by torchrun
+#     deepspeed launch/continue_llama3_8b_stage1.sh                 or as told in pretrain_llm_b.sh
 #
 # Flags of moh_lm.pretrain that follow the script win over the values here; --dry-run shows what the run would do.
-# How the file can be bash and Python at once is told in pretrain_llm_b.sh.
 
 # Without RANK_PYTHON this is not yet a rank: start one per device. (Not every launcher sets LOCAL_RANK for its ranks.)
 [[ $RANK_PYTHON ]] || exec deepspeed ${HOSTFILE:+--hostfile "$HOSTFILE"} "$0" "$@"

@@ -7,15 +7,8 @@
 # goes on where the one before ended: what is complete is kept, and training resumes from its last checkpoint.
 set -euo pipefail
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-out=${1:-$root/runs/quickstart}
-if [[ $out == -* || ! $out ]]; then
-    echo "usage: bash launch/quickstart.sh [OUT [FLAGS]]; got OUT = $out" >&2
-    exit 2
-fi
-mkdir -p -- "$out"
-out=$(cd -- "$out" && pwd)
-cd -- "$root"
+source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
+begin quickstart "${1:-}"
 out=${out#"$root/"} # paths below the root are shown, and can be given, relative to it
 
 MODEL=( # 3.4M parameters
@@ -54,7 +47,6 @@ TRAINING=(
     --checkpoint-dir "$out/run"
 )
 
-source launch/quickstart_functions.sh
 steps_total=7
 
 step "Environment"

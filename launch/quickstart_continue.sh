@@ -13,19 +13,15 @@
 # one before ended.
 set -euo pipefail
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-out=${1:-$root/runs/quickstart-continue}
+source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
 seed=${2:-1234}
 flags=("${@:3}")
-if [[ $out == -* || ! $out || ! $seed =~ ^[0-9]+$ ]]; then
+if [[ ! $seed =~ ^[0-9]+$ ]]; then
     echo "usage: bash launch/quickstart_continue.sh [OUT [SEED [FLAGS]]]; got $*" >&2
     exit 2
 fi
-mkdir -p -- "$out"
-out=$(cd -- "$out" && pwd)
-cd -- "$root"
+begin quickstart_continue "${1:-$root/runs/quickstart-continue}"
 out=${out#"$root/"} # paths below the root are shown, and can be given, relative to it
-source launch/quickstart_functions.sh
 steps_total=9
 
 MODEL=( # 1.3M parameters; grouped keys and values as in LLaMA3
@@ -115,7 +111,7 @@ import_model "$out/hf-stage-1" "$out/control"
 train "$out/control" "${STAGE_2[1]}" "${TRAINING[@]}" "${STAGE_2[@]}" --data-dir "$out/data" --data-mix "${ALL[@]}"
 
 step "The recovery curve"
-run python launch/quickstart_recovery.py --mixture "$out/stage-2" --control "$out/control" --output "$out/recovery"
+run python -m launch.quickstart_recovery --mixture "$out/stage-2" --control "$out/control" --output "$out/recovery"
 
 printf '\nEverything is in %s:\n' "$out"
 echo "    base/ stage-1/ stage-2/ control/    runs: config.json, metrics.jsonl, tensorboard/, checkpoints/"

@@ -1,5 +1,19 @@
 # shellcheck shell=bash
-# What the quickstarts have in common; bash sources it.
+# What the quickstarts and the comparisons of forms have in common; bash sources it.
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+
+# begin SCRIPT [OUT]: makes the directory `out`, OUT or runs/SCRIPT, and goes to the root of the checkout.
+begin() {
+    out=${2:-$root/runs/$1}
+    if [[ $out == -* ]]; then
+        echo "usage: bash launch/$1.sh [OUT ...]; got OUT = $out" >&2
+        exit 2
+    fi
+    mkdir -p -- "$out"
+    out=$(cd -- "$out" && pwd)
+    cd -- "$root"
+}
 
 # step TEXT: a heading, numbered; steps_total is the number of them.
 step() {
@@ -43,6 +57,12 @@ pretrain() {
     local port
     port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
     run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module moh_lm.pretrain "$@"
+}
+
+# one_thread_a_run: a small model gains little from more threads, and `jobs` runs at a time gain all.
+one_thread_a_run() {
+    jobs=$(python -c "import torch; print(1 if torch.cuda.is_available() else $OMP_NUM_THREADS)")
+    export OMP_NUM_THREADS=1
 }
 
 # make_data OUT PIECES: in three steps a corpus, a SentencePiece model and shards below OUT.

@@ -1,35 +1,19 @@
 """The recovery curve: how much of a dense model's quality a Mixture-of-Head model made of it regains, and how soon.
 
-    python launch/quickstart_recovery.py --mixture RUN --control RUN [--output PREFIX]
+    python -m launch.quickstart_recovery --mixture RUN --control RUN [--output PREFIX]
 
-Both runs began with the same dense model, one with a part of its heads (tools/import_hf.py --head-selection mixture)
-and one as it was, and were trained on the same samples. With the validation losses per token
-
-    L_0     of the mixture before its first step        L_t    of the mixture after t tokens
-    D_0     of the dense model before its first step    D_t    of the dense model after as many tokens
-
-the quality lost by leaving heads out is L_0 - D_0, and
-
-    recovered        (L_0 - L_t) / (L_0 - D_0)    of the model that came out of stage 1, as in the paper's Fig. 2
-    against control  (L_0 - L_t) / (L_0 - D_t)    of a dense model that was trained for as long: the stricter one
-
-for the mean over sources and for each source. PREFIX.csv receives every figure, PREFIX.png the curve if matplotlib is
-installed. Exit code 2 if the runs cannot be compared.
+Both runs began with the same dense model and were trained on the same samples. docs/continue.md defines the shares that
+are recovered, of the mean over sources and of each source. PREFIX.csv receives every figure, PREFIX.png the curve if
+matplotlib is installed. Exit code 2 if the runs cannot be compared.
 """
 
 import argparse
 import csv
-import json
 import sys
 from pathlib import Path
 
-try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-except ImportError:  # the table is made without it
-    pyplot = None
+from launch.ablation_report import metrics, pyplot
+from moh_lm.config import Config
 
 
 def main():
@@ -42,7 +26,7 @@ def main():
     if 0 not in mixture or mixture.keys() != control.keys() or mixture[0].keys() != control[0].keys():
         print("quickstart_recovery: the runs were not evaluated at the same steps on the same sources", file=sys.stderr)
         sys.exit(2)
-    tokens = tokens_per_step(arguments.mixture)
+    tokens = Config.load(arguments.mixture / "config.json").run.batch_tokens
     rows = [row(step * tokens, mixture[0], control[0], mixture[step], control[step]) for step in sorted(mixture)]
     print_table(rows, list(mixture[0]))
     if arguments.output:
@@ -55,14 +39,8 @@ def main():
 
 def evaluations(run):
     """{step: {source, and "mean": validation loss}} of a run."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if "evaluation" in row]
+    rows = [row for row in metrics(run) if "evaluation" in row]
     return {row["step"]: {"mean": row["evaluation_mean"], **row["evaluation"]} for row in rows}
-
-
-def tokens_per_step(run):
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    return config["batch_tokens"]
 
 
 def row(tokens, mixture_0, control_0, mixture, control):

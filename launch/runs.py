@@ -32,9 +32,29 @@ class Run(NamedTuple):
     def is_complete(self):
         return bool(final_evaluation(self.directory, self.iterations))
 
-    def has_other_flags(self):
-        """Whether it was begun with flags that are not those wanted now."""
-        return self.log.exists() and self.log.read_text(encoding="utf-8").splitlines()[:1] != [" ".join(self.arguments)]
+
+def add_flags(parser, variants):
+    """The flags of every table of runs."""
+    add, names = parser.add_argument, [variant.name for variant in variants]
+    add("out", type=lambda text: Path(text).resolve(), help="directory for runs and report")
+    add("--data-dir", type=lambda text: Path(text).resolve(), required=True, help="written by data_prep/tokenize.py")
+    add("--variants", nargs="+", metavar="NAME", default=names, choices=names, help="by name (default: all)")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and order of samples (default: 1 2 3)")
+    add("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    add("--ranks", type=int, default=1, help="processes of each run, one per GPU (default: 1)")
+
+
+def refuse(problem):
+    """End the program: the arguments have to be mended."""
+    print(problem, file=sys.stderr)
+    sys.exit(2)
+
+
+def check_flags(runs):
+    """End the program if one of ``runs`` was begun with other flags than those wanted now."""
+    for run in runs:
+        if run.log.exists() and run.log.read_text(encoding="utf-8").splitlines()[:1] != [" ".join(run.arguments)]:
+            refuse(f"{run.log}: its run has other flags, which stand in its first line; choose another OUT")
 
 
 def train_all(next_run, jobs, ranks=1):
@@ -60,6 +80,14 @@ def train_all(next_run, jobs, ranks=1):
     finally:
         for process, _ in busy.values():  # this program was interrupted; a run saves before it ends
             process.terminate()
+
+
+def exit_code(codes):
+    """That of the table, from {directory: exit code}; failed runs are named."""
+    for directory, code in codes.items():
+        if code:
+            print(f"{directory} failed with exit code {code}: see {directory}.log", file=sys.stderr)
+    return 1 if any(codes.values()) else 0
 
 
 def start(run, ranks):

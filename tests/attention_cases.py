@@ -2,7 +2,6 @@
 
 import torch
 
-from moh_lm.kernels.compaction import at_positions
 from moh_lm.kernels.documents import boundaries, narrow
 
 
@@ -132,15 +131,3 @@ def assert_all_close(got, expected, tolerance):
     for name, mine, theirs in zip(NAMES, got, expected, strict=True):
         error = (mine.double() - theirs.double()).abs().max().item()
         assert error <= tolerance * max(1, theirs.abs().max().item()), f"{name}: {error:.1e}"
-
-
-def slot_blocks(compaction, block_m, block_n, ends=None):
-    """How many blocks of ``block_m`` slots attend to every block of ``block_n`` keys, counted from the first such slot:
-    int32 [b, heads, key blocks]. ends: of ``Boundaries``, or None."""
-    after = compaction.after
-    first = 0
-    if ends is not None:
-        length = ends.shape[-1]
-        last_key = torch.arange(block_n - 1, length + block_n - 1, block_n, device=ends.device).clamp_max(length - 1)
-        first = at_positions(after, ends[:, None, last_key].expand(*after.shape[:2], -1))
-    return -((first - after[..., :-1:block_n]) // block_m)

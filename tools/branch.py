@@ -3,27 +3,24 @@
     python tools/branch.py RUN --at STEP --decay-iters N --output BRANCH
 
 copies a verified checkpoint of a run with --schedule wsd into a new run directory, and prints the flags that let the
-run's own command go on there: N iterations of decay, then the end. The branch is, bit for bit, a run that was to end
-at STEP + N from its beginning, if RUN has not decayed before STEP. RUN stays as it is, and may go on.
+run's own command go on there: N iterations of decay, then the end (docs/training.md).
 
 Exit codes: 0; 2 an argument or the checkpoint has to be mended.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import json
 import math
 import shlex
-from pathlib import Path
 
 from moh_lm.checkpoint.directory import list_steps
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import Parser
-from moh_lm.monitor.row import complete
+from moh_lm.monitor.journal import complete_rows
 from tools.checkpoints.write import copy
 from tools.command import exit_code
 
@@ -45,7 +42,8 @@ def branch(arguments):
         there = ", ".join(path.name.removeprefix("step-") for path in reversed(steps))
         raise ConfigError([f"--at {arguments.at}: {checkpoints} has no such step; it has {there or 'none'}"])
     config = Config.load(step / "config.json")
-    first, last = stable_steps(config)
+    optimizer, train_iters = config.optimizer, config.run.train_iters
+    first, last = optimizer.warmup_iters, train_iters - optimizer.decay(train_iters)  # the rate is at its peak
     if config.optimizer.schedule != "wsd":
         raise ConfigError([f"{step}: was trained with --schedule {config.optimizer.schedule}; only wsd has branches"])
     if not first <= arguments.at <= last:
@@ -63,16 +61,9 @@ def branch(arguments):
     print(f"    --checkpoint-dir {place} --train-iters {end} --decay-iters {arguments.decay_iters}")
 
 
-def stable_steps(config):
-    """The first and the last step after which the rate of a wsd run is its peak."""
-    optimizer, train_iters = config.optimizer, config.run.train_iters
-    return optimizer.warmup_iters, train_iters - optimizer.decay(train_iters)
-
-
 def steps_below_the_peak(path, optimizer, last):
     """The steps from the warm-up to ``last`` whose rate, in the log ``path``, is below the peak."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    rows = [row for row in map(json.loads, filter(complete, lines)) if optimizer.warmup_iters < row["step"] <= last]
+    rows = [row for _, row in complete_rows(path) if optimizer.warmup_iters < row["step"] <= last]
     return [row["step"] for row in rows if row.get("learning_rate", math.inf) < optimizer.learning_rate]
 
 

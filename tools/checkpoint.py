@@ -1,14 +1,9 @@
 """Checkpoints of a run: list, verify, show, diff, copy, consolidate.
 
-    python tools/checkpoint.py list RUN [--json]
-    python tools/checkpoint.py verify RUN_OR_STEP [--all]
-    python tools/checkpoint.py show RUN_OR_STEP [--parameters] [--quick] [--json]
-    python tools/checkpoint.py diff A B [--top N] [--json]
-    python tools/checkpoint.py copy STEP DEST
-    python tools/checkpoint.py consolidate STEP FILE.safetensors [--moments] [--dtype bfloat16]
+    python tools/checkpoint.py COMMAND --help
 
-RUN is a run directory, STEP one of its checkpoints/step-N; where a step is wanted, a run directory is its newest step.
-Every command but `list` and `show --quick` reads and hashes every byte of a checkpoint before it believes it.
+docs/checkpoints.md has a line for each. Where a step is wanted, a run directory is its newest step. Every command but
+`list` and `show --quick` reads and hashes every byte of a checkpoint before it believes it.
 
 Exit codes: 0 done, or sound, or equal; 1 `verify` found damage, or `diff` a difference; 2 an argument or a checkpoint
 has to be mended, or a file could not be written, and nothing was.
@@ -31,18 +26,8 @@ from moh_lm.checkpoint.manifest import read_entries
 from moh_lm.config import Config, ConfigError
 from moh_lm.cost.summary import describe_configuration
 from moh_lm.flags import Parser
-from tools.checkpoints.read import (
-    KINDS,
-    Step,
-    changes,
-    find_damage,
-    find_gaps,
-    layout,
-    locate,
-    norms,
-    size_of,
-    state_hash,
-)
+from tools.checkpoints import read
+from tools.checkpoints.read import KINDS, Step, locate
 from tools.checkpoints.write import WRITABLE, consolidate, copy
 from tools.command import exit_code
 
@@ -84,9 +69,6 @@ def parse_arguments(texts):
     joins.add_argument("--moments", action="store_true", help="add exp_avg/NAME and exp_avg_sq/NAME, in float32")
     joins.add_argument("--dtype", default="float32", choices=WRITABLE, help="of the weights (default: %(default)s)")
     return parser.parse_args(texts)
-
-
-# --- list ---
 
 
 def run_list(arguments):
@@ -135,8 +117,8 @@ def describe_state(entry):
         return f"{aside}{str(error).removeprefix(f'{entry}/')}"
     except OSError as error:
         return f"{aside}cannot be read ({error.strerror})"
-    present = {path.name: size_of(path) for path in entry.iterdir() if not path.name.startswith(".")}
-    present.pop("manifest.json")
+    files = [path for path in entry.iterdir() if not path.name.startswith(".") and path.name != "manifest.json"]
+    present = {path.name: path.stat().st_size if path.is_file() else None for path in files}
     wrong = sorted(name for name in present.keys() | expected if present.get(name) != expected.get(name))
     return aside + (f"wrong size, absent or foreign: {', '.join(wrong)}" if wrong else "sizes are right")
 
@@ -144,7 +126,7 @@ def describe_state(entry):
 def layout_of(step):
     """``layout``, or None where it cannot be told."""
     try:
-        return layout(Config.load(step / "config.json"), [path.name for path in step.iterdir()])
+        return read.layout(Config.load(step / "config.json"), [path.name for path in step.iterdir()])
     except (ConfigError, OSError, TypeError, AttributeError):
         return None
 
@@ -159,17 +141,14 @@ def when(path):
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(path.stat().st_mtime))
 
 
-# --- verify ---
-
-
 def run_verify(arguments):
     steps, code = locate(arguments.run_or_step), 0
     for path in steps if arguments.all else steps[:1]:
-        problems = find_damage(path)
+        problems = read.find_damage(path)
         if not problems:
             try:
                 step = Step(path, hashed=False)
-                problems = list(find_gaps(step))
+                problems = list(read.find_gaps(step))
             except ConfigError as error:
                 problems = error.problems
         for problem in problems:
@@ -180,9 +159,6 @@ def run_verify(arguments):
             size = sum(entry["bytes"] for entry in step.entries.values())
             print(f"sound   {path}: {len(step.entries)} files, {size:,} bytes, {len(step.shapes)} parameters")
     return code
-
-
-# --- show ---
 
 
 def run_show(arguments):
@@ -206,9 +182,9 @@ def run_show(arguments):
         "elements": step.bytes() // 12,
     }
     if arguments.parameters:
-        content["parameters"] = norms(step)
+        content["parameters"] = read.norms(step)
     if not arguments.quick:
-        content["state_sha256"] = state_hash(step)
+        content["state_sha256"] = read.state_hash(step)
     if arguments.json:
         print(json.dumps(content, indent=1))
     else:
@@ -249,15 +225,12 @@ def shares(segment):
     return ", ".join(f"{name} {weight / total:.2%}" for name, weight in segment["weights"].items())
 
 
-# --- diff ---
-
-
 def run_diff(arguments):
     if arguments.top < 0:
         raise ConfigError([f"--top {arguments.top}: must be 0 or more"])
     first, second = (Step(locate(path)[0]) for path in (arguments.a, arguments.b))
     configs = first.config.to_dict(), second.config.to_dict()
-    rows = changes(first, second)
+    rows = read.changes(first, second)
     shapes = {name: [step.shapes.get(name) for step in (first, second)] for name in (*first.shapes, *second.shapes)}
     content = {
         "a": str(first.path),
@@ -311,9 +284,6 @@ def describe_change(found):
         return "equal to the bit"
     shown = ("not finite" if found[key] is None else f"{found[key]:.3g}" for key in ("absolute", "relative"))
     return "{} ({})".format(*shown)
-
-
-# --- copy, consolidate ---
 
 
 def run_copy(arguments):

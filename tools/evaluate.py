@@ -6,27 +6,17 @@
 
 DIR is an export of tools/export_hf.py, or any causal model that transformers loads. The code in an export is run (its
 config.json says ``moh_llama``); that of other models is not. Each model is loaded in a process of its own. FILE (JSON)
-holds the table, all metrics of the harness, and the versions.
-
-What is comparable with the paper. It names the harness, the tasks and the numbers of examples. It names no version of
-the harness and no metrics. This table takes ``acc_norm`` (by the characters of a choice) where the task has it, else
-``acc``, as is usual; exact match for GSM8K and NQ; the average weighs tasks equally, the subjects of MMLU, CEVAL and
-CMMLU as the harness does. Models evaluated with the same version compare with each other. Against the paper's numbers:
-SciQ, PIQA, WinoGrande, OpenbookQA, LogiQA, HellaSwag, BoolQ, LAMBADA and ARC-C have had the same prompts for long and
-compare within their standard errors if the metric is the same; TruthfulQA is the mean of MC1 and MC2, which alone fits
-the paper's numbers (its standard error here is the mean of both, the most that it can be); MMLU, CEVAL, CMMLU, GSM8K
-and NQ do only roughly: prompts and answer extraction changed between versions. Standard errors are those of the
-questions only. Routing in bfloat16 changes single answers with the batch size; --dtype float32 does not.
+holds the table, all metrics of the harness, and the versions. docs/evaluation.md says what compares with the paper.
 
 Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
 has to be mended.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import contextlib
 import json
@@ -34,12 +24,12 @@ import math
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 
+from data_prep.report import table
 from moh_lm.config import ConfigError
-from moh_lm.data.files import read_json
 from moh_lm.flags import Parser
 from tools.command import exit_code
+from tools.hf.import_config import read_config
 from tools.tasks.flags import add_task_flags, task_problems
 
 with contextlib.suppress(ImportError):  # ``add_task_flags`` says so
@@ -137,7 +127,9 @@ def evaluate(arguments):
                     task_manager=manager,
                 )
             except AssertionError as error:  # the harness's way to say that an answer does not fit
-                raise ConfigError([too_short(names, model.max_length, error)]) from error
+                asked = f"{', '.join(names)}: cannot be asked with sequences of {model.max_length} tokens"
+                remedy = "give a larger --max-length, or choose other --tasks"
+                raise ConfigError([f"{asked} ({str(error) or 'an answer alone is longer'}); {remedy}"]) from error
             harness |= output["results"]
     rows = [table_row(entry, harness) for entry in entries]
     return {
@@ -155,17 +147,8 @@ def evaluate(arguments):
     }
 
 
-def too_short(tasks, length, error):
-    reason = str(error) or "an answer alone is longer"
-    remedy = "give a larger --max-length, or choose other --tasks"
-    return f"{', '.join(tasks)}: cannot be asked with sequences of {length} tokens ({reason}); {remedy}"
-
-
 def is_export(model):
-    try:
-        return read_json(model / "config.json").get("model_type") == "moh_llama"
-    except (ValueError, AttributeError) as error:
-        raise ConfigError([f"{model / 'config.json'}: cannot be read ({error}); fetch the model again"]) from error
+    return read_config(model).get("model_type") == "moh_llama"
 
 
 def table_row(entry, harness):
@@ -228,10 +211,7 @@ def print_table(results, arguments):
         values.append((result["average"], result["average_stderr"]))
         lines.append([result["model"], *(f"{value:.1f}" for value, _ in values)])
         lines.append(["", *(f"±{stderr:.1f}" for _, stderr in values)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(text.ljust(width) if index == 0 else text.rjust(width)
-                        for index, (text, width) in enumerate(zip(line, widths, strict=True))))  # fmt: skip
+    print("\n".join(table(lines[0], lines[1:])))
     for result in results:
         for row in result["tasks"]:
             if "parts" in row:

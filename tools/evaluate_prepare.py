@@ -3,21 +3,19 @@
     python tools/evaluate_prepare.py --suite llm6 --tokenizer tokenizer.model --output FILE [--data DIR] [--limit N]
 
 The questions, prompts and choices are those that tools/evaluate.py puts to an export, and the ids are those of its
-tokenizer, so the run logs the numbers that the harness would give for the export of that step (computed in the run's
-own precision). The format is described in moh_lm/monitor/tasks.py. Of llama14 the tasks with choices are taken;
-those that generate text or ask whether a text would be generated (GSM8K, NQ, LAMBADA) are left out, and said.
+tokenizer. The format is described in moh_lm/monitor/tasks.py. Tasks without choices, which generate text or ask whether
+a text would be generated (GSM8K, NQ, LAMBADA), are left out, and said.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import contextlib
 import json
 import tempfile
-from pathlib import Path
 
 from data_prep.encoding import Tokenizer, model_files
 from moh_lm.config import ConfigError

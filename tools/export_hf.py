@@ -3,20 +3,8 @@
     python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16]
                               [--license apache-2.0] [--base-model OWNER/NAME]
 
-    config.json, generation_config.json     Llama's keys and those of configuration_moh.py
-    model.safetensors                       or model-0000N-of-0000M.safetensors and model.safetensors.index.json
-    configuration_moh.py, modeling_moh.py   the model as remote code
-    tokenizer.json, tokenizer_config.json   made from the tokenizer of the data; a tokenizer.model is copied too
-    README.md                               model card
-
-A model with --head-selection all is an ordinary Llama, or with one --window for all layers a Mistral: it has no remote
-code, and every program for these loads it. The export of an imported model whose data brought no tokenizer has the
-tokenizer files of its source.
-
-Parameters have their Hugging Face names in the trainer already. They are read one by one and written shard by shard,
-so that writing holds about one shard in memory; the check that follows holds the whole model in fp32. Everything is
-written beside DIR, checked (export_check.py), and then renamed to DIR. Equal checkpoints give equal bytes, whatever
-layout wrote them.
+docs/evaluation.md lists the files. Parameters have their Hugging Face names in the trainer already. They are read one
+by one and written shard by shard. Everything is written beside DIR, checked (export_check.py), and then renamed to DIR.
 
 Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and DIR is as it was; 2 an argument
 or the checkpoint has to be mended.
@@ -31,11 +19,13 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import argparse
 import re
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
+from data_prep.output import writable_directory
 from data_prep.tiktoken_model import is_tiktoken
 from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
 from moh_lm.checkpoint.saver import find_step
@@ -102,8 +92,9 @@ def export(texts):
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    temporary = output.parent / f"export-tmp-{os.getpid()}"  # no dots: transformers makes a module name of it
-    make_directory(temporary, output)
+    # The name has no dots: transformers makes a module name of it.
+    temporary = writable_directory(output.parent) / f"export-tmp-{os.getpid()}"
+    temporary.mkdir()
     try:
         print(f"writing {step} as {arguments.dtype}", flush=True)
         parameters = write_export(step, config, DTYPES[arguments.dtype], arguments, temporary)
@@ -120,9 +111,6 @@ def export(texts):
     remote = ", trust_remote_code=True" if is_ours(config.model) else ""
     print("to load it:\n    from transformers import AutoModelForCausalLM")
     print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}{remote})")
-
-
-# --- The output directory ---
 
 
 def output_problems(output, overwrite):
@@ -147,14 +135,6 @@ def is_export(directory):
         return False
 
 
-def make_directory(temporary, output):
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        problem = f"--output {output}: cannot be written ({error.strerror}); give another directory"
-        raise ConfigError([problem]) from error
-
-
 def publish(temporary, output):
     """Rename ``temporary`` to ``output``; an earlier export makes room first, and is deleted last."""
     former = temporary.with_name(temporary.name + "-former")
@@ -167,9 +147,6 @@ def publish(temporary, output):
             former.rename(output)
         raise
     shutil.rmtree(former, ignore_errors=True)
-
-
-# --- The files ---
 
 
 def write_export(step, config, dtype, arguments, directory):
@@ -265,7 +242,10 @@ def write_weights(step, model_config, dtype, max_shard_size, directory):
         )
     parameters = full_parameters(step)
     for names, file in zip(shards, files, strict=True):
-        tensors = {name: rounded(name, tensor, dtype) for name, tensor in read_parameters(parameters, names)}
+        try:
+            tensors = {name: rounded(name, tensor, dtype) for name, tensor in islice(parameters, len(names))}
+        except ValueError as error:
+            raise ExportError(f"checkpoint: a parameter cannot be read ({error})") from error
         write_safetensors(directory / file, tensors, {"format": "pt"})
         del tensors  # before the next shard is read
     return sum(shape.numel() for shape in shapes.values())
@@ -276,18 +256,6 @@ def rounded(name, tensor, dtype):
     if not values.isfinite().all():
         raise ExportError(f"{name}: reaches {tensor.abs().max():.3g}, which {dtype} cannot hold; give another --dtype")
     return values
-
-
-def read_parameters(parameters, names):
-    """The next parameters of the checkpoint, which must be ``names``."""
-    for name in names:
-        try:
-            found, tensor = next(parameters)
-        except (StopIteration, ValueError) as error:
-            raise ExportError(f"checkpoint: parameter {name} cannot be read ({error})") from error
-        if found != name:
-            raise ExportError(f"checkpoint: parameter {found} stands where {name} was expected")
-        yield name, tensor
 
 
 if __name__ == "__main__":

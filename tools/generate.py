@@ -4,25 +4,22 @@
     python tools/generate.py --model DIR --prompt A --prompt B ... --temperature 0.8 --top-p 0.95 --seed 1
     python tools/generate.py --model DIR < FILE                 the file is the prompt
 
-The model is the trainer's own with a key/value cache (moh_lm/model/generation.py): a new token reads the keys and
-values of its selected heads only on the CPU, and with --attention-backend triton on a GPU. Text goes to standard
-output, tokens per second to standard error. --json prints an object for each prompt instead. Greedy unless there is a
---temperature.
+The model is the trainer's own with a key/value cache (moh_lm/model/generation.py). Text goes to standard output, tokens
+per second to standard error. --json prints an object for each prompt instead.
 
 Exit codes: 0; 2 an argument has to be mended.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 import importlib.util
 import json
 import time
-from pathlib import Path
 
 import torch
 
@@ -83,9 +80,6 @@ def count(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: write a number from 1 on")
     return int(text)
-
-
-# --- The model ---
 
 
 def load(arguments, attention_backend="auto"):
@@ -152,9 +146,6 @@ def check_lengths(arguments, prompts, limit):
             problems.append(f"--prompt {text[:20]!r}...: {length}; the model was trained on {limit} together")
     if problems:
         raise ConfigError(problems)
-
-
-# --- The text ---
 
 
 def write(arguments, model, tokenizer, prompts):

@@ -3,49 +3,34 @@
     python tools/head_report.py --model RUN_OR_STEP_OR_EXPORT_DIR --data NAME='FILES' --data NAME=DIR ... --output DIR
     python tools/head_report.py --model runs/llm-b --data data/llm --output heads
 
-FILES are text in any form that data_prep/tokenize.py reads; DIR holds token shards; --data DIR alone makes every source
-of a data directory a domain (tools/heads/text.py). What is measured, and from which value on a head counts as
-something, is said in tools/heads/measures.py, findings.py and ablation.py, and on the page.
-
-DIR gets index.html, one file that needs no other, its pictures as PNG, and heads.json with all numbers. Dense and
-static models have no loads: their heads are told by attention, redundancy and importance (--ablation-tokens).
+tools/heads/text.py says what --data takes, docs/heads.md what is measured. DIR gets index.html, one file that needs no
+other, its pictures as PNG, and heads.json with all numbers.
 
 Exit codes: 0; 1 a shard is damaged, or the report cannot be written; 2 an argument has to be mended.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from data_prep.output import writable_directory
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
 from moh_lm.flags import Parser
 from tools.command import exit_code
 from tools.generate import DTYPES, count, load
+from tools.heads import findings
 from tools.heads.ablation import measure_ablation
-from tools.heads.findings import (
-    CLASSES,
-    alike,
-    classes_of,
-    excerpts,
-    kinds_of,
-    nearest,
-    ranked,
-    routed_mask,
-    similarities,
-    specialisation,
-    used_heads,
-)
+from tools.heads.findings import CLASSES, routed_mask, used_heads
 from tools.heads.measures import SEGMENT, measure_prefix, measure_rare, measure_text
 from tools.heads.page import page, picture_of
 from tools.heads.text import frequency_ranks, read_domains, repeated_sequences
@@ -99,17 +84,13 @@ def parse_arguments(texts):
     arguments = parser.parse_args(texts)
     if head_map is None:
         raise ConfigError(["pictures are drawn by matplotlib, which is not installed: pip install matplotlib"])
-    try:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"--output {arguments.output}: cannot be made ({error.strerror}); give another directory"
-        raise ConfigError([problem]) from error
+    writable_directory(arguments.output)
     return arguments
 
 
 def report_of(arguments, model, tokenizer, domains):
     """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}})."""
-    kinds = kinds_of(model)
+    kinds = findings.kinds_of(model)
     routed, num_layers = routed_mask(kinds), len(kinds)
     tokens = arguments.ablation_tokens
     if tokens is None:
@@ -124,22 +105,20 @@ def report_of(arguments, model, tokenizer, domains):
             losses, rises = measure_ablation(model, domains, tokens, bar.update)
             ablation = {"ablation": {"tokens": tokens, "loss": losses, "rise": rises}}
     used = used_heads(measures)
-    near, which = nearest(measures["cka"], used)
+    near, which = findings.nearest(measures["cka"], used)
     report = {
         "model": str(arguments.model),
         "description": describe(kinds),
         "active": float(np.mean([load.sum(1).mean() for load in measures["load"].values()])),
         "seq_length": max(len(domain.windows[0]) for domain in domains),
-        "domains": [
-            {"name": d.name, "tokens": sum(map(len, d.windows)), "dropped": dict(d.dropped)} for d in domains
-        ],
+        "domains": [{"name": d.name, "tokens": sum(map(len, d.windows)), "dropped": dict(d.dropped)} for d in domains],
         "routed": bool(routed.any()),
         "kind": kinds,
-        "class": classes_of(measures),
+        "class": findings.classes_of(measures),
         "rare_chance": chance,
         "nearest_cka": near,
         "nearest_head": which,
-        "alike": alike(measures["cka"], used, 10),
+        "alike": findings.alike(measures["cka"], used, 10),
         **{key: values for key, values in measures.items() if key not in ("gates", "half_load")},
         **ablation,
     }
@@ -150,26 +129,26 @@ def report_of(arguments, model, tokenizer, domains):
 
 def compare_domains(arguments, measures, domains, routed):
     """What the report says of routed heads over the domains."""
-    bits = specialisation(measures["load"], routed)
-    found = {"similarity": similarities(measures, routed), "specialisation": bits}
+    bits = findings.specialisation(measures["load"], routed)
+    found = {"similarity": findings.similarities(measures, routed), "specialisation": bits}
     layers = np.flatnonzero(routed.any(1))
     picked = np.unique(np.linspace(0, len(layers) - 1, PANELS).round().astype(int))
     found["panel_layers"] = layers[picked].tolist()
     sizes = sum(sum(map(len, domain.windows)) for domain in domains)
     found["specialisation_chance"] = (len(domains) - 1) / (2 * sizes * math.log(2))
     seen = routed & used_heads(measures)
-    most = ranked(bits, seen, min(arguments.examples, seen.sum()))
+    most = findings.ranked(bits, seen, min(arguments.examples, seen.sum()))
     rest = seen.copy()
     for place in most:
         rest[place.layer, place.head] = False
-    for key, places in (("most", most), ("least", ranked(bits, rest, arguments.examples, largest=False))):
+    for key, places in (("most", most), ("least", findings.ranked(bits, rest, arguments.examples, largest=False))):
         found[key] = [
             {
                 **place._asdict(),
                 "largest_gate": max(
                     float(gates[:, :, place.layer, place.head].max()) for gates in measures["gates"].values()
                 ),
-                "excerpts": excerpts(measures, domains, place.layer, place.head, 3),
+                "excerpts": findings.excerpts(measures, domains, place.layer, place.head, 3),
             }
             for place in places
         ]

@@ -4,15 +4,8 @@
     python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
         --num-shared-heads 16 --num-active-routed-heads 8
     python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
-    python -m moh_lm.pretrain --checkpoint-dir RUN --data-dir DATA ...
 
-Shared heads are the first ones of the model, as in the paper, or with --select-shared importance those that matter most
-on sample text (tools/heads/importance.py); they move to the front, which leaves the function of the model as it is.
-
-RUN gets checkpoints/step-0 (tools/hf/import_step.py): weights in fp32 and no moments. A run started there takes the
-model from it, and begins at sample 0 with fresh moments and the learning rate of its first iteration. Any layout loads
-it.
-docs/continue.md goes through the whole way.
+RUN gets checkpoints/step-0 (tools/hf/import_step.py). docs/continue.md goes through the whole way.
 
 Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be mended, or a file could
 not be written, and nothing is there under the final name.
@@ -28,6 +21,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed p
 import math
 import time
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -43,7 +37,7 @@ from tools.command import exit_code
 from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.import_config import model_config, own_heads, read_config
 from tools.hf.import_step import output_problems, write_step
-from tools.hf.import_vocabulary import NewRows, read_tokenizer, spelled
+from tools.hf.import_vocabulary import new_rows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
 from tools.hf.keys import ARCHITECTURES
 
@@ -109,7 +103,8 @@ def run(texts):
         tokens = find_sample(arguments, old_vocab_size, min(length, 2048), old)
         with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
             orders, measured = ranked(config, source, tokens, bar.update)
-    parts = plan(config, source, old_vocab_size, orders, NewRows(source, pieces, arguments.seed), router_seed)
+    extend = partial(new_rows, source, pieces, arguments.seed)
+    parts = plan(config, source, old_vocab_size, orders, extend, router_seed)
     facts = {
         "source": str(arguments.model),
         "config_sha256": describe(arguments.model / "config.json")["sha256"][0],

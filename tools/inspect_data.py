@@ -1,30 +1,23 @@
 """What is in a directory of token shards: counts, lengths of documents, planned epochs, text, damage.
 
-    python tools/inspect_data.py DIR                                    sources, documents, tokens, drops by reason
-    python tools/inspect_data.py DIR --train-tokens 100B [--data-mix NAME=WEIGHT ...]      and what a run takes of them
-    python tools/inspect_data.py DIR --sample 0 1 [--seed 1234 --seq-length 2048 --data-mix NAME=WEIGHT ...]
-    python tools/inspect_data.py DIR --sample 123456 --state RUN/checkpoints/step-N/state.json
-    python tools/inspect_data.py DIR --document wikipedia:17
-    python tools/inspect_data.py DIR --verify                           every byte against the checksums
+    python tools/inspect_data.py DIR [--sample N ... | --document SOURCE:N ... | --verify] [flags of moh_lm.pretrain]
 
-DIR is a data directory, or holds shards of Megatron-LM and tools like it; the PREFIX of one pair of .bin and .idx will
-do. Further flags are those of moh_lm.pretrain and have the same meaning: samples are numbered as a run with them reads
-them. A run whose data changed on the way is described by the state of its checkpoint. --json prints one JSON object.
+docs/data.md has a command for each. Flags of moh_lm.pretrain have the same meaning as there: samples are numbered as a
+run with them reads them.
 
 Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument has to be mended.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
 import signal
 import textwrap
 from bisect import bisect_right
-from pathlib import Path
 
 from data_prep.encoding import read_model
 from data_prep.report import table
@@ -130,9 +123,6 @@ def sampled_dataset(config, given):
     raise refusals[0]
 
 
-# --- Text ---
-
-
 def decoder(arguments):
     """A function from token ids to text; without a tokenizer the ids themselves are written."""
     path = arguments.tokenizer or next(iter(tokenizer_files(arguments.directory)), None)
@@ -203,9 +193,6 @@ def read_document(sources, text, decode):
             return {"source": name, "number": number, **piece(shard, local, start, stop, decode)}
         before += shard.num_documents
     raise ConfigError([f"--document {text}: source {name} has {before:,} documents; choose one from 0 to {before - 1}"])
-
-
-# --- Tables ---
 
 
 def describe(report):

@@ -17,11 +17,11 @@ Nothing is assumed to overlap. The times rank layouts; they do not promise a spe
 FLOP/s.
 """
 
-import os
 import sys
+from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import json
 from dataclasses import replace
@@ -36,10 +36,6 @@ from tools.command import exit_code
 
 USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
 DAY = 24 * 3600
-
-
-def main():
-    sys.exit(exit_code("plan", plan, sys.argv[1:]))
 
 
 def plan(texts):
@@ -88,19 +84,13 @@ def legal_variants(config, gpus):
     for tp in divisors:
         for pp in divisors:
             for zero in (1, 2, 3):
-                parallel = replace(
-                    config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, zero_stage=zero
-                )
-                for micro_batch in powers_of_two(config.run.global_batch_size):
+                parallel = replace(config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, zero_stage=zero)
+                for micro_batch in (2**n for n in range(7) if 2**n <= config.run.global_batch_size):
                     for recompute in (False, True):
                         run = replace(config.run, micro_batch_size=micro_batch, recompute=recompute)
                         variant = replace(config, parallel=parallel, run=run)
                         if not layout_problems(variant, gpus):
                             yield variant
-
-
-def powers_of_two(most):
-    return [2**n for n in range(7) if 2**n <= most]
 
 
 def make_plan(config, machine):
@@ -188,4 +178,4 @@ def show_table(config, machine, plans):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("plan", plan, sys.argv[1:]))

@@ -66,6 +66,18 @@ def key_blocks(compaction, block_m, block_n, starts=None):
     return tuple(torch.where(used, bound, 0) for bound in (begin, inner, full, end))
 
 
+def slot_blocks(compaction, block_m, block_n, ends=None):
+    """How many blocks of ``block_m`` slots attend to every block of ``block_n`` keys, counted from the first such slot:
+    int32 [b, heads, key blocks]. ends: of ``Boundaries``, or None."""
+    after = compaction.after
+    first = 0
+    if ends is not None:
+        length = ends.shape[-1]
+        last_key = torch.arange(block_n - 1, length + block_n - 1, block_n, device=ends.device).clamp_max(length - 1)
+        first = at_positions(after, ends[:, None, last_key].expand(*after.shape[:2], -1))
+    return -((first - after[..., :-1:block_n]) // block_m)
+
+
 def at_positions(values, positions):
     """values: [b, s] or [b, heads, n]. positions: int32 [b, heads, m] -> [b, heads, m]."""
     values = values if values.dim() == 3 else values.unsqueeze(1).expand(-1, positions.shape[1], -1)

@@ -15,7 +15,7 @@ from moh_lm.cost.summary import describe_attention
 from moh_lm.flags import parse_config
 from moh_lm.kernels import attention, break_even, flex
 from moh_lm.kernels.attention import choose_backend, moh_attention
-from moh_lm.kernels.compaction import compact, key_blocks
+from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 from moh_lm.kernels.cpu_sparse import SelectedRows, add_up
 from moh_lm.kernels.documents import boundaries, mean_keys, narrow
 from moh_lm.kernels.threads import in_threads
@@ -27,7 +27,6 @@ from tests.attention_cases import (
     make_boundaries,
     make_inputs,
     reference,
-    slot_blocks,
     with_gradients,
 )
 

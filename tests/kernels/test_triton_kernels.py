@@ -18,7 +18,6 @@ from tests.attention_cases import (
     make_boundaries,
     make_inputs,
     reference,
-    slot_blocks,
     with_gradients,
 )
 
@@ -304,7 +303,7 @@ def check_tiles(lengths, window=0):
     """Products of the interpreter are counted: two per tile forward, three for dQ, four for dK/dV."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from moh_lm.kernels.compaction import compact, key_blocks
+    from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 
     count = 0
     documents = make_boundaries(lengths, 130, 1, window=window) if lengths or window else None

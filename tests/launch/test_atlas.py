@@ -92,7 +92,8 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path, c
     log.parent.mkdir(parents=True)
     log.write_text("--num-layers 12\n")
     with pytest.raises(SystemExit, match="2"):
-        make(tmp_path, "--variants", "dense", "--rates", "1").check_flags()
+        plan = make(tmp_path, "--variants", "dense", "--rates", "1")
+        atlas.check_flags(map(plan.run, plan.trials()))
     assert "rate-1-seed-1.log: its run has other flags" in capsys.readouterr().err
     for flags, words in [(["--seeds", "0"], "tunes the learning rates"), (["--train-iters", "5"], "the atlas sets it")]:
         with pytest.raises(SystemExit, match="2"):

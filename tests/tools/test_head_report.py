@@ -566,7 +566,7 @@ def test_a_report_that_cannot_be_written_is_one_line(tools, capsys, run, corpus,
     (tmp_path / "file").write_text("")
     flags = ("--model", run, "--tokens", 64, "--data", f"a={corpus}/a.jsonl")
     code, _, err = call(tools, capsys, *flags, "--output", tmp_path / "file")
-    assert code == 2 and f"--output {tmp_path}/file: cannot be made" in err  # before anything is measured
+    assert code == 2 and f"--output {tmp_path}/file: cannot be written" in err  # before anything is measured
 
     def full(path, data):
         raise OSError(28, "No space left on device")

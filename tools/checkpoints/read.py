@@ -104,9 +104,6 @@ def progress(title, total):
     return tqdm(desc=title, total=total, unit="B", unit_scale=True, leave=False, disable=None)
 
 
-# --- Damage ---
-
-
 def find_damage(step):
     """The sentences of ``moh_lm.checkpoint.manifest.verify``; threads read the files."""
     try:
@@ -120,11 +117,6 @@ def find_damage(step):
             return verify(step, part, len(entries), lambda: bar.update(BLOCK_BYTES))
 
         return [problem for found in pool.map(verify_part, range(len(entries))) for problem in found]
-
-
-def size_of(path):
-    """Bytes of a file; None if there is none."""
-    return path.stat().st_size if path.is_file() else None
 
 
 def find_gaps(step):
@@ -174,9 +166,6 @@ def tiles(spans, size):
     return [*(start for start, _ in spans), size] == [0, *(stop for _, stop in spans)]
 
 
-# --- The state ---
-
-
 def state_hash(step):
     """SHA-256 of all weights and moments, the same for every layout that wrote them.
 
@@ -222,7 +211,8 @@ def changes(first, second):
                 for kind in KINDS:
                     row[kind] = change(first.read(kind, name), second.read(kind, name), bar)
                 rows.append(row)
-    return sorted(rows, key=lambda row: [-by_size(row[kind]["relative"]) for kind in KINDS])
+    unknown = {None: math.inf}  # first
+    return sorted(rows, key=lambda row: [-unknown.get(row[kind]["relative"], row[kind]["relative"]) for kind in KINDS])
 
 
 def change(first, second, bar):
@@ -236,7 +226,3 @@ def change(first, second, bar):
     relative = absolute / largest if largest else math.inf if absolute else 0.0
     finite = {"absolute": absolute, "relative": relative}
     return {"equal": equal, **{key: value if math.isfinite(value) else None for key, value in finite.items()}}
-
-
-def by_size(relative):
-    return math.inf if relative is None else relative

@@ -20,9 +20,6 @@ WRITABLE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADER_BYTES = 1 << 20  # room for what is written besides the tensors, generously
 
 
-# --- Copy ---
-
-
 def copy(path, destination):
     """Copy the step ``path`` below ``destination``, a run directory or any other; returns the new step directory.
 
@@ -83,9 +80,6 @@ def copy_files(source, entries, target):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     flush(target.parent)
-
-
-# --- One file ---
 
 
 def consolidate(path, output, moments, dtype):

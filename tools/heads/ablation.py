@@ -51,7 +51,5 @@ def loss_of(model, x, layers, tokens):
     for layer in layers:
         x = layer(x)
     weight = (model.model.embed_tokens if model.tied else model.lm_head).weight
-    _, losses = linear_cross_entropy(
-        model.model.norm(x), weight, tokens[:, 1:].t(), model.vocab_partition, model.group
-    )
+    _, losses = linear_cross_entropy(model.model.norm(x), weight, tokens[:, 1:].t(), model.vocab_partition, model.group)
     return losses.double().mean().item()

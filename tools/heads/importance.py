@@ -1,18 +1,15 @@
 """Which heads of a Llama matter most on sample text, and the orders of heads that leave its function as it is.
 
-A Mixture-of-Head model keeps the first heads of every layer always on. The paper takes the first ones of the trained
-model and leaves open whether others would be better. Here heads can be ranked by the size of what they write into the
-residual stream,
+Heads are ranked by the size of what they write into the residual stream,
 
     I_i = mean over tokens t of |W_O_i H_i(t)|    H_i(t): output of head i, W_O_i: its columns of the output projection
 
 which needs forward passes only, so the model is read layer by layer and one layer is in memory at a time.
 
 Attention is a sum over heads, so heads may stand in any order if the rows of q and the columns of o move together. With
-grouped key/value heads the query heads of a group share one key/value head: they may change places among themselves,
-and whole groups may, together with their rows of k and v; other orders would change the model. So groups are ranked by
-the mean of their heads, and heads within their group. Where the number of shared heads ends within a group, that group
-gives its best ones.
+grouped key/value heads whole groups may change places, with their rows of k and v, and query heads inside their group.
+So groups are ranked by the mean of their heads, and heads within their group. Where the number of shared heads ends
+within a group, that group gives its best ones.
 """
 
 from dataclasses import replace

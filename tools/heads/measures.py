@@ -94,9 +94,6 @@ def finish(layer, x, weighted):
     return layer.block(x, attend=lambda _: (layer.self_attn.output(weighted), None))[0]
 
 
-# --- Text: loads, sizes, redundancy, offsets ---
-
-
 @torch.no_grad()
 def measure_text(model, domains, progress):
     """{measure: array} over the windows of ``domains``.
@@ -204,9 +201,6 @@ class Offsets:
         previous, first = (ratio(column, queries) for column in self.weights.numpy().T)
         share = np.where(known, shares[np.arange(len(best)), best], np.nan)
         return {"offset": best, "offset_share": share, "previous": previous, "first": first}
-
-
-# --- Test texts: prefix matching, rare tokens ---
 
 
 def measure_prefix(model, sequences):

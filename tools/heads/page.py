@@ -14,10 +14,6 @@ from tools.heads import ablation, findings, measures
 
 NEWLINE = "\N{DOWNWARDS ARROW WITH TIP LEFTWARDS}"
 MOST_PLACES = 48  # heads of a class that are listed
-MEASURES = (  # of the report, a number or a word for each head
-    "kind", "class", "offset", "offset_share", "previous", "first", "prefix", "rare", "written", "nearest_cka",
-    "nearest_head", "specialisation",
-)  # fmt: skip
 
 
 def page(report, pictures, decode):
@@ -30,6 +26,7 @@ def page(report, pictures, decode):
         undefined=StrictUndefined,
     )
     environment.filters.update(number=number, percent=percent, image=image, numbered=numbered)
+    columns = head_columns(report)
     formulas = {"Measures": measures, "Findings": findings, "Importance": ablation}
     return environment.get_template("page.html").render(
         report={"ablation": None, **report},
@@ -37,18 +34,17 @@ def page(report, pictures, decode):
         picture_of=picture_of,
         newline=NEWLINE,
         heads=list(range(len(report["class"][0]))),
-        spans=lambda excerpt: zip(shown_texts(excerpt.tokens, decode), excerpt.gates, strict=True),
+        spans=lambda excerpt: zip(token_texts(excerpt.tokens, decode), excerpt.gates, strict=True),
         formulas={title: module.__doc__.strip() for title, module in formulas.items()},
         **summary(report),
         **(routed_rows(report) if report["routed"] else {}),
         class_rows=class_rows(report["class"]),
         alike_rows=[(layer, other, head, number(value)) for layer, head, other, value in report["alike"]],
-        head_columns=head_columns(report),
-        head_rows=[head_row(report, i, j) for i, row in enumerate(report["class"]) for j in range(len(row))],
+        head_columns=list(columns),
+        head_rows=[
+            [cell(i, j) for cell in columns.values()] for i, row in enumerate(report["class"]) for j in range(len(row))
+        ],
     )
-
-
-# --- How it is written ---
 
 
 def number(value, digits=3):
@@ -75,10 +71,6 @@ def picture_of(kind, index, domain):
     return f"{kind}_{index}_" + "".join(char if char.isalnum() else "-" for char in domain)
 
 
-def shown_texts(ids, decode):
-    return [text.replace("\n", NEWLINE).replace("\t", "  ") for text in token_texts(ids, decode)]
-
-
 def token_texts(ids, decode):
     """What each token adds to the text; the last token of a character has the character."""
     texts, before = [], ""
@@ -89,10 +81,7 @@ def token_texts(ids, decode):
             continue
         texts.append(text[len(before) :])
         before = text
-    return texts
-
-
-# --- The rows of its tables ---
+    return [text.replace("\n", NEWLINE).replace("\t", "  ") for text in texts]
 
 
 def summary(report):
@@ -124,28 +113,30 @@ def class_rows(classes):
 
 
 def head_columns(report):
-    columns = ["head", "kind", "class", "offset", "at it %", "previous", "first", "prefix", "rare %", "written", "CKA"]
-    columns.append("with")
+    """{title: function of a layer and a head, which gives the cell} of the table of all heads."""
+
+    def of(values, write=number):
+        return lambda i, j: write(values[i][j])
+
+    def fine(value):
+        return number(value, 4)
+
+    columns = {
+        "head": lambda i, j: f"{i}.{j}",
+        "kind": of(report["kind"], str),
+        "class": of(report["class"], str),
+        "offset": of(report["offset"], lambda offset: offset if offset >= 0 else ""),
+        "at it %": of(report["offset_share"], percent),
+        **{key: of(report[key]) for key in ("previous", "first", "prefix")},
+        "rare %": of(report["rare"], percent),
+        "written": of(report["written"]),
+        "CKA": of(report["nearest_cka"]),
+        "with": lambda i, j: report["nearest_head"][i][j] if columns["CKA"](i, j) else "",
+    }
     if report["routed"]:
-        domains = list(report["load"])
-        columns += ["bits", *(f"load % {name}" for name in domains), *(f"gate {name}" for name in domains)]
+        columns["bits"] = of(report["specialisation"], fine)
+        columns |= {f"load % {name}": of(load, percent) for name, load in report["load"].items()}
+        columns |= {f"gate {name}": of(gate) for name, gate in report["gate"].items()}
     if "ablation" in report:
-        columns += [f"rise {name}" for name in report["ablation"]["rise"]]
+        columns |= {f"rise {name}": of(rises, fine) for name, rises in report["ablation"]["rise"].items()}
     return columns
-
-
-def head_row(report, i, j):
-    """The cells of head j of layer i, one for each of ``head_columns``."""
-    of = {key: values[i][j] for key, values in report.items() if key in MEASURES}
-    has_nearest = of["nearest_cka"] is not None and not math.isnan(of["nearest_cka"])
-    cells = [f"{i}.{j}", of["kind"], of["class"], of["offset"] if of["offset"] >= 0 else ""]
-    cells += [percent(of["offset_share"]), *(number(of[key]) for key in ("previous", "first", "prefix"))]
-    cells += [percent(of["rare"]), number(of["written"])]
-    cells += [number(of["nearest_cka"]), of["nearest_head"] if has_nearest else ""]
-    if report["routed"]:
-        cells.append(number(of["specialisation"], 4))
-        cells += [percent(load[i][j]) for load in report["load"].values()]
-        cells += [number(gate[i][j]) for gate in report["gate"].values()]
-    if "ablation" in report:
-        cells += [number(rises[i][j], 4) for rises in report["ablation"]["rise"].values()]
-    return cells

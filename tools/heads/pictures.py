@@ -83,9 +83,7 @@ def class_map(classes, every, kinds):
         axis.set_xlabel("head", fontsize=8, color=ink)
         present = sorted(set(codes.flatten().tolist()))
         patches = [Patch(facecolor=colours(code), edgecolor=ink, linewidth=0.4, label=every[code]) for code in present]
-        figure.legend(
-            handles=patches, loc="outside lower center", ncols=3, fontsize=7, labelcolor=ink, frameon=False
-        )
+        figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=7, labelcolor=ink, frameon=False)
         found[theme] = png(figure)
     return found
 

@@ -69,9 +69,6 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
     return list(found.values())
 
 
-# --- Shards ---
-
-
 def read_shards(entry, name, place, tokenizer, seq_length, num_tokens):
     """{domain: windows}: of every source, or of all together under ``name``."""
     sources, problems = open_directory(place)
@@ -92,9 +89,6 @@ def shard_windows(name, shards, seq_length, num_tokens):
     count = max(1, min(num_tokens, stream.num_tokens) // length)
     positions = np.linspace(0, stream.num_tokens - length, count).astype(np.int64)
     return [torch.from_numpy(stream.read(int(position), length)) for position in positions]
-
-
-# --- Text ---
 
 
 def read_text(name, pattern, tokenizer, seq_length, num_tokens, text_key):
@@ -130,9 +124,6 @@ def file_tokens(file, tokenizer, wanted, text_key, dropped):
 def check_length(name, length):
     if length < SHORTEST:
         raise ConfigError([f"--data {name}: has {length} tokens; give at least {SHORTEST}"])
-
-
-# --- What the tests of attention patterns read ---
 
 
 def frequency_ranks(domains, vocab_size):

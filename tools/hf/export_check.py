@@ -1,10 +1,8 @@
 """The check of an export before it is published: the same logits as the checkpoint's, from the files as written.
 
-Three models compute the logits of the same random tokens in fp32, one after the other: the trainer's model with the
-weights of the checkpoint, rounded to the dtype of the export; the trainer's model made from the export's config.json
-and safetensors; and transformers with the export's remote code. The trainer's models hold the embedding, the output
-head and one decoder layer at a time; transformers holds the export as it is, and one layer of it in fp32. transformers
-works in a process of its own,
+Three models compute the logits of the same random tokens in fp32 (docs/evaluation.md). The trainer's models hold the
+embedding, the output head and one decoder layer at a time; transformers holds the export as it is, and one layer of it
+in fp32. It works in a process of its own,
 
     python tools/hf/export_check.py EXPORT SCRATCH [TOKENIZER]
 
@@ -85,9 +83,6 @@ def compare(what, expected, logits):
     return f"checked: logits of {what} differ from the checkpoint's by at most {difference:.1e}"
 
 
-# --- The trainer's model ---
-
-
 @torch.no_grad()
 def trainer_logits(config, read, tokens):
     """Logits of the trainer's model, fp32, numpy [s, b, vocab].
@@ -117,9 +112,6 @@ def fill(module, inputs=None, *, prefix, read):
 
 def empty(module, inputs, output):
     module.to("meta")
-
-
-# --- transformers ---
 
 
 def hugging_face_logits(directory, tokens, tokenizer):

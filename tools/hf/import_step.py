@@ -16,13 +16,12 @@ import torch
 from moh_lm.checkpoint.directory import point_latest, remove_leftovers
 from moh_lm.checkpoint.fragments import safetensors_header
 from moh_lm.checkpoint.manifest import HashedFile, write_manifest
-from moh_lm.checkpoint.saver import free_bytes
-from moh_lm.config import ConfigError
 from moh_lm.data.files import flush, json_bytes
 from moh_lm.monitor.journal import Journal
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.state import first_state
 from moh_lm.training.optimizer import MOMENTS
+from tools.checkpoints.write import refuse_without_room
 from tools.hf.export_files import plan_shards
 
 FILE_BYTES = 1 << 32
@@ -48,10 +47,7 @@ def write_step(run, config, parts, facts, tokenizer, progress):
     tokenizer: {file name: bytes}. progress: takes the bytes of every block. Raises ConfigError or OSError, and nothing
     is left under the final name then.
     """
-    need = 4 * sum(math.prod(part.shape) for part in parts) + OVERHEAD
-    free = free_bytes(run)
-    if free < need:
-        raise ConfigError([f"--output {run}: no space left on device: {need:,} bytes are needed and {free:,} are free"])
+    refuse_without_room(run, 4 * sum(math.prod(part.shape) for part in parts) + OVERHEAD)
     make_run_directory(run)
     lock = lock_run_directory(run)
     final = run / "checkpoints" / "step-0"

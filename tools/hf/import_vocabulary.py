@@ -1,11 +1,9 @@
 """A vocabulary made larger: new rows of the embedding and of the output head, and the tokenizers that they belong to.
 
-A new row of the embedding is the mean of the rows of the old tokens that spell the new one (Gee et al. 2022, "Fast
-Vocabulary Transfer"), so that a new token begins with the meaning of its parts; this needs both tokenizers. A new row
-of the output head is the mean of all old rows: no new token then takes more of the probability than old ones do on
-average (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models"), where a mean of its parts
-would take theirs (docs/continue.md has figures). The mean of all old rows also stands in for what is not known: ids
-beyond the new tokenizer, or all new ids without the old one. A tied matrix counts as the embedding.
+docs/continue.md says what they are the means of, and has figures. Means of the old tokens that spell a new one: Gee et
+al. 2022, "Fast Vocabulary Transfer". The mean of all old rows: Hewitt 2021, "Initializing New Word Embeddings for
+Pretrained Language Models"; it also stands in for what is not known: ids beyond the new tokenizer, or all new ids
+without the old one. A tied matrix counts as the embedding.
 
 Noise is added so that no two rows are equal: N(0, (NOISE x the deviation of that column over the old rows)^2), from a
 generator of (seed, name). Rows drawn like those of a new model would lie far from the others, and disturb every
@@ -27,22 +25,19 @@ NOISE = 0.01
 ROWS = 1024  # new rows made at once
 
 
-class NewRows:
-    """``extend(name, count)`` of tools/hf/import_weights.py. pieces: {new id: ids of the old tokens that spell it}."""
+def new_rows(source, pieces, seed, name, count):
+    """The ``count`` rows after those of the matrix ``name`` in the source, fp32, in blocks. Holds it in memory.
 
-    def __init__(self, source, pieces, seed):
-        self.source, self.pieces, self.seed = source, pieces, seed
-
-    def __call__(self, name, count):
-        """The ``count`` rows after those of the matrix ``name`` in the source, fp32, in blocks. Holds it in memory."""
-        old, pieces = self.source.whole(name), self.pieces if name == EMBEDDING else {}
-        mean, deviation = old.mean(0), old.std(0)
-        digest = hashlib.blake2b(f"{self.seed}/{name}/new rows".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        for start in range(len(old), len(old) + count, ROWS):
-            ids = range(start, min(start + ROWS, len(old) + count))
-            rows = torch.stack([old[pieces[i]].mean(0) if i in pieces else mean for i in ids])
-            yield rows + torch.empty_like(rows).normal_(generator=generator) * (NOISE * deviation)
+    pieces: {new id: ids of the old tokens that spell it}.
+    """
+    old, pieces = source.whole(name), pieces if name == EMBEDDING else {}
+    mean, deviation = old.mean(0), old.std(0)
+    digest = hashlib.blake2b(f"{seed}/{name}/new rows".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    for start in range(len(old), len(old) + count, ROWS):
+        ids = range(start, min(start + ROWS, len(old) + count))
+        rows = torch.stack([old[pieces[i]].mean(0) if i in pieces else mean for i in ids])
+        yield rows + torch.empty_like(rows).normal_(generator=generator) * (NOISE * deviation)
 
 
 def read_tokenizer(path, vocab_size, named):

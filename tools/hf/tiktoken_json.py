@@ -8,7 +8,7 @@ one.
 """
 
 from data_prep.tiktoken_model import END_OF_TEXT, WORDS, read_ranks
-from tools.hf.tokenizer_json import config_with, write_files
+from tools.hf.tokenizer_json import bpe_model, config_with, content_of, write_files
 
 END, PAD = "<|end_of_text|>", "<|finetune_right_pad_id|>"
 SPECIAL = {"<|begin_of_text|>": 0, END: END_OF_TEXT, PAD: 4}  # their numbers among the special tokens
@@ -33,33 +33,19 @@ def tokenizer_json(path):
     letters = byte_letters()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
     special = {content: first + number for content, number in SPECIAL.items()}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     words = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
     in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": index, "content": content, **flags, "special": True} for content, index in special.items()
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, in_bytes]},
-        "post_processor": None,
-        "decoder": in_bytes,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": {**{spelled[token]: rank for token, rank in ranks.items()}, **special},
-            "merges": [[spelled[left], spelled[right]] for left, right in pairs(ranks)],
-        },
-    }
+    return content_of(
+        added=[(index, content, True) for content, index in special.items()],
+        normalizer=None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [words, in_bytes]},
+        decoder=in_bytes,
+        model=bpe_model(
+            {**{spelled[token]: rank for token, rank in ranks.items()}, **special},
+            [[spelled[left], spelled[right]] for left, right in pairs(ranks)],
+            ignore_merges=True,
+        ),
+    )
 
 
 def pairs(ranks):

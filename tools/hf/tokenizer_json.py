@@ -56,30 +56,33 @@ def special_ids(proto):
 
 def tokenizer_json(proto):
     """Content of tokenizer.json."""
-    kinds = {UNKNOWN: (True, False), CONTROL: (True, False), USER_DEFINED: (False, True)}  # special, normalized
+    special = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
     pieces = enumerate(proto.pieces)
-    added = [(index, piece.piece, *kinds[piece.type]) for index, piece in pieces if piece.type in kinds]
+    return content_of(
+        added=[(index, piece.piece, special[piece.type]) for index, piece in pieces if piece.type in special],
+        normalizer={"type": "Sequence", "normalizers": normalizers(proto)},
+        pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": decoders(proto)},
+        model=bpe(proto) if proto.trainer_spec.model_type == BPE else unigram(proto),
+    )
+
+
+def content_of(added, normalizer, pre_tokenizer, decoder, model):
+    """``tokenizer_json`` of its parts; added: (id, text, whether it is special) of tokens besides the model's."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": index,
-                "content": content,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": normalized,
-                "special": special,
-            }
-            for index, content, special, normalized in added
+            {"id": index, "content": content, **flags, "normalized": not special, "special": special}
+            for index, content, special in added
         ],
-        "normalizer": {"type": "Sequence", "normalizers": normalizers(proto)},
-        "pre_tokenizer": None,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": decoders(proto)},
-        "model": bpe(proto) if proto.trainer_spec.model_type == BPE else unigram(proto),
+        "decoder": decoder,
+        "model": model,
     }
 
 
@@ -123,18 +126,23 @@ def write_files(directory, tokenizer, config):
 
 
 def bpe(proto):
-    trainer = proto.trainer_spec
+    vocabulary = {piece.piece: index for index, piece in enumerate(proto.pieces)}
+    return bpe_model(vocabulary, merges(proto), proto.trainer_spec.unk_piece, proto.trainer_spec.byte_fallback)
+
+
+def bpe_model(vocabulary, merges, unknown=None, byte_fallback=False, ignore_merges=False):
+    """vocabulary: {text: id}. merges: [[left, right]]. unknown: the token of unknown text, if there is one."""
     return {
         "type": "BPE",
         "dropout": None,
-        "unk_token": trainer.unk_piece,
+        "unk_token": unknown,
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": trainer.byte_fallback,
-        "ignore_merges": False,
-        "vocab": {piece.piece: index for index, piece in enumerate(proto.pieces)},
-        "merges": merges(proto),
+        "fuse_unk": unknown is not None,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": vocabulary,
+        "merges": merges,
     }
 
 

@@ -1,13 +1,8 @@
-"""The paper's two sets of tasks for lm-evaluation-harness, from the hub or from local files.
+"""The paper's sets of tasks for lm-evaluation-harness, from the hub or from local files (docs/evaluation.md).
 
-``llm6`` is the table of the models trained from scratch, all zero-shot; ``llama14`` that of MoH-LLaMA3-8B with its
-numbers of examples; ``llama14e`` the one of the paper's appendix (Table E), with ARC-Easy in place of CEVAL. Prompts,
-choices and metrics are those of the harness's own task files. TruthfulQA is the mean of its tasks MC1 and MC2, the only
-reading that fits the paper's numbers; both are kept beside it.
-
-Rows come from the data sets on the hub that the task files name. ``datasets`` no longer runs those that are scripts
-there (LogiQA); of them the hub's conversion to Parquet is read, CONFIGURATION/SPLIT/*.parquet in the branch
-refs/convert/parquet.
+Prompts, choices and metrics are those of the harness's own task files. Rows come from the data sets on the hub that
+these name. ``datasets`` no longer runs those that are scripts there (LogiQA); of them the hub's conversion to Parquet
+is read, CONFIGURATION/SPLIT/*.parquet in the branch refs/convert/parquet.
 
 Local files: DATA/TASK/SPLIT.jsonl, one row of the official data set per line, with its own fields (``Entry.fields``).
 TASK is the harness's name, of each subject for mmlu, ceval-valid and cmmlu (mmlu_anatomy, ...); SPLIT is the name that
@@ -54,9 +49,7 @@ class Entry(NamedTuple):
 
 ACC, ACC_NORM = "acc,none", "acc_norm,none"
 ABCD = "question A B C D answer"
-SCIQ = Entry(
-    "SciQ", "sciq", "sciq", 0, ACC_NORM, "support question correct_answer distractor1 distractor2 distractor3"
-)
+SCIQ = Entry("SciQ", "sciq", "sciq", 0, ACC_NORM, "support question correct_answer distractor1 distractor2 distractor3")
 PIQA = Entry("PIQA", "piqa", "piqa", 0, ACC_NORM, "goal sol1 sol2 label")
 WINOGRANDE = Entry("WinoGrande", "winogrande", "winogrande", 0, ACC, "sentence option1 option2 answer")
 OPENBOOKQA = Entry("OpenbookQA", "openbookqa", "openbookqa", 0, ACC_NORM, "question_stem choices answerKey")
