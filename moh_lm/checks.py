@@ -329,24 +329,28 @@ def pipeline_problems(config):
 
 
 def tensor_problems(model, tp):
-    """Every tensor-parallel rank holds the same number of shared (or static) and of other heads, in whole KV groups."""
+    """Every tensor-parallel rank holds the same number of shared (or static) and of other heads, in whole KV groups
+    unless there are fewer groups than ranks."""
     if tp == 1 or model_problems(model):
         return []
     heads, shared_by = model.num_attention_heads, model.num_attention_heads // model.num_key_value_heads
+    whole_groups = f", in whole key/value groups; choose a multiple of --tensor-parallel-size {tp} * {shared_by} query "
+    whole_groups += f"heads per key/value head = {tp * shared_by}"
     step = tp * shared_by
+    if model.num_key_value_heads < tp:
+        step, whole_groups = tp, f"; choose a multiple of --tensor-parallel-size {tp}"
     found = []
     if model.intermediate_size % tp:
         found.append(f"--intermediate-size {model.intermediate_size}: not a multiple of --tensor-parallel-size {tp}")
     if heads % step:
         found.append(
-            f"--tensor-parallel-size {tp}: must divide --num-key-value-heads {model.num_key_value_heads} "
-            f"(and so --num-attention-heads {heads})"
+            f"--tensor-parallel-size {tp}: must divide --num-key-value-heads {model.num_key_value_heads}, or be above "
+            f"it, and divide --num-attention-heads {heads}"
         )
     else:
         leading = {model.leading_heads(layer) for layer in range(model.num_layers)}
         found += [
-            f"{number} heads always on: every rank must hold as many, in whole key/value groups; choose a multiple of "
-            f"--tensor-parallel-size {tp} * {shared_by} query heads per key/value head = {step}"
+            f"{number} heads always on: every rank must hold as many{whole_groups}"
             for number in sorted(leading - set(range(0, heads + 1, step)))
         ]
     return found

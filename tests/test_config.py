@@ -144,6 +144,7 @@ def test_all_problems_are_reported_together():
     "flags, named",
     [
         ("--num-shared-heads 6 --num-attention-heads 12 --seq-length 2048", "6 heads always on"),
+        ("--num-shared-heads 6 --num-key-value-heads 2 --seq-length 2048", "6 heads always on: every rank"),
         ("--num-shared-heads 4 --num-attention-heads 14 --head-dim 64", "--num-key-value-heads 14"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 1022", "--seq-length 1022"),
         ("--num-shared-heads 8 --intermediate-size 2050", "--intermediate-size 2050"),

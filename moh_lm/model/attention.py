@@ -19,6 +19,7 @@ dimension, E routed experts.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from moh_lm.kernels.attention import choose_backend, moh_attention
@@ -30,7 +31,7 @@ from moh_lm.model.row_path import output_of_rows
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from moh_lm.parallel.local_heads import LocalHeads
-from moh_lm.parallel.mappings import gather_heads, gather_sequence
+from moh_lm.parallel.mappings import gather_heads, gather_sequence, replicate
 
 
 class Projected(NamedTuple):
@@ -74,7 +75,10 @@ class Attention(nn.Module):
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
         d, e = config.hidden_size, self.head_dim
         query_size, key_size = config.num_attention_heads * e, config.num_key_value_heads * e
-        keys = self.heads.partition(0, e, queries_per_key=config.num_attention_heads // config.num_key_value_heads)
+        shared_by = config.num_attention_heads // config.num_key_value_heads
+        few_keys = config.num_key_value_heads < group_size(group)  # every rank holds all of them
+        self.key_runs = self.heads.key_runs(shared_by) if few_keys else None
+        keys = None if few_keys else self.heads.partition(0, e, queries_per_key=shared_by)
         self.q_proj = ColumnParallelLinear(d, query_size, init_std, self.heads.partition(0, e))
         self.k_proj = ColumnParallelLinear(d, key_size, init_std, keys)
         self.v_proj = ColumnParallelLinear(d, key_size, init_std, keys)
@@ -131,10 +135,24 @@ class Attention(nn.Module):
         return gates, selected, routed
 
     def keys_and_values(self, x, positions=None, length=None):
-        """Keys at their positions and values [s, b, kv/tp, e] of x [s, b, d], and the table of the positions."""
-        key, value = (self.split_heads(project(x)) for project in (self.k_proj, self.v_proj))
+        """Keys at their positions and values [s, b, kv/tp, e] of x [s, b, d], and the table of the positions.
+
+        With fewer key/value heads than ranks there is one for each of ``key_runs``, or for each query head.
+        """
+        key, value = (self.split_heads(self.project_keys(project, x)) for project in (self.k_proj, self.v_proj))
+        if self.key_runs:
+            key, value = (
+                torch.cat([part[:, :, key : key + 1].expand(-1, -1, count, -1) for key, count in self.key_runs], dim=2)
+                for part in (key, value)
+            )
         table = self.positions.table(length or x.shape[0], x.dtype, x.device, positions)
         return self.positions.turn(key, table), value, table
+
+    def project_keys(self, project, x):
+        """Keys or values of x; the weight is whole on every rank with ``key_runs``, which use it for other heads."""
+        if not self.key_runs:
+            return project(x)
+        return project(x, lambda x, weight: F.linear(x, replicate(weight, self.group)))
 
     def attend(self, projected, documents=None, backend="dense"):
         """g_i H_i of every head: [s, b, h/tp, e]. documents: ``Boundaries``, or None. backend: any but ``auto``."""
@@ -189,7 +207,8 @@ class Attention(nn.Module):
         """
         d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
         gated = config.heads.head_selection != "all"
-        heads = width * (2 * h + 2 * k + gated * h) * e
+        keys = k if k >= tp else tp if k == 1 else h  # of all ranks: see ``key_runs``
+        heads = width * (2 * h + 2 * keys + gated * h) * e
         if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
             heads += 4 * h * e
         return heads / tp + width * d

@@ -3,8 +3,13 @@
 Every rank holds the same share of the heads that are always on and of the others, so that none computes more than
 another. Files keep the canonical order, the heads that are always on first; ``LocalHeads`` maps one to the other.
 
+A rank holds whole key/value heads too, unless there are fewer of them than ranks: then it holds all of them, and takes
+those that its query heads use.
+
 Shapes: tp tensor-parallel ranks, h query heads.
 """
+
+from itertools import groupby
 
 import torch
 
@@ -39,6 +44,13 @@ class LocalHeads:
             return gathered
         of_ranks = gathered.unflatten(-1, (group_size(self.group), -1))  # [..., tp, h/tp]
         return torch.cat([part.flatten(-2) for part in of_ranks.tensor_split([self.num_leading], dim=-1)], dim=-1)
+
+    def key_runs(self, queries_per_key):
+        """[(key/value head, how many query heads in a row share it)] of this rank's query heads: with one of each where
+        all are shared by as many."""
+        numbers = [head // queries_per_key for start, stop in self.ranges for head in range(start, stop)]
+        runs = [(key, len(list(run))) for key, run in groupby(numbers)]
+        return [(key, 1) for key, _ in runs] if len({count for _, count in runs}) == 1 else runs
 
     def partition(self, dim, head_dim, queries_per_key=1):
         """The rows or columns of these heads, or of the key/value heads that they share; None on one rank."""

@@ -48,11 +48,11 @@ MODELS = {
 }
 
 
-def compute(name, backend):
+def compute(name, backend, heads=8, key_value_heads=4):
     """(output, [(gradient, partition) by parameter]) of a model in float64, on the ranks of this world."""
     config = ModelConfig(
-        num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
-        vocab_size=36, heads=HeadsConfig(**MODELS[name]),
+        num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=heads,
+        num_key_value_heads=key_value_heads, head_dim=4, vocab_size=36, heads=HeadsConfig(**MODELS[name]),
     )  # fmt: skip
     group = dist.group.WORLD if dist.is_initialized() else None
     model = CausalLM(config, group, attention_backend=backend)
@@ -63,16 +63,28 @@ def compute(name, backend):
             parameter *= 10  # so that no gradient is hidden by small weights
     tokens = torch.randint(0, 36, (3, 8), generator=torch.Generator().manual_seed(2))
     hidden = model.model(tokens)  # [s/tp, b, d]
-    hidden.square().sum().backward()
+    hidden.pow(3).sum().backward()
     return {key: (parameter.grad, parameter.tensor_partition) for key, parameter in model.model.named_parameters()}
+
+
+def assert_same_gradients(ranks, expected):
+    for key, (gradient, _) in expected.items():
+        difference = whole([rank[key] for rank in ranks]) - gradient
+        assert difference.abs().max() <= 1e-9 * gradient.abs().max(), key
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_two_tensor_parallel_ranks_with_a_sparse_backend_compute_the_dense_model_of_one(name):
     expected = compute(name, "dense")
     ranks = run_ranks(compute, 2, name, "cpu_sparse")
-    for key, (gradient, _) in expected.items():
-        torch.testing.assert_close(whole([rank[key] for rank in ranks]), gradient, rtol=1e-9, atol=1e-10, msg=key)
+    assert_same_gradients(ranks, expected)
+
+
+@pytest.mark.parametrize("heads, key_value_heads, world_size, backend", [(8, 1, 2, "cpu_sparse"), (12, 2, 4, "dense")])
+def test_fewer_key_value_heads_than_ranks_are_held_by_all_of_them(heads, key_value_heads, world_size, backend):
+    expected = compute("paper", "dense", heads, key_value_heads)
+    ranks = run_ranks(compute, world_size, "paper", backend, heads, key_value_heads)
+    assert_same_gradients(ranks, expected)
 
 
 @pytest.fixture(scope="module")
