@@ -15,7 +15,7 @@ from moh_lm.config import flag
 from moh_lm.data.mixture import data_problems
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.rotary import NEEDS
-from moh_lm.model.routing import FORMS
+from moh_lm.model.routing import FORMS, equal_gates
 
 
 def config_problems(config, world_size):
@@ -72,6 +72,8 @@ def model_problems(model):
         reason, z_loss = FORMS[model.heads.routing].refuses_z_loss, model.heads.router_z_loss
         if reason and z_loss > 0:
             found.append(f"--router-z-loss {z_loss:g}: --routing {model.heads.routing} {reason}; leave it out")
+        budgets = budget_problems(model)
+        return found + (budgets or warmup_problems(model))
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
 
 
@@ -101,6 +103,23 @@ def rope_problems(model):
             "the second; LLaMA 3.1 has 1 and 4"
         )
     return found
+
+
+def warmup_problems(model):
+    """A dense warm-up must end with gates near those that it had: 1."""
+    iterations, heads = model.heads.dense_warmup_iters, model.heads
+    found = below(heads, 0, "dense_warmup_iters")
+    if iterations <= 0 or found:
+        return found
+    layer = model.routed_layer(0)
+    gates = equal_gates(FORMS[heads.routing](layer, heads.two_stage))
+    if all(math.isclose(gate, 1) for gate in gates):
+        return []
+    return [
+        f"--dense-warmup-iters {iterations}: the gates of --routing {heads.routing} begin near {gates[0]:.3g} (shared) "
+        f"and {gates[1]:.3g} (selected), so that the output of attention would shrink to that part of itself when all "
+        f"gates of 1 end; choose --routing paper_scaled, which has the same gates times a constant, or released"
+    ]
 
 
 def top_p_problems(heads):
@@ -155,6 +174,7 @@ def budget_problems(model):
 
 def optimizer_problems(optimizer):
     found = below(optimizer, 0, "warmup_iters", "weight_decay", "gradient_clipping")
+    found += below(optimizer, 0, "router_learning_rate_scale", "router_gradient_clipping")
     peak = optimizer.learning_rate
     if not 0 < peak < math.inf:
         found.append(f"--learning-rate {peak:g}: must be above 0, such as 3e-4")
@@ -168,6 +188,17 @@ def optimizer_problems(optimizer):
 
 
 def schedule_problems(config):
+    """What the numbers of iterations of a run contradict."""
+    iterations, train_iters = config.model.heads.dense_warmup_iters, config.run.train_iters
+    if config.model.after(0) != config.model and train_iters is not None and iterations >= train_iters:
+        return [
+            f"--dense-warmup-iters {iterations}: the mixture would never be trained; choose less than the "
+            f"{train_iters} iterations of the run"
+        ]
+    return decay_problems(config)
+
+
+def decay_problems(config):
     """A decay needs the schedule that has one, and room behind the warm-up."""
     optimizer, train_iters = config.optimizer, config.run.train_iters
     given = f"--decay-iters {optimizer.decay_iters}"

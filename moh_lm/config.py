@@ -74,6 +74,9 @@ class HeadsConfig:
         "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), or the whole previous step",
         choices=("sequence", "micro_batch", "global_batch"),
     )
+    dense_warmup_iters: int = option(
+        0, "first iterations of a mixture in which all heads have gate 1, without a balance loss; routers rest"
+    )
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,11 @@ class ModelConfig:
         if heads.head_selection == "all":
             return self.num_attention_heads
         return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
+
+    def after(self, step):
+        """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""
+        warming_up = self.heads.head_selection == "mixture" and step < self.heads.dense_warmup_iters
+        return replace(self, heads=replace(self.heads, head_selection="all")) if warming_up else self
 
     @property
     def heads_per_expert(self):
@@ -217,6 +225,10 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")
     gradient_clipping: float = option(1.0, "largest global gradient norm; 0 does not clip")
+    router_learning_rate_scale: float = option(1.0, "learning rate of the routers over that of all else")
+    router_gradient_clipping: float = option(
+        0.0, "largest norm of all routers' gradients together, clipped before --gradient-clipping; 0 does not clip"
+    )
 
     def decay(self, train_iters):
         """Iterations of the decay of wsd."""
@@ -327,6 +339,14 @@ class Config:
 
     def data_parallel_size(self, world_size):
         return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
+
+    @property
+    def routers_apart(self):
+        """Whether the optimizer treats routers in another way than other weights, for some of the run at least."""
+        optimizer, heads = self.optimizer, self.model.heads
+        return optimizer.router_learning_rate_scale != 1 or optimizer.router_gradient_clipping > 0 or (
+            heads.dense_warmup_iters > 0
+        )
 
     def gradient_accumulation_steps(self, world_size):
         return self.run.global_batch_size // (self.run.micro_batch_size * self.data_parallel_size(world_size))

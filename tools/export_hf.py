@@ -36,10 +36,10 @@ import torch
 from safetensors import SafetensorError
 
 from data_prep.tiktoken_model import is_tiktoken
-from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
+from moh_lm.checkpoint.fragments import full_parameters, step_config, write_safetensors
 from moh_lm.checkpoint.manifest import read_json, write_json
 from moh_lm.checkpoint.saver import find_step
-from moh_lm.config import Config, ConfigError
+from moh_lm.config import ConfigError
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import Parser
 from moh_lm.model.transformer import INIT_STD, CausalLM
@@ -96,7 +96,7 @@ def export(texts):
     problems = output_problems(output, arguments.overwrite)
     try:
         step = find_step(arguments.checkpoint)
-        config = Config.load(step / "config.json")
+        config = step_config(step)
     except ConfigError as error:
         problems += error.problems
     if problems:

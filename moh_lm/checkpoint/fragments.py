@@ -14,14 +14,14 @@ A reader may be cut in any other way: it asks for a range of its own shard and g
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moh_lm.checkpoint.manifest import HashedFile, read_entries
+from moh_lm.checkpoint.manifest import HashedFile, read_entries, read_json
 from moh_lm.config import Config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.layers import Partition
@@ -182,11 +182,19 @@ def read_partition(values):
     return Partition(values["dim"], values["size"], tuple(map(tuple, values["ranges"])), values["padding"])
 
 
+def step_config(step):
+    """The ``Config`` of a step directory, its model as it is after so many iterations: dense in a dense warm-up."""
+    config = Config.load(Path(step) / "config.json")
+    if config.model.after(0) == config.model:
+        return config
+    return replace(config, model=config.model.after(read_json(Path(step) / "state.json")["step"]))
+
+
 def full_parameters(step):
-    """(name, whole fp32 tensor) of every parameter of a step directory, in the order of the model."""
+    """(name, whole fp32 tensor) of every parameter of ``step_config``, in the order of the model."""
     reader = FragmentReader(step)
     with torch.device("meta"):
-        model = CausalLM(Config.load(Path(step) / "config.json").model)
+        model = CausalLM(step_config(step).model)
     for name, _ in model.named_parameters():
         yield name, reader.read("master", name)
 

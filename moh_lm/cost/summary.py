@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 
 from moh_lm.config import walk
+from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import memory_estimate, parameter_counts
 from moh_lm.kernels.attention import choose_backend
 from moh_lm.kernels.break_even import machine, measurement
@@ -15,6 +16,7 @@ def describe_run(config, dataset, world_size):
     """Lines that say what the run is: model, heads, batches, data, memory. dataset: None if there is no data yet."""
     return [
         *describe_model(config.model),
+        *describe_warmup(config),
         *describe_attention(config),
         *describe_batches(config, world_size),
         *describe_data(config, dataset),
@@ -59,6 +61,23 @@ def describe_heads(model):
         return f"static: the first {span(on)} of {model.num_attention_heads} ({share:.1%})"
     described = f"mixture: {budget} of {model.num_attention_heads} per token ({most}{share:.1%} active), "
     return described + "routing " + ", ".join(routing_facts(model))
+
+
+def describe_warmup(config):
+    """The dense warm-up, if there is one, and what changes when it is over."""
+    model, iterations = config.model, config.model.heads.dense_warmup_iters
+    if model.after(0) != model:
+        dense, mixture = (flops_per_token(each, config.run.seq_length) for each in (model.after(0), model))
+        saved = 1 - mixture["active"] / dense["dense"]
+        yield f"warm-up    all heads for {iterations:,} iterations, whose FLOPs and memory are a dense model's; then"
+        yield f"           {describe_switch(model)}, for {saved:.1%} less FLOPs"
+
+
+def describe_switch(model):
+    """What becomes of the output of attention when the routers of ``model`` begin to choose."""
+    layers = range(model.num_layers)
+    share = sum(map(model.active_heads, layers)) / (model.num_layers * model.num_attention_heads)
+    return f"a token uses {share:.1%} of the heads, whose gates begin near the 1 that all heads had before"
 
 
 def routing_facts(model):

@@ -89,8 +89,10 @@ class Attention(nn.Module):
         """
         length = x.shape[0] * group_size(self.group)
         shape = (length, x.shape[1], self.heads.num_heads // group_size(self.group), self.head_dim)  # of the queries
-        backend = choose_backend(self.backend, x.device, x.dtype, shape, self.active_share, self.causal)
-        if backend == "cpu_sparse" and self.selects_first:
+        resting = self.router is not None and self.router.resting  # all heads are in use
+        share = 1.0 if resting else self.active_share
+        backend = choose_backend(self.backend, x.device, x.dtype, shape, share, self.causal)
+        if backend == "cpu_sparse" and self.selects_first and not resting:
             gates, selected, routed = self.route(x, recall)
             return output_of_rows(self, x, gates, selected, documents), routed
         projected = self.project(x, recall=recall, needs_selection=backend != "dense")

@@ -8,7 +8,8 @@ Two things go beyond the paper. With ``routing_unit`` key_value_group the r head
 expert, and the gate of a group is that of each of its heads. With ``routing_top_p`` P, K is only the most: a token
 selects the fewest experts, the largest first, whose probabilities add up to P, and the entropy H of these
 probabilities keeps them few (Huang et al. 2024, "Harder Tasks Need More Experts"). ``router_z_loss`` keeps the scores
-small (Zoph et al. 2022, arXiv 2202.08906). The loss of a layer is
+small (Zoph et al. 2022, arXiv 2202.08906). In a dense warm-up every head has gate 1 and there is no loss. The loss of a
+layer otherwise is
 
     beta L_b + gamma H + zeta Z
     H = mean over tokens of - sum over routed i of p_i ln p_i,   p = softmax(W_r x_t)
@@ -59,8 +60,10 @@ class HeadRouter(nn.Module):
     """Gates of all heads and the loss of the router, for one layer.
 
     Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only where the form has a use for it.
-    loss_terms: layers times micro-batches, over whose losses Eq. 8 takes the mean.
+    loss_terms: layers times micro-batches, over whose losses Eq. 8 takes the mean. resting: in a dense warm-up.
     """
+
+    resting = False
 
     def __init__(self, config, layer_index, init_std, group, loss_terms=1):
         super().__init__()
@@ -85,6 +88,8 @@ class HeadRouter(nn.Module):
         x: [s/tp, b, d], the normalised input of the attention layer. query_norms: [s, b, h], for forms that read
         queries. recall: a ``Recall``.
         """
+        if self.resting:
+            return self.gates_at_rest(x if query_norms is None else query_norms), None
         kinds = None
         if self.form.reads_queries:
             shared, scores = self.form.scores(query_norms)
@@ -101,6 +106,12 @@ class HeadRouter(nn.Module):
             gates = torch.cat((shared * a1, gates * a2), dim=-1)  # [s/tp, b, n]
         loss, rows = self.loss(scores, probability, selected, a1)
         return self.per_head(gates), Routed(loss, rows, selected)
+
+    def gates_at_rest(self, x):
+        """1 for every head, [s/tp, b, h]. The weights get gradients of 0, which every engine understands."""
+        zero = sum((weight.sum() * 0 for weight in self.parameters()), x.new_zeros(()))
+        gates = x.new_ones((*x.shape[:2], sum(self.layer[1:3]) * self.layer.heads_per_expert))
+        return (gates + zero).to(torch.promote_types(x.dtype, torch.float32))
 
     def scores(self, x):
         """W_s x, W_r x and W_h x: [s/tp, b, d] -> [s/tp, b, n_s], [s/tp, b, E] and [s/tp, b, 2]; of width 0 where there

@@ -23,6 +23,7 @@ tools/hf/modeling_moh.py.
 Shapes: a dot stands for tokens, [s, b] or a slice of them.
 """
 
+import torch
 import torch.nn.functional as F
 
 
@@ -142,6 +143,18 @@ class QueryNorm(Paper):
     def routed_gates(self, scores, probability, selected):
         gates = probability * selected
         return gates + (selected - gates).detach()  # Eq. 9 forward, Eq. 10 backward
+
+
+def equal_gates(form):
+    """The gate of a shared expert, and of a selected one, where all scores are equal; 1 in place of one that is not."""
+    layer, zeros = form.layer, torch.zeros
+    a1, a2 = form.type_weights(zeros(2))
+    scores, selected = zeros(layer.num_routed), (torch.arange(layer.num_routed) < layer.num_active).float()
+    gates = (
+        form.shared_gates(zeros(layer.num_shared)) * a1,
+        (form.routed_gates(scores, form.probability(scores), selected) * a2)[: layer.num_active],
+    )
+    return tuple(gate[0].item() if len(gate) else 1.0 for gate in gates)
 
 
 FORMS = {

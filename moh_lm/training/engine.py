@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
 from moh_lm.model.pipeline import PipelineCausalLM
+from moh_lm.model.router import HeadRouter
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
 from moh_lm.parallel.agreement import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank, group_size
@@ -63,6 +64,7 @@ class Engine:
         self.num_sources = num_sources
         self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size())
         self.guard = Guard(config.reliability)
+        self.resting = False  # whether the routers do; see ``begin``
         self.sums = None  # of the step, or of the evaluation
         self.step_verdict = None  # of the newest step
         self.model = self.build_model()
@@ -84,7 +86,7 @@ class Engine:
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
             self.engine, *_ = deepspeed.initialize(
                 model=self.model,
-                optimizer=make_adamw(self.model.parameters(), config.optimizer),
+                optimizer=make_adamw(self.model.named_parameters(), config),
                 config=deepspeed_config(config, self.micro_batches, sum(p.numel() for p in self.model.parameters())),
                 mpu=self.mpu(),
                 dist_init_required=False,
@@ -108,6 +110,13 @@ class Engine:
         model.initialize(run.seed)
         return model.to(self.device)
 
+    def begin(self, step):
+        """Make the model that of the iteration after ``step`` complete ones: in a dense warm-up the routers rest."""
+        self.resting = self.config.model.after(step) != self.config.model
+        for module in self.model.modules():
+            if isinstance(module, HeadRouter):
+                module.resting = self.resting
+
     def mpu(self):
         return self.groups if self.groups.tensor is not None else None
 
@@ -118,7 +127,8 @@ class Engine:
         AbsurdWeight.
         """
         started = time.perf_counter()
-        self.optimizer.set_learning_rate(learning_rate)
+        scale = self.config.optimizer.router_learning_rate_scale
+        self.optimizer.set_learning_rates(learning_rate, 0.0 if self.resting else learning_rate * scale)
         self.sums = StepSums(self.num_sources, self.groups, self.device)
         compare = self.compare_replicas if check_replicas else None
         self.step_verdict = StepVerdict(self.sums, self.guard, self.optimizer.largest_master, compare)
@@ -129,7 +139,7 @@ class Engine:
             self.optimizer.drop_gradients()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
             self.refuse_lasting_faults(examined.code)
-        routers = self.router_sums.take([batch.sources for batch in micro_batches], keep_shares=skipped)
+        routers = self.router_sums.take([batch.sources for batch in micro_batches], keep_shares=skipped or self.resting)
         get_accelerator().synchronize()
         seconds = {
             "forward_backward": examined.time - started,

@@ -30,17 +30,26 @@ class Fragment(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-def make_adamw(parameters, settings):
-    """AdamW over ``parameters``; matrices decay, norms do not. settings: ``OptimizerConfig``."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+def parameter_groups(named_parameters, config):
+    """The groups of AdamW, none of them empty: matrices, which decay; norms, which do not; and the routers, where
+    ``Config.routers_apart``. ``kind`` says which a group is."""
+    kinds = {"matrix": [], "norm": [], "router": []}
+    for name, parameter in named_parameters:
+        apart = config.routers_apart and ".router." in name
+        kinds["router" if apart else "matrix" if parameter.ndim > 1 else "norm"].append(parameter)
+    decay = config.optimizer.weight_decay
+    return [
+        {"params": parameters, "kind": kind, "weight_decay": 0.0 if kind == "norm" else decay}
+        for kind, parameters in kinds.items()
+        if parameters
     ]
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.learning_rate, betas=betas, eps=1e-8, fused=True
-    )
+
+
+def make_adamw(named_parameters, config):
+    """AdamW over the ``parameter_groups``."""
+    settings = config.optimizer
+    groups, betas = parameter_groups(named_parameters, config), (settings.adam_beta1, settings.adam_beta2)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-8, fused=True)
 
 
 def largest(tensor):
@@ -78,9 +87,10 @@ class ShardedAdamW:
         """Largest magnitude of a master weight of this rank, []; NaN if one is."""
         return torch.stack([largest(master) for master in self.masters()]).max()
 
-    def set_learning_rate(self, rate):
+    def set_learning_rates(self, rate, router_rate):
+        """router_rate: of the routers, if they are a group of their own."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = router_rate if group["kind"] == "router" else rate
 
     def fragment(self, parameter):
         """(start, tensors) of what this rank owns of it, or None; see ``Fragment``."""
