@@ -92,7 +92,11 @@ class Engine:
                 dist_init_required=False,
             )
         self.optimizer = ShardedAdamW(
-            self.engine.optimizer, config.parallel.zero_stage, group_rank(groups.data), self.examine
+            self.engine.optimizer,
+            config.parallel.zero_stage,
+            group_rank(groups.data),
+            self.examine,
+            config.optimizer.router_gradient_clipping,
         )
         self.compare_replicas = functools.partial(
             replica_differences,

@@ -16,8 +16,13 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 
 
-def examine_norms(optimizer, zero_stage, examine):
-    """Make DeepSpeed's ``optimizer`` take its gradient norm from here, and by way of ``examine``."""
+def examine_norms(optimizer, zero_stage, examine, router_limit=0.0):
+    """Make DeepSpeed's ``optimizer`` take its gradient norm from here, and by way of ``examine``.
+
+    router_limit: of ``RouterClip``; 0: routers are clipped with all else.
+    """
+    if router_limit:
+        examine = RouterClip(optimizer, zero_stage, router_limit, examine).clip
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         examine_norm_of_whole_gradients(optimizer, examine)
     elif zero_stage == 3:
@@ -32,6 +37,72 @@ def examine_norms(optimizer, zero_stage, examine):
         else:
             optimizer.scaled_global_norm = lambda: examine(*norm_of_sharded_gradients(optimizer))
         optimizer.check_overflow = lambda partition_gradients: None  # the norm tells as much, without another pass
+
+
+class RouterClip:
+    """Clips the gradients of the routers by a norm of their own, before the global clipping.
+
+        r is the norm of the gradients of all routers, of all layers and ranks, o that of all other gradients
+        f = min(1, limit / r)                         what the routers' gradients are multiplied by
+        sqrt(o^2 + (f r)^2)                           the norm by which DeepSpeed then clips all of them
+
+    AdamW multiplies by f as its step begins, after DeepSpeed has clipped: the order of two factors does not matter.
+    """
+
+    def __init__(self, optimizer, zero_stage, limit, examine):
+        self.limit = limit
+        self.factor = 1.0
+        self.examine = examine
+        self.norms = norms_by_kind(optimizer, zero_stage)
+        optimizer.optimizer.register_step_pre_hook(self.multiply)
+
+    def clip(self, norm, copies):
+        """In place of ``examine``, which judges the norm before any clipping."""
+        norm = self.examine(norm, copies)
+        routers, others = (part.double() for part in self.norms())
+        self.factor = (self.limit / routers).clamp(max=1)
+        return torch.where(norm.isinf(), norm, torch.hypot(others, self.factor * routers).to(norm))
+
+    def multiply(self, optimizer, *_):
+        for group in optimizer.param_groups:
+            for master in group["params"] if group["kind"] == "router" else ():
+                master.grad.mul_(self.factor.to(master.device))
+
+
+def norms_by_kind(optimizer, zero_stage):
+    """A function that gives the norms [] of the gradients of the routers, and of all others, over all ranks."""
+    kinds = [group["kind"] == "router" for group in optimizer.optimizer.param_groups]
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        norm = norm_of_whole_gradients(optimizer)
+        groups = zip(optimizer.fp32_groups_gradients, kinds, strict=True)
+        routers = [part for parts, is_router in groups if is_router for part in parts]
+
+        def norms():
+            others = without(optimizer.get_grads_for_norm()[0], routers)
+            return norm(without(optimizer.get_grads_for_norm()[0], others)), norm(others)
+
+        return norms
+    if zero_stage == 3:
+        of_groups = optimizer._get_norm_groups
+        kinds = [kinds[group] for _, group in sorted(optimizer.sub_group_to_group_id.items())]
+    elif optimizer.cpu_offload:
+        of_group = optimizer.complete_grad_norm_calculation_for_cpu_offload
+        of_groups = functools.partial(map, of_group, optimizer.params_in_partition)
+    else:
+        groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
+
+        def of_kind(kind):
+            chosen = {index for index, is_router in enumerate(kinds) if is_router == kind}
+            return norm_of(divide(optimizer, optimizer.params_in_partition, chosen)[0], optimizer.device, groups)
+
+        return lambda: (of_kind(True), of_kind(False))
+
+    def norms():
+        found = list(zip(of_groups(), kinds, strict=True))
+        parts = ([norm for norm, is_router in found if is_router == kind] for kind in (True, False))
+        return [torch.stack([torch.zeros_like(found[0][0]), *part]).norm() for part in parts]
+
+    return norms
 
 
 def examine_norm_of_whole_gradients(optimizer, examine):
@@ -79,10 +150,15 @@ def copies_of(optimizer, parameter_groups, offloaded):
     return [norms[key] for key in map(optimizer.get_param_id, copies) if key in norms]
 
 
-def divide(optimizer, parameter_groups):
-    """This rank's gradients in two lists: those that it counts, and those of copies that another rank counts."""
+def divide(optimizer, parameter_groups, chosen=None):
+    """This rank's gradients in two lists: those that it counts, and those of copies that another rank counts.
+
+    chosen: numbers of the groups that are looked at; None for all.
+    """
     counted, copies = [], []
     for index, parameters in enumerate(parameter_groups):
+        if chosen is not None and index not in chosen:
+            continue
         parts = [part for part in optimizer.averaged_gradients[index] if not getattr(part, "_zero_padding", False)]
         pairs = zip(parts, parameters, strict=False)  # a rank without parameters has a part of zeros
         for part, parameter in pairs:

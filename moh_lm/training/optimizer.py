@@ -61,9 +61,10 @@ class ShardedAdamW:
     """DeepSpeed's optimizer of ``zero_stage``; its Adam state exists from the start, so that it can always be saved.
 
     examine: sees the gradient norm of every step before the step is taken; see moh_lm.training.gradient_norm.
+    router_limit: of ``examine_norms``.
     """
 
-    def __init__(self, optimizer, zero_stage, rank, examine):
+    def __init__(self, optimizer, zero_stage, rank, examine, router_limit=0.0):
         self.optimizer = optimizer
         self.whole_parameters = zero_stage < 3  # else each rank holds a slice of every parameter
         self.rank = rank
@@ -75,7 +76,7 @@ class ShardedAdamW:
         if self.whole_parameters:
             # DeepSpeed does this after the first parameter group has stepped, and forgets the others.
             optimizer._lazy_init_hp_params_optimizer_state()
-        examine_norms(optimizer, zero_stage, examine)
+        examine_norms(optimizer, zero_stage, examine, router_limit)
 
     def masters(self):
         """The flat fp32 tensors that AdamW steps."""
