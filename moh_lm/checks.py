@@ -67,6 +67,7 @@ def model_problems(model):
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
     found += rope_problems(model)
     found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient", "router_z_loss")
+    found += below(model.heads, 0, "router_gumbel_noise")
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads)
         reason, z_loss = FORMS[model.heads.routing].refuses_z_loss, model.heads.router_z_loss

@@ -74,6 +74,9 @@ class HeadsConfig:
         "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), or the whole previous step",
         choices=("sequence", "micro_batch", "global_batch"),
     )
+    router_gumbel_noise: float = option(
+        0.0, "scale of the Gumbel noise on the scores by which heads are selected in training; 0: none"
+    )
     dense_warmup_iters: int = option(
         0, "first iterations of a mixture in which all heads have gate 1, without a balance loss; routers rest"
     )

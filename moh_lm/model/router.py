@@ -29,7 +29,7 @@ from torch import nn
 from moh_lm.kernels.wide_linear import wide_linear
 from moh_lm.model.balance import RouterStatistics, balance_loss, make_rows
 from moh_lm.model.routing import FORMS
-from moh_lm.parallel.groups import group_size
+from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import make_parameter
 from moh_lm.parallel.mappings import replicate
 
@@ -61,9 +61,11 @@ class HeadRouter(nn.Module):
 
     Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only where the form has a use for it.
     loss_terms: layers times micro-batches, over whose losses Eq. 8 takes the mean. resting: in a dense warm-up.
+    noise: a ``GumbelNoise`` on the scores by which experts are selected in training, of sequences whose numbers
+    ``samples``, int64 [b], are known.
     """
 
-    resting = False
+    resting, noise, samples = False, None, None
 
     def __init__(self, config, layer_index, init_std, group, loss_terms=1):
         super().__init__()
@@ -122,7 +124,11 @@ class HeadRouter(nn.Module):
         return wide_linear(x, weight).split(rows, dim=-1)
 
     def select(self, scores, recall):
-        selected = select(scores.detach(), self.layer.num_active, self.layer.top_p)
+        scores = scores.detach()
+        if self.noise is not None and self.training and self.samples is not None:
+            first = 0 if self.form.reads_queries else group_rank(self.group) * scores.shape[0]
+            scores = scores + self.noise.draw(self.samples, first, scores)
+        selected = select(scores, self.layer.num_active, self.layer.top_p)
         return selected if recall is None else torch.where(*recall, selected)
 
     def loss(self, scores, probability, selected, a1):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
+from moh_lm.model.gumbel import GumbelNoise
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.router import HeadRouter
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
@@ -68,6 +69,10 @@ class Engine:
         self.sums = None  # of the step, or of the evaluation
         self.step_verdict = None  # of the newest step
         self.model = self.build_model()
+        self.head_routers = [module for module in self.model.modules() if isinstance(module, HeadRouter)]
+        scale = config.model.heads.router_gumbel_noise
+        for router in self.head_routers if scale else ():
+            router.noise = GumbelNoise(scale, config.run.seed, router.layer.index)
         if config.run.compile:
             compile_layers(self.model)
             if config.parallel.zero_stage == 3:  # a layer's weights come and go together, outside its graph
@@ -117,9 +122,8 @@ class Engine:
     def begin(self, step):
         """Make the model that of the iteration after ``step`` complete ones: in a dense warm-up the routers rest."""
         self.resting = self.config.model.after(step) != self.config.model
-        for module in self.model.modules():
-            if isinstance(module, HeadRouter):
-                module.resting = self.resting
+        for router in self.head_routers:
+            router.resting = self.resting
 
     def mpu(self):
         return self.groups if self.groups.tensor is not None else None
@@ -208,7 +212,7 @@ class Engine:
             self.loss(batch)
 
     def loss(self, batch):
-        self.model.documents.feed([batch.positions])
+        self.model.documents.feed([batch.positions], [batch.samples])
         tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
         mean, losses = self.engine(tokens, labels)
         self.sums.add(losses, labels, sources)
