@@ -15,7 +15,7 @@ from moh_lm.config import flag
 from moh_lm.data.mixture import data_problems
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.rotary import NEEDS
-from moh_lm.model.routing import FORMS, equal_gates
+from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
 
 
 def config_problems(config, world_size):
@@ -110,15 +110,12 @@ def warmup_problems(model):
     """A dense warm-up must end with gates near those that it had: 1."""
     iterations, heads = model.heads.dense_warmup_iters, model.heads
     found = below(heads, 0, "dense_warmup_iters")
-    if iterations <= 0 or found:
+    if iterations <= 0 or found or gates_of_one(model):
         return found
-    layer = model.routed_layer(0)
-    gates = equal_gates(FORMS[heads.routing](layer, heads.two_stage))
-    if all(math.isclose(gate, 1) for gate in gates):
-        return []
+    shared, selected = layer_gates(model, 0)
     return [
-        f"--dense-warmup-iters {iterations}: the gates of --routing {heads.routing} begin near {gates[0]:.3g} (shared) "
-        f"and {gates[1]:.3g} (selected), so that the output of attention would shrink to that part of itself when all "
+        f"--dense-warmup-iters {iterations}: the gates of --routing {heads.routing} begin near {shared:.3g} (shared) "
+        f"and {selected:.3g} (selected), so that the output of attention would shrink to that part of itself where "
         f"gates of 1 end; choose --routing paper_scaled, which has the same gates times a constant, or released"
     ]
 

@@ -82,6 +82,12 @@ class HeadsConfig:
     )
 
 
+TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
+    "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
+    "router_gumbel_noise", "dense_warmup_iters",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """model: shape of the decoder (defaults: LLM-S of the paper)"""
@@ -258,6 +264,11 @@ class RunConfig:
     )
     seed: int = option(1234, "seed of the initial weights and of the order of samples")
     checkpoint_dir: str = option("", "run directory: config.json, metrics.jsonl, tensorboard/, checkpoints/")
+    allow_routing_change: bool = option(
+        False,
+        "go on with other training of the routers (load_balance_*, router_*, dense_warmup_iters) than that of the "
+        "checkpoint, or with its heads as all or static instead of a mixture",
+    )
     eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
     eval_samples: int = option(128, "held-out sequences evaluated per source")
     eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")

@@ -33,7 +33,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from moh_lm.checkpoint.manifest import describe, read_json
-from moh_lm.config import Config, ConfigError, HeadsConfig, RunConfig, flag
+from moh_lm.config import TRAINING_ONLY, Config, ConfigError, HeadsConfig, RunConfig, flag
 from moh_lm.cost.summary import describe_model
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import Parser, is_list, placeholder, read_value
@@ -44,10 +44,6 @@ from tools.hf.import_config import model_config, own_heads, read_config
 from tools.hf.import_step import output_problems, write_step
 from tools.hf.import_vocabulary import NewRows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
-
-TRAINING_ONLY = (  # no part of the function
-    "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
-)  # fmt: skip
 
 
 def main():
@@ -68,6 +64,9 @@ def parse_arguments(texts):
         nargs = "+" if is_list(entry) else "?" if entry.type is bool else None
         shown = {"metavar": placeholder(entry), "help": entry.metadata["help"]}
         heads.add_argument(flag(entry.name), nargs=nargs, const="true" if nargs == "?" else None, **shown)
+    heads.add_argument(
+        "--allow-routing-change", action="store_true", help="a mixture may become --head-selection all or static"
+    )
     add("--select-shared", choices=("first", "importance"), default="first", help="heads that are shared or static")
     add("--sample-data", type=Path, metavar="DIR", help="of --select-shared importance: shards in the model's tokens")
     add("--sample-text", type=Path, metavar="FILE", help="or text, for the model's tokenizer.model")
@@ -100,14 +99,15 @@ def run(texts):
     old, new, tokenizer = find_tokenizers(arguments, vocab_size)
     pieces = spelled(old, new, old_vocab_size, vocab_size) if old and new and vocab_size > old_vocab_size else {}
     router_seed = arguments.seed if own_heads(values).head_selection == "all" else None
-    plan(config, source, old_vocab_size, {}, None, router_seed)  # refuses what cannot be read
+    trained = replace(config, heads=own_heads(values))
+    plan(config, source, old_vocab_size, {}, None, router_seed, trained)  # refuses what cannot be read
     length = values.get("max_position_embeddings", 2048)  # LlamaConfig's own default
     orders, measured = {}, None
     if arguments.select_shared == "importance":
         tokens = find_sample(arguments, old_vocab_size, min(length, 2048), old)
         with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
             orders, measured = ranked(config, source, tokens, bar.update)
-    parts = plan(config, source, old_vocab_size, orders, NewRows(source, pieces, arguments.seed), router_seed)
+    parts = plan(config, source, old_vocab_size, orders, NewRows(source, pieces, arguments.seed), router_seed, trained)
     facts = {
         "source": str(arguments.model),
         "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
@@ -149,13 +149,18 @@ def wanted_heads(arguments, values):
     own = own_heads(values)
     if own.head_selection == "all":
         return replace(own, **given)
+    changed = {}
     for key, value in given.items():
         there = getattr(own, key)
         if isinstance(value, tuple) and len(value) == 1:
             value *= len(there)
-        if value != there and key not in TRAINING_ONLY:
-            raise ConfigError([f"{flag(key)} {value}: the source is trained with {there}; leave the flag out"])
-    return replace(own, **{key: value for key, value in given.items() if key in TRAINING_ONLY})
+        dropped = key == "head_selection" and there == "mixture" and value in ("all", "static")
+        if key in TRAINING_ONLY or (dropped and arguments.allow_routing_change):
+            changed[key] = value
+        elif value != there:
+            hint = ", or give --allow-routing-change" if dropped else ""
+            raise ConfigError([f"{flag(key)} {value}: the source is trained with {there}; leave the flag out{hint}"])
+    return replace(own, **changed)
 
 
 def sample_problems(arguments, config):

@@ -23,6 +23,8 @@ tools/hf/modeling_moh.py.
 Shapes: a dot stands for tokens, [s, b] or a slice of them.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -155,6 +157,16 @@ def equal_gates(form):
         (form.routed_gates(scores, form.probability(scores), selected) * a2)[: layer.num_active],
     )
     return tuple(gate[0].item() if len(gate) else 1.0 for gate in gates)
+
+
+def gates_of_one(model):
+    """Whether the gates of the mixture ``model`` are 1 where all scores are equal."""
+    return all(math.isclose(gate, 1) for layer in range(model.num_layers) for gate in layer_gates(model, layer))
+
+
+def layer_gates(model, index):
+    """``equal_gates`` of a layer of the mixture ``model``."""
+    return equal_gates(FORMS[model.heads.routing](model.routed_layer(index), model.heads.two_stage))
 
 
 FORMS = {

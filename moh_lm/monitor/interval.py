@@ -101,7 +101,8 @@ class Interval:
 
     def restore(self, state):
         self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
-        self.routers.copy_(torch.tensor(state["routers"], dtype=torch.float64))
+        if self.layers:
+            self.routers.copy_(torch.tensor(state["routers"], dtype=torch.float64))
         self.tokens = state["tokens"]
         self.skipped_steps = state["skipped_steps"]
         self.skipped_sequences = list(state["skipped_sequences"])

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
+from moh_lm.model.routing import layer_gates
 from moh_lm.model.transformer import CausalLM, initialize
 from moh_lm.parallel.layers import make_parameter
 
@@ -108,17 +109,19 @@ class Part(NamedTuple):
     origin: str
 
 
-def plan(config, source, old_vocab_size, orders, extend, router_seed):
+def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=None):
     """[Part] of every parameter of the model, in its order. Raises ConfigError naming what is absent, odd or foreign.
 
     config: ModelConfig of the checkpoint. old_vocab_size: of the source. orders: {layer: source heads in their new
     order}, or {}. extend(name, rows): an iterable of the ``rows`` new rows of a vocabulary matrix. router_seed: of the
-    routers of a model that has none; None where the source must have them.
+    routers of a model that has none; None where the source must have them. trained: ModelConfig of the source; where a
+    mixture becomes a model without routers, the outputs of its heads are scaled by what their gates were near.
     """
     with torch.device("meta"):
         wanted = dict(CausalLM(config).named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
     parts, problems = [], []
+    loses_routers = trained and trained.heads.head_selection == "mixture" != config.heads.head_selection
     for name, shape in shapes.items():
         is_vocabulary = name in (EMBEDDING, HEAD)
         there = source.shapes.get(name)
@@ -132,11 +135,14 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed):
         elif is_vocabulary and shape != expected:
             count = shape[0] - expected[0]
             parts.append(Part(name, shape, lambda n=name, c=count: extended(source, extend, n, c), f"{count} new rows"))
+        elif loses_routers and name.endswith("o_proj.weight"):
+            parts.append(Part(name, shape, *weighed(source, name, trained)))
         else:
             order = orders.get(layer_of(name))
             blocks, origin = arranged(source, name, order, config) if order else (None, "as it is")
             parts.append(Part(name, shape, blocks or (lambda n=name: source.blocks(n)), origin))
     known = {*shapes, *([HEAD] if config.tie_embeddings else [])}
+    known |= {name for name in source.shapes if loses_routers and ".router." in name}
     odd = sorted(name for name in source.shapes.keys() - known if not name.endswith(REDUNDANT))
     problems += [f"{name} has no counterpart here" for name in odd[:8]]
     problems += [f"and {len(odd) - 8} more tensors have none"] if odd[8:] else []
@@ -179,6 +185,16 @@ def arranged(source, name, order, config):
         return None, "as it is"
     heads = order if kind == "q_proj" else [head // shared_by for head in order[::shared_by]]
     return lambda: (source.rows(name, head * e, (head + 1) * e) for head in heads), "heads reordered"
+
+
+def weighed(source, name, trained):
+    """(blocks, origin) of an output projection, its columns times the gates of their heads at equal scores."""
+    layer = layer_of(name)
+    (shared, routed), leading = layer_gates(trained, layer), trained.heads.num_shared_heads[layer]
+    gates = torch.full((trained.num_attention_heads,), routed)
+    gates[:leading] = shared
+    columns = gates.repeat_interleave(trained.head_dim)
+    return lambda: (block * columns for block in source.blocks(name)), "times the gates at equal scores"
 
 
 def equal(source, one, other):
