@@ -25,6 +25,7 @@ def config_problems(config, world_size):
         *data_problems(config.data),
         *optimizer_problems(config.optimizer),
         *schedule_problems(config),
+        *frozen_problems(config),
         *run_problems(config.run),
         *backend_problems(config),
         *compile_problems(config),
@@ -183,6 +184,21 @@ def optimizer_problems(optimizer):
         if not 0 <= getattr(optimizer, key) < 1:
             found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be at least 0 and below 1")
     return found
+
+
+def frozen_problems(config):
+    """What --train-only router needs: routers with weights, that do not rest, in every pipeline stage."""
+    heads = config.model.heads
+    if config.optimizer.train_only == "all":
+        return []
+    found = []
+    if heads.head_selection != "mixture" or FORMS[heads.routing].reads_queries:
+        found.append("routers with weights; choose --head-selection mixture and another --routing than query_norm")
+    if heads.dense_warmup_iters:
+        found.append(f"no --dense-warmup-iters {heads.dense_warmup_iters}, in which routers rest; leave it out")
+    if config.parallel.pipeline_parallel_size > 1:
+        found.append("all layers on one stage; choose --pipeline-parallel-size 1")
+    return [f"--train-only {config.optimizer.train_only}: needs {problem}" for problem in found]
 
 
 def schedule_problems(config):

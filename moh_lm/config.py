@@ -234,6 +234,9 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")
     gradient_clipping: float = option(1.0, "largest global gradient norm; 0 does not clip")
+    train_only: str = option(
+        "all", "what is trained: everything, or the routers, all else frozen", choices=("all", "router")
+    )
     router_learning_rate_scale: float = option(1.0, "learning rate of the routers over that of all else")
     router_gradient_clipping: float = option(
         0.0, "largest norm of all routers' gradients together, clipped before --gradient-clipping; 0 does not clip"

@@ -25,6 +25,7 @@ from moh_lm.parallel.agreement import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding
 from moh_lm.training.deepspeed_config import deepspeed_config
+from moh_lm.training.frozen import FrozenWeights, freeze
 from moh_lm.training.guard import DIVERGENCE, AbsurdWeight, Divergence, Guard
 from moh_lm.training.optimizer import Fragment, ShardedAdamW, largest, make_adamw
 from moh_lm.training.replicas import replica_differences
@@ -88,6 +89,7 @@ class Engine:
             groups,
             device,
         )
+        freeze(self.named_parameters(), config.optimizer.train_only)
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
             self.engine, *_ = deepspeed.initialize(
                 model=self.model,
@@ -103,6 +105,7 @@ class Engine:
             self.examine,
             config.optimizer.router_gradient_clipping,
         )
+        self.frozen = FrozenWeights([parameter for _, parameter in self.named_parameters()], groups.data)
         self.compare_replicas = functools.partial(
             replica_differences,
             list(self.named_parameters()),
@@ -226,9 +229,9 @@ class Engine:
         return self.model.named_parameters()
 
     def fragments(self):
-        """``Fragment``s of what this rank's optimizer owns."""
+        """``Fragment``s of what this rank's optimizer owns, and of what is frozen."""
         for name, parameter in self.named_parameters():
-            owned = self.optimizer.fragment(parameter)
+            owned = (self.optimizer if parameter.requires_grad else self.frozen).fragment(parameter)
             if owned is not None:
                 start, tensors = owned
                 yield Fragment(name, parameter, start, self.is_copy(parameter), tensors)
@@ -241,6 +244,7 @@ class Engine:
     def adopt(self, optimizer_steps, shares):
         """Go on from ``fragments`` that were filled from a checkpoint, and from the ``shares`` of its routers."""
         self.optimizer.adopt(optimizer_steps)
+        self.frozen.refresh()
         self.router_sums.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
 
 

@@ -19,8 +19,8 @@ class Fragment(NamedTuple):
     """A range of one parameter that this rank's optimizer owns.
 
     start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg",
-    "exp_avg_sq", flat fp32, all of one length, the optimizer's own. is_copy: another rank has the same and speaks for
-    it.
+    "exp_avg_sq", flat fp32, all of one length, the optimizer's own; of a frozen weight only the master. is_copy:
+    another rank has the same and speaks for it.
     """
 
     name: str
@@ -32,11 +32,12 @@ class Fragment(NamedTuple):
 
 def parameter_groups(named_parameters, config):
     """The groups of AdamW, none of them empty: matrices, which decay; norms, which do not; and the routers, where
-    ``Config.routers_apart``. ``kind`` says which a group is."""
+    ``Config.routers_apart``. ``kind`` says which a group is. What is frozen is in none."""
     kinds = {"matrix": [], "norm": [], "router": []}
     for name, parameter in named_parameters:
         apart = config.routers_apart and ".router." in name
-        kinds["router" if apart else "matrix" if parameter.ndim > 1 else "norm"].append(parameter)
+        if parameter.requires_grad:
+            kinds["router" if apart else "matrix" if parameter.ndim > 1 else "norm"].append(parameter)
     decay = config.optimizer.weight_decay
     return [
         {"params": parameters, "kind": kind, "weight_decay": 0.0 if kind == "norm" else decay}

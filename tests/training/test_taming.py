@@ -4,6 +4,7 @@ That layouts agree in these is in tests/model/test_routing_choices.py.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -152,3 +153,26 @@ def test_gates_far_from_one_are_said_before_a_run(data_dir, tmp_path):
     changed = parse_config([*flags, "--head-selection", "all", "--allow-routing-change"])[0]
     (problem,) = contradictions(changed)
     assert "gates, of --routing paper, are far from 1 (tools/import_hf.py makes such a model" in problem
+
+
+FROZEN = "--train-iters 3 --eval-interval 0 --train-only router --precision bf16"
+
+
+@pytest.mark.parametrize(
+    "world_size, layout",
+    [(2, "--tensor-parallel-size 2"), (2, "--zero-stage 3 --recompute"), (2, "--zero-stage 2 --offload-optimizer")],
+)
+def test_only_the_routers_are_trained_and_all_else_stays_to_the_bit(data_dir, unclipped, tmp_path, world_size, layout):
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP)
+    shutil.copytree(unclipped, tmp_path, dirs_exist_ok=True)  # one step of all weights, in fp32
+    run_ranks(run, world_size, [*flags, *FROZEN.split(), *layout.split()], 2)
+    run_ranks(run, 1, [*flags, *FROZEN.split()])  # another layout goes on
+    before, after = state(unclipped, 1), state(tmp_path, 3)
+    for key, value in before.items():
+        if ".router." in key:
+            assert not torch.equal(after[key], value), key
+        else:
+            assert torch.equal(after[key], value if key.startswith("master/") else torch.zeros_like(value)), key
+    assert training(tmp_path)[2]["loss"] < training(tmp_path)[0]["loss"]
+    run_ranks(run, 1, [*flags, "--train-iters", "4", "--eval-interval", "0"])  # and all weights again
+    assert not torch.equal(state(tmp_path, 4)["master/lm_head.weight"], before["master/lm_head.weight"])
