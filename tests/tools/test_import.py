@@ -189,6 +189,27 @@ def test_an_export_of_stage_1_is_imported_as_a_mixture(imported, tool, tmp_path)
     assert code == 2 and "--num-shared-heads (2, 2): the source is trained with (4, 4)" in errors
 
 
+@pytest.mark.parametrize("routing, gates", [("paper", (1 / 4, 1 / 12)), ("released", (1.0, 1.0))])
+def test_a_mixture_becomes_a_model_of_all_or_of_its_first_heads(imported, tool, llama, tmp_path, routing, gates):
+    mixture = [*MIXTURE, "--num-shared-heads", "2", "--routing", routing]
+    code, _, errors = tool("export_hf", "--checkpoint", imported(llama[0], *mixture), "--output", tmp_path / "hf")
+    assert code == 0, errors
+    refused = ("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", "--head-selection", "all")
+    code, _, errors = tool(*refused)
+    assert code == 2 and "leave the flag out, or give --allow-routing-change" in errors
+    before, e = load_file(llama[0] / "model.safetensors"), SHAPE["head_dim"]
+    scale = torch.tensor([gates[0]] * 2 * e + [gates[1]] * 6 * e)
+    for selection in ("all", "static"):
+        found = imported(tmp_path / "hf", "--head-selection", selection, "--allow-routing-change", output=selection)
+        heads = Config.load(find_step(found) / "config.json").model.heads
+        assert (heads.head_selection, heads.num_shared_heads) == (selection, (2, 2))
+        after = dict(full_parameters(find_step(found)))
+        assert after.keys() == before.keys()
+        for name, value in before.items():
+            expected = value * scale if name.endswith("o_proj.weight") else value
+            torch.testing.assert_close(after[name], expected, rtol=1e-6, atol=0)
+
+
 # --- Out again ---
 
 
