@@ -134,6 +134,28 @@ def top_p_problems(heads):
     return [] if 0 < top_p <= 1 else [f"--routing-top-p {top_p:g}: must be above 0 and at most 1, such as 0.4"]
 
 
+def spread_problems(model):
+    """--head-budget and its slope: shares between none and all of the heads, and those that the layers have."""
+    rate, slope = model.heads.head_budget, model.heads.head_budget_slope
+    if rate is None:
+        return [] if slope == 0 else [f"--head-budget-slope {slope:g}: needs --head-budget, such as 0.75"]
+    if not 0 < rate <= 1:
+        return [f"--head-budget {rate:g}: must be above 0 and at most 1, such as 0.75"]
+    most = 2 * min(rate, 1 - rate)
+    if not abs(slope) <= most + 1e-9:
+        return [
+            f"--head-budget-slope {slope:g}: shares from {rate - slope / 2:.3g} to {rate + slope / 2:.3g} are not all "
+            f"between 0 and 1; choose at most {most:.3g}"
+        ]
+    achieved, one = model.active_share(), model.heads_per_expert / model.num_attention_heads
+    if abs(achieved - rate) > one and model.heads.routing_top_p is None:
+        return [
+            f"--head-budget {rate:g}: the numbers of shared and routed heads use {achieved:.1%} of all; choose "
+            "another share, or leave out --num-shared-heads or --num-active-routed-heads"
+        ]
+    return []
+
+
 def budget_problems(model):
     """The numbers of shared and routed heads, layer by layer."""
     heads = model.num_attention_heads
@@ -168,7 +190,7 @@ def budget_problems(model):
         else:
             continue
         first_layer.setdefault(sentence, layer)
-    return [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()]
+    return [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()] or spread_problems(model)
 
 
 def optimizer_problems(optimizer):

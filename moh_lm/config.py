@@ -49,6 +49,15 @@ class HeadsConfig:
     num_active_routed_heads: tuple[int, ...] = option(
         (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)", parse=int
     )
+    head_budget: float | None = option(
+        None,
+        "share of the heads that a token uses, over all layers: gives the two budgets above, or what is not given of "
+        "them; a quarter of the heads is routed",
+        parse=float,
+    )
+    head_budget_slope: float = option(
+        0.0, "of --head-budget: how much larger the share is in the last layer than in the first"
+    )
     routing: str = option(
         "paper",
         "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
@@ -82,6 +91,7 @@ class HeadsConfig:
     )
 
 
+SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: said again by the budgets of the layers
 TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
     "router_gumbel_noise", "dense_warmup_iters",
@@ -122,6 +132,8 @@ class ModelConfig:
         if self.heads.head_selection == "gated":
             gated = dict(head_selection="mixture", routing="sigmoid", num_shared_heads=(heads,))
             object.__setattr__(self, "heads", replace(self.heads, **gated, num_active_routed_heads=(0,)))
+        if self.heads.head_budget is not None and not self.heads.num_active_routed_heads and heads > 0:
+            object.__setattr__(self, "heads", replace(self.heads, **spread_budget(self, self.heads.num_shared_heads)))
         budgets = {
             "num_shared_heads": self.heads.num_shared_heads or (heads // 2,),
             "num_active_routed_heads": self.heads.num_active_routed_heads or (max(1, heads // 4),),
@@ -149,6 +161,11 @@ class ModelConfig:
         warming_up = self.heads.head_selection == "mixture" and step < self.heads.dense_warmup_iters
         return replace(self, heads=replace(self.heads, head_selection="all")) if warming_up else self
 
+    def active_share(self):
+        """Share of all heads that a token uses, at most."""
+        active = sum(map(self.active_heads, range(self.num_layers)))
+        return active / (self.num_layers * self.num_attention_heads)
+
     @property
     def heads_per_expert(self):
         """Heads that a router selects together: one, or all that share a key/value head."""
@@ -167,6 +184,31 @@ class ModelConfig:
             return []
         layers = map(self.routed_layer, range(self.num_layers))
         return [layer for layer in layers if layer.num_routed]
+
+
+def spread_budget(model, shared, tensor_parallel_size=1):
+    """{field of HeadsConfig: a number per layer} of --head-budget B and --head-budget-slope S.
+
+    The share of layer l of L is B + S (l / (L - 1) - 1/2). Whole heads, or groups of them, come as near as they can to
+    the sum of the shares so far; then they are sorted, since rounding leaves a few out of order. Heads that are always
+    on come in what every tensor-parallel rank can hold, unless ``shared`` gives their numbers.
+    """
+    heads, number, layers = model.heads, model.num_attention_heads, model.num_layers
+    unit = step = model.heads_per_expert
+    if tensor_parallel_size > 1:
+        step = math.lcm(unit, tensor_parallel_size * (number // model.num_key_value_heads))
+    if heads.head_selection == "static":
+        unit = step
+    active, due = [], 0.0
+    for layer in range(layers):
+        due += number * (heads.head_budget + heads.head_budget_slope * (layer / max(1, layers - 1) - 0.5))
+        active.append(min(max(round((due - sum(active)) / unit) * unit, unit), number))
+    active.sort(reverse=heads.head_budget_slope < 0)
+    routed = max(unit, number // 4)
+    shared = shared or tuple(max(0, count - routed) // step * step for count in active)
+    shared = shared * layers if len(shared) == 1 else shared
+    rest = (min(max(count - on, unit), number - on) for count, on in zip(active, shared, strict=False))
+    return {"num_shared_heads": shared, "num_active_routed_heads": tuple(rest)}
 
 
 class RoutedLayer(NamedTuple):
@@ -379,6 +421,10 @@ class Config:
         unknown = [f"config key {key!r} is unknown: remove it" for key in values if key not in known]
         if unknown:
             raise ConfigError(unknown)
+        tp = values.get("tensor_parallel_size", 1)
+        if tp > 1 and values.get("head_budget") is not None and not values.get("num_active_routed_heads"):
+            shared = as_tuples(values.get("num_shared_heads", ()))
+            values = {**values, **spread_budget(build(ModelConfig, values), shared, tp)}
         return build(cls, values)
 
     def save(self, path):

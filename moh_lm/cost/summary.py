@@ -47,6 +47,10 @@ def describe_model(model):
         f"{short(counts['embedding'])}, routers {short(counts['router'])}"
     )
     yield f"heads      {describe_heads(model)}"
+    if model.heads.head_budget is not None and model.heads.head_selection in ("mixture", "static"):
+        layers = " ".join(str(model.active_heads(layer)) for layer in range(model.num_layers))
+        asked = f"--head-budget {model.heads.head_budget:g} --head-budget-slope {model.heads.head_budget_slope:g}"
+        yield f"budget     {layers} heads by layer: {model.active_share():.2%} of all for {asked}"
 
 
 def describe_heads(model):
@@ -54,7 +58,7 @@ def describe_heads(model):
     if heads.head_selection == "all":
         return "all of them for every token"
     on = [shared + active for shared, active in zip(heads.num_shared_heads, heads.num_active_routed_heads, strict=True)]
-    share = sum(on) / (len(on) * model.num_attention_heads)
+    share = model.active_share()
     most = "" if heads.routing_top_p is None else "at most "
     budget = f"{span(heads.num_shared_heads)} shared + {most}{span(heads.num_active_routed_heads)} routed"
     if heads.head_selection == "static":
@@ -75,8 +79,7 @@ def describe_warmup(config):
 
 def describe_switch(model):
     """What becomes of the output of attention when the routers of ``model`` begin to choose."""
-    layers = range(model.num_layers)
-    share = sum(map(model.active_heads, layers)) / (model.num_layers * model.num_attention_heads)
+    share = model.active_share()
     return f"a token uses {share:.1%} of the heads, whose gates begin near the 1 that all heads had before"
 
 
