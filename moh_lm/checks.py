@@ -125,6 +125,8 @@ def top_p_problems(heads):
     top_p = heads.routing_top_p
     if top_p is None:
         return []
+    if heads.routing_dtype != "fp32":
+        return [f"--routing-top-p {top_p:g}: probabilities in {heads.routing_dtype} do not add up; leave one flag out"]
     reason = FORMS[heads.routing].refuses_top_p
     if reason:
         return [

@@ -69,6 +69,9 @@ class HeadsConfig:
         "what a token selects: heads, or whole key/value groups of grouped-query attention; budgets count heads",
         choices=("head", "key_value_group"),
     )
+    routing_dtype: str = option(
+        "fp32", "in which scores are ranked; bf16: as in MoH-LLaMA3, equal ones by torch.topk", choices=("fp32", "bf16")
+    )
     routing_top_p: float | None = option(
         None,
         "select the fewest routed heads whose probabilities add up to this, at most K (default: always K)",

@@ -3,6 +3,7 @@
     python tools/import_hf.py --model HF_DIR --output RUN
     python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
         --num-shared-heads 16 --num-active-routed-heads 8
+    python tools/import_hf.py --model MoH-LLaMA3-8B --output RUN --released moh-llama3-8b
     python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
     python -m moh_lm.pretrain --checkpoint-dir RUN --data-dir DATA ...
 
@@ -45,6 +46,10 @@ from tools.hf.import_step import output_problems, write_step
 from tools.hf.import_vocabulary import NewRows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
 
+RELEASED = {  # half of the heads shared and a quarter routed, which is the default, stands in their code alone
+    "moh-llama3-8b": {"head_selection": "mixture", "routing": "query_norm", "routing_dtype": "bf16"},
+}
+
 
 def main():
     try:
@@ -64,6 +69,7 @@ def parse_arguments(texts):
         nargs = "+" if is_list(entry) else "?" if entry.type is bool else None
         shown = {"metavar": placeholder(entry), "help": entry.metadata["help"]}
         heads.add_argument(flag(entry.name), nargs=nargs, const="true" if nargs == "?" else None, **shown)
+    heads.add_argument("--released", choices=tuple(RELEASED), help="of a model of the authors, as their code has them")
     heads.add_argument(
         "--allow-routing-change", action="store_true", help="a mixture may become --head-selection all or static"
     )
@@ -86,7 +92,7 @@ def run(texts):
     problems = output_problems(arguments.output)
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
     try:
-        config = model_config(values, wanted_heads(arguments, values))
+        config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)
         if vocab_size < old_vocab_size:
             problems.append(f"--extend-vocab {vocab_size}: the model has {old_vocab_size} rows already")
         problems += sample_problems(arguments, config)
@@ -134,7 +140,7 @@ def run(texts):
 
 def wanted_heads(arguments, values):
     """The HeadsConfig of the flags that were given, the others as they are in the source. Raises ConfigError."""
-    given, problems = {}, []
+    given, problems = dict(RELEASED.get(arguments.released, {})), []
     for entry in fields(HeadsConfig):
         texts = getattr(arguments, entry.name)
         if texts is not None:
@@ -229,7 +235,8 @@ def say_plan(config, source, parts, facts, tokenizer):
         shares = {name.replace("_", " "): f"{share:.1%}" for name, share in measured["share_of_shared_heads"].items()}
         shown = ", ".join(f"{name} {share}" for name, share in shares.items())
         print(f"shared     by importance on {measured['tokens']:,} tokens; their part of it: {shown}")
-    print(f"tokenizer  {tokenizer or 'none: the one of the data that training begins with'}")
+    none = "no tokenizer.model there: give that of the data by --tokenizer, or training takes what its data have"
+    print(f"tokenizer  {tokenizer or none}")
     for part in parts:
         if not part.name.startswith("model.layers.") or part.name.startswith("model.layers.0."):
             shape = " x ".join(map(str, part.shape))

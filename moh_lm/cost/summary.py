@@ -89,6 +89,8 @@ def routing_facts(model):
     yield heads.routing
     if heads.routing_unit == "key_value_group":
         yield f"whole key/value groups of {model.heads_per_expert}"
+    if heads.routing_dtype != "fp32":
+        yield f"ranked in {heads.routing_dtype}"
     if heads.routing_top_p is not None:
         yield f"top-p {heads.routing_top_p:g}"
 

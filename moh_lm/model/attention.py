@@ -113,8 +113,7 @@ class Attention(nn.Module):
         if self.selection == "static":
             gates = selected = self.static_gates(query)
         elif self.reads_queries:
-            wide = query.to(torch.promote_types(query.dtype, torch.float32))
-            norms = self.heads.in_canonical_order(gather_heads(wide.norm(dim=-1), self.group))  # [s, b, h]
+            norms = self.heads.in_canonical_order(gather_heads(self.router.norms(query), self.group))  # [s, b, h]
             gates, routed = self.router(x, recall, norms)
             gates = self.heads.take(gates)  # [s, b, h/tp]
             selected = None if routed is None else self.heads.take(self.router.heads_in_use(routed.selection))

@@ -77,6 +77,7 @@ class HeadRouter(nn.Module):
         self.z_scale = heads.router_z_loss / loss_terms
         self.group = group
         self.scope = heads.load_balance_scope
+        self.ranked_in_bf16 = heads.routing_dtype == "bf16"
         self.statistics = RouterStatistics()
         weights = self.form.weights(init_std)
         for name in WEIGHTS:
@@ -94,7 +95,8 @@ class HeadRouter(nn.Module):
             return self.gates_at_rest(x if query_norms is None else query_norms), None
         kinds = None
         if self.form.reads_queries:
-            shared, scores = self.form.scores(query_norms)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            shared, scores = (part.to(wide) for part in self.form.scores(query_norms))
         else:
             shared, scores, kinds = self.scores(x)
         shared = self.form.shared_gates(shared)
@@ -128,7 +130,7 @@ class HeadRouter(nn.Module):
         if self.noise is not None and self.training and self.samples is not None:
             first = 0 if self.form.reads_queries else group_rank(self.group) * scores.shape[0]
             scores = scores + self.noise.draw(self.samples, first, scores)
-        selected = select(scores, self.layer.num_active, self.layer.top_p)
+        selected = select(scores, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)
         return selected if recall is None else torch.where(*recall, selected)
 
     def loss(self, scores, probability, selected, a1):
@@ -153,6 +155,11 @@ class HeadRouter(nn.Module):
             loss = loss + self.z_scale * (scores.logsumexp(-1).square().mean() / size)
         return loss, make_rows(losses, a1, selections)
 
+    def norms(self, query):
+        """Norms of the queries [..., e], in the dtype in which they are ranked: [...]."""
+        dtype = torch.bfloat16 if self.ranked_in_bf16 else torch.promote_types(query.dtype, torch.float32)
+        return query.to(dtype).norm(dim=-1)
+
     def no_recall(self, x):
         """The ``Recall`` of the first pass over x [s/tp, b, d]: nothing to recall yet. None without routed heads."""
         if self.layer.num_routed == 0:
@@ -172,11 +179,14 @@ class HeadRouter(nn.Module):
         return self.per_head(F.pad(selection, (self.layer.num_shared, 0), value=1))
 
 
-def select(scores, k, top_p=None):
+def select(scores, k, top_p=None, in_bf16=False):
     """1 for the k largest scores of each token, else 0: [..., E] -> [..., E]; equal scores: the lower index first.
 
-    top_p: only for the fewest of them whose softmax, which runs over all scores, adds up to it; or for all k.
+    top_p: only for the fewest of them whose softmax, which runs over all scores, adds up to it; or for all k. in_bf16:
+    by the softmax of the scores in bf16, where many are equal: torch.topk decides, as in the released MoH-LLaMA3.
     """
+    if in_bf16:
+        return torch.zeros_like(scores).scatter(-1, scores.bfloat16().softmax(-1).topk(k).indices, 1)
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     if top_p is None:
         return torch.zeros_like(scores).scatter(-1, order, 1)
