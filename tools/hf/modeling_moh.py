@@ -235,6 +235,7 @@ class MoHLlamaAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = 0.0
         self.is_causal = True
+        self.in_bf16 = config.routing_dtype == "bf16"
         self.num_shared = config.num_shared_heads[layer_idx]
         self.num_active = config.num_active_routed_heads[layer_idx]
         query_size = config.num_attention_heads * self.head_dim
@@ -257,8 +258,7 @@ class MoHLlamaAttention(nn.Module):
             if query.shape[-2] < num_heads:
                 raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
             size = self.config.heads_per_expert
-            in_bf16 = self.config.routing_dtype == "bf16"
-            return query_norm_routing(query, self.num_shared // size, self.num_active // size, size, in_bf16)
+            return query_norm_routing(query, self.num_shared // size, self.num_active // size, size, self.in_bf16)
         always_on = torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active
         selected = always_on.expand(*query.shape[:-2], num_heads)
         return selected.float(), selected, query.new_zeros(*query.shape[:-2], 0)
