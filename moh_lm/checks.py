@@ -143,17 +143,16 @@ def spread_problems(model):
         return [] if slope == 0 else [f"--head-budget-slope {slope:g}: needs --head-budget, such as 0.75"]
     if not 0 < rate <= 1:
         return [f"--head-budget {rate:g}: must be above 0 and at most 1, such as 0.75"]
-    most = 2 * min(rate, 1 - rate)
+    most, share = 2 * min(rate, 1 - rate), model.active_share()
     if not abs(slope) <= most + 1e-9:
         return [
             f"--head-budget-slope {slope:g}: shares from {rate - slope / 2:.3g} to {rate + slope / 2:.3g} are not all "
             f"between 0 and 1; choose at most {most:.3g}"
         ]
-    achieved, one = model.active_share(), model.heads_per_expert / model.num_attention_heads
-    if abs(achieved - rate) > one and model.heads.routing_top_p is None:
+    if abs(share - rate) > model.heads_per_expert / model.num_attention_heads:
         return [
-            f"--head-budget {rate:g}: the numbers of shared and routed heads use {achieved:.1%} of all; choose "
-            "another share, or leave out --num-shared-heads or --num-active-routed-heads"
+            f"--head-budget {rate:g}: the numbers of shared and routed heads use {share:.1%} of all; choose another "
+            "share, or leave out --num-shared-heads or --num-active-routed-heads"
         ]
     return []
 

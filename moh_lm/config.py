@@ -135,7 +135,7 @@ class ModelConfig:
         if self.heads.head_selection == "gated":
             gated = dict(head_selection="mixture", routing="sigmoid", num_shared_heads=(heads,))
             object.__setattr__(self, "heads", replace(self.heads, **gated, num_active_routed_heads=(0,)))
-        if self.heads.head_budget is not None and not self.heads.num_active_routed_heads and heads > 0:
+        if not self.heads.num_active_routed_heads:
             object.__setattr__(self, "heads", replace(self.heads, **spread_budget(self, self.heads.num_shared_heads)))
         budgets = {
             "num_shared_heads": self.heads.num_shared_heads or (heads // 2,),
@@ -194,12 +194,16 @@ def spread_budget(model, shared, tensor_parallel_size=1):
 
     The share of layer l of L is B + S (l / (L - 1) - 1/2). Whole heads, or groups of them, come as near as they can to
     the sum of the shares so far; then they are sorted, since rounding leaves a few out of order. Heads that are always
-    on come in what every tensor-parallel rank can hold, unless ``shared`` gives their numbers.
+    on come in what every tensor-parallel rank can hold, unless ``shared`` gives their numbers. {} where the shares, or
+    the heads, are none that moh_lm.checks lets pass.
     """
     heads, number, layers = model.heads, model.num_attention_heads, model.num_layers
-    unit = step = model.heads_per_expert
+    if not (0 < (heads.head_budget or 0) <= 1 and abs(heads.head_budget_slope) <= 1 and number >= 1):
+        return {}
+    group = number // max(1, model.num_key_value_heads) or 1
+    unit = step = group if heads.routing_unit == "key_value_group" else 1
     if tensor_parallel_size > 1:
-        step = math.lcm(unit, tensor_parallel_size * (number // model.num_key_value_heads))
+        step = tensor_parallel_size * group
     if heads.head_selection == "static":
         unit = step
     active, due = [], 0.0
@@ -405,10 +409,8 @@ class Config:
     @property
     def routers_apart(self):
         """Whether the optimizer treats routers in another way than other weights, for some of the run at least."""
-        optimizer, heads = self.optimizer, self.model.heads
-        return optimizer.router_learning_rate_scale != 1 or optimizer.router_gradient_clipping > 0 or (
-            heads.dense_warmup_iters > 0
-        )
+        settings, warmup = self.optimizer, self.model.heads.dense_warmup_iters
+        return warmup > 0 or settings.router_learning_rate_scale != 1 or settings.router_gradient_clipping > 0
 
     def gradient_accumulation_steps(self, world_size):
         return self.run.global_batch_size // (self.run.micro_batch_size * self.data_parallel_size(world_size))
@@ -425,7 +427,7 @@ class Config:
         if unknown:
             raise ConfigError(unknown)
         tp = values.get("tensor_parallel_size", 1)
-        if tp > 1 and values.get("head_budget") is not None and not values.get("num_active_routed_heads"):
+        if tp > 1 and not values.get("num_active_routed_heads"):
             shared = as_tuples(values.get("num_shared_heads", ()))
             values = {**values, **spread_budget(build(ModelConfig, values), shared, tp)}
         return build(cls, values)

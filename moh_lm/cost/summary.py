@@ -69,12 +69,11 @@ def describe_heads(model):
 
 def describe_warmup(config):
     """The dense warm-up, if there is one, and what changes when it is over."""
-    model, iterations = config.model, config.model.heads.dense_warmup_iters
+    model, length = config.model, config.run.seq_length
     if model.after(0) != model:
-        dense, mixture = (flops_per_token(each, config.run.seq_length) for each in (model.after(0), model))
-        saved = 1 - mixture["active"] / dense["dense"]
-        yield f"warm-up    all heads for {iterations:,} iterations, whose FLOPs and memory are a dense model's; then"
-        yield f"           {describe_switch(model)}, for {saved:.1%} less FLOPs"
+        saved = 1 - flops_per_token(model, length)["active"] / flops_per_token(model.after(0), length)["dense"]
+        yield f"warm-up    dense, for {model.heads.dense_warmup_iters:,} iterations; then {describe_switch(model)}"
+        yield f"           and {saved:.1%} less FLOPs"
 
 
 def describe_switch(model):

@@ -116,19 +116,15 @@ def model_changes(before, config):
     """
     now, found = config.to_dict(), []
     for key in names_of(config.model):
-        if before[key] == now[key]:
-            continue
         dropped = key == "head_selection" and before[key] == "mixture"
+        if before[key] == now[key] or (config.run.allow_routing_change and key in TRAINING_ONLY):
+            continue
+        hint = " (--allow-routing-change goes on all the same)" if dropped or key in TRAINING_ONLY else ""
         if dropped and not gates_of_one(Config.from_dict(before).model):
-            found.append(
-                f"{key} was {before[key]} and is {now[key]}, and its gates, of --routing {before['routing']}, are far "
-                "from 1 (tools/import_hf.py makes such a model of an export, and scales its outputs)"
-            )
-        elif not (dropped or key in TRAINING_ONLY):
-            found.append(f"{key} was {before[key]} and is {now[key]}")
-        elif not config.run.allow_routing_change:
-            hint = "--allow-routing-change goes on all the same"
-            found.append(f"{key} was {before[key]} and is {now[key]} ({hint})")
+            hint = f", and gates of --routing {before['routing']} are far from 1 (an export and its import scale them)"
+        elif dropped and config.run.allow_routing_change:
+            continue
+        found.append(f"{key} was {before[key]} and is {now[key]}{hint}")
     return found
 
 

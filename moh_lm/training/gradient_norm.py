@@ -71,38 +71,29 @@ class RouterClip:
 
 def norms_by_kind(optimizer, zero_stage):
     """A function that gives the norms [] of the gradients of the routers, and of all others, over all ranks."""
-    kinds = [group["kind"] == "router" for group in optimizer.optimizer.param_groups]
+    of_routers = [group["kind"] == "router" for group in optimizer.optimizer.param_groups]
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
-        norm = norm_of_whole_gradients(optimizer)
-        groups = zip(optimizer.fp32_groups_gradients, kinds, strict=True)
-        routers = [part for parts, is_router in groups if is_router for part in parts]
+        norm, groups = norm_of_whole_gradients(optimizer), zip(optimizer.fp32_groups_gradients, of_routers, strict=True)
+        routers = [part for parts, chosen in groups if chosen for part in parts]
 
         def norms():
-            others = without(optimizer.get_grads_for_norm()[0], routers)
-            return norm(without(optimizer.get_grads_for_norm()[0], others)), norm(others)
+            counted = optimizer.get_grads_for_norm()[0]
+            others = without(counted, routers)
+            return norm(without(counted, others)), norm(others)
 
         return norms
-    if zero_stage == 3:
-        of_groups = optimizer._get_norm_groups
-        kinds = [kinds[group] for _, group in sorted(optimizer.sub_group_to_group_id.items())]
-    elif optimizer.cpu_offload:
-        of_group = optimizer.complete_grad_norm_calculation_for_cpu_offload
-        of_groups = functools.partial(map, of_group, optimizer.params_in_partition)
-    else:
-        groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
+    whole, groups = zero_stage < 3, [optimizer.dp_process_group, optimizer.model_parallel_group]
+    parameters = optimizer.params_in_partition if whole else optimizer.fp16_groups
+    offloaded = optimizer.cpu_offload if whole else optimizer.offload_optimizer
+    if not whole:
+        of_routers = [of_routers[group] for _, group in sorted(optimizer.sub_group_to_group_id.items())]
 
-        def of_kind(kind):
-            chosen = {index for index, is_router in enumerate(kinds) if is_router == kind}
-            return norm_of(divide(optimizer, optimizer.params_in_partition, chosen)[0], optimizer.device, groups)
+    def norm_of_kind(chosen):
+        here = [group if kind == chosen else () for group, kind in zip(parameters, of_routers, strict=True)]
+        counted, _ = (divide_norms if offloaded else divide)(optimizer, here)
+        return norm_of(counted, optimizer.device, groups)
 
-        return lambda: (of_kind(True), of_kind(False))
-
-    def norms():
-        found = list(zip(of_groups(), kinds, strict=True))
-        parts = ([norm for norm, is_router in found if is_router == kind] for kind in (True, False))
-        return [torch.stack([torch.zeros_like(found[0][0]), *part]).norm() for part in parts]
-
-    return norms
+    return lambda: (norm_of_kind(True), norm_of_kind(False))
 
 
 def examine_norm_of_whole_gradients(optimizer, examine):
@@ -142,23 +133,25 @@ def norm_of_sharded_gradients(optimizer):
 
 
 def copies_of(optimizer, parameter_groups, offloaded):
-    """This rank's gradients of copies, or their norms where gradients are offloaded: DeepSpeed notes all of these."""
-    if not offloaded:
-        return divide(optimizer, parameter_groups)[1]
+    """This rank's gradients of copies, or their norms where gradients are offloaded."""
+    return (divide_norms if offloaded else divide)(optimizer, parameter_groups)[1]
+
+
+def divide_norms(optimizer, parameter_groups):
+    """``divide`` of the norms of gradients that are offloaded: DeepSpeed notes all of these."""
     norms = optimizer.norm_for_param_grads  # a rank with nothing but padding of a parameter has none
-    copies = [p for parameters in parameter_groups for p in parameters if not counts(optimizer, p)]
-    return [norms[key] for key in map(optimizer.get_param_id, copies) if key in norms]
+    found = {True: [], False: []}
+    for parameter in (p for parameters in parameter_groups for p in parameters):
+        key = optimizer.get_param_id(parameter)
+        if key in norms:
+            found[counts(optimizer, parameter)].append(norms[key])
+    return found[True], found[False]
 
 
-def divide(optimizer, parameter_groups, chosen=None):
-    """This rank's gradients in two lists: those that it counts, and those of copies that another rank counts.
-
-    chosen: numbers of the groups that are looked at; None for all.
-    """
+def divide(optimizer, parameter_groups):
+    """This rank's gradients in two lists: those that it counts, and those of copies that another rank counts."""
     counted, copies = [], []
     for index, parameters in enumerate(parameter_groups):
-        if chosen is not None and index not in chosen:
-            continue
         parts = [part for part in optimizer.averaged_gradients[index] if not getattr(part, "_zero_padding", False)]
         pairs = zip(parts, parameters, strict=False)  # a rank without parameters has a part of zeros
         for part, parameter in pairs:

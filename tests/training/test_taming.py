@@ -152,7 +152,7 @@ def test_gates_far_from_one_are_said_before_a_run(data_dir, tmp_path):
     run_ranks(run, 1, flags)
     changed = parse_config([*flags, "--head-selection", "all", "--allow-routing-change"])[0]
     (problem,) = contradictions(changed)
-    assert "gates, of --routing paper, are far from 1 (tools/import_hf.py makes such a model" in problem
+    assert "gates of --routing paper are far from 1 (an export and its import scale them)" in problem
 
 
 FROZEN = "--train-iters 3 --eval-interval 0 --train-only router --precision bf16"
