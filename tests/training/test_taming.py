@@ -55,7 +55,7 @@ def test_a_step_of_the_warmup_is_a_dense_model_to_all_tools(warmed):
 
 def test_a_run_stopped_around_the_end_of_its_warmup_goes_on_to_the_bit(data_dir, warmed, tmp_path):
     flags = arguments(data_dir, tmp_path, *WARMUP)
-    for last_step in (2, 3, 4, None):
+    for last_step in (2, 3, None):
         run_ranks(run, 1, flags, last_step)
     assert rows(tmp_path) == rows(warmed)
     assert all(torch.equal(value, parameters(tmp_path)[name]) for name, value in parameters(warmed).items())
@@ -155,24 +155,20 @@ def test_gates_far_from_one_are_said_before_a_run(data_dir, tmp_path):
     assert "gates of --routing paper are far from 1 (an export and its import scale them)" in problem
 
 
-FROZEN = "--train-iters 3 --eval-interval 0 --train-only router --precision bf16"
+FROZEN = "--eval-interval 0 --train-only router --precision bf16 --train-iters 4"
 
 
-@pytest.mark.parametrize(
-    "world_size, layout",
-    [(2, "--tensor-parallel-size 2"), (2, "--zero-stage 3 --recompute"), (2, "--zero-stage 2 --offload-optimizer")],
-)
-def test_only_the_routers_are_trained_and_all_else_stays_to_the_bit(data_dir, unclipped, tmp_path, world_size, layout):
+def test_only_the_routers_are_trained_and_all_else_stays_to_the_bit(data_dir, unclipped, tmp_path):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP)
     shutil.copytree(unclipped, tmp_path, dirs_exist_ok=True)  # one step of all weights, in fp32
-    run_ranks(run, world_size, [*flags, *FROZEN.split(), *layout.split()], 2)
-    run_ranks(run, 1, [*flags, *FROZEN.split()])  # another layout goes on
-    before, after = state(unclipped, 1), state(tmp_path, 3)
+    layouts = ["--tensor-parallel-size 2", "--zero-stage 3 --recompute", "--zero-stage 2 --offload-optimizer"]
+    for last_step, layout in enumerate(layouts, start=2):  # each goes on from the one before
+        run_ranks(run, 2, [*flags, *FROZEN.split(), *layout.split()], last_step)
+    before, after = state(unclipped, 1), state(tmp_path, 4)
     for key, value in before.items():
         if ".router." in key:
             assert not torch.equal(after[key], value), key
         else:
             assert torch.equal(after[key], value if key.startswith("master/") else torch.zeros_like(value)), key
-    assert training(tmp_path)[2]["loss"] < training(tmp_path)[0]["loss"]
-    run_ranks(run, 1, [*flags, "--train-iters", "4", "--eval-interval", "0"])  # and all weights again
-    assert not torch.equal(state(tmp_path, 4)["master/lm_head.weight"], before["master/lm_head.weight"])
+    run_ranks(run, 1, [*flags, "--train-iters", "5", "--eval-interval", "0"])  # and all weights again
+    assert not torch.equal(state(tmp_path, 5)["master/lm_head.weight"], before["master/lm_head.weight"])
