@@ -21,7 +21,7 @@ class GumbelNoise:
     def __init__(self, scale, seed, layer):
         digest = hashlib.blake2b(f"{seed}/gumbel/{layer}".encode(), digest_size=8).digest()
         self.scale = scale
-        self.key = int.from_bytes(digest, "little", signed=True)
+        self.key = torch.tensor(int.from_bytes(digest, "little", signed=True))  # no number: layers share their graph
 
     def draw(self, samples, first, like):
         """scale G of the tokens from ``first`` of each sequence on, of the shape [s, b, E] and dtype of ``like``.
