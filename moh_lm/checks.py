@@ -15,7 +15,7 @@ from moh_lm.config import flag
 from moh_lm.data.mixture import data_problems
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.rotary import NEEDS
-from moh_lm.model.routing import FORMS
+from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
 
 
 def config_problems(config, world_size):
@@ -25,6 +25,7 @@ def config_problems(config, world_size):
         *data_problems(config.data),
         *optimizer_problems(config.optimizer),
         *schedule_problems(config),
+        *frozen_problems(config),
         *run_problems(config.run),
         *backend_problems(config),
         *compile_problems(config),
@@ -74,11 +75,14 @@ def model_problems(model):
         if width < 0 or width == 1
     ]
     found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient", "router_z_loss")
+    found += below(model.heads, 0, "router_gumbel_noise")
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads)
         reason, z_loss = FORMS[model.heads.routing].refuses_z_loss, model.heads.router_z_loss
         if reason and z_loss > 0:
             found.append(f"--router-z-loss {z_loss:g}: --routing {model.heads.routing} {reason}; leave it out")
+        budgets = budget_problems(model)
+        return found + (budgets or warmup_problems(model))
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
 
 
@@ -114,10 +118,26 @@ def rope_problems(model):
     return found
 
 
+def warmup_problems(model):
+    """A dense warm-up must end with gates near those that it had: 1."""
+    iterations, heads = model.heads.dense_warmup_iters, model.heads
+    found = below(heads, 0, "dense_warmup_iters")
+    if iterations <= 0 or found or gates_of_one(model):
+        return found
+    shared, selected = layer_gates(model, 0)
+    return [
+        f"--dense-warmup-iters {iterations}: the gates of --routing {heads.routing} begin near {shared:.3g} (shared) "
+        f"and {selected:.3g} (selected), so that the output of attention would shrink to that part of itself where "
+        f"gates of 1 end; choose --routing paper_scaled, which has the same gates times a constant, or released"
+    ]
+
+
 def top_p_problems(heads):
     top_p = heads.routing_top_p
     if top_p is None:
         return []
+    if heads.routing_dtype != "fp32":
+        return [f"--routing-top-p {top_p:g}: probabilities in {heads.routing_dtype} do not add up; leave one flag out"]
     reason = FORMS[heads.routing].refuses_top_p
     if reason:
         return [
@@ -125,6 +145,27 @@ def top_p_problems(heads):
             "or released"
         ]
     return [] if 0 < top_p <= 1 else [f"--routing-top-p {top_p:g}: must be above 0 and at most 1, such as 0.4"]
+
+
+def spread_problems(model):
+    """--head-budget and its slope: shares between none and all of the heads, and those that the layers have."""
+    rate, slope = model.heads.head_budget, model.heads.head_budget_slope
+    if rate is None:
+        return [] if slope == 0 else [f"--head-budget-slope {slope:g}: needs --head-budget, such as 0.75"]
+    if not 0 < rate <= 1:
+        return [f"--head-budget {rate:g}: must be above 0 and at most 1, such as 0.75"]
+    most, share = 2 * min(rate, 1 - rate), model.active_share()
+    if not abs(slope) <= most + 1e-9:
+        return [
+            f"--head-budget-slope {slope:g}: shares from {rate - slope / 2:.3g} to {rate + slope / 2:.3g} are not all "
+            f"between 0 and 1; choose at most {most:.3g}"
+        ]
+    if abs(share - rate) > model.heads_per_expert / model.num_attention_heads:
+        return [
+            f"--head-budget {rate:g}: the numbers of shared and routed heads use {share:.1%} of all; choose another "
+            "share, or leave out --num-shared-heads or --num-active-routed-heads"
+        ]
+    return []
 
 
 def budget_problems(model):
@@ -160,11 +201,12 @@ def budget_problems(model):
         else:
             continue
         first_layer.setdefault(sentence, layer)
-    return [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()]
+    return [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()] or spread_problems(model)
 
 
 def optimizer_problems(optimizer):
     found = below(optimizer, 0, "warmup_iters", "weight_decay", "gradient_clipping")
+    found += below(optimizer, 0, "router_learning_rate_scale", "router_gradient_clipping")
     peak = optimizer.learning_rate
     if not 0 < peak < math.inf:
         found.append(f"--learning-rate {peak:g}: must be above 0, such as 3e-4")
@@ -177,7 +219,33 @@ def optimizer_problems(optimizer):
     return found
 
 
+def frozen_problems(config):
+    """What --train-only router needs: routers with weights, that do not rest, in every pipeline stage."""
+    heads = config.model.heads
+    if config.optimizer.train_only == "all":
+        return []
+    found = []
+    if heads.head_selection != "mixture" or FORMS[heads.routing].reads_queries:
+        found.append("routers with weights; choose --head-selection mixture and another --routing than query_norm")
+    if heads.dense_warmup_iters:
+        found.append(f"no --dense-warmup-iters {heads.dense_warmup_iters}, in which routers rest; leave it out")
+    if config.parallel.pipeline_parallel_size > 1:
+        found.append("all layers on one stage; choose --pipeline-parallel-size 1")
+    return [f"--train-only {config.optimizer.train_only}: needs {problem}" for problem in found]
+
+
 def schedule_problems(config):
+    """What the numbers of iterations of a run contradict."""
+    iterations, train_iters = config.model.heads.dense_warmup_iters, config.run.train_iters
+    if config.model.after(0) != config.model and train_iters is not None and iterations >= train_iters:
+        return [
+            f"--dense-warmup-iters {iterations}: the mixture would never be trained; choose less than the "
+            f"{train_iters} iterations of the run"
+        ]
+    return decay_problems(config)
+
+
+def decay_problems(config):
     """A decay needs the schedule that has one, and room behind the warm-up."""
     optimizer, train_iters = config.optimizer, config.run.train_iters
     given = f"--decay-iters {optimizer.decay_iters}"

@@ -49,6 +49,15 @@ class HeadsConfig:
     num_active_routed_heads: tuple[int, ...] = option(
         (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)", parse=int
     )
+    head_budget: float | None = option(
+        None,
+        "share of the heads that a token uses, over all layers: gives the two budgets above, or what is not given of "
+        "them; a quarter of the heads is routed",
+        parse=float,
+    )
+    head_budget_slope: float = option(
+        0.0, "of --head-budget: how much larger the share is in the last layer than in the first"
+    )
     routing: str = option(
         "paper",
         "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
@@ -59,6 +68,9 @@ class HeadsConfig:
         "head",
         "what a token selects: heads, or whole key/value groups of grouped-query attention; budgets count heads",
         choices=("head", "key_value_group"),
+    )
+    routing_dtype: str = option(
+        "fp32", "in which scores are ranked; bf16: as in MoH-LLaMA3, equal ones by torch.topk", choices=("fp32", "bf16")
     )
     routing_top_p: float | None = option(
         None,
@@ -74,6 +86,19 @@ class HeadsConfig:
         "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), or the whole previous step",
         choices=("sequence", "micro_batch", "global_batch"),
     )
+    router_gumbel_noise: float = option(
+        0.0, "scale of the Gumbel noise on the scores by which heads are selected in training; 0: none"
+    )
+    dense_warmup_iters: int = option(
+        0, "first iterations of a mixture in which all heads have gate 1, without a balance loss; routers rest"
+    )
+
+
+SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: said again by the budgets of the layers
+TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
+    "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
+    "router_gumbel_noise", "dense_warmup_iters",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,6 +144,8 @@ class ModelConfig:
                 raise ConfigError([f"{given}, for its gates are those of sigmoid; leave one of them out"])
             gated = dict(head_selection="mixture", routing="sigmoid", num_shared_heads=(heads,))
             object.__setattr__(self, "heads", replace(self.heads, **gated, num_active_routed_heads=(0,)))
+        if not self.heads.num_active_routed_heads:
+            object.__setattr__(self, "heads", replace(self.heads, **spread_budget(self, self.heads.num_shared_heads)))
         budgets = {
             "num_shared_heads": self.heads.num_shared_heads or (heads // 2,),
             "num_active_routed_heads": self.heads.num_active_routed_heads or (max(1, heads // 4),),
@@ -143,6 +170,16 @@ class ModelConfig:
             return self.num_attention_heads
         return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
 
+    def after(self, step):
+        """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""
+        warming_up = self.heads.head_selection == "mixture" and step < self.heads.dense_warmup_iters
+        return replace(self, heads=replace(self.heads, head_selection="all")) if warming_up else self
+
+    def active_share(self):
+        """Share of all heads that a token uses, at most."""
+        active = sum(map(self.active_heads, range(self.num_layers)))
+        return active / (self.num_layers * self.num_attention_heads)
+
     @property
     def heads_per_expert(self):
         """Heads that a router selects together: one, or all that share a key/value head."""
@@ -161,6 +198,35 @@ class ModelConfig:
             return []
         layers = map(self.routed_layer, range(self.num_layers))
         return [layer for layer in layers if layer.num_routed]
+
+
+def spread_budget(model, shared, tensor_parallel_size=1):
+    """{field of HeadsConfig: a number per layer} of --head-budget B and --head-budget-slope S.
+
+    The share of layer l of L is B + S (l / (L - 1) - 1/2). Whole heads, or groups of them, come as near as they can to
+    the sum of the shares so far; then they are sorted, since rounding leaves a few out of order. Heads that are always
+    on come in what every tensor-parallel rank can hold, unless ``shared`` gives their numbers. {} where the shares, or
+    the heads, are none that moh_lm.checks lets pass.
+    """
+    heads, number, layers = model.heads, model.num_attention_heads, model.num_layers
+    if not (0 < (heads.head_budget or 0) <= 1 and abs(heads.head_budget_slope) <= 1 and number >= 1):
+        return {}
+    group = number // max(1, model.num_key_value_heads) or 1
+    unit = step = group if heads.routing_unit == "key_value_group" else 1
+    if tensor_parallel_size > 1:
+        step = tensor_parallel_size * group
+    if heads.head_selection == "static":
+        unit = step
+    active, due = [], 0.0
+    for layer in range(layers):
+        due += number * (heads.head_budget + heads.head_budget_slope * (layer / max(1, layers - 1) - 0.5))
+        active.append(min(max(round((due - sum(active)) / unit) * unit, unit), number))
+    active.sort(reverse=heads.head_budget_slope < 0)
+    routed = max(unit, number // 4)
+    shared = shared or tuple(max(0, count - routed) // step * step for count in active)
+    shared = shared * layers if len(shared) == 1 else shared
+    rest = (min(max(count - on, unit), number - on) for count, on in zip(active, shared, strict=False))
+    return {"num_shared_heads": shared, "num_active_routed_heads": tuple(rest)}
 
 
 class RoutedLayer(NamedTuple):
@@ -228,6 +294,13 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")
     gradient_clipping: float = option(1.0, "largest global gradient norm; 0 does not clip")
+    train_only: str = option(
+        "all", "what is trained: everything, or the routers, all else frozen", choices=("all", "router")
+    )
+    router_learning_rate_scale: float = option(1.0, "learning rate of the routers over that of all else")
+    router_gradient_clipping: float = option(
+        0.0, "largest norm of all routers' gradients together, clipped before --gradient-clipping; 0 does not clip"
+    )
 
     def decay(self, train_iters):
         """Iterations of the decay of wsd."""
@@ -254,6 +327,11 @@ class RunConfig:
     )
     seed: int = option(1234, "seed of the initial weights and of the order of samples")
     checkpoint_dir: str = option("", "run directory: config.json, metrics.jsonl, tensorboard/, checkpoints/")
+    allow_routing_change: bool = option(
+        False,
+        "go on with other training of the routers (load_balance_*, router_*, dense_warmup_iters) than that of the "
+        "checkpoint, or with its heads as all or static instead of a mixture",
+    )
     eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
     eval_samples: int = option(128, "held-out sequences evaluated per source")
     eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")
@@ -340,6 +418,12 @@ class Config:
     def data_parallel_size(self, world_size):
         return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
 
+    @property
+    def routers_apart(self):
+        """Whether the optimizer treats routers in another way than other weights, for some of the run at least."""
+        settings, warmup = self.optimizer, self.model.heads.dense_warmup_iters
+        return warmup > 0 or settings.router_learning_rate_scale != 1 or settings.router_gradient_clipping > 0
+
     def gradient_accumulation_steps(self, world_size):
         return self.run.global_batch_size // (self.run.micro_batch_size * self.data_parallel_size(world_size))
 
@@ -354,6 +438,10 @@ class Config:
         unknown = [f"config key {key!r} is unknown: remove it" for key in values if key not in known]
         if unknown:
             raise ConfigError(unknown)
+        tp = values.get("tensor_parallel_size", 1)
+        if tp > 1 and not values.get("num_active_routed_heads"):
+            shared = as_tuples(values.get("num_shared_heads", ()))
+            values = {**values, **spread_budget(build(ModelConfig, values), shared, tp)}
         return build(cls, values)
 
     @classmethod

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from moh_lm import pretrain
-from moh_lm.checks import config_problems
+from moh_lm.checks import config_problems, model_problems, tensor_problems
 from moh_lm.config import Config, ConfigError, walk
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import write_json
@@ -50,6 +50,42 @@ def test_head_budgets_are_one_number_or_one_per_layer():
     assert parse("--num-layers", "3", "--num-shared-heads", "2", "4", "6").model.heads.num_shared_heads == (2, 4, 6)
     defaults = parse("--num-layers", "1", "--num-attention-heads", "16").model.heads
     assert (defaults.num_shared_heads, defaults.num_active_routed_heads) == ((8,), (4,))  # 75%
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("rate, slope", [(0.75, 0.5), (0.6, 0.3), (0.5, 0.0), (0.7, -0.4), (1.0, 0.0)])
+@pytest.mark.parametrize(
+    "shape, unit, group",
+    [
+        ("--num-layers 7 --num-attention-heads 16 --head-dim 4", 1, 1),
+        ("--num-layers 9 --num-attention-heads 32 --num-key-value-heads 8 --head-dim 4", 1, 4),
+        ("--num-layers 4 --num-attention-heads 32 --num-key-value-heads 8 --routing-unit key_value_group", 4, 4),
+        ("--num-layers 5 --num-attention-heads 16 --head-dim 4 --head-selection static", None, 1),
+    ],
+)
+def test_a_budget_is_spread_over_layers_in_whole_shares(shape, unit, group, rate, slope, tensor):
+    flags = f"{shape} --hidden-size 64 --head-budget {rate} --head-budget-slope {slope} --tensor-parallel-size {tensor}"
+    config = parse(*flags.split(), *TINY)
+    model, heads, step = config.model, config.model.num_attention_heads, tensor * group
+    if unit != step and rate < 1:
+        assert [*model_problems(model), *tensor_problems(model, tensor)] == []
+    active = [model.active_heads(layer) for layer in range(model.num_layers)]
+    assert active == sorted(active, reverse=slope < 0)
+    unit = unit or step
+    assert all(count % unit == 0 for count in active)
+    assert all(number % max(step if tensor > 1 else 1, unit) == 0 for number in model.heads.num_shared_heads) or (
+        model.heads.head_selection == "static"
+    )
+    assert abs(sum(active) - rate * heads * model.num_layers) <= unit
+    assert Config.from_dict(config.to_dict()) == config  # also where the degree changes on a resume
+
+
+def test_a_budget_with_one_of_its_parts_given_keeps_it():
+    heads = parse(*"--num-layers 3 --num-attention-heads 8 --head-budget 0.75 --num-shared-heads 5".split()).model.heads
+    assert (heads.num_shared_heads, heads.num_active_routed_heads) == ((5, 5, 5), (1, 1, 1))
+    default, spread = (parse("--num-attention-heads", "16", *flags) for flags in ((), ("--head-budget", "0.75")))
+    assert default.model.heads.num_shared_heads == spread.model.heads.num_shared_heads
+    assert default.model.heads.num_active_routed_heads == spread.model.heads.num_active_routed_heads
 
 
 def test_flags_alone_and_with_true_or_false():
@@ -105,6 +141,11 @@ REFUSALS = {  # flags: what the one line has to name
     "--num-shared-heads 13": ("--num-shared-heads 13", "12"),
     "--num-active-routed-heads 7": ("--num-active-routed-heads 7", "between 1 and 6"),
     "--num-active-routed-heads 0": ("--num-active-routed-heads 0", "between 1 and 6"),
+    "--head-budget 0.75 --head-budget-slope 0.6": ("--head-budget-slope 0.6", "0.45", "1.05", "at most 0.5"),
+    "--head-budget 0.5 --num-active-routed-heads 6": ("--head-budget 0.5", "100.0%", "another share"),
+    "--dense-warmup-iters 3": ("--dense-warmup-iters 3", "0.0833", "paper_scaled"),
+    "--dense-warmup-iters 10 --routing released": ("--dense-warmup-iters 10", "10 iterations"),
+    "--train-only router --routing query_norm": ("--train-only router", "routers with weights"),
     "--num-shared-heads 6 5": ("--num-shared-heads has 2", "12"),
     "--window 512 0": ("--window has 2", "12"),
     "--window 1": ("--window 1", "at least 2"),

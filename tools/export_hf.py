@@ -27,9 +27,9 @@ from safetensors import SafetensorError
 
 from data_prep.output import writable_directory
 from data_prep.tiktoken_model import is_tiktoken
-from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
+from moh_lm.checkpoint.fragments import full_parameters, step_config, write_safetensors
 from moh_lm.checkpoint.saver import find_step
-from moh_lm.config import Config, ConfigError
+from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json, write_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import Parser
@@ -87,7 +87,7 @@ def export(texts):
     problems = output_problems(output, arguments.overwrite)
     try:
         step = find_step(arguments.checkpoint)
-        config = Config.load(step / "config.json")
+        config = step_config(step)
     except ConfigError as error:
         problems += error.problems
     if problems:

@@ -24,9 +24,9 @@ import time
 import torch
 
 from data_prep.encoding import Tokenizer
-from moh_lm.checkpoint.fragments import full_parameters
+from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.checkpoint.saver import find_step
-from moh_lm.config import Config, ConfigError
+from moh_lm.config import ConfigError
 from moh_lm.flags import Parser
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.kernels.decode import BACKENDS
@@ -95,7 +95,7 @@ def load(arguments, attention_backend="auto"):
         parameters = ((name, file.get_tensor(name)) for name, file in exported_files(directory).items())
     else:
         directory = find_step(directory)
-        run = Config.load(directory / "config.json")
+        run = step_config(directory)
         config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
     if attention_backend == "triton":
         check_triton(arguments.device, config.head_dim)

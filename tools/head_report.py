@@ -2,6 +2,7 @@
 
     python tools/head_report.py --model RUN_OR_STEP_OR_EXPORT_DIR --data NAME='FILES' --data NAME=DIR ... --output DIR
     python tools/head_report.py --model runs/llm-b --data data/llm --output heads
+    python tools/head_report.py --model runs/llm-b --suite llm6 --output heads
 
 tools/heads/text.py says what --data takes, docs/heads.md what is measured. DIR gets index.html, one file that needs no
 other, its pictures as PNG, and heads.json with all numbers.
@@ -40,13 +41,19 @@ try:
 except ModuleNotFoundError:
     head_map = None  # no matplotlib
 
+try:
+    from tools.heads.task_text import task_domains
+    from tools.tasks.suites import SUITES
+except ModuleNotFoundError:
+    SUITES = ()  # no lm-evaluation-harness
+
 LONGEST_WINDOW = 1024  # tokens, unless --seq-length says otherwise
 ABLATION_TOKENS = 2048
 PANELS = 4  # layers whose loads are shown by domain
 
 
 def main(texts):
-    return exit_code("head_report", run, texts, failures=(ShardError, OSError))
+    return exit_code("head_report", run, texts, failures=(ShardError, RuntimeError, OSError))
 
 
 def run(texts):
@@ -57,6 +64,9 @@ def run(texts):
         raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, the length of training"])
     vocab_size = model.model.embed_tokens.weight.shape[0]
     domains = read_domains(arguments.data, tokenizer, vocab_size, length, arguments.tokens, arguments.text_key)
+    if arguments.suite:
+        of_tasks = arguments.suite, arguments.tasks, arguments.task_data
+        domains += task_domains(*of_tasks, tokenizer, length, arguments.tokens)
     report, pictures = report_of(arguments, model, tokenizer, domains)
     text = page(report, pictures, tokenizer.model.decode)
     files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
@@ -70,8 +80,11 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/head_report.py", description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--model", required=True, type=Path, help="run directory, step directory, or export")
-    add("--data", required=True, nargs="+", action="extend", metavar="NAME=FILES", help="domains: NAME=FILES or "
+    add("--data", default=[], nargs="+", action="extend", metavar="NAME=FILES", help="domains: NAME=FILES or "
         "NAME=DIR of shards, or DIR for every source of a data directory")  # fmt: skip
+    add("--suite", help="or the prompts of each task of a suite of tools/evaluate.py: llm6, llama14, llama14e")
+    add("--task-data", type=Path, metavar="DIR", help="of --suite: local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")
+    add("--tasks", nargs="+", metavar="TASK", help="only these of --suite, by the harness's names")
     add("--output", required=True, type=Path, metavar="DIR", help="gets index.html, pictures and heads.json")
     add("--tokens", type=count, default=16384, help="of each domain (default: %(default)s)")
     add("--seq-length", type=count, help=f"of a window (default: that of training, at most {LONGEST_WINDOW})")
@@ -82,6 +95,11 @@ def parse_arguments(texts):
     add("--dtype", default="float32", choices=DTYPES, help="of the weights (default: %(default)s)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)")
     arguments = parser.parse_args(texts)
+    if bool(arguments.data) == bool(arguments.suite):
+        raise ConfigError(["give the text by one of --data and --suite"])
+    if arguments.suite and arguments.suite not in SUITES:
+        problem = f"choose one of {', '.join(SUITES)}" if SUITES else "pip install -e '.[eval]' for its tasks"
+        raise ConfigError([f"--suite {arguments.suite}: {problem}"])
     if head_map is None:
         raise ConfigError(["pictures are drawn by matplotlib, which is not installed: pip install matplotlib"])
     writable_directory(arguments.output)

@@ -3,6 +3,7 @@
     python tools/import_hf.py --model HF_DIR --output RUN
     python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
         --num-shared-heads 16 --num-active-routed-heads 8
+    python tools/import_hf.py --model MoH-LLaMA3-8B --output RUN --released moh-llama3-8b
     python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
 
 RUN gets checkpoints/step-0 (tools/hf/import_step.py). docs/continue.md goes through the whole way.
@@ -27,7 +28,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from moh_lm.checkpoint.manifest import describe
-from moh_lm.config import Config, ConfigError, HeadsConfig, RunConfig, flag
+from moh_lm.config import TRAINING_ONLY, Config, ConfigError, HeadsConfig, RunConfig, flag
 from moh_lm.cost.summary import describe_model
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
@@ -41,9 +42,9 @@ from tools.hf.import_vocabulary import new_rows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
 from tools.hf.keys import ARCHITECTURES
 
-TRAINING_ONLY = (  # no part of the function
-    "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
-)  # fmt: skip
+RELEASED = {  # half of the heads shared and a quarter routed, which is the default, stands in their code alone
+    "moh-llama3-8b": {"head_selection": "mixture", "routing": "query_norm", "routing_dtype": "bf16"},
+}
 
 
 def main():
@@ -64,6 +65,10 @@ def parse_arguments(texts):
         nargs = "+" if is_list(entry) else "?" if entry.type is bool else None
         shown = {"metavar": placeholder(entry), "help": entry.metadata["help"]}
         heads.add_argument(flag(entry.name), nargs=nargs, const="true" if nargs == "?" else None, **shown)
+    heads.add_argument("--released", choices=tuple(RELEASED), help="of a model of the authors, as their code has them")
+    heads.add_argument(
+        "--allow-routing-change", action="store_true", help="a mixture may become --head-selection all or static"
+    )
     add("--select-shared", choices=("first", "importance"), default="first", help="heads that are shared or static")
     add("--sample-data", type=Path, metavar="DIR", help="of --select-shared importance: shards in the model's tokens")
     add("--sample-text", type=Path, metavar="FILE", help="or text, for the model's tokenizer.model")
@@ -83,7 +88,7 @@ def run(texts):
     problems = output_problems(arguments.output)
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
     try:
-        config = model_config(values, wanted_heads(arguments, values))
+        config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)
         if vocab_size < old_vocab_size:
             problems.append(f"--extend-vocab {vocab_size}: the model has {old_vocab_size} rows already")
         problems += sample_problems(arguments, config)
@@ -96,7 +101,8 @@ def run(texts):
     old, new, tokenizer = find_tokenizers(arguments, vocab_size)
     pieces = spelled(old, new, old_vocab_size, vocab_size) if old and new and vocab_size > old_vocab_size else {}
     router_seed = arguments.seed if own_heads(values).head_selection == "all" else None
-    plan(config, source, old_vocab_size, {}, None, router_seed)  # refuses what cannot be read
+    trained = replace(config, heads=own_heads(values))
+    plan(config, source, old_vocab_size, {}, None, router_seed, trained)  # refuses what cannot be read
     length = values.get("max_position_embeddings", 2048)  # LlamaConfig's own default
     orders, measured = {}, None
     if arguments.select_shared == "importance":
@@ -104,7 +110,7 @@ def run(texts):
         with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
             orders, measured = ranked(config, source, tokens, bar.update)
     extend = partial(new_rows, source, pieces, arguments.seed)
-    parts = plan(config, source, old_vocab_size, orders, extend, router_seed)
+    parts = plan(config, source, old_vocab_size, orders, extend, router_seed, trained)
     facts = {
         "source": str(arguments.model),
         "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
@@ -131,7 +137,7 @@ def run(texts):
 
 def wanted_heads(arguments, values):
     """The HeadsConfig of the flags that were given, the others as they are in the source. Raises ConfigError."""
-    given, problems = {}, []
+    given, problems = dict(RELEASED.get(arguments.released, {})), []
     for entry in fields(HeadsConfig):
         texts = getattr(arguments, entry.name)
         if texts is not None:
@@ -152,13 +158,18 @@ def wanted_heads(arguments, values):
     is_gated = own.routing == "sigmoid" and set(own.num_shared_heads) == {values.get("num_attention_heads")}
     if is_gated and given.get("head_selection") == "gated":
         del given["head_selection"]  # it is short for what is there
+    changed = {}
     for key, value in given.items():
         there = getattr(own, key)
         if isinstance(value, tuple) and len(value) == 1:
             value *= len(there)
-        if value != there and key not in TRAINING_ONLY:
-            raise ConfigError([f"{flag(key)} {value}: the source is trained with {there}; leave the flag out"])
-    return replace(own, **{key: value for key, value in given.items() if key in TRAINING_ONLY})
+        dropped = key == "head_selection" and there == "mixture" and value in ("all", "static")
+        if key in TRAINING_ONLY or (dropped and arguments.allow_routing_change):
+            changed[key] = value
+        elif value != there:
+            hint = ", or give --allow-routing-change" if dropped else ""
+            raise ConfigError([f"{flag(key)} {value}: the source is trained with {there}; leave the flag out{hint}"])
+    return replace(own, **changed)
 
 
 def sample_problems(arguments, config):
@@ -227,7 +238,8 @@ def say_plan(config, source, parts, facts, tokenizer):
         shares = {name.replace("_", " "): f"{share:.1%}" for name, share in measured["share_of_shared_heads"].items()}
         shown = ", ".join(f"{name} {share}" for name, share in shares.items())
         print(f"shared     by importance on {measured['tokens']:,} tokens; their part of it: {shown}")
-    print(f"tokenizer  {tokenizer or 'none: the one of the data that training begins with'}")
+    none = "no tokenizer.model there: give that of the data by --tokenizer, or training takes what its data have"
+    print(f"tokenizer  {tokenizer or none}")
     for part in parts:
         if not part.name.startswith("model.layers.") or part.name.startswith("model.layers.0."):
             shape = " x ".join(map(str, part.shape))

@@ -6,6 +6,7 @@ master weight and both Adam moments, under ``KIND/NAME``. The metadata key ``fra
     whole_shape    of the parameter
     partition      which slices of it the writer's tensor-parallel shard was (``Partition``), or null
     start, length  of the range in that shard, flattened
+    frozen         true, if it has no moments, which then are zero; else absent
 
 The metadata key ``zero``, a JSON list, names kinds that are zero and left out: an imported model has no moments yet.
 
@@ -14,14 +15,14 @@ A reader may be cut in any other way: it asks for a range of its own shard and g
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moh_lm.checkpoint.manifest import HashedFile, read_entries
+from moh_lm.checkpoint.manifest import HashedFile, read_entries, read_json
 from moh_lm.config import Config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.layers import Partition
@@ -37,6 +38,7 @@ def address_of(fragment):
         "partition": None if partition is None else asdict(partition),
         "start": fragment.start,
         "length": fragment.tensors["master"].numel(),
+        **({"frozen": True} if len(fragment.tensors) == 1 else {}),
     }
 
 
@@ -81,6 +83,7 @@ class FragmentReader:
         self.shapes = {}  # name -> shape of the whole parameter
         self.shards = {}  # name -> {Partition or None: [Piece]}
         self.zero = set()  # kinds that the files leave out
+        self.frozen = set()  # names without moments
         names = [name for name in read_entries(Path(step)) if name.startswith("rank-")]
         for path in (Path(step) / name for name in sorted(names)):
             try:
@@ -88,6 +91,7 @@ class FragmentReader:
                 self.zero |= set(json.loads(file.metadata().get("zero", "[]")))
                 for name, address in json.loads(file.metadata()["fragments"]).items():
                     self.shapes[name] = tuple(address["whole_shape"])
+                    self.frozen |= {name} if address.get("frozen") else set()
                     pieces = self.shards.setdefault(name, {}).setdefault(read_partition(address["partition"]), [])
                     pieces.append(Piece(file, address["start"], address["length"]))
             except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -105,7 +109,7 @@ class FragmentReader:
         rows, columns = matrix(shard_shape(whole, partition))
         stop = rows * columns if length is None else start + length
         is_whole = length is None and partition is None
-        if kind in self.zero:
+        if kind in self.zero or (kind != "master" and name in self.frozen):
             return torch.zeros(whole if is_whole else stop - start)
         first, last = start // columns, -(-stop // columns)  # rows that hold the range
         block = torch.zeros(last - first, columns)
@@ -182,11 +186,19 @@ def read_partition(values):
     return Partition(values["dim"], values["size"], tuple(map(tuple, values["ranges"])), values["padding"])
 
 
+def step_config(step):
+    """The ``Config`` of a step directory, its model as it is after so many iterations: dense in a dense warm-up."""
+    config = Config.load(Path(step) / "config.json")
+    if config.model.after(0) == config.model:
+        return config
+    return replace(config, model=config.model.after(read_json(Path(step) / "state.json")["step"]))
+
+
 def full_parameters(step):
-    """(name, whole fp32 tensor) of every parameter of a step directory, in the order of the model."""
+    """(name, whole fp32 tensor) of every parameter of ``step_config``, in the order of the model."""
     reader = FragmentReader(step)
     with torch.device("meta"):
-        model = CausalLM(Config.load(Path(step) / "config.json").model)
+        model = CausalLM(step_config(step).model)
     for name, _ in model.named_parameters():
         yield name, reader.read("master", name)
 

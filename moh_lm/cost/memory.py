@@ -48,6 +48,7 @@ def stage_memory(config, world_size):
     found = []
     for stage, (_, whole, blocks) in enumerate(stages(model, run.seq_length, pp)):
         parameters = whole / tp
+        trained = parameters if config.optimizer.train_only == "all" else parameter_counts(model)["router"]
         in_flight = min(pp - stage, micro_batches)  # 1F1B: what stage 0 has started before its first backward pass
         layer_bytes = tokens * DecoderLayer.kept_bytes(model, width, tp)
         input_bytes = tokens * width * model.hidden_size / tp
@@ -55,12 +56,12 @@ def stage_memory(config, world_size):
         is_last = stage == pp - 1
         # DeepSpeed sums gradients in a buffer; in a pipeline it makes two; under ZeRO-1 in bf16 none, unless offloaded.
         buffers = (1 if pp == 1 else 2) * (parallel.zero_stage > 1 or width == 4 or parallel.offload_optimizer)
-        bucket = buffers * (4 if parallel.zero_stage == 1 else width) * min(REDUCE_BUCKET, parameters)
+        bucket = buffers * (4 if parallel.zero_stage == 1 else width) * min(REDUCE_BUCKET, trained)
         found.append(
             {
                 "weights": width * parameters / (dp if parallel.zero_stage == 3 else 1),
-                "gradients": 4 * parameters / (dp if parallel.zero_stage > 1 else 1) + bucket,
-                "optimizer": 0 if parallel.offload_optimizer else 3 * 4 * parameters / dp,
+                "gradients": 4 * trained / (dp if parallel.zero_stage > 1 else 1) + bucket,
+                "optimizer": 0 if parallel.offload_optimizer else 3 * 4 * trained / dp,
                 "activations": kept,
                 "loss": is_last * loss_bytes(model, width, tokens, tp),
             }

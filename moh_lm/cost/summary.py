@@ -5,6 +5,7 @@ from collections import Counter
 import torch
 
 from moh_lm.config import walk
+from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import memory_estimate, parameter_counts
 from moh_lm.kernels.attention import choose_backend
 from moh_lm.kernels.break_even import machine, measurement
@@ -16,6 +17,7 @@ def describe_run(config, dataset, world_size):
     """Lines that say what the run is: model, heads, batches, data, memory. dataset: None if there is no data yet."""
     return [
         *describe_model(config.model),
+        *describe_warmup(config),
         *describe_attention(config),
         *describe_batches(config, world_size),
         *describe_data(config, dataset),
@@ -48,6 +50,10 @@ def describe_model(model):
     yield f"heads      {describe_heads(model)}"
     if any(model.window):
         yield f"window     {describe_window(model)}"
+    if model.heads.head_budget is not None and model.heads.head_selection in ("mixture", "static"):
+        layers = " ".join(str(model.active_heads(layer)) for layer in range(model.num_layers))
+        asked = f"--head-budget {model.heads.head_budget:g} --head-budget-slope {model.heads.head_budget_slope:g}"
+        yield f"budget     {layers} heads by layer: {model.active_share():.2%} of all for {asked}"
 
 
 def describe_window(model):
@@ -61,7 +67,7 @@ def describe_heads(model):
     if heads.head_selection == "all":
         return "all of them for every token"
     on = [shared + active for shared, active in zip(heads.num_shared_heads, heads.num_active_routed_heads, strict=True)]
-    share = sum(on) / (len(on) * model.num_attention_heads)
+    share = model.active_share()
     most = "" if heads.routing_top_p is None else "at most "
     budget = f"{span(heads.num_shared_heads)} shared + {most}{span(heads.num_active_routed_heads)} routed"
     if heads.head_selection == "static":
@@ -72,12 +78,29 @@ def describe_heads(model):
     return described + "routing " + ", ".join(routing_facts(model))
 
 
+def describe_warmup(config):
+    """The dense warm-up, if there is one, and what changes when it is over."""
+    model, length = config.model, config.run.seq_length
+    if model.after(0) != model:
+        saved = 1 - flops_per_token(model, length)["active"] / flops_per_token(model.after(0), length)["dense"]
+        yield f"warm-up    dense, for {model.heads.dense_warmup_iters:,} iterations; then {describe_switch(model)}"
+        yield f"           and {saved:.1%} less FLOPs"
+
+
+def describe_switch(model):
+    """What becomes of the output of attention when the routers of ``model`` begin to choose."""
+    share = model.active_share()
+    return f"a token uses {share:.1%} of the heads, whose gates begin near the 1 that all heads had before"
+
+
 def routing_facts(model):
     """What the routers do, in a few words each."""
     heads = model.heads
     yield heads.routing
     if heads.routing_unit == "key_value_group":
         yield f"whole key/value groups of {model.heads_per_expert}"
+    if heads.routing_dtype != "fp32":
+        yield f"ranked in {heads.routing_dtype}"
     if heads.routing_top_p is not None:
         yield f"top-p {heads.routing_top_p:g}"
 

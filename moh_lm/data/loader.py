@@ -26,6 +26,7 @@ class MicroBatch(NamedTuple):
     labels: torch.Tensor  # [b, s] int64: the next token, or -100 where none is to be predicted
     sources: torch.Tensor  # [b] int64: index into Dataset.source_names
     positions: torch.Tensor | None = None  # [b, s] int64: of each token in its document; None without resets
+    samples: torch.Tensor | None = None  # [b] int64: their numbers in the run; None of held-out sequences
 
 
 class Loader:
@@ -77,8 +78,9 @@ class Loader:
 
     def read_step(self, consumed_samples):
         first = consumed_samples + self.rank * self.samples_per_step
-        source, _, position = self.dataset.mixture.locate(np.arange(first, first + self.samples_per_step))
-        return self.micro_batches([entry.training for entry in self.dataset.sources], source, position)
+        samples = np.arange(first, first + self.samples_per_step)
+        source, _, position = self.dataset.mixture.locate(samples)
+        return self.micro_batches([entry.training for entry in self.dataset.sources], source, position, samples)
 
     def validation(self, source_name: str, num_samples: int) -> list[MicroBatch]:
         """This rank's part of the first ``num_samples`` held-out windows of a source, or of all if there are fewer.
@@ -92,7 +94,7 @@ class Loader:
         mine = position.reshape(-1, self.size, self.micro_batch_size)[:, self.rank].reshape(-1)  # [n, R, b] -> [n b]
         return self.micro_batches([entry.validation for entry in self.dataset.sources], np.full(len(mine), index), mine)
 
-    def micro_batches(self, streams, source, position):
+    def micro_batches(self, streams, source, position, samples=None):
         """Windows at ``position`` [n] of the streams ``source`` [n], cut into micro-batches; position -1 is filler."""
         length = self.dataset.mixture.seq_length
         windows = np.zeros((len(position), length + 1), dtype=np.int64)
@@ -104,14 +106,16 @@ class Loader:
                     found = streams[s].document_starts(first, length + 1)
                     starts[row, found] = found
         labels = np.where(position[:, None] >= 0, windows[:, 1:], IGNORED)
-        arrays = [windows[:, :-1].copy(), labels, source]
+        arrays = {"tokens": windows[:, :-1].copy(), "labels": labels, "sources": source}
         if self.reset_at_documents:
             labels[starts[:, 1:] > 0] = IGNORED
-            arrays.append(np.arange(length) - np.maximum.accumulate(starts[:, :-1], axis=1))
-        tensors = [torch.from_numpy(array) for array in arrays]
+            arrays["positions"] = np.arange(length) - np.maximum.accumulate(starts[:, :-1], axis=1)
+        if samples is not None:
+            arrays["samples"] = samples
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.pin_memory:
-            tensors = [tensor.pin_memory() for tensor in tensors]
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
         return [
-            MicroBatch(*(tensor[start : start + self.micro_batch_size] for tensor in tensors))
+            MicroBatch(**{name: tensor[start : start + self.micro_batch_size] for name, tensor in tensors.items()})
             for start in range(0, len(position), self.micro_batch_size)
         ]

@@ -77,24 +77,28 @@ def mean_keys(length, window):
 
 
 class Documents:
-    """The boundaries in the micro-batch that is going through the model, for all layers of a stage.
+    """The boundaries in the micro-batch that is going through the model, for all layers of a stage, and which samples
+    its sequences are.
 
     ``feed`` takes the positions of micro-batches to come, in the order of their forward passes; each pass begins with
     ``advance``. Without boundaries ``boundaries`` is None, and attention is causal over the whole sequence.
+    ``samples``: int64 [b], numbers of the sequences in the run, or None.
     attention_backend: of ``choose_backend``; one that is sparse in every layer needs no mask.
     """
 
     def __init__(self, attention_backend="auto"):
         self.masked = attention_backend in ("auto", "dense")
         self.waiting = deque()
-        self.boundaries = None
+        self.boundaries = self.samples = None
 
-    def feed(self, positions):
-        """positions: for each micro-batch int64 [b, s], of each token in its document, or None."""
-        self.waiting.extend(positions)
+    def feed(self, positions, samples=None):
+        """positions: for each micro-batch int64 [b, s], of each token in its document, or None. samples: for each of
+        them int64 [b], or None."""
+        self.waiting.extend(zip(positions, samples or [None] * len(positions), strict=True))
 
     def advance(self, device):
-        positions = self.waiting.popleft() if self.waiting else None
+        positions, samples = self.waiting.popleft() if self.waiting else (None, None)
+        self.samples = None if samples is None else samples.to(device, non_blocking=True)
         self.boundaries = None
         if positions is not None:
             self.boundaries = boundaries(positions.to(device, non_blocking=True), self.masked)

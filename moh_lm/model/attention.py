@@ -95,9 +95,10 @@ class Attention(nn.Module):
         """
         length = x.shape[0] * group_size(self.group)
         shape = (length, x.shape[1], self.heads.num_heads // group_size(self.group), self.head_dim)  # of the queries
-        share = self.active_share * share_of_scores(length, self.window)
+        resting = self.router is not None and self.router.resting  # all heads are in use
+        share = (1.0 if resting else self.active_share) * share_of_scores(length, self.window)
         backend = choose_backend(self.backend, x.device, x.dtype, shape, share, self.causal)
-        if backend == "cpu_sparse" and self.selects_first:
+        if backend == "cpu_sparse" and self.selects_first and not resting:
             gates, selected, routed = self.route(x, recall)
             return output_of_rows(self, x, gates, selected, documents), routed
         projected = self.project(x, recall=recall, needs_selection=backend != "dense")
@@ -118,8 +119,7 @@ class Attention(nn.Module):
         if self.selection == "static":
             gates = selected = self.static_gates(query)
         elif self.reads_queries:
-            wide = query.to(torch.promote_types(query.dtype, torch.float32))
-            norms = self.heads.in_canonical_order(gather_heads(wide.norm(dim=-1), self.group))  # [s, b, h]
+            norms = self.heads.in_canonical_order(gather_heads(self.router.norms(query), self.group))  # [s, b, h]
             gates, routed = self.router(x, recall, norms)
             gates = self.heads.take(gates)  # [s, b, h/tp]
             selected = None if routed is None else self.heads.take(self.router.heads_in_use(routed.selection))

@@ -129,7 +129,7 @@ class PipelineCausalLM(PipelineModule):
 
     def feed(self, micro_batches):
         """Take what the coming forward passes need besides their input. micro_batches: [MicroBatch], in their order."""
-        self.documents.feed([batch.positions for batch in micro_batches])
+        self.documents.feed([batch.positions for batch in micro_batches], [batch.samples for batch in micro_batches])
         if self.stage_id == self.num_stages - 1:
             self.labels.extend(batch.labels for batch in micro_batches)
 

@@ -8,7 +8,8 @@ Two things go beyond the paper. With ``routing_unit`` key_value_group the r head
 expert, and the gate of a group is that of each of its heads. With ``routing_top_p`` P, K is only the most: a token
 selects the fewest experts, the largest first, whose probabilities add up to P, and the entropy H of these
 probabilities keeps them few (Huang et al. 2024, "Harder Tasks Need More Experts"). ``router_z_loss`` keeps the scores
-small (Zoph et al. 2022, arXiv 2202.08906). The loss of a layer is
+small (Zoph et al. 2022, arXiv 2202.08906). In a dense warm-up every head has gate 1 and there is no loss. The loss of a
+layer otherwise is
 
     beta L_b + gamma H + zeta Z
     H = mean over tokens of - sum over routed i of p_i ln p_i,   p = softmax(W_r x_t)
@@ -28,7 +29,7 @@ from torch import nn
 from moh_lm.kernels.wide_linear import wide_linear
 from moh_lm.model.balance import RouterStatistics, balance_loss, make_rows
 from moh_lm.model.routing import FORMS
-from moh_lm.parallel.groups import group_size
+from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import make_parameter
 from moh_lm.parallel.mappings import replicate
 
@@ -59,8 +60,12 @@ class HeadRouter(nn.Module):
     """Gates of all heads and the loss of the router, for one layer.
 
     Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only where the form has a use for it.
-    loss_terms: layers times micro-batches, over whose losses Eq. 8 takes the mean.
+    loss_terms: layers times micro-batches, over whose losses Eq. 8 takes the mean. resting: in a dense warm-up.
+    noise: a ``GumbelNoise`` on the scores by which experts are selected in training, of sequences whose numbers
+    ``samples``, int64 [b], are known.
     """
+
+    resting, noise, samples = False, None, None
 
     def __init__(self, config, layer_index, init_std, group, loss_terms=1):
         super().__init__()
@@ -72,6 +77,7 @@ class HeadRouter(nn.Module):
         self.z_scale = heads.router_z_loss / loss_terms
         self.group = group
         self.scope = heads.load_balance_scope
+        self.ranked_in_bf16 = heads.routing_dtype == "bf16"
         self.statistics = RouterStatistics()
         weights = self.form.weights(init_std)
         for name in WEIGHTS:
@@ -85,9 +91,12 @@ class HeadRouter(nn.Module):
         x: [s/tp, b, d], the normalised input of the attention layer. query_norms: [s, b, h], for forms that read
         queries. recall: a ``Recall``.
         """
+        if self.resting:
+            return self.gates_at_rest(x if query_norms is None else query_norms), None
         kinds = None
         if self.form.reads_queries:
-            shared, scores = self.form.scores(query_norms)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            shared, scores = (part.to(wide) for part in self.form.scores(query_norms))
         else:
             shared, scores, kinds = self.scores(x)
         shared = self.form.shared_gates(shared)
@@ -102,6 +111,12 @@ class HeadRouter(nn.Module):
         loss, rows = self.loss(scores, probability, selected, a1)
         return self.per_head(gates), Routed(loss, rows, selected)
 
+    def gates_at_rest(self, x):
+        """1 for every head, [s/tp, b, h]. The weights get gradients of 0, which every engine understands."""
+        zero = sum((weight.sum() * 0 for weight in self.parameters()), x.new_zeros(()))
+        gates = x.new_ones((*x.shape[:2], sum(self.layer[1:3]) * self.layer.heads_per_expert))
+        return (gates + zero).to(torch.promote_types(x.dtype, torch.float32))
+
     def scores(self, x):
         """W_s x, W_r x and W_h x: [s/tp, b, d] -> [s/tp, b, n_s], [s/tp, b, E] and [s/tp, b, 2]; of width 0 where there
         is no weight."""
@@ -111,7 +126,11 @@ class HeadRouter(nn.Module):
         return wide_linear(x, weight).split(rows, dim=-1)
 
     def select(self, scores, recall):
-        selected = select(scores.detach(), self.layer.num_active, self.layer.top_p)
+        scores = scores.detach()
+        if self.noise is not None and self.training and self.samples is not None:
+            first = 0 if self.form.reads_queries else group_rank(self.group) * scores.shape[0]
+            scores = scores + self.noise.draw(self.samples, first, scores)
+        selected = select(scores, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)
         return selected if recall is None else torch.where(*recall, selected)
 
     def loss(self, scores, probability, selected, a1):
@@ -136,6 +155,11 @@ class HeadRouter(nn.Module):
             loss = loss + self.z_scale * (scores.logsumexp(-1).square().mean() / size)
         return loss, make_rows(losses, a1, selections)
 
+    def norms(self, query):
+        """Norms of the queries [..., e], in the dtype in which they are ranked: [...]."""
+        dtype = torch.bfloat16 if self.ranked_in_bf16 else torch.promote_types(query.dtype, torch.float32)
+        return query.to(dtype).norm(dim=-1)
+
     def no_recall(self, x):
         """The ``Recall`` of the first pass over x [s/tp, b, d]: nothing to recall yet. None without routed heads."""
         if self.layer.num_routed == 0:
@@ -155,11 +179,14 @@ class HeadRouter(nn.Module):
         return self.per_head(F.pad(selection, (self.layer.num_shared, 0), value=1))
 
 
-def select(scores, k, top_p=None):
+def select(scores, k, top_p=None, in_bf16=False):
     """1 for the k largest scores of each token, else 0: [..., E] -> [..., E]; equal scores: the lower index first.
 
-    top_p: only for the fewest of them whose softmax, which runs over all scores, adds up to it; or for all k.
+    top_p: only for the fewest of them whose softmax, which runs over all scores, adds up to it; or for all k. in_bf16:
+    by the softmax of the scores in bf16, where many are equal: torch.topk decides, as in the released MoH-LLaMA3.
     """
+    if in_bf16:
+        return torch.zeros_like(scores).scatter(-1, scores.bfloat16().softmax(-1).topk(k).indices, 1)
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     if top_p is None:
         return torch.zeros_like(scores).scatter(-1, order, 1)

@@ -81,6 +81,8 @@ class DecoderLayer(nn.Module):
         self.run = DecoderLayer.block  # or what torch.compile made of it
 
     def forward(self, x):
+        if self.self_attn.router is not None:
+            self.self_attn.router.samples = self.documents.samples
         if self.recompute and self.training and torch.is_grad_enabled():
             x, routed = self.recomputed(x)
         else:

@@ -96,8 +96,9 @@ class Interval:
         return sums | {name: getattr(self, name) for name in COUNTED}
 
     def restore(self, state):
-        for name in ("losses", "routers"):
-            getattr(self, name).copy_(torch.tensor(state[name], dtype=torch.float64))
+        self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
+        if self.layers:
+            self.routers.copy_(torch.tensor(state["routers"], dtype=torch.float64))
         for name in COUNTED:
             setattr(self, name, copy(state[name]))
 

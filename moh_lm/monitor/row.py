@@ -19,10 +19,11 @@ def training_row(config, dataset, interval, step, rate, grad_norm, figures, rank
     run, losses, speed = config.run, interval.source_losses(), interval.tokens_per_second()
     data, memory = zip(*ranks, strict=True)
     balance = figures["balance_loss"] if figures else []
+    model = config.model.after((step - 1) // run.log_interval * run.log_interval)  # as the interval began
     return {
         "step": step,
         "loss": interval.loss(),
-        "load_balance_loss": ratio(sum(balance), len(balance)) if interval.layers else 0.0,
+        "load_balance_loss": ratio(sum(balance), len(balance)) if model.routed_layers() else 0.0,
         "learning_rate": rate,
         "grad_norm": grad_norm,
         "tokens": step * run.tokens_per_iteration,
@@ -35,19 +36,19 @@ def training_row(config, dataset, interval, step, rate, grad_norm, figures, rank
         "runtime": {
             "seconds": rounded(interval.seconds_per_step()),
             "slowest_data": {"rank": data.index(max(data)), "seconds": rounded(max(data))},
-            "mfu": rounded(utilization(config, speed, len(ranks), device, figures or {})),
+            "mfu": rounded(utilization(model, run, speed, len(ranks), device, figures or {})),
             "memory": {"rank": memory.index(max(memory)), "gib": rounded(max(memory) / 2**30)},
         },
     }
 
 
-def utilization(config, tokens_per_second, world_size, device, figures):
+def utilization(model, run, tokens_per_second, world_size, device, figures):
     """MFU: {"dense", "active"} of ``flops_per_token``, over the peak of all devices; {} where that is not known."""
-    peak = peak_flops(config.run, device)
+    peak = peak_flops(run, device)
     if peak is None:
         return {}
     active = dict(zip(figures["layer"], figures["active_heads"], strict=True)) if "active_heads" in figures else {}
-    flops = flops_per_token(config.model, config.run.seq_length, active)
+    flops = flops_per_token(model, run.seq_length, active)
     return {kind: value * tokens_per_second / (peak * world_size) for kind, value in flops.items()}
 
 

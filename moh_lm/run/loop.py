@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import Saver, check_space
+from moh_lm.cost.summary import describe_switch
 from moh_lm.data.loader import Loader
 from moh_lm.monitor.alarms import Alarms
 from moh_lm.monitor.interval import Interval, waits_and_memory
@@ -71,6 +72,7 @@ class Run:
         self.journal = Journal(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
         self.state = RunState(config, dataset, self.engine, self.interval, self.alarms)
         resume(self.state, self.journal, watchdog.progress)
+        self.engine.begin(self.state.step)
 
     def complete(self):
         return self.state.step >= self.config.run.train_iters
@@ -124,15 +126,19 @@ class Run:
 
     def train(self):
         """(learning rate, ``StepResult``) of one iteration. Raises BadNumbers, with the last checkpoint's name."""
-        run, state = self.config.run, self.state
+        config, run, state = self.config, self.config.run, self.state
         started = time.perf_counter()
-        rate = learning_rate(state.step, self.config.optimizer, run.train_iters)
+        rate = learning_rate(state.step, config.optimizer, run.train_iters)
         batches = self.loader.train_step(state.step * run.global_batch_size)
         data_seconds = time.perf_counter() - started
+        if state.step == config.model.heads.dense_warmup_iters > 0:
+            self.engine.guard.forget()  # with fewer heads the loss is another
+            text = f"step {state.step}: the dense warm-up is over: {describe_switch(config.model)}"
+            self.journal.add("dense warm-up over", state.step, text)
         state.step += 1
         bad_sources = []
         try:
-            check_replicas = due(state.step, self.config.reliability.replica_check_interval)
+            check_replicas = due(state.step, config.reliability.replica_check_interval)
             result = self.engine.train_step(batches, rate, check_replicas=check_replicas)
             if result.verdict:
                 bad_sources = report(self.engine, self.loader, batches, self.journal, state.step, result)
@@ -143,6 +149,7 @@ class Run:
             self.journal.add("failed", state.step, text)
             raise BadNumbers(text) from error
         self.interval.add(result, data_seconds, run.tokens_per_iteration, bad_sources)
+        self.engine.begin(state.step)
         self.watchdog.progress()
         return rate, result
 
@@ -151,7 +158,9 @@ class Run:
         config, step, interval = self.config, self.state.step, self.interval
         ranks = waits_and_memory(interval, self.device)
         if self.log:
-            figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel.tensor_parallel_size)
+            figures = None
+            if config.model.after((step - 1) // config.run.log_interval * config.run.log_interval) == config.model:
+                figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel.tensor_parallel_size)
             dataset, norm = self.state.dataset, result.grad_norm
             self.log.training(
                 training_row(config, dataset, interval, step, rate, norm, figures, ranks, self.device), figures

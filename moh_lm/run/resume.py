@@ -15,9 +15,10 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
-from moh_lm.config import Config, ConfigError, walk
+from moh_lm.config import TRAINING_ONLY, Config, ConfigError, walk
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
+from moh_lm.model.routing import gates_of_one
 from moh_lm.monitor.boards import first_drawn
 from moh_lm.monitor.row import last_step
 from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks, together
@@ -42,6 +43,9 @@ def resume(state, journal, progress):
     for key in now:
         if before[key] != now[key] and not begins:
             say(f"resuming with another {key}: {now[key]} instead of {before[key]}")
+    changes = {name: [before[name], now[name]] for name in names_of(config.model) if before[name] != now[name]}
+    if changes:
+        journal.add("routing changed", saved["step"], f"another {', '.join(changes)} from here on", changes=changes)
     together(lambda: load(step, state.engine.fragments(), progress))
     changed = state.restore(saved)
     if changed:
@@ -72,7 +76,7 @@ def refuse_changes(step, saved, before, config, dataset):
 
     saved: its state. before: its configuration, {field: value}.
     """
-    found = model_changes(before, config.to_dict(), config.model)
+    found = model_changes(before, config)
     if not config.data.allow_data_change and saved["step"]:
         found += [f"{change} (--allow-data-change goes on all the same)" for change in dataset.changes(saved["data"])]
     if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:
@@ -106,10 +110,27 @@ def tokenizer_changes(step, saved, path):
     return [f"the tokenizer was {was} and is {now_is} (SHA-256): {path}{hint}"]
 
 
-def model_changes(before, now, model):
-    """Sentences for the fields of ``model`` in which the configurations ``before`` and ``now`` differ."""
-    fixed = sorted(entry.name for _, entry in walk(model))
-    return [f"{key} was {before[key]} and is {now[key]}" for key in fixed if before[key] != now[key]]
+def model_changes(before, config):
+    """Sentences for the fields of the model in which ``config`` differs from ``before``, {field: value}.
+
+    What changes the training of routers alone, and a mixture that loses its routers, may be allowed.
+    """
+    now, found = config.to_dict(), []
+    for key in names_of(config.model):
+        dropped = key == "head_selection" and before[key] == "mixture"
+        if before[key] == now[key] or (config.run.allow_routing_change and key in TRAINING_ONLY):
+            continue
+        hint = " (--allow-routing-change goes on all the same)" if dropped or key in TRAINING_ONLY else ""
+        if dropped and not gates_of_one(Config.from_dict(before).model):
+            hint = f", and gates of --routing {before['routing']} are far from 1 (an export and its import scale them)"
+        elif dropped and config.run.allow_routing_change:
+            continue
+        found.append(f"{key} was {before[key]} and is {now[key]}{hint}")
+    return found
+
+
+def names_of(model):
+    return sorted(entry.name for _, entry in walk(model))
 
 
 def contradictions(config, dry_run=False):
@@ -120,7 +141,7 @@ def contradictions(config, dry_run=False):
         refused = directory and config.reliability.require_checkpoint and not dry_run
         advice = "make the first one with tools/import_hf.py"
         return [f"--require-checkpoint: --checkpoint-dir {directory} has none; {advice}"] if refused else []
-    found = model_changes(replace(config, model=model).to_dict(), config.to_dict(), model)
+    found = model_changes(replace(config, model=model).to_dict(), config)
     return [f"cannot go on from {step}: {text}; leave the flag out, or choose a new --checkpoint-dir" for text in found]
 
 

@@ -48,7 +48,8 @@ class RunState:
     def restore(self, saved):
         """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data."""
         self.step, self.imported = saved["step"], saved.get("imported")
-        self.engine.adopt(saved["optimizer_steps"], saved["router_shares"])
+        shares = saved["router_shares"][: len(self.engine.shares)]  # none where a mixture goes on without routers
+        self.engine.adopt(saved["optimizer_steps"], shares)
         if self.step == 0:  # an imported model: nothing was read yet
             return []
         self.engine.guard.restore(saved["guard"])

@@ -17,12 +17,15 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
+from moh_lm.model.gumbel import GumbelNoise
 from moh_lm.model.pipeline import PipelineCausalLM
+from moh_lm.model.router import HeadRouter
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
 from moh_lm.parallel.agreement import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding
 from moh_lm.training.deepspeed_config import deepspeed_config
+from moh_lm.training.frozen import FrozenWeights, freeze
 from moh_lm.training.guard import DIVERGENCE, AbsurdWeight, Divergence, Guard
 from moh_lm.training.optimizer import Fragment, ShardedAdamW, largest, make_adamw
 from moh_lm.training.replicas import replica_differences
@@ -63,9 +66,14 @@ class Engine:
         self.num_sources = num_sources
         self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size())
         self.guard = Guard(config.reliability)
+        self.resting = False  # whether the routers do; see ``begin``
         self.sums = None  # of the step, or of the evaluation
         self.step_verdict = None  # of the newest step
         self.model = self.build_model()
+        self.head_routers = [module for module in self.model.modules() if isinstance(module, HeadRouter)]
+        scale = config.model.heads.router_gumbel_noise
+        for router in self.head_routers if scale else ():
+            router.noise = GumbelNoise(scale, config.run.seed, router.layer.index)
         if config.run.compile:
             compile_layers(self.model)
             if config.parallel.zero_stage == 3:  # a layer's weights come and go together, outside its graph
@@ -81,17 +89,23 @@ class Engine:
             groups,
             device,
         )
+        freeze(self.named_parameters(), config.optimizer.train_only)
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
             self.engine, *_ = deepspeed.initialize(
                 model=self.model,
-                optimizer=make_adamw(self.model.parameters(), config.optimizer),
+                optimizer=make_adamw(self.model.named_parameters(), config),
                 config=deepspeed_config(config, self.micro_batches, sum(p.numel() for p in self.model.parameters())),
                 mpu=self.mpu(),
                 dist_init_required=False,
             )
         self.optimizer = ShardedAdamW(
-            self.engine.optimizer, config.parallel.zero_stage, group_rank(groups.data), self.examine
+            self.engine.optimizer,
+            config.parallel.zero_stage,
+            group_rank(groups.data),
+            self.examine,
+            config.optimizer.router_gradient_clipping,
         )
+        self.frozen = FrozenWeights([parameter for _, parameter in self.named_parameters()], groups.data)
         self.compare_replicas = functools.partial(
             replica_differences,
             list(self.named_parameters()),
@@ -108,6 +122,12 @@ class Engine:
         model.initialize(run.seed)
         return model.to(self.device)
 
+    def begin(self, step):
+        """Make the model that of the iteration after ``step`` complete ones: in a dense warm-up the routers rest."""
+        self.resting = self.config.model.after(step) != self.config.model
+        for router in self.head_routers:
+            router.resting = self.resting
+
     def mpu(self):
         return self.groups if self.groups.tensor is not None else None
 
@@ -118,7 +138,8 @@ class Engine:
         AbsurdWeight.
         """
         started = time.perf_counter()
-        self.optimizer.set_learning_rate(learning_rate)
+        scale = self.config.optimizer.router_learning_rate_scale
+        self.optimizer.set_learning_rates(learning_rate, 0.0 if self.resting else learning_rate * scale)
         self.sums = StepSums(self.num_sources, self.groups, self.device)
         compare = self.compare_replicas if check_replicas else None
         self.step_verdict = StepVerdict(self.sums, self.guard, self.optimizer.largest_master, compare)
@@ -129,7 +150,7 @@ class Engine:
             self.optimizer.drop_gradients()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
             self.refuse_lasting_faults(examined.code)
-        routers = self.router_sums.take([batch.sources for batch in micro_batches], keep_shares=skipped)
+        routers = self.router_sums.take([batch.sources for batch in micro_batches], keep_shares=skipped or self.resting)
         get_accelerator().synchronize()
         seconds = {
             "forward_backward": examined.time - started,
@@ -194,7 +215,7 @@ class Engine:
             self.loss(batch)
 
     def loss(self, batch):
-        self.model.documents.feed([batch.positions])
+        self.model.documents.feed([batch.positions], [batch.samples])
         tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
         mean, losses = self.engine(tokens, labels)
         self.sums.add(losses, labels, sources)
@@ -208,9 +229,9 @@ class Engine:
         return self.model.named_parameters()
 
     def fragments(self):
-        """``Fragment``s of what this rank's optimizer owns."""
+        """``Fragment``s of what this rank's optimizer owns, and of what is frozen."""
         for name, parameter in self.named_parameters():
-            owned = self.optimizer.fragment(parameter)
+            owned = (self.optimizer if parameter.requires_grad else self.frozen).fragment(parameter)
             if owned is not None:
                 start, tensors = owned
                 yield Fragment(name, parameter, start, self.is_copy(parameter), tensors)
@@ -223,6 +244,7 @@ class Engine:
     def adopt(self, optimizer_steps, shares):
         """Go on from ``fragments`` that were filled from a checkpoint, and from the ``shares`` of its routers."""
         self.optimizer.adopt(optimizer_steps)
+        self.frozen.refresh()
         self.router_sums.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
 
 

@@ -16,8 +16,13 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 
 
-def examine_norms(optimizer, zero_stage, examine):
-    """Make DeepSpeed's ``optimizer`` take its gradient norm from here, and by way of ``examine``."""
+def examine_norms(optimizer, zero_stage, examine, router_limit=0.0):
+    """Make DeepSpeed's ``optimizer`` take its gradient norm from here, and by way of ``examine``.
+
+    router_limit: of ``RouterClip``; 0: routers are clipped with all else.
+    """
+    if router_limit:
+        examine = RouterClip(optimizer, zero_stage, router_limit, examine).clip
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         examine_norm_of_whole_gradients(optimizer, examine)
     elif zero_stage == 3:
@@ -32,6 +37,63 @@ def examine_norms(optimizer, zero_stage, examine):
         else:
             optimizer.scaled_global_norm = lambda: examine(*norm_of_sharded_gradients(optimizer))
         optimizer.check_overflow = lambda partition_gradients: None  # the norm tells as much, without another pass
+
+
+class RouterClip:
+    """Clips the gradients of the routers by a norm of their own, before the global clipping.
+
+        r is the norm of the gradients of all routers, of all layers and ranks, o that of all other gradients
+        f = min(1, limit / r)                         what the routers' gradients are multiplied by
+        sqrt(o^2 + (f r)^2)                           the norm by which DeepSpeed then clips all of them
+
+    AdamW multiplies by f as its step begins, after DeepSpeed has clipped: the order of two factors does not matter.
+    """
+
+    def __init__(self, optimizer, zero_stage, limit, examine):
+        self.limit = limit
+        self.factor = 1.0
+        self.examine = examine
+        self.norms = norms_by_kind(optimizer, zero_stage)
+        optimizer.optimizer.register_step_pre_hook(self.multiply)
+
+    def clip(self, norm, copies):
+        """In place of ``examine``, which judges the norm before any clipping."""
+        norm = self.examine(norm, copies)
+        routers, others = (part.double() for part in self.norms())
+        self.factor = (self.limit / routers).clamp(max=1)
+        return torch.where(norm.isinf(), norm, torch.hypot(others, self.factor * routers).to(norm))
+
+    def multiply(self, optimizer, *_):
+        for group in optimizer.param_groups:
+            for master in group["params"] if group["kind"] == "router" else ():
+                master.grad.mul_(self.factor.to(master.device))
+
+
+def norms_by_kind(optimizer, zero_stage):
+    """A function that gives the norms [] of the gradients of the routers, and of all others, over all ranks."""
+    of_routers = [group["kind"] == "router" for group in optimizer.optimizer.param_groups]
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        norm, groups = norm_of_whole_gradients(optimizer), zip(optimizer.fp32_groups_gradients, of_routers, strict=True)
+        routers = [part for parts, chosen in groups if chosen for part in parts]
+
+        def norms():
+            counted = optimizer.get_grads_for_norm()[0]
+            others = without(counted, routers)
+            return norm(without(counted, others)), norm(others)
+
+        return norms
+    whole, groups = zero_stage < 3, [optimizer.dp_process_group, optimizer.model_parallel_group]
+    parameters = optimizer.params_in_partition if whole else optimizer.fp16_groups
+    offloaded = optimizer.cpu_offload if whole else optimizer.offload_optimizer
+    if not whole:
+        of_routers = [of_routers[group] for _, group in sorted(optimizer.sub_group_to_group_id.items())]
+
+    def norm_of_kind(chosen):
+        here = [group if kind == chosen else () for group, kind in zip(parameters, of_routers, strict=True)]
+        counted, _ = (divide_norms if offloaded else divide)(optimizer, here)
+        return norm_of(counted, optimizer.device, groups)
+
+    return lambda: (norm_of_kind(True), norm_of_kind(False))
 
 
 def examine_norm_of_whole_gradients(optimizer, examine):
@@ -71,12 +133,19 @@ def norm_of_sharded_gradients(optimizer):
 
 
 def copies_of(optimizer, parameter_groups, offloaded):
-    """This rank's gradients of copies, or their norms where gradients are offloaded: DeepSpeed notes all of these."""
-    if not offloaded:
-        return divide(optimizer, parameter_groups)[1]
+    """This rank's gradients of copies, or their norms where gradients are offloaded."""
+    return (divide_norms if offloaded else divide)(optimizer, parameter_groups)[1]
+
+
+def divide_norms(optimizer, parameter_groups):
+    """``divide`` of the norms of gradients that are offloaded: DeepSpeed notes all of these."""
     norms = optimizer.norm_for_param_grads  # a rank with nothing but padding of a parameter has none
-    copies = [p for parameters in parameter_groups for p in parameters if not counts(optimizer, p)]
-    return [norms[key] for key in map(optimizer.get_param_id, copies) if key in norms]
+    found = {True: [], False: []}
+    for parameter in (p for parameters in parameter_groups for p in parameters):
+        key = optimizer.get_param_id(parameter)
+        if key in norms:
+            found[counts(optimizer, parameter)].append(norms[key])
+    return found[True], found[False]
 
 
 def divide(optimizer, parameter_groups):

@@ -105,6 +105,10 @@ class Guard:
                 f"--max-skipped-steps is {settings.max_skipped_steps}"
             )
 
+    def forget(self):
+        """Forget the last losses and norms: those to come are no continuation of them."""
+        self.history = {name: [] for name in self.history}
+
     def state(self):
         """JSON-able; ``restore`` takes it back."""
         return {"history": self.history, "skipped": self.skipped}

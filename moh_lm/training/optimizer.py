@@ -19,8 +19,8 @@ class Fragment(NamedTuple):
     """A range of one parameter that this rank's optimizer owns.
 
     start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg",
-    "exp_avg_sq", flat fp32, all of one length, the optimizer's own. is_copy: another rank has the same and speaks for
-    it.
+    "exp_avg_sq", flat fp32, all of one length, the optimizer's own; of a frozen weight only the master. is_copy:
+    another rank has the same and speaks for it.
     """
 
     name: str
@@ -30,17 +30,27 @@ class Fragment(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-def make_adamw(parameters, settings):
-    """AdamW over ``parameters``; matrices decay, norms do not. settings: ``OptimizerConfig``."""
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+def parameter_groups(named_parameters, config):
+    """The groups of AdamW, none of them empty: matrices, which decay; norms, which do not; and the routers, where
+    ``Config.routers_apart``. ``kind`` says which a group is. What is frozen is in none."""
+    kinds = {"matrix": [], "norm": [], "router": []}
+    for name, parameter in named_parameters:
+        apart = config.routers_apart and ".router." in name
+        if parameter.requires_grad:
+            kinds["router" if apart else "matrix" if parameter.ndim > 1 else "norm"].append(parameter)
+    decay = config.optimizer.weight_decay
+    return [
+        {"params": parameters, "kind": kind, "weight_decay": 0.0 if kind == "norm" else decay}
+        for kind, parameters in kinds.items()
+        if parameters
     ]
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.learning_rate, betas=betas, eps=1e-8, fused=True
-    )
+
+
+def make_adamw(named_parameters, config):
+    """AdamW over the ``parameter_groups``."""
+    settings = config.optimizer
+    groups, betas = parameter_groups(named_parameters, config), (settings.adam_beta1, settings.adam_beta2)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-8, fused=True)
 
 
 def largest(tensor):
@@ -52,9 +62,10 @@ class ShardedAdamW:
     """DeepSpeed's optimizer of ``zero_stage``; its Adam state exists from the start, so that it can always be saved.
 
     examine: sees the gradient norm of every step before the step is taken; see moh_lm.training.gradient_norm.
+    router_limit: of ``examine_norms``.
     """
 
-    def __init__(self, optimizer, zero_stage, rank, examine):
+    def __init__(self, optimizer, zero_stage, rank, examine, router_limit=0.0):
         self.optimizer = optimizer
         self.whole_parameters = zero_stage < 3  # else each rank holds a slice of every parameter
         self.rank = rank
@@ -66,7 +77,7 @@ class ShardedAdamW:
         if self.whole_parameters:
             # DeepSpeed does this after the first parameter group has stepped, and forgets the others.
             optimizer._lazy_init_hp_params_optimizer_state()
-        examine_norms(optimizer, zero_stage, examine)
+        examine_norms(optimizer, zero_stage, examine, router_limit)
 
     def masters(self):
         """The flat fp32 tensors that AdamW steps."""
@@ -78,9 +89,10 @@ class ShardedAdamW:
         """Largest magnitude of a master weight of this rank, []; NaN if one is."""
         return torch.stack([largest(master) for master in self.masters()]).max()
 
-    def set_learning_rate(self, rate):
+    def set_learning_rates(self, rate, router_rate):
+        """router_rate: of the routers, if they are a group of their own."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = router_rate if group["kind"] == "router" else rate
 
     def fragment(self, parameter):
         """(start, tensors) of what this rank owns of it, or None; see ``Fragment``."""

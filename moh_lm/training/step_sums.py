@@ -60,15 +60,16 @@ class RouterSums:
     def take(self, sources, keep_shares):
         """Sums of a step over all ranks, [num_sources, sum of (2 + E)]; each router also gets the step's shares.
 
-        sources: [b] of each of this rank's micro-batches. keep_shares: leave the shares of the step before, if the
-        numbers of this one are not to be trusted.
+        sources: [b] of each of this rank's micro-batches. keep_shares: leave the shares of the step before, if this one
+        has none, or none that are to be trusted. Routers that rest have nothing to add.
         """
         widths = [row_width(layer) for layer in self.layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
         parts = {layer.index: part for layer, part in zip(self.layers, sums.split(widths, dim=1), strict=True)}  # views
         of_source = one_hot(torch.cat(sources).to(self.device, non_blocking=True), self.num_sources)
         for router in self.routers:
-            parts[router.layer.index] += of_source @ router.statistics.take()
+            if not router.resting:
+                parts[router.layer.index] += of_source @ router.statistics.take()
         reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
         if not keep_shares:
             self.set_shares([parts[layer.index][:, COUNTS].sum(0) / self.tokens for layer in self.layers])

@@ -90,8 +90,9 @@ def test_micro_batches_have_shifted_labels_int64_and_the_number_of_their_source(
     for name, shards in SOURCES.items():
         ranges[name] = range(first, first + sum(map(sum, shards)))
         first = ranges[name].stop
-    for tokens, labels, sources, positions in batches:
+    for number, (tokens, labels, sources, positions, samples) in enumerate(batches):
         assert positions is None
+        assert samples.tolist() == [2 * number, 2 * number + 1]
         assert (tokens.shape, labels.shape, sources.shape) == ((2, SEQ_LENGTH), (2, SEQ_LENGTH), (2,))
         assert tokens.dtype == labels.dtype == sources.dtype == torch.int64
         assert torch.equal(tokens[:, 1:], labels[:, :-1])

@@ -30,7 +30,8 @@ HEADS = "--num-attention-heads 16 --num-key-value-heads 8 --head-dim 4"
 GROUPS = f"{HEADS} --routing-unit key_value_group --num-shared-heads 4"  # two groups of two heads, and six routed ones
 TOP_P = "--routing-top-p 0.54 --routing-entropy-coefficient 0.5"  # untrained routers give six experts 1/6 each, nearly
 MODELS = {
-    "groups, query norm": f"{GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7",
+    "groups, query norm": f"{GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7 "
+    "--router-gumbel-noise 0.1",
     "top-p, released": f"{HEADS} --num-shared-heads 2 10 --num-active-routed-heads 9 6 {TOP_P} --routing released "
     "--load-balance-scope global_batch",
     "both": f"{GROUPS} --num-active-routed-heads 10 {TOP_P}",
@@ -38,6 +39,9 @@ MODELS = {
     "scaled, z-loss": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 8 --routing paper_scaled "
     "--router-z-loss 3",
     "gated": f"{HEADS} --head-selection gated",
+    "tamed": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 4 --routing released "
+    "--dense-warmup-iters 1 --router-gumbel-noise 1 --router-learning-rate-scale 0.1 --router-gradient-clipping 1e-4 "
+    "--gradient-clipping 0.5",
 }
 STEADY = """--train-iters 3 --log-interval 1 --save-interval 1 --eval-samples 2 --eval-interval 0 --warmup-iters 0
     --learning-rate 2e-5 --min-learning-rate 1e-5 --gradient-clipping 0"""
@@ -45,6 +49,7 @@ LAYOUTS = {
     "tensor": (2, "--tensor-parallel-size 2"),
     "pipeline": (2, "--pipeline-parallel-size 2 --recompute"),
     "data, sparse": (2, "--zero-stage 3 --attention-backend cpu_sparse --recompute"),
+    "offload": (2, "--zero-stage 2 --offload-optimizer --micro-batch-size 1"),
 }
 
 
@@ -67,6 +72,7 @@ def one_process(data_dir, tmp_path_factory):
     [
         ("groups, query norm", "tensor"), ("top-p, released", "pipeline"), ("both", "tensor"), ("both", "data, sparse"),
         ("sigmoid", "tensor"), ("sigmoid", "pipeline"), ("scaled, z-loss", "data, sparse"), ("gated", "tensor"),
+        ("tamed", "tensor"), ("tamed", "pipeline"), ("tamed", "data, sparse"), ("tamed", "offload"),
     ],  # fmt: skip
 )
 def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_path, one_process):

@@ -17,6 +17,7 @@ pytest.importorskip("accelerate")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from data_prep.encoding import Tokenizer
 from moh_lm import pretrain
 from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
@@ -24,7 +25,8 @@ from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
 from tests.tools.test_export import PAPER, make_weights, write_checkpoint
 from tests.training.test_training import arguments, rows, run
-from tools import evaluate, evaluate_prepare, export_hf
+from tools import evaluate, evaluate_prepare, export_hf, head_report
+from tools.heads.task_text import task_domains
 from tools.hf import export_check
 from tools.tasks import suites
 
@@ -427,3 +429,24 @@ def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_d
         config, _ = parse_config([*flags, *changes, "--checkpoint-dir", str(tmp_path)])
         with pytest.raises(ConfigError, match=message):
             pretrain.open_dataset(config, [], False)
+
+
+def test_the_prompts_of_tasks_are_the_domains_of_a_head_report(model, data, tmp_path):
+    pytest.importorskip("matplotlib")
+    tasks = "--suite llm6 --tasks sciq winogrande --tokens 64 --seq-length 32 --examples 1".split()
+    arguments = [*tasks, "--task-data", str(data), "--model", str(model), "--output", str(tmp_path / "heads")]
+    assert head_report.main(arguments) == 0
+    report = json.loads((tmp_path / "heads" / "heads.json").read_text())
+    assert [(domain["name"], domain["tokens"]) for domain in report["domains"]] == [("SciQ", 64), ("WinoGrande", 64)]
+    assert report["load"].keys() == {"SciQ", "WinoGrande"} and len(report["similarity"]) == 2
+    with pytest.raises(ConfigError, match="one of --data and --suite"):
+        head_report.run(arguments[5:])
+
+
+def test_the_text_of_a_task_is_its_prompts_in_order(model, data, tokenizer):
+    tokens = Tokenizer(str(tokenizer))
+    (domain,) = task_domains("llm6", ["sciq"], data, tokens, 32, 64)
+    found = tokens.model.decode([int(token) for window in domain.windows for token in window])
+    first = json.loads((data / "sciq" / "test.jsonl").read_text().splitlines()[0])
+    expected = f"{first['support']} Question: {first['question']} Answer:"
+    assert " ".join(found.split()).startswith(expected)  # the tokenizer of this file knows no lines

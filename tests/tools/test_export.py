@@ -51,7 +51,7 @@ TIED = ModelConfig(
     num_attention_heads=4,
     vocab_size=301,
     tie_embeddings=True,
-    heads=HeadsConfig(routing="query_norm"),
+    heads=HeadsConfig(routing="query_norm", routing_dtype="bf16"),
 )
 
 

@@ -7,11 +7,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.config import SPREAD, TRAINING_ONLY, HeadsConfig, ModelConfig
 from tools.hf import keys
 from tools.hf.configuration_moh import ROPE_KEYS, MoHLlamaConfig
 from tools.hf.import_config import model_config
-from tools.import_hf import TRAINING_ONLY
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
@@ -42,7 +41,7 @@ def test_every_field_of_a_model_has_its_key():
     model = {entry.name for entry in fields(ModelConfig)} - {"heads", "rope_type", "window"}
     assert model == {entry.field for entry in (*keys.MODEL, *keys.ROPE)}
     heads = {entry.name for entry in fields(HeadsConfig)}
-    assert heads - {entry.field for entry in keys.HEADS} <= set(TRAINING_ONLY)
+    assert heads - {entry.field for entry in keys.HEADS} <= {*TRAINING_ONLY, *SPREAD}
 
 
 def test_the_remote_configuration_has_every_key_with_the_default_of_the_table():

@@ -100,11 +100,15 @@ def read_text(name, pattern, tokenizer, seq_length, num_tokens, text_key):
         except InputError as error:
             raise ConfigError([f"--data {name}: {error}"]) from error
         left -= len(parts[-1])
-    tokens = np.concatenate(parts)
+    return Domain(name, windows_of(name, np.concatenate(parts), seq_length), dropped)
+
+
+def windows_of(name, tokens, seq_length):
+    """Windows, int64 [s] each, of the ``tokens`` of a domain, int64 [n], from their beginning on."""
     length = min(seq_length, len(tokens))
     check_length(name, length)
     count = len(tokens) // length
-    return Domain(name, list(torch.from_numpy(tokens[: count * length]).view(count, length)), dropped)
+    return list(torch.from_numpy(tokens[: count * length]).view(count, length))
 
 
 def file_tokens(file, tokenizer, wanted, text_key, dropped):

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 HEAD_SELECTIONS = ("all", "mixture", "static")
 ROUTINGS = ("paper", "paper_scaled", "released", "sigmoid", "query_norm")
 ROUTING_UNITS = ("head", "key_value_group")
+ROUTING_DTYPES = ("fp32", "bf16")
 ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
     "default": (),
     "linear": ("factor",),
@@ -82,6 +83,7 @@ class MoHLlamaConfig(PretrainedConfig):
         num_shared_heads=None,
         num_active_routed_heads=None,
         routing_unit="head",
+        routing_dtype="fp32",
         routing_top_p=None,
         sliding_window=None,
         layer_types=None,
@@ -130,6 +132,7 @@ class MoHLlamaConfig(PretrainedConfig):
         self.routing = routing
         self.two_stage = two_stage
         self.routing_unit = routing_unit
+        self.routing_dtype = routing_dtype
         self.routing_top_p = routing_top_p
         shared, active = num_attention_heads // 2, max(1, num_attention_heads // 4)
         if head_selection == "all":  # every head is always on
@@ -172,6 +175,9 @@ class MoHLlamaConfig(PretrainedConfig):
             raise ValueError(f"routing {self.routing!r}: must be one of {', '.join(ROUTINGS)}")
         if self.routing_unit not in ROUTING_UNITS:
             raise ValueError(f"routing_unit {self.routing_unit!r}: must be one of {', '.join(ROUTING_UNITS)}")
+        allowed = ROUTING_DTYPES if self.routing_top_p is None else ROUTING_DTYPES[:1]
+        if self.routing_dtype not in allowed:
+            raise ValueError(f"routing_dtype {self.routing_dtype!r}: must be one of {', '.join(allowed)}")
         without_top_p = self.routing in ("query_norm", "sigmoid")
         if self.routing_top_p is not None and (not 0 < self.routing_top_p <= 1 or without_top_p):
             raise ValueError(

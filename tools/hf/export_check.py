@@ -20,6 +20,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import functools
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,14 +64,19 @@ def check_export(step, config, directory, tokenizer):
     values = read_json(directory / "config.json")
     dtype = getattr(torch, values["torch_dtype"])
     checkpoint, files = FragmentReader(step), exported_files(directory)
-    expected = trainer_logits(config.model, lambda name: checkpoint.read("master", name).to(dtype), tokens)
-    logits = trainer_logits(model_config(values), lambda name: files[name].get_tensor(name), tokens)
+    expected = trainer_logits(in_fp32(config.model), lambda name: checkpoint.read("master", name).to(dtype), tokens)
+    logits = trainer_logits(in_fp32(model_config(values)), lambda name: files[name].get_tensor(name), tokens)
     lines = [compare("the trainer's model", expected, logits)]
     if transformers is None:
         remedy = "pip install transformers, and repeat with --overwrite"
         return [*lines, f"not checked with transformers, which is not installed: {remedy}"]
     logits = hugging_face_logits(directory, tokens, tokenizer)
     return [*lines, compare(f"transformers {transformers.__version__}", expected, logits)]
+
+
+def in_fp32(model):
+    """``model`` with its scores ranked in fp32: in bf16 the last bit of a query may select another head."""
+    return replace(model, heads=replace(model.heads, routing_dtype="fp32"))
 
 
 def compare(what, expected, logits):
@@ -163,6 +169,8 @@ def compute_logits(export, tokens):
     if problems:
         sys.exit(f"the loading report is not empty: {problems}")
     model.eval()
+    for module in model.modules():
+        module.in_bf16 = False  # as ``in_fp32``
     for module in (model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head):
         module.register_forward_pre_hook(widen)
         module.register_forward_hook(functools.partial(narrow, dtype=model.dtype))

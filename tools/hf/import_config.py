@@ -34,12 +34,13 @@ def read_config(directory):
     return values
 
 
-def model_config(values, heads=None):
+def model_config(values, heads=None, code_is_known=False):
     """The ModelConfig that config.json's ``values`` describe. heads: a HeadsConfig instead of that of the file.
 
-    A Llama has none of its own: all heads, if ``heads`` is None. Raises ConfigError with all that cannot be read.
+    A Llama has none of its own: all heads, if ``heads`` is None. code_is_known: ``heads`` says what the model's own
+    code computes, which is never run. Raises ConfigError with all that cannot be read.
     """
-    problems = foreign(values)
+    problems = foreign(values, code_is_known)
     needed = [entry.key for entry in MODEL if entry.absent is REQUIRED]
     problems += [f"{key} is missing" for key in needed if not isinstance(values.get(key), int)]
     problems += [
@@ -86,7 +87,7 @@ def own_heads(values):
     return HeadsConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
-def foreign(values):
+def foreign(values, code_is_known=False):
     """Sentences for what makes the model another one than those of ``ARCHITECTURES``."""
     kind = values.get("model_type")
     if kind not in ARCHITECTURES:
@@ -95,8 +96,11 @@ def foreign(values):
     architectures = values.get("architectures") or [ARCHITECTURES[kind]]
     if architectures != [ARCHITECTURES[kind]]:
         found.append(f"architectures {architectures}: must be [{ARCHITECTURES[kind]!r}]")
-    if kind != "moh_llama" and values.get("auto_map"):
-        found.append("auto_map: the model has code of its own, which may compute something else")
+    if kind != "moh_llama" and values.get("auto_map") and not code_is_known:
+        found.append(
+            "auto_map: the model has code of its own, which is not run; say what it computes, by --released "
+            "moh-llama3-8b, or by --head-selection and what goes with it"
+        )
     found += [
         f"{key} {values[key]!r}: can only be {usual!r}"
         for key, usual in USUAL.items()

@@ -20,24 +20,32 @@ from safetensors import SafetensorError, safe_open
 
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json
+from moh_lm.model.routing import layer_gates
 from moh_lm.model.transformer import CausalLM, initialize
 from moh_lm.parallel.layers import make_parameter
 
 BLOCK = 1 << 22  # elements read at once: 16 MiB in fp32
 DTYPES = ("F32", "BF16", "F16")
 REDUNDANT = "rotary_emb.inv_freq"  # a table that early transformers stored; it follows from config.json
+RELEASED = {  # parameters of the routers in the authors' code -> here
+    "self_attn.wg.weight": "self_attn.router.w_routed",
+    "self_attn.wg_0.weight": "self_attn.router.w_type",
+    "self_attn.wg_1.weight": "self_attn.router.w_shared",
+}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Source:
     """The safetensors of a Hugging Face directory. shapes: {name: shape}. dtypes: those that occur, sorted.
 
+    The routers of the authors' released code get their names here.
+
     Raises ConfigError unless every tensor that the index names can be read.
     """
 
     def __init__(self, directory):
         self.directory = directory
-        self.files, self.shapes, dtypes = {}, {}, set()
+        self.slices, self.shapes, dtypes = {}, {}, set()
         index = directory / "model.safetensors.index.json"
         listed = self.read_index(index) if index.exists() else None
         paths = sorted({directory / name for name in listed.values()}) if listed else [directory / "model.safetensors"]
@@ -48,12 +56,13 @@ class Source:
             try:
                 file = safe_open(path, "pt")
                 for name in file.keys():  # noqa: SIM118 - not a dictionary
-                    part = file.get_slice(name)
-                    self.files[name], self.shapes[name] = file, tuple(part.get_shape())
+                    part, (layer, dot, last) = file.get_slice(name), name.partition("self_attn.")
+                    here = layer + RELEASED.get(dot + last, dot + last)
+                    self.slices[here], self.shapes[here] = (file, name), tuple(part.get_shape())
                     dtypes.add(part.get_dtype())
             except (SafetensorError, OSError) as error:
                 raise ConfigError([f"{path}: not a safetensors file ({error}); fetch it again"]) from error
-        absent = sorted((listed or {}).keys() - self.shapes.keys())
+        absent = sorted((listed or {}).keys() - {name for _, name in self.slices.values()})
         problems = [f"{index}: names {name}, which is in no file" for name in absent]
         problems += [f"{directory}: dtype {kind}; only {', '.join(DTYPES)} can be read" for kind in dtypes - {*DTYPES}]
         if problems:
@@ -78,7 +87,8 @@ class Source:
 
     def rows(self, name, start=0, stop=None):
         """Rows [start, stop) of a tensor, fp32. Raises ConfigError if they are not finite."""
-        values = self.files[name].get_slice(name)[start:stop].float()
+        file, there = self.slices[name]
+        values = file.get_slice(there)[start:stop].float()
         if not values.isfinite().all():
             raise ConfigError([f"{self.directory}: {name} is not finite in rows {start} to {start + len(values)}"])
         return values
@@ -108,23 +118,28 @@ class Part(NamedTuple):
     origin: str
 
 
-def plan(config, source, old_vocab_size, orders, extend, router_seed):
+def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=None):
     """[Part] of every parameter of the model, in its order. Raises ConfigError naming what is absent, odd or foreign.
 
     config: ModelConfig of the checkpoint. old_vocab_size: of the source. orders: {layer: source heads in their new
     order}, or {}. extend(name, rows): an iterable of the ``rows`` new rows of a vocabulary matrix. router_seed: of the
-    routers of a model that has none; None where the source must have them.
+    routers of a model without any; None where the source must have them. trained: ModelConfig of the source; where a
+    mixture becomes a model without routers, the outputs of its heads are scaled by what their gates were near.
     """
     with torch.device("meta"):
         wanted = dict(CausalLM(config).named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
     parts, problems = [], []
+    has_routers = any(".router." in name for name in source.shapes)
+    loses_routers = trained and trained.heads.head_selection == "mixture" != config.heads.head_selection
     for name, shape in shapes.items():
         is_vocabulary = name in (EMBEDDING, HEAD)
         there = source.shapes.get(name)
         expected = (old_vocab_size, *shape[1:]) if is_vocabulary else shape
-        if there is None and ".router." in name and router_seed is not None:
+        if there is None and ".router." in name and router_seed is not None and not has_routers:
             parts.append(Part(name, shape, lambda n=name: [drawn(n, wanted[n], router_seed)], "drawn"))
+        elif there is None and name.endswith("w_shared") and shape[0] == 1:
+            parts.append(Part(name, shape, lambda s=shape: [torch.zeros(s)], "without effect: one shared head"))
         elif there is None:
             problems.append(f"{name} is missing")
         elif there != expected:
@@ -132,11 +147,14 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed):
         elif is_vocabulary and shape != expected:
             count = shape[0] - expected[0]
             parts.append(Part(name, shape, lambda n=name, c=count: extended(source, extend, n, c), f"{count} new rows"))
+        elif loses_routers and name.endswith("o_proj.weight"):
+            parts.append(Part(name, shape, *weighed(source, name, trained)))
         else:
             order = orders.get(layer_of(name))
             blocks, origin = arranged(source, name, order, config) if order else (None, "as it is")
             parts.append(Part(name, shape, blocks or (lambda n=name: source.blocks(n)), origin))
     known = {*shapes, *([HEAD] if config.tie_embeddings else [])}
+    known |= {name for name in source.shapes if loses_routers and ".router." in name}
     odd = sorted(name for name in source.shapes.keys() - known if not name.endswith(REDUNDANT))
     problems += [f"{name} has no counterpart here" for name in odd[:8]]
     problems += [f"and {len(odd) - 8} more tensors have none"] if odd[8:] else []
@@ -179,6 +197,16 @@ def arranged(source, name, order, config):
         return None, "as it is"
     heads = order if kind == "q_proj" else [head // shared_by for head in order[::shared_by]]
     return lambda: (source.rows(name, head * e, (head + 1) * e) for head in heads), "heads reordered"
+
+
+def weighed(source, name, trained):
+    """(blocks, origin) of an output projection, its columns times the gates of their heads at equal scores."""
+    layer = layer_of(name)
+    (shared, routed), leading = layer_gates(trained, layer), trained.heads.num_shared_heads[layer]
+    gates = torch.full((trained.num_attention_heads,), routed)
+    gates[:leading] = shared
+    columns = gates.repeat_interleave(trained.head_dim)
+    return lambda: (block * columns for block in source.blocks(name)), "times the gates at equal scores"
 
 
 def equal(source, one, other):

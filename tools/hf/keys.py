@@ -45,6 +45,7 @@ HEADS = (  # of a moh_llama only; what is as it would be if it were absent is le
     Key("num_shared_heads", "num_shared_heads"),
     Key("num_active_routed_heads", "num_active_routed_heads"),
     Key("routing_unit", "routing_unit", "head"),
+    Key("routing_dtype", "routing_dtype", "fp32"),
     Key("routing_top_p", "routing_top_p", None),
     Key("router_aux_loss_coef", "load_balance_coefficient", 0.01),
 )

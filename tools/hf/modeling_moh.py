@@ -68,12 +68,16 @@ except ImportError:  # transformers before 4.53
 CACHE_ARGUMENTS = inspect.signature(DynamicCache.__init__).parameters  # of new versions: config, with its windows
 
 
-def select(scores, num_active, top_p=None):
+def select(scores, num_active, top_p=None, in_bf16=False):
     """1 for the ``num_active`` largest scores of a token, 0 for the others; of equal scores the lower index wins.
 
     top_p: 1 only for the fewest of them whose softmax, which runs over all scores, adds up to it, or for all of them.
+    in_bf16: by the softmax of the scores in bf16, as in the authors' MoH-LLaMA3; torch.topk decides among equal ones.
     Each score counts those that stand before it: unlike a stable sort this can be written as ONNX.
     """
+    if in_bf16:
+        best = scores.bfloat16().softmax(dim=-1).topk(num_active).indices
+        return torch.zeros_like(scores).scatter(-1, best, 1)
     index = torch.arange(scores.shape[-1], device=scores.device)
     own, other = scores.unsqueeze(-1), scores.unsqueeze(-2)  # [b, s, E, 1] and [b, s, 1, E]
     before = (other > own) | ((other == own) & (index < index.unsqueeze(-1)))
@@ -113,6 +117,7 @@ class MoHLlamaRouter(nn.Module):
         self.num_routed = config.num_attention_heads // size - self.num_shared
         self.num_active = config.num_active_routed_heads[layer_idx] // size
         self.top_p = config.routing_top_p
+        self.in_bf16 = config.routing_dtype == "bf16"
         self.routing = config.routing
         self.scaled = config.routing in ("released", "paper_scaled")
         one_stage = config.routing == "sigmoid" or not config.two_stage
@@ -132,7 +137,7 @@ class MoHLlamaRouter(nn.Module):
                 gates.append(self.shared_gates(F.linear(x, self.w_shared.float())))
             if self.num_routed:
                 scores = F.linear(x, self.w_routed.float())
-                selected = select(scores, self.num_active, self.top_p)
+                selected = select(scores, self.num_active, self.top_p, self.in_bf16)
                 gates.append(self.routed_gates(scores, selected))
             if self.two_stage:
                 a = F.linear(x, self.w_type.float()).softmax(dim=-1)  # Eq. 6
@@ -156,23 +161,26 @@ class MoHLlamaRouter(nn.Module):
         return gates * self.num_routed if self.scaled else gates
 
 
-def query_norm_routing(query, num_shared, num_active, heads_per_expert=1):
+def query_norm_routing(query, num_shared, num_active, heads_per_expert=1, in_bf16=False):
     """Routing without weights: query [b, s, h, head_dim], before rotary -> the same as ``MoHLlamaRouter``.
 
     The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads, as
     in the authors' released code. Shared and selected heads have gate 1 (Eq. 9); the gradient of a selected gate goes
     to its softmax score (Eq. 10).
-    The query of a group is those of its heads, one after the other. num_shared, num_active: of experts.
+    The query of a group is those of its heads, one after the other. num_shared, num_active: of experts. in_bf16: norms,
+    scores and their ranking are in bf16.
     """
+    norms = query.to(torch.bfloat16 if in_bf16 else torch.float32).norm(dim=-1)
     if heads_per_expert > 1:
-        query = query.unflatten(-2, (-1, heads_per_expert)).flatten(-2)
-    scores = query.float().norm(dim=-1)[..., num_shared:]
+        norms = norms.unflatten(-1, (-1, heads_per_expert)).norm(dim=-1)
+    scores = norms[..., num_shared:]
     if scores.shape[-1] > 1:
         scores = scores / scores.std(dim=-1, keepdim=True).clamp_min(1e-6)  # equal norms: a token of zeros
-    selected = select(scores, num_active)
+    scores = scores.float()
+    selected = select(scores, num_active, in_bf16=in_bf16)
     probabilities = scores.softmax(dim=-1)
     routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 9, and Eq. 10 backward
-    shared = torch.ones_like(query[..., :num_shared, 0], dtype=torch.float32)
+    shared = torch.ones_like(norms[..., :num_shared], dtype=torch.float32)
     experts = torch.cat((shared, routed), dim=-1), with_shared(selected, num_shared)
     return *(per_head(part, heads_per_expert) for part in experts), scores
 
@@ -230,6 +238,7 @@ class MoHLlamaAttention(nn.Module):
         self.attention_dropout = 0.0
         self.is_causal = True
         self.sliding_window = config.layer_windows[layer_idx] or None  # read by flash attention, which has no mask
+        self.in_bf16 = config.routing_dtype == "bf16"
         self.num_shared = config.num_shared_heads[layer_idx]
         self.num_active = config.num_active_routed_heads[layer_idx]
         query_size = config.num_attention_heads * self.head_dim
@@ -252,7 +261,7 @@ class MoHLlamaAttention(nn.Module):
             if query.shape[-2] < num_heads:
                 raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
             size = self.config.heads_per_expert
-            return query_norm_routing(query, self.num_shared // size, self.num_active // size, size)
+            return query_norm_routing(query, self.num_shared // size, self.num_active // size, size, self.in_bf16)
         always_on = torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active
         selected = always_on.expand(*query.shape[:-2], num_heads)
         return selected.float(), selected, query.new_zeros(*query.shape[:-2], 0)

@@ -1,0 +1,58 @@
+"""Weights that are not trained (``--train-only``): no gradient, no optimizer state, and still part of every checkpoint.
+
+Of each of them a data-parallel rank owns a range, as an optimizer would, and keeps its fp32 master: in bf16 the weight
+itself could not give back what a checkpoint held. The masters lie in the memory of the CPU; in fp32 they are the weight
+itself.
+"""
+
+import torch
+import torch.distributed as dist
+
+from moh_lm.parallel.groups import group_rank, group_size
+
+
+def freeze(named_parameters, train_only):
+    """Let only those be trained that ``train_only`` names: of --train-only."""
+    for name, parameter in named_parameters:
+        parameter.requires_grad_(train_only == "all" or ".router." in name)
+
+
+class FrozenWeights:
+    """The frozen ones among ``parameters``. group: of the data-parallel ranks. Made when DeepSpeed has its model."""
+
+    def __init__(self, parameters, group):
+        self.group = group
+        self.masters = {}
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                start, weight = self.owned(parameter)
+                self.masters[parameter] = start, weight if weight.dtype == torch.float32 else weight.float().cpu()
+
+    def owned(self, parameter):
+        """(first element, elements) of the flattened ``parameter`` that this rank owns."""
+        if hasattr(parameter, "ds_tensor"):
+            start = group_rank(self.group) * parameter.partition_numel()
+            return start, parameter.ds_tensor.detach()[: max(0, parameter.ds_numel - start)]
+        length = -(-parameter.numel() // group_size(self.group))
+        start = group_rank(self.group) * length
+        return start, parameter.detach().flatten()[start : start + length]
+
+    def fragment(self, parameter):
+        """(start, tensors) of a ``Fragment``, or None if this rank owns nothing of ``parameter``."""
+        start, master = self.masters[parameter]
+        return (start, {"master": master}) if master.numel() else None
+
+    @torch.no_grad()
+    def refresh(self):
+        """Make the weights follow their masters; all ranks together."""
+        for parameter, (_, master) in self.masters.items():
+            _, mine = self.owned(parameter)
+            mine.copy_(master)
+            size = group_size(self.group)
+            if size > 1 and not hasattr(parameter, "ds_tensor"):
+                length = -(-parameter.numel() // size)
+                whole = mine.new_zeros(size * length)
+                part = whole.new_zeros(length)
+                part[: mine.numel()] = mine
+                dist.all_gather_into_tensor(whole, part, group=self.group)
+                parameter.copy_(whole[: parameter.numel()].view_as(parameter))

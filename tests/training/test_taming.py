@@ -1,0 +1,174 @@
+"""What tames a router: a dense warm-up, a rate and a clipping of its own, and settings that may change on a resume.
+
+That layouts agree in these is in tests/model/test_routing_choices.py.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from moh_lm.checkpoint.fragments import full_parameters, step_config
+from moh_lm.flags import parse_config
+from moh_lm.run.resume import contradictions
+from tests.distributed import run_ranks
+from tests.training.test_layouts import state
+from tests.training.test_training import arguments, parameters, rows, run
+
+EVERY_STEP = "--log-interval 1 --save-interval 1 --eval-samples 2 --warmup-iters 0 --routing released".split()
+WARMUP = [*EVERY_STEP, *"--train-iters 5 --eval-interval 1 --dense-warmup-iters 3 --peak-tflops 1".split()]
+
+
+@pytest.fixture(scope="module")
+def warmed(data_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("warmed")
+    run_ranks(run, 1, arguments(data_dir, directory, *WARMUP))
+    return directory
+
+
+def training(directory):
+    return [row for row in rows(directory) if "loss" in row]
+
+
+def test_a_dense_warmup_is_dense_training_to_the_bit_and_leaves_the_routers_as_drawn(data_dir, warmed, tmp_path):
+    run_ranks(run, 1, arguments(data_dir, tmp_path, *WARMUP, "--head-selection", "all"))
+    keys = {"step", "loss", "grad_norm", "load_balance_loss", "source_loss", "evaluation"}
+    mine, dense = ([{key: row[key] for key in keys & row.keys()} for row in rows(run)] for run in (warmed, tmp_path))
+    assert mine[:6] == dense[:6] and mine[6] != dense[6]  # the validation loss of the third step is the mixture's
+    assert [row["load_balance_loss"] > 0 for row in training(warmed)] == [False] * 3 + [True] * 2
+    assert ["heads" in row for row in training(warmed)] == [False] * 3 + [True] * 2
+    first, last, end = (state(warmed, step) for step in (1, 3, 5))
+    routers = [key for key in first if ".router." in key]
+    for key in routers:
+        assert torch.equal(first[key], last[key]) and not torch.equal(last[key], end[key])
+        assert key.startswith("master/") or not last[key].any()
+    events = [json.loads(line) for line in (warmed / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "dense warm-up over"] == [3]
+
+
+def test_a_step_of_the_warmup_is_a_dense_model_to_all_tools(warmed):
+    steps = [warmed / "checkpoints" / f"step-{number}" for number in (2, 3)]
+    assert [step_config(step).model.heads.head_selection for step in steps] == ["all", "mixture"]
+    assert [any(".router." in name for name, _ in full_parameters(step)) for step in steps] == [False, True]
+
+
+def test_a_run_stopped_around_the_end_of_its_warmup_goes_on_to_the_bit(data_dir, warmed, tmp_path):
+    flags = arguments(data_dir, tmp_path, *WARMUP)
+    for last_step in (2, 3, None):
+        run_ranks(run, 1, flags, last_step)
+    assert rows(tmp_path) == rows(warmed)
+    assert all(torch.equal(value, parameters(tmp_path)[name]) for name, value in parameters(warmed).items())
+
+
+ONE = [*EVERY_STEP, *"--train-iters 1 --eval-interval 0 --weight-decay 0 --load-balance-coefficient 1".split()]
+CLIPPED = "--router-gradient-clipping 0.01 --gradient-clipping 0.5"
+
+
+@pytest.fixture(scope="module")
+def unclipped(data_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("unclipped")
+    run_ranks(run, 1, arguments(data_dir, directory, *ONE, "--gradient-clipping", "0"))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "world_size, layout",
+    [
+        (1, "--router-learning-rate-scale 0.1"),
+        (2, "--tensor-parallel-size 2 --zero-stage 3 --offload-optimizer"),
+        (2, "--zero-stage 2 --offload-optimizer"),
+        (4, "--pipeline-parallel-size 2 --tensor-parallel-size 2"),
+    ],
+)
+def test_routers_are_clipped_by_their_own_norm_and_then_with_all_else(
+    data_dir, unclipped, tmp_path, world_size, layout
+):
+    run_ranks(run, world_size, arguments(data_dir, tmp_path, *ONE, *CLIPPED.split(), *layout.split()))
+    before, after = state(unclipped, 1), state(tmp_path, 1)
+    gradients = {key: 10 * value.double() for key, value in before.items() if key.startswith("exp_avg/")}
+
+    def norm(keys):
+        return torch.cat([gradients[key].flatten() for key in keys]).norm()
+
+    routers = [key for key in gradients if ".router." in key]
+    factor = 0.01 / norm(routers)
+    assert factor < 0.5
+    shared = 0.5 / torch.hypot(norm(gradients.keys() - routers), torch.tensor(0.01))
+    assert shared < 1
+    for key, gradient in gradients.items():
+        expected = gradient * shared * (factor if key in routers else 1)
+        assert (10 * after[key].double() - expected).norm() < 1e-5 * expected.norm(), key
+    ((got,), (expected,)) = (training(directory) for directory in (tmp_path, unclipped))
+    assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)  # before any clipping
+
+
+def test_the_rate_of_the_routers_is_scaled_and_no_other(data_dir, unclipped, tmp_path):
+    flags = "--gradient-clipping 0 --router-learning-rate-scale 0".split()
+    run_ranks(run, 1, arguments(data_dir, tmp_path, *ONE, *flags))
+    before, after = state(unclipped, 1), state(tmp_path, 1)
+    for key, value in after.items():
+        if key.startswith("master/") and ".router." in key:
+            step = before[key].double() - value.double()  # Adam's first step is the rate, whatever the gradient
+            torch.testing.assert_close(step.abs().max(), torch.tensor(1e-2).double(), rtol=1e-3, atol=0)
+        else:
+            assert torch.equal(value, before[key]), key
+
+
+CHANGES = "--load-balance-coefficient 0.5 --load-balance-scope global_batch --router-gumbel-noise 0.3"
+
+
+def test_settings_of_the_routers_change_on_a_resume_only_if_that_is_allowed(data_dir, warmed, tmp_path):
+    flags = arguments(data_dir, tmp_path, *WARMUP)
+    run_ranks(run, 1, flags, 4)
+    changed = [*flags, *CHANGES.split()]
+    found = contradictions(parse_config(changed)[0])
+    assert len(found) == 3 and all("--allow-routing-change goes on all the same" in text for text in found)
+    allowed = [*changed, "--allow-routing-change"]
+    assert contradictions(parse_config(allowed)[0]) == []
+    assert "num_layers was 2 and is 3" in contradictions(parse_config([*allowed, "--num-layers", "3"])[0])[0]
+    run_ranks(run, 1, allowed)
+    mine, theirs = training(tmp_path), training(warmed)
+    assert mine[:4] == theirs[:4] and mine[4]["loss"] != theirs[4]["loss"]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["event"] == "routing changed"]
+    assert event["step"] == 4 and event["changes"]["load_balance_coefficient"] == [0.01, 0.5]
+
+
+@pytest.mark.parametrize("selection", ["all", "static"])
+def test_a_mixture_goes_on_without_its_routers(data_dir, tmp_path, selection):
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP, *"--train-iters 3 --eval-interval 0 --log-interval 3".split())
+    run_ranks(run, 2, [*flags, "--load-balance-scope", "global_batch"], 2)
+    changed = [*flags, "--head-selection", selection]
+    assert "--allow-routing-change" in contradictions(parse_config(changed)[0])[0]
+    run_ranks(run, 1, [*changed, "--allow-routing-change"])
+    (row,) = training(tmp_path)
+    assert row["load_balance_loss"] == 0 and "heads" not in row
+    assert not any(".router." in name for name in parameters(tmp_path))
+
+
+def test_gates_far_from_one_are_said_before_a_run(data_dir, tmp_path):
+    flags = [*arguments(data_dir, tmp_path, *EVERY_STEP), "--routing", "paper", "--train-iters", "1"]
+    run_ranks(run, 1, flags)
+    changed = parse_config([*flags, "--head-selection", "all", "--allow-routing-change"])[0]
+    (problem,) = contradictions(changed)
+    assert "gates of --routing paper are far from 1 (an export and its import scale them)" in problem
+
+
+FROZEN = "--eval-interval 0 --train-only router --precision bf16 --train-iters 4"
+
+
+def test_only_the_routers_are_trained_and_all_else_stays_to_the_bit(data_dir, unclipped, tmp_path):
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP)
+    shutil.copytree(unclipped, tmp_path, dirs_exist_ok=True)  # one step of all weights, in fp32
+    layouts = ["--tensor-parallel-size 2", "--zero-stage 3 --recompute", "--zero-stage 2 --offload-optimizer"]
+    for last_step, layout in enumerate(layouts, start=2):  # each goes on from the one before
+        run_ranks(run, 2, [*flags, *FROZEN.split(), *layout.split()], last_step)
+    before, after = state(unclipped, 1), state(tmp_path, 4)
+    for key, value in before.items():
+        if ".router." in key:
+            assert not torch.equal(after[key], value), key
+        else:
+            assert torch.equal(after[key], value if key.startswith("master/") else torch.zeros_like(value)), key
+    run_ranks(run, 1, [*flags, "--train-iters", "5", "--eval-interval", "0"])  # and all weights again
+    assert not torch.equal(state(tmp_path, 5)["master/lm_head.weight"], before["master/lm_head.weight"])

@@ -1,0 +1,47 @@
+"""The prompts of benchmark tasks as domains of a head report: which heads a task uses (Fig. 3 of the paper).
+
+Each column of a suite (tools/tasks/suites.py) is a domain: its prompts with their examples, as the harness puts them,
+one after the other, each a document. Answers are not part of it.
+"""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from tools.heads.text import Domain, windows_of
+from tools.tasks.suites import SEED, entries_of, load_tasks, task_manager
+
+SHORT = 8  # tokens of a prompt at least, by which the number of questions that are read is limited
+
+
+def task_domains(suite, names, data, tokenizer, seq_length, num_tokens):
+    """A ``Domain`` for each column of ``suite``, or of its tasks ``names``, of about ``num_tokens`` tokens.
+
+    data: directory of local rows, or None for the hub. Raises ConfigError, and RuntimeError for rows that cannot be
+    read.
+    """
+    entries, domains = entries_of(suite, names), []
+    with tempfile.TemporaryDirectory() as scratch:
+        manager = task_manager(entries, data, Path(scratch))
+        tasks = load_tasks(manager, entries, data, Path(scratch))
+        for entry in entries:
+            texts = prompts(tasks[entry.tasks[-1]]["tasks"].values(), entry.shots, num_tokens // SHORT)
+            tokens = np.concatenate([tokenizer.encode(text).astype(np.int64) for text in texts])[:num_tokens]
+            domains.append(Domain(entry.column, windows_of(entry.column, tokens, seq_length), Counter()))
+    return domains
+
+
+def prompts(tasks, shots, limit):
+    """One prompt for each of the first questions of ``tasks`` of the harness, ``limit`` of all of them together."""
+    found = []
+    for task in tasks:
+        task.set_config("num_fewshot", shots)
+        task.set_fewshot_seed(SEED)
+        task.build_all_requests(limit=-(-limit // len(tasks)), rank=0, world_size=1)
+        of_questions = {}  # several requests for one question: a choice each
+        for request in task.instances:
+            of_questions.setdefault(request.doc_id, request.args[0])
+        found += of_questions.values()
+    return found
