@@ -161,7 +161,18 @@ def optimizer_problems(optimizer):
     for key in ("min_learning_rate", "warmup_init_lr"):
         if not 0 <= getattr(optimizer, key) <= peak:
             found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be between 0 and --learning-rate {peak:g}")
-    for key in ("adam_beta1", "adam_beta2"):
+    optional = ("embedding_weight_decay", "matrix_weight_decay")
+    found += below(optimizer, 0, *(key for key in optional if getattr(optimizer, key) is not None))
+    rate = optimizer.matrix_learning_rate
+    if rate is not None and not 0 < rate < math.inf:
+        found.append(f"--matrix-learning-rate {rate:g}: must be above 0, such as {peak:g}")
+    if optimizer.optimizer != "muon":
+        found += [
+            f"{flag(key)} {getattr(optimizer, key):g}: has no meaning with --optimizer adamw; leave it out"
+            for key in ("matrix_learning_rate", "matrix_weight_decay")
+            if getattr(optimizer, key) is not None
+        ]
+    for key in ("adam_beta1", "adam_beta2", "muon_momentum"):
         if not 0 <= getattr(optimizer, key) < 1:
             found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be at least 0 and below 1")
     return found

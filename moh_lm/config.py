@@ -198,8 +198,28 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """optimizer: AdamW, and the schedule of its learning rate"""
+    """optimizer: AdamW or Muon, and the schedule of the learning rate"""
 
+    optimizer: str = option(
+        "adamw", "muon: for the matrices of the blocks, beside AdamW for the others", choices=("adamw", "muon")
+    )
+    muon_split: str = option(
+        "matrix",
+        "what Muon orthogonalises of q, k, v and o: the matrix, each head, or the heads that share a key/value head",
+        choices=("matrix", "head", "group"),
+    )
+    muon_scale: str = option(
+        "match_rms_adamw",
+        "of an update of m rows and n columns: 0.2 sqrt(max(m, n)), or sqrt(max(1, m / n))",
+        choices=("match_rms_adamw", "original"),
+    )
+    muon_momentum: float = option(0.95, "decay of Muon's momentum, which is Nesterov's")
+    matrix_learning_rate: float | None = option(
+        None, "peak learning rate of Muon, which follows the same schedule (default: --learning-rate)", parse=float
+    )
+    matrix_weight_decay: float | None = option(
+        None, "decoupled weight decay of Muon's matrices (default: --weight-decay)", parse=float
+    )
     learning_rate: float = option(3e-4, "peak learning rate")
     min_learning_rate: float = option(3e-5, "learning rate at the end of the run")
     warmup_init_lr: float = option(1e-7, "learning rate of the first iteration")
@@ -214,6 +234,9 @@ class OptimizerConfig:
         "linear", "of wsd's decay: a line, 1 - sqrt, or half a cosine", choices=("linear", "sqrt", "cosine")
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms have none")
+    embedding_weight_decay: float | None = option(
+        None, "of the embedding and the output head (default: --weight-decay)", parse=float
+    )
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")
     gradient_clipping: float = option(1.0, "largest global gradient norm; 0 does not clip")

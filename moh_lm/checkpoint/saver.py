@@ -12,7 +12,6 @@ The number of steps that are kept counts only those whose files this run has ver
 rename, so that half a step never looks like a step.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from moh_lm.checkpoint.directory import (
     remove_entry,
     remove_leftovers,
 )
-from moh_lm.checkpoint.fragments import address_of
+from moh_lm.checkpoint.fragments import metadata_of
 from moh_lm.checkpoint.manifest import verify, write_manifest
 from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
 from moh_lm.config import ConfigError
@@ -104,7 +103,7 @@ class Saver:
         self.pending = Writing(
             self.directory / f"step-{step}.tmp",
             self.snapshot(tensors) if self.background else tensors,
-            json.dumps({fragment.name: address_of(fragment) for fragment in fragments}),
+            metadata_of(fragments),
             rank_0_files(step, config, state, tokenizer) if dist.get_rank() == 0 else {},
             need,
             self.progress,

@@ -15,19 +15,17 @@ from moh_lm.data.shards import tokenizer_files
 class Writing(threading.Thread):
     """Writes one rank's files of a step; ``entries`` of the manifest, or ``problems``, when it has ended."""
 
-    def __init__(self, directory, tensors, addresses, texts, need, progress):
+    def __init__(self, directory, tensors, metadata, texts, need, progress):
         super().__init__(daemon=True)  # a run that dies does not wait for a checkpoint that cannot be completed
         self.directory = directory
         self.entries, self.problems = {}, []
-        self.work = (f"rank-{dist.get_rank()}.safetensors", tensors, addresses, texts, need, progress)
+        self.work = (f"rank-{dist.get_rank()}.safetensors", tensors, metadata, texts, need, progress)
         self.start()
 
     def run(self):
-        name, tensors, addresses, texts, need, progress = self.work
+        name, tensors, metadata, texts, need, progress = self.work
         try:
-            self.entries[name] = write_safetensors(
-                self.directory / name, tensors, {"fragments": addresses}, progress
-            )
+            self.entries[name] = write_safetensors(self.directory / name, tensors, metadata, progress)
             for text_name, content in texts.items():
                 with HashedFile(self.directory / text_name) as file:
                     file.write(content)

@@ -24,7 +24,7 @@ from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding
 from moh_lm.training.deepspeed_config import deepspeed_config
 from moh_lm.training.guard import DIVERGENCE, AbsurdWeight, Divergence, Guard
-from moh_lm.training.optimizer import Fragment, ShardedAdamW, largest, make_adamw
+from moh_lm.training.optimizer import Fragment, ShardedOptimizer, largest, make_optimizer
 from moh_lm.training.replicas import replica_differences
 from moh_lm.training.step_sums import RouterSums, StepSums
 from moh_lm.training.verdict import StepVerdict
@@ -81,17 +81,20 @@ class Engine:
             groups,
             device,
         )
+        names = {parameter: name for name, parameter in self.named_parameters()}
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
             self.engine, *_ = deepspeed.initialize(
                 model=self.model,
-                optimizer=make_adamw(self.model.parameters(), config.optimizer),
+                optimizer=make_optimizer([(names[p], p) for p in self.model.parameters()], config.optimizer),
                 config=deepspeed_config(config, self.micro_batches, sum(p.numel() for p in self.model.parameters())),
                 mpu=self.mpu(),
                 dist_init_required=False,
             )
-        self.optimizer = ShardedAdamW(
+        self.optimizer = ShardedOptimizer(
             self.engine.optimizer, config.parallel.zero_stage, group_rank(groups.data), self.examine
         )
+        if config.optimizer.optimizer == "muon":
+            self.optimizer.distribute(self.named_parameters(), config, groups, device)
         self.compare_replicas = functools.partial(
             replica_differences,
             list(self.named_parameters()),

@@ -1,0 +1,42 @@
+"""Which rule updates which parameter.
+
+Muon's     the matrices of the blocks, with --optimizer muon
+AdamW's    all others: embedding, output head, routers and norms
+"""
+
+from typing import NamedTuple
+
+
+class Rule(NamedTuple):
+    """How a group is updated. orthogonal: by Muon. rate: its learning rate over that of the schedule."""
+
+    orthogonal: bool
+    weight_decay: float
+    rate: float = 1.0
+
+
+def rule_of(name, parameter, settings):
+    """The ``Rule`` of a parameter by its canonical name. settings: ``OptimizerConfig``."""
+    if settings.optimizer == "muon" and name.endswith("_proj.weight"):  # of the attention or the MLP of a layer
+        rate = (settings.matrix_learning_rate or settings.learning_rate) / settings.learning_rate
+        return Rule(True, or_else(settings.matrix_weight_decay, settings.weight_decay), rate)
+    if len(parameter.whole_shape) == 1:
+        return Rule(False, 0.0)
+    is_vocabulary = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+    special = settings.embedding_weight_decay if is_vocabulary else None
+    return Rule(False, or_else(special, settings.weight_decay))
+
+
+def or_else(value, default):
+    return default if value is None else value
+
+
+def parameter_groups(named_parameters, settings):
+    """Groups for a torch optimizer, matrices before norms: the fields of their ``Rule``, and "params".
+
+    named_parameters: (canonical name, parameter).
+    """
+    groups = {}
+    for name, parameter in sorted(named_parameters, key=lambda item: len(item[1].whole_shape) == 1):
+        groups.setdefault(rule_of(name, parameter, settings), []).append(parameter)
+    return [{**rule._asdict(), "params": parameters} for rule, parameters in groups.items()]
