@@ -17,7 +17,7 @@ class Rule(NamedTuple):
 
 def rule_of(name, parameter, settings):
     """The ``Rule`` of a parameter by its canonical name. settings: ``OptimizerConfig``."""
-    if settings.optimizer == "muon" and name.endswith("_proj.weight"):  # of the attention or the MLP of a layer
+    if settings.optimizer == "muon" and is_block_matrix(name):
         rate = (settings.matrix_learning_rate or settings.learning_rate) / settings.learning_rate
         return Rule(True, or_else(settings.matrix_weight_decay, settings.weight_decay), rate)
     if len(parameter.whole_shape) == 1:
@@ -25,6 +25,11 @@ def rule_of(name, parameter, settings):
     is_vocabulary = name.endswith(("embed_tokens.weight", "lm_head.weight"))
     special = settings.embedding_weight_decay if is_vocabulary else None
     return Rule(False, or_else(special, settings.weight_decay))
+
+
+def is_block_matrix(name):
+    """Whether a parameter is a projection of a decoder layer, of its attention or its MLP."""
+    return name.endswith("_proj.weight")
 
 
 def or_else(value, default):

@@ -135,7 +135,7 @@ def test_the_loss_estimate_is_what_the_loss_holds_at_its_peak(dtype, monkeypatch
     assert held.peak == pytest.approx(loss_bytes(model, dtype.itemsize, tokens, tp=1), rel=0.05)
 
 
-@pytest.mark.parametrize("flags, world_size", [("", 2), ("--tensor-parallel-size 2", 2), ("--zero-stage 3", 2)])
+@pytest.mark.parametrize("flags, world_size", [("", 2), ("--tensor-parallel-size 2", 2), ("--zero-stage 3 --optimizer muon", 2)])
 def test_the_optimizer_estimate_is_what_the_ranks_hold(flags, world_size):
     text = f"""--num-layers 2 --hidden-size 64 --intermediate-size 128 --num-attention-heads 8 --vocab-size 128
         --precision fp32 --seq-length 16 --batch-tokens 64 --train-iters 1 {flags}"""
