@@ -154,7 +154,7 @@ def budget_problems(model):
 
 
 def optimizer_problems(optimizer):
-    found = below(optimizer, 0, "warmup_iters", "weight_decay", "gradient_clipping")
+    found = below(optimizer, 0, "warmup_iters", "weight_decay", "gradient_clipping", "z_loss")
     peak = optimizer.learning_rate
     if not 0 < peak < math.inf:
         found.append(f"--learning-rate {peak:g}: must be above 0, such as 3e-4")

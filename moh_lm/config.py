@@ -99,6 +99,8 @@ class ModelConfig:
     rope_original_length: int | None = option(None, "L of llama3, yarn: sequence length before it", parse=int)
     rms_norm_eps: float = option(1e-5, "epsilon under the root of RMSNorm")
     tie_embeddings: bool = option(False, "use the embedding matrix as output head")
+    qk_norm: bool = option(False, "RMSNorm of each head's query and key, before their positions, as in Qwen3")
+    post_norm: bool = option(False, "norms after attention and MLP instead of before them, as in OLMo 2")
     heads: HeadsConfig = field(default_factory=HeadsConfig)
 
     def __post_init__(self):
@@ -240,6 +242,7 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")
     gradient_clipping: float = option(1.0, "largest global gradient norm; 0 does not clip")
+    z_loss: float = option(0.0, "of the mean squared logsumexp of the output logits, such as 1e-5; 0: none")
 
     def decay(self, train_iters):
         """Iterations of the decay of wsd."""

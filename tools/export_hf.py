@@ -47,7 +47,7 @@ from tools.command import exit_code
 from tools.hf import hugging_face_tokenizer, tiktoken_json
 from tools.hf.export_check import ExportError, check_export
 from tools.hf.export_files import plan_shards
-from tools.hf.keys import written
+from tools.hf.keys import is_llama, written
 from tools.hf.model_card import model_card
 from tools.hf.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
 
@@ -190,10 +190,6 @@ def write_export(step, config, dtype, arguments, directory):
     card = model_card(step, config, state, dtype, parameters, bool(tokenizer), arguments.license, arguments.base_model)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return parameters
-
-
-def is_llama(model):
-    return model.heads.head_selection == "all"
 
 
 def tokenizer_of_data(step):

@@ -106,8 +106,9 @@ class Engine:
     def build_model(self):
         run = self.config.run
         model = CausalLM(
-            self.config.model, self.groups.tensor, self.micro_batches, run.recompute, run.attention_backend
-        )
+            self.config.model, self.groups.tensor, self.micro_batches, run.recompute, run.attention_backend,
+            self.config.optimizer.z_loss,
+        )  # fmt: skip
         model.initialize(run.seed)
         return model.to(self.device)
 
@@ -242,6 +243,7 @@ class PipelineEngine(Engine):
             self.micro_batches,
             run.recompute,
             run.attention_backend,
+            self.config.optimizer.z_loss,
             run.seed,
             self.last_stage_loss,
         )

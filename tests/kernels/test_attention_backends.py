@@ -52,7 +52,7 @@ def compute(name, backend):
     """(output, [(gradient, partition) by parameter]) of a model in float64, on the ranks of this world."""
     config = ModelConfig(
         num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
-        vocab_size=36, heads=HeadsConfig(**MODELS[name]),
+        vocab_size=36, qk_norm=name == "paper", heads=HeadsConfig(**MODELS[name]),
     )  # fmt: skip
     group = dist.group.WORLD if dist.is_initialized() else None
     model = CausalLM(config, group, attention_backend=backend)

@@ -29,21 +29,23 @@ MODELS = {
     "mixture": replace(MODEL, **LLAMA3),
     "static": replace(MODEL, heads=replace(HEADS, head_selection="static")),
     "plain": replace(MODEL, heads=HeadsConfig()),
+    "norms": replace(MODEL, qk_norm=True, post_norm=True),
+    "all, norms": replace(MODEL, qk_norm=True, heads=HeadsConfig(head_selection="all")),
     "all": replace(MODEL, rope_type="linear", rope_factor=2.0, heads=HeadsConfig(head_selection="all")),
 }
 
 
 def test_every_field_of_a_model_has_its_key():
     model = {entry.name for entry in fields(ModelConfig)} - {"heads", "rope_type"}
-    assert model == {entry.field for entry in (*keys.MODEL, *keys.ROPE)}
+    assert model == {entry.field for entry in (*keys.MODEL, *keys.NORMS, *keys.ROPE)}
     heads = {entry.name for entry in fields(HeadsConfig)}
     assert heads - {entry.field for entry in keys.HEADS} <= set(TRAINING_ONLY)
 
 
 def test_the_remote_configuration_has_every_key_with_the_default_of_the_table():
     arguments = inspect.signature(MoHLlamaConfig.__init__).parameters
-    written = {entry.key for entry in (*keys.MODEL, *keys.HEADS)} | keys.FIXED.keys() | {"rope_theta", "rope_scaling"}
-    assert written <= arguments.keys()
+    written = {entry.key for entry in (*keys.MODEL, *keys.NORMS, *keys.HEADS)} | {"rope_theta", "rope_scaling"}
+    assert written | keys.FIXED.keys() <= arguments.keys()
     assert {kind: set(needed) - {"rope_theta"} for kind, needed in keys.ROPE_TYPES.items()} == {
         kind: set(needed) for kind, needed in ROPE_KEYS.items()
     }
@@ -62,15 +64,18 @@ def test_keys_that_say_nothing_are_left_out():
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_written_is_read_again_and_understood_by_the_remote_configuration(name):
     model = MODELS[name]
-    routed = name != "all"
-    values = {"model_type": "moh_llama" if routed else "llama", "max_position_embeddings": 64, **keys.written(model)}
+    routed = not name.startswith("all")
+    kind = "llama" if keys.is_llama(model) else "moh_llama"
+    values = {"model_type": kind, "max_position_embeddings": 64, **keys.written(model)}
     read = model_config(values)
     assert replace(read, heads=model.heads) == model
     for entry in keys.HEADS if routed else ():
         assert getattr(read.heads, entry.field) == getattr(model.heads, entry.field)
-    remote = MoHLlamaConfig(**values, **({} if routed else {"head_selection": "all"}))
+    remote = MoHLlamaConfig(**{"head_selection": "all"} | values)
     for entry in keys.MODEL:
         assert getattr(remote, entry.key) == values[entry.key]
+    for entry in keys.NORMS:
+        assert getattr(remote, entry.key) == getattr(model, entry.field)
     for entry in keys.HEADS if routed else ():
         value = getattr(remote, entry.key)
         assert (tuple(value) if isinstance(value, list) else value) == getattr(model.heads, entry.field)

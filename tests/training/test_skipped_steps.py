@@ -65,11 +65,11 @@ HARMS = {  # the greatest verdict is that of all ranks; squares of 1e38 are infi
 PRECISIONS = ("fp32", "bf16")
 LAYOUTS = [  # tensor, pipeline, ZeRO stage, precision, offload, optimizer
     *itertools.product((1,), (1,), (1, 2, 3), PRECISIONS, (False, True), ("adamw",)),
-    *itertools.product((2,), (1,), (1, 2, 3), PRECISIONS, (True,), ("adamw",)),
-    *itertools.product((1,), (2,), (1,), PRECISIONS, (False,), ("adamw",)),
     (1, 1, 1, "bf16", False, "muon"),
     (1, 1, 3, "fp32", True, "muon"),
+    *itertools.product((2,), (1,), (1, 2, 3), PRECISIONS, (True,), ("adamw",)),
     (2, 1, 2, "fp32", False, "muon"),
+    *itertools.product((1,), (2,), (1,), PRECISIONS, (False,), ("adamw",)),
 ]
 
 

@@ -12,7 +12,7 @@ from dataclasses import fields
 
 from moh_lm.checks import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
-from tools.hf.keys import FIXED, HEADS, MODEL, REQUIRED, ROPE, ROPE_TYPES
+from tools.hf.keys import FIXED, HEADS, MODEL, NORMS, REQUIRED, ROPE, ROPE_TYPES
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "moh_llama": "MoHLlamaForCausalLM"}
 USUAL = {**FIXED, "partial_rotary_factor": 1.0}  # or absent
@@ -52,7 +52,7 @@ def model_config(values, heads=None):
         raise ConfigError([f"config.json: {problem}" for problem in problems])
     try:
         model = ModelConfig(
-            **{entry.field: values.get(entry.key, entry.absent) for entry in MODEL},
+            **{entry.field: values.get(entry.key, entry.absent) for entry in (*MODEL, *NORMS)},
             heads=heads or own_heads(values),
             **rope,
         )

@@ -30,6 +30,7 @@ MODEL = (
     Key("rms_norm_eps", "rms_norm_eps", 1e-6),  # LlamaConfig's own default
     Key("tie_word_embeddings", "tie_embeddings", False),
 )
+NORMS = (Key("qk_norm", "qk_norm", False), Key("post_norm", "post_norm", False))  # of a moh_llama only
 HEADS = (  # of a moh_llama only; what is as it would be if it were absent is left out
     Key("head_selection", "head_selection"),
     Key("routing", "routing"),
@@ -55,13 +56,21 @@ FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # of
 
 
 def written(model):
-    """The keys of a ModelConfig. A model without routing has those of a Llama only."""
+    """The keys of a ModelConfig. A model that is a Llama has those of a Llama only."""
     keys = {entry.key: getattr(model, entry.field) for entry in MODEL} | FIXED | written_rope(model)
-    if model.heads.head_selection == "all":
+    if is_llama(model):
         return keys
+    keys |= {entry.key: True for entry in NORMS if getattr(model, entry.field)}
+    if model.heads.head_selection == "all":
+        return keys | {"head_selection": "all"}
     heads = {entry: getattr(model.heads, entry.field) for entry in HEADS}
     said = {entry.key: value for entry, value in heads.items() if value != entry.absent}
     return keys | {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
+
+
+def is_llama(model):
+    """Whether transformers' own Llama computes it."""
+    return model.heads.head_selection == "all" and not any(getattr(model, entry.field) for entry in NORMS)
 
 
 def written_rope(model):

@@ -13,6 +13,7 @@ from pathlib import Path
 from moh_lm.cost.summary import routing_facts
 from moh_lm.data.mixture import sample_counts
 from moh_lm.monitor.head_load import fair_load
+from tools.hf.keys import is_llama
 
 
 def model_card(step, config, state, dtype, parameters, own_tokenizer, license=None, base_model=None):
@@ -38,7 +39,7 @@ def model_card(step, config, state, dtype, parameters, own_tokenizer, license=No
         tag="" if selection == "all" else "tags:\n- mixture-of-head-attention\n",
         title=title,
         sentence=sentence,
-        remote="" if selection == "all" else ", trust_remote_code=True",
+        remote="" if is_llama(config.model) else ", trust_remote_code=True",
         tables="\n".join(f"## {title}\n\n{text}\n" for title, text in shown.items() if text),
         limits="\n## Limits\n\n" + "\n\n".join(limits) + "\n" if limits else "",
     )
@@ -63,6 +64,9 @@ def model_facts(model, dtype, parameters):
         "rotary embedding": rope,
         "head selection": heads.head_selection,
     }
+    norms = [text for text, is_on in (("of queries and keys", model.qk_norm), ("after", model.post_norm)) if is_on]
+    if norms:
+        facts["norms"] = " and ".join(norms) + ", not before, attention and MLP" * model.post_norm
     if heads.head_selection != "all":
         facts["shared heads per layer"] = " ".join(map(str, heads.num_shared_heads))
         facts["active routed heads per layer"] = " ".join(map(str, heads.num_active_routed_heads))
@@ -87,14 +91,23 @@ def training_facts(config, state):
         "steps": f"{state['step']:,} of {run.train_iters:,}" + (f", {skipped:,} of them skipped" if skipped else ""),
         "tokens": f"{state['consumed_samples'] * run.seq_length:,}",
         "batch": f"{run.tokens_per_iteration:,} tokens in sequences of {run.seq_length:,}",
-        "learning rate": f"{optimizer.learning_rate:g} to {optimizer.min_learning_rate:g}, cosine; "
+        "learning rate": f"{optimizer.learning_rate:g} to {optimizer.min_learning_rate:g}, {optimizer.schedule}; "
         f"{optimizer.warmup_iters:,} steps of warm-up from {optimizer.warmup_init_lr:g}",
         "AdamW": f"beta {optimizer.adam_beta1:g} and {optimizer.adam_beta2:g}, "
         f"weight decay {optimizer.weight_decay:g}, clipping at {optimizer.gradient_clipping:g}",
+        **muon_facts(optimizer),
         "precision": run.precision,
         "seed": run.seed,
     }
     return table(facts.items())
+
+
+def muon_facts(optimizer):
+    if optimizer.optimizer != "muon":
+        return {}
+    rate = optimizer.matrix_learning_rate or optimizer.learning_rate
+    by = {"matrix": "whole", "head": "head by head", "group": "by key/value groups"}[optimizer.muon_split]
+    return {"Muon": f"of the matrices of blocks, attention {by}; rate {rate:g}, momentum {optimizer.muon_momentum:g}"}
 
 
 def data_facts(state, seq_length):
