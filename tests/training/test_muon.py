@@ -119,6 +119,16 @@ def test_five_steps_are_those_of_a_program_in_float64():
         assert max(far[1]) < 1e-6, (case, far)
 
 
+def test_orthogonalisation_is_that_of_torch():
+    # torch computes in bfloat16 only, which moves a singular value by up to some hundredths.
+    matrix = torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
+    weight = torch.nn.Parameter(torch.zeros(24, 16))
+    weight.grad = matrix
+    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="original").step()
+    expected = -weight.detach() / (24 / 16) ** 0.5
+    assert distance(newton_schulz(matrix, torch.float32), expected) < 0.02
+
+
 @pytest.fixture(scope="module")
 def one_process(data_dir, tmp_path_factory):
     """The run directory of one process, with a checkpoint of every step."""
