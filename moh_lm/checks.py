@@ -182,6 +182,8 @@ def schedule_problems(config):
     """A decay needs the schedule that has one, and room behind the warm-up."""
     optimizer, train_iters = config.optimizer, config.run.train_iters
     given = f"--decay-iters {optimizer.decay_iters}"
+    if optimizer.schedule != "wsd" and config.data.decay_mix:
+        return ["--decay-mix: --schedule cosine has no decay; choose wsd"]
     if optimizer.schedule != "wsd":
         return [] if optimizer.decay_iters is None else [f"{given}: --schedule cosine has no decay; choose wsd"]
     if train_iters is None or train_iters < 1:

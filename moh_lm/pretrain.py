@@ -78,6 +78,7 @@ def open_dataset(config, problems, dry_run):
                 seq_length=config.run.seq_length,
                 seed=config.run.seed,
                 vocab_size=config.model.vocab_size,
+                decay_begins=config.decay_begins(),
             )
         except ConfigError as error:
             problems = problems + error.problems

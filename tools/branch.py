@@ -4,7 +4,8 @@
 
 copies a verified checkpoint of a run with --schedule wsd into a new run directory, and prints the flags that let the
 run's own command go on there: N iterations of decay, then the end. The branch is, bit for bit, a run that was to end
-at STEP + N from its beginning, if RUN has not decayed before STEP. RUN stays as it is, and may go on.
+at STEP + N from its beginning, if RUN has not decayed before STEP. Add --decay-mix for other data in the decay. RUN
+stays as it is, and may go on.
 
 Exit codes: 0; 2 an argument or the checkpoint has to be mended.
 """

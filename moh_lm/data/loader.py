@@ -90,7 +90,8 @@ class Loader:
 
     def read_step(self, consumed_samples):
         first = consumed_samples + self.rank * self.samples_per_step
-        source, _, position = self.dataset.mixture.locate(np.arange(first, first + self.samples_per_step))
+        mixture = self.dataset.mixture_of(first)  # a decay begins between two steps
+        source, _, position = mixture.locate(np.arange(first, first + self.samples_per_step))
         return self.micro_batches([entry.training for entry in self.dataset.sources], source, position)
 
     def validation(self, source_name: str, num_samples: int) -> list[MicroBatch]:

@@ -20,7 +20,7 @@ from tests.training.test_layouts import allowed, distance, flags_of, state
 from tests.training.test_training import rows, run
 
 STEPS, HEAD, QUERIES_PER_KEY = 5, 8, 2
-RATE, DECAY, MUON_RATE, MUON_DECAY = 1e-3, 0.1, 4e-3, 0.02
+RATE, DECAY, MUON_RATE, MUON_DECAY = 5e-5, 0.1, 4e-3, 0.02  # AdamW multiplies rounding where gradients vanish
 SETTINGS = f"""--optimizer muon --learning-rate {RATE} --matrix-learning-rate {MUON_RATE} --weight-decay {DECAY}
     --matrix-weight-decay {MUON_DECAY} --embedding-weight-decay 0 --train-iters {STEPS}"""
 MODEL = "released, grouped"
