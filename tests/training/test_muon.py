@@ -144,7 +144,8 @@ def flags_of_layout(layout, data_dir, directory):
 
 
 def test_layouts_take_turns_at_the_updates_of_one_process(data_dir, one_process, tmp_path):
-    # Whole are the matrices of the MLP, which tensor parallelism cuts; ZeRO cuts all of them.
+    # Whole are the matrices of the MLP, which tensor parallelism cuts; ZeRO cuts all of them. With both kinds of norms
+    # one process in fp32 is up to 2e-6 away from float64 in the gradients of queries and keys, else 1e-6 at most.
     chain = [((2, 1, 2, 3, 1, True), ""), ((1, 2, 2, 1, 2, False), ""), ((1, 1, 4, 2, 4, False), "--offload-optimizer")]
     for (layout, more), stop in zip(chain, (2, 4, None), strict=True):
         flags = [*flags_of_layout(layout, data_dir, tmp_path), *more.split()]
@@ -154,12 +155,16 @@ def test_layouts_take_turns_at_the_updates_of_one_process(data_dir, one_process,
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
     got, expected = state(tmp_path, STEPS), state(one_process, STEPS)
     far = {key: distance(got[key], value) / allowed(key, (MODEL,)) for key, value in expected.items()}
+    far = {key: value / (3 if ".q_" in key or ".k_" in key else 1) for key, value in far.items()}
     assert max(far.values()) < 1, sorted(far.items(), key=lambda item: -item[1])[:3]
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit(data_dir, one_process, tmp_path):
+def test_a_run_that_was_stopped_goes_on_to_the_bit_and_not_with_adamw(data_dir, one_process, tmp_path):
     shutil.copytree(one_process / "checkpoints" / "step-3", tmp_path / "checkpoints" / "step-3")
-    run_ranks(run, 1, flags_of_layout((1, 1, 1, 1, 4, False), data_dir, tmp_path))
+    flags = flags_of_layout((1, 1, 1, 1, 4, False), data_dir, tmp_path)
+    with pytest.raises(AssertionError, match="--optimizer adamw needs second moments"):
+        run_ranks(run, 1, [*flags, "--optimizer", "adamw"])
+    run_ranks(run, 1, flags)
     got, expected = state(tmp_path, STEPS), state(one_process, STEPS)
     assert all(torch.equal(got[key], value) for key, value in expected.items())
     assert not expected["exp_avg_sq/model.layers.0.mlp.up_proj.weight"].any()
