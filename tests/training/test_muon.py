@@ -20,7 +20,7 @@ from tests.training.test_layouts import allowed, distance, flags_of, state
 from tests.training.test_training import rows, run
 
 STEPS, HEAD, QUERIES_PER_KEY = 5, 8, 2
-RATE, DECAY, MUON_RATE, MUON_DECAY = 5e-5, 0.1, 4e-3, 0.02  # AdamW multiplies rounding where gradients vanish
+RATE, DECAY, MUON_RATE, MUON_DECAY = 5e-5, 0.1, 1e-3, 0.02  # AdamW multiplies rounding where gradients vanish
 SETTINGS = f"""--optimizer muon --learning-rate {RATE} --matrix-learning-rate {MUON_RATE} --weight-decay {DECAY}
     --matrix-weight-decay {MUON_DECAY} --embedding-weight-decay 0 --train-iters {STEPS}"""
 MODEL = "released, grouped"
@@ -138,14 +138,17 @@ def one_process(data_dir, tmp_path_factory):
 
 
 def flags_of_layout(layout, data_dir, directory):
-    """With more norms and a z-loss too, which change gradients."""
-    more = "--qk-norm --post-norm --z-loss 0.01 --muon-split group --save-interval 1"
+    """With more norms and a z-loss too, which change gradients.
+
+    Outputs of attention and MLP are small at first. To divide by their size multiplies rounding, unless the epsilon is
+    large: without it one process in fp32 is up to 2e-6 away from float64 in a gradient.
+    """
+    more = "--qk-norm --post-norm --rms-norm-eps 0.01 --z-loss 0.01 --muon-split group --save-interval 1"
     return [*flags_of((*layout, MODEL), data_dir, directory), *SETTINGS.split(), *more.split()]
 
 
 def test_layouts_take_turns_at_the_updates_of_one_process(data_dir, one_process, tmp_path):
-    # Whole are the matrices of the MLP, which tensor parallelism cuts; ZeRO cuts all of them. With both kinds of norms
-    # one process in fp32 is up to 2e-6 away from float64 in the gradients of queries and keys, else 1e-6 at most.
+    # Whole are the matrices of the MLP, which tensor parallelism cuts; ZeRO cuts all of them.
     chain = [((2, 1, 2, 3, 1, True), ""), ((1, 2, 2, 1, 2, False), ""), ((1, 1, 4, 2, 4, False), "--offload-optimizer")]
     for (layout, more), stop in zip(chain, (2, 4, None), strict=True):
         flags = [*flags_of_layout(layout, data_dir, tmp_path), *more.split()]
@@ -155,7 +158,6 @@ def test_layouts_take_turns_at_the_updates_of_one_process(data_dir, one_process,
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
     got, expected = state(tmp_path, STEPS), state(one_process, STEPS)
     far = {key: distance(got[key], value) / allowed(key, (MODEL,)) for key, value in expected.items()}
-    far = {key: value / (3 if ".q_" in key or ".k_" in key else 1) for key, value in far.items()}
     assert max(far.values()) < 1, sorted(far.items(), key=lambda item: -item[1])[:3]
 
 
