@@ -104,13 +104,8 @@ def inspect(arguments, config):
 
 def open_dataset(config):
     run = config.run
-    return Dataset.open(
-        config.data,
-        seq_length=run.seq_length,
-        seed=run.seed,
-        vocab_size=ANY_VOCABULARY,
-        decay_begins=config.decay_begins(),
-    )
+    sizes = dict(seq_length=run.seq_length, seed=run.seed, vocab_size=ANY_VOCABULARY)
+    return Dataset.open(config.data, **sizes, decay_begins=config.decay_begins())
 
 
 def sampled_dataset(config, given):

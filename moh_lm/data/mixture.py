@@ -42,13 +42,7 @@ class Mixture:
     """
 
     def __init__(
-        self,
-        weights: dict[str, str],
-        num_tokens: dict[str, int],
-        *,
-        seq_length: int,
-        seed: int,
-        names: Sequence[str] | None = None,
+        self, weights: dict[str, str], num_tokens: dict[str, int], *, seq_length: int, seed: int, names: list[str] = ()
     ):
         mixed = sorted(weights)
         self.names = list(names or mixed)

@@ -1,7 +1,7 @@
 """Which rule updates which parameter.
 
-Muon's     the matrices of the blocks, with --optimizer muon
-AdamW's    all others: embedding, output head, routers and norms
+With --optimizer muon the matrices of the blocks are Muon's. All others are AdamW's: embedding, output head, routers and
+norms. Matrices decay, norms do not.
 """
 
 from typing import NamedTuple

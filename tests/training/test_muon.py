@@ -20,9 +20,10 @@ from tests.training.test_layouts import allowed, distance, flags_of, state
 from tests.training.test_training import rows, run
 
 STEPS, HEAD, QUERIES_PER_KEY = 5, 8, 2
+MOMENTUM = 0.9
 RATE, DECAY, MUON_RATE, MUON_DECAY = 5e-5, 0.1, 1e-3, 0.02  # AdamW multiplies rounding where gradients vanish
-SETTINGS = f"""--optimizer muon --learning-rate {RATE} --matrix-learning-rate {MUON_RATE} --weight-decay {DECAY}
-    --matrix-weight-decay {MUON_DECAY} --embedding-weight-decay 0 --train-iters {STEPS}"""
+SETTINGS = f"""--optimizer muon --muon-momentum {MOMENTUM} --matrix-learning-rate {MUON_RATE} --learning-rate {RATE}
+    --matrix-weight-decay {MUON_DECAY} --weight-decay {DECAY} --embedding-weight-decay 0 --train-iters {STEPS}"""
 MODEL = "released, grouped"
 
 
@@ -37,8 +38,8 @@ class Reference:
         gradient = gradient.double()
         self.steps += 1
         if "_proj" in self.name:
-            self.m = 0.95 * self.m + 0.05 * gradient
-            nesterov = 0.95 * self.m + 0.05 * gradient
+            self.m = MOMENTUM * self.m + (1 - MOMENTUM) * gradient
+            nesterov = MOMENTUM * self.m + (1 - MOMENTUM) * gradient
             self.weight = self.weight * (1 - MUON_RATE * MUON_DECAY) - MUON_RATE * self.update(nesterov)
             return
         self.m = 0.9 * self.m + 0.1 * gradient
