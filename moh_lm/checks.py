@@ -11,7 +11,7 @@ import shutil
 
 import torch
 
-from moh_lm.config import flag
+from moh_lm.config import OptimizerConfig, flag
 from moh_lm.data.mixture import data_problems
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.rotary import NEEDS
@@ -168,9 +168,9 @@ def optimizer_problems(optimizer):
         found.append(f"--matrix-learning-rate {rate:g}: must be above 0, such as {peak:g}")
     if optimizer.optimizer != "muon":
         found += [
-            f"{flag(key)} {getattr(optimizer, key):g}: has no meaning with --optimizer adamw; leave it out"
-            for key in ("matrix_learning_rate", "matrix_weight_decay")
-            if getattr(optimizer, key) is not None
+            f"{flag(key)} {getattr(optimizer, key)}: has no meaning with --optimizer adamw; leave it out"
+            for key in ("muon_split", "muon_scale", "muon_momentum", "matrix_learning_rate", "matrix_weight_decay")
+            if getattr(optimizer, key) != getattr(OptimizerConfig(), key)
         ]
     for key in ("adam_beta1", "adam_beta2", "muon_momentum"):
         if not 0 <= getattr(optimizer, key) < 1:
