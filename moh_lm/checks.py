@@ -11,7 +11,7 @@ import shutil
 
 import torch
 
-from moh_lm.config import flag
+from moh_lm.config import OptimizerConfig, flag
 from moh_lm.data.mixture import data_problems
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.rotary import NEEDS
@@ -205,7 +205,7 @@ def budget_problems(model):
 
 
 def optimizer_problems(optimizer):
-    found = below(optimizer, 0, "warmup_iters", "weight_decay", "gradient_clipping")
+    found = below(optimizer, 0, "warmup_iters", "weight_decay", "gradient_clipping", "z_loss")
     found += below(optimizer, 0, "router_learning_rate_scale", "router_gradient_clipping")
     peak = optimizer.learning_rate
     if not 0 < peak < math.inf:
@@ -213,7 +213,18 @@ def optimizer_problems(optimizer):
     for key in ("min_learning_rate", "warmup_init_lr"):
         if not 0 <= getattr(optimizer, key) <= peak:
             found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be between 0 and --learning-rate {peak:g}")
-    for key in ("adam_beta1", "adam_beta2"):
+    optional = ("embedding_weight_decay", "matrix_weight_decay")
+    found += below(optimizer, 0, *(key for key in optional if getattr(optimizer, key) is not None))
+    rate = optimizer.matrix_learning_rate
+    if rate is not None and not 0 < rate < math.inf:
+        found.append(f"--matrix-learning-rate {rate:g}: must be above 0, such as {peak:g}")
+    if optimizer.optimizer != "muon":
+        found += [
+            f"{flag(key)} {getattr(optimizer, key)}: has no meaning with --optimizer adamw; leave it out"
+            for key in ("muon_split", "muon_scale", "muon_momentum", "matrix_learning_rate", "matrix_weight_decay")
+            if getattr(optimizer, key) != getattr(OptimizerConfig(), key)
+        ]
+    for key in ("adam_beta1", "adam_beta2", "muon_momentum"):
         if not 0 <= getattr(optimizer, key) < 1:
             found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be at least 0 and below 1")
     return found
@@ -249,6 +260,8 @@ def decay_problems(config):
     """A decay needs the schedule that has one, and room behind the warm-up."""
     optimizer, train_iters = config.optimizer, config.run.train_iters
     given = f"--decay-iters {optimizer.decay_iters}"
+    if optimizer.schedule != "wsd" and config.data.decay_mix:
+        return ["--decay-mix: --schedule cosine has no decay; choose wsd"]
     if optimizer.schedule != "wsd":
         return [] if optimizer.decay_iters is None else [f"{given}: --schedule cosine has no decay; choose wsd"]
     if train_iters is None or train_iters < 1:

@@ -130,6 +130,8 @@ class ModelConfig:
     )
     rms_norm_eps: float = option(1e-5, "epsilon under the root of RMSNorm")
     tie_embeddings: bool = option(False, "use the embedding matrix as output head")
+    qk_norm: bool = option(False, "RMSNorm of each head's query and key, before their positions, as in Qwen3")
+    post_norm: bool = option(False, "norms after attention and MLP instead of before them, as in OLMo 2")
     heads: HeadsConfig = field(default_factory=HeadsConfig)
 
     def __post_init__(self):
@@ -271,11 +273,14 @@ class DataConfig:
     validation_fraction: float = option(0.001, "share of every source that is held out for validation")
     reset_at_documents: bool = option(False, "attend to, and predict, tokens of the same document only")
     allow_data_change: bool = option(False, "go on with other shards or another mix than those of the checkpoint")
+    decay_mix: tuple[tuple[str, str], ...] = option(
+        (), "NAME=WEIGHT from the beginning of the decay of --schedule wsd on (default: no other mix)", parse=str
+    )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """optimizer: AdamW, and the schedule of its learning rate"""
+    """optimizer: AdamW or Muon, and the schedule of the learning rate"""
 
     learning_rate: float = option(3e-4, "peak learning rate")
     min_learning_rate: float = option(3e-5, "learning rate at the end of the run")
@@ -291,6 +296,9 @@ class OptimizerConfig:
         "linear", "of wsd's decay: a line, 1 - sqrt, or half a cosine", choices=("linear", "sqrt", "cosine")
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms have none")
+    embedding_weight_decay: float | None = option(
+        None, "of the embedding and the output head (default: --weight-decay)", parse=float
+    )
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")
     gradient_clipping: float = option(1.0, "largest global gradient norm; 0 does not clip")
@@ -300,6 +308,27 @@ class OptimizerConfig:
     router_learning_rate_scale: float = option(1.0, "learning rate of the routers over that of all else")
     router_gradient_clipping: float = option(
         0.0, "largest norm of all routers' gradients together, clipped before --gradient-clipping; 0 does not clip"
+    )
+    z_loss: float = option(0.0, "of the mean squared logsumexp of the output logits, such as 1e-5; 0: none")
+    optimizer: str = option(
+        "adamw", "muon: for the matrices of the blocks, beside AdamW for the others", choices=("adamw", "muon")
+    )
+    muon_split: str = option(
+        "matrix",
+        "what Muon orthogonalises of q, k, v and o: the matrix, each head, or the heads that share a key/value head",
+        choices=("matrix", "head", "group"),
+    )
+    muon_scale: str = option(
+        "match_rms_adamw",
+        "of an update of m rows and n columns: 0.2 sqrt(max(m, n)), or sqrt(max(1, m / n))",
+        choices=("match_rms_adamw", "original"),
+    )
+    muon_momentum: float = option(0.95, "decay of Muon's momentum, which is Nesterov's")
+    matrix_learning_rate: float | None = option(
+        None, "peak learning rate of Muon, which follows the same schedule (default: --learning-rate)", parse=float
+    )
+    matrix_weight_decay: float | None = option(
+        None, "decoupled weight decay of Muon's matrices (default: --weight-decay)", parse=float
     )
 
     def decay(self, train_iters):
@@ -426,6 +455,13 @@ class Config:
 
     def gradient_accumulation_steps(self, world_size):
         return self.run.global_batch_size // (self.run.micro_batch_size * self.data_parallel_size(world_size))
+
+    def decay_begins(self):
+        """The first sample of --decay-mix; None without one."""
+        if not self.data.decay_mix or self.optimizer.schedule != "wsd" or self.run.train_iters is None:
+            return None
+        stable = self.run.train_iters - self.optimizer.decay(self.run.train_iters)
+        return stable * self.run.global_batch_size
 
     def to_dict(self):
         """Every field under its own name, sections joined: the content of config.json."""

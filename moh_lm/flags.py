@@ -108,7 +108,7 @@ def value_parser(entry):
         return quantity(1024 if entry.metadata["binary"] else 1000)
     if "duration" in entry.metadata:
         return duration
-    if entry.name == "data_mix":
+    if entry.name in ("data_mix", "decay_mix"):
         return name_and_weight
     parse = entry.metadata.get("parse", entry.type)
     return {bool: boolean, int: integer, float: real}.get(parse, parse)
@@ -157,7 +157,7 @@ def placeholder(entry):
         return "{true,false}"
     if "duration" in entry.metadata:
         return "TIME"
-    return "NAME=WEIGHT" if entry.name == "data_mix" else "PATH" if entry.type is str else "N"
+    return "NAME=WEIGHT" if value_parser(entry) is name_and_weight else "PATH" if entry.type is str else "N"
 
 
 def help_text(entry):

@@ -70,8 +70,13 @@ def open_dataset(config, problems, dry_run):
     absent = config.data.data_dir and not Path(config.data.data_dir).exists()
     if config.data.data_dir and config.run.seq_length > 0 and not (dry_run and absent):
         try:
-            run, vocab_size = config.run, config.model.vocab_size
-            dataset = Dataset.open(config.data, seq_length=run.seq_length, seed=run.seed, vocab_size=vocab_size)
+            dataset = Dataset.open(
+                config.data,
+                seq_length=config.run.seq_length,
+                seed=config.run.seed,
+                vocab_size=config.model.vocab_size,
+                decay_begins=config.decay_begins(),
+            )
         except ConfigError as error:
             problems = problems + error.problems
     if problems:

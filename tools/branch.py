@@ -3,7 +3,8 @@
     python tools/branch.py RUN --at STEP --decay-iters N --output BRANCH
 
 copies a verified checkpoint of a run with --schedule wsd into a new run directory, and prints the flags that let the
-run's own command go on there: N iterations of decay, then the end (docs/training.md).
+run's own command go on there: N iterations of decay, then the end (docs/training.md). Add --decay-mix for other data in
+the decay.
 
 Exit codes: 0; 2 an argument or the checkpoint has to be mended.
 """

@@ -97,7 +97,8 @@ def inspect(arguments, config):
 
 def open_dataset(config):
     run = config.run
-    return Dataset.open(config.data, seq_length=run.seq_length, seed=run.seed, vocab_size=ANY_VOCABULARY)
+    sizes = dict(seq_length=run.seq_length, seed=run.seed, vocab_size=ANY_VOCABULARY)
+    return Dataset.open(config.data, **sizes, decay_begins=config.decay_begins())
 
 
 def sampled_dataset(config, given):
@@ -134,7 +135,7 @@ def decoder(arguments):
 
 def read_sample(dataset, number, decode):
     """The window that sample ``number`` of a run is, in the pieces of documents that it is made of."""
-    source, epoch, position = (int(column[0]) for column in dataset.mixture.locate([number]))
+    source, epoch, position = (int(column[0]) for column in dataset.mixture_of(number).locate([number]))
     stream = dataset.sources[source].training
     pieces = []
     for shard, first, end in stream.pieces(position, dataset.mixture.seq_length + 1):

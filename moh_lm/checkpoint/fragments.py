@@ -1,14 +1,14 @@
 """The file that each rank adds to a checkpoint, and reading whole parameters, or any part of one, out of all of them.
 
 ``rank-N.safetensors`` holds what one rank's optimizer owned: for a range of each flattened local parameter the fp32
-master weight and both Adam moments, under ``KIND/NAME``. The metadata key ``fragments`` is JSON, NAME -> address:
+master weight and both moments, under ``KIND/NAME``. The metadata key ``fragments`` is JSON, NAME -> address:
 
     whole_shape    of the parameter
     partition      which slices of it the writer's tensor-parallel shard was (``Partition``), or null
     start, length  of the range in that shard, flattened
-    frozen         true, if it has no moments, which then are zero; else absent
 
-The metadata key ``zero``, a JSON list, names kinds that are zero and left out: an imported model has no moments yet.
+The metadata key ``zero``, a JSON list, names what is zero and left out: kinds (an imported model has no moments yet),
+or ``KIND/NAME`` (Muon has no second moment, a frozen weight none).
 
 A reader may be cut in any other way: it asks for a range of its own shard and gets it from whichever files hold it.
 """
@@ -27,18 +27,24 @@ from moh_lm.config import Config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.layers import Partition
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
+def metadata_of(fragments):
+    """The metadata of a file with these ``Fragment``s of moh_lm.training.optimizer."""
+    absent = [f"{kind}/{fragment.name}" for fragment in fragments for kind in MOMENTS if kind not in fragment.tensors]
+    addresses = json.dumps({fragment.name: address_of(fragment) for fragment in fragments})
+    return {"fragments": addresses, **({"zero": json.dumps(absent)} if absent else {})}
+
+
 def address_of(fragment):
-    """The metadata of one ``Fragment`` of moh_lm.training.optimizer."""
     partition = fragment.parameter.tensor_partition
     return {
         "whole_shape": fragment.parameter.whole_shape,
         "partition": None if partition is None else asdict(partition),
         "start": fragment.start,
         "length": fragment.tensors["master"].numel(),
-        **({"frozen": True} if len(fragment.tensors) == 1 else {}),
     }
 
 
@@ -82,8 +88,7 @@ class FragmentReader:
     def __init__(self, step):
         self.shapes = {}  # name -> shape of the whole parameter
         self.shards = {}  # name -> {Partition or None: [Piece]}
-        self.zero = set()  # kinds that the files leave out
-        self.frozen = set()  # names without moments
+        self.zero = set()  # kinds, or kinds of a parameter, that the files leave out
         names = [name for name in read_entries(Path(step)) if name.startswith("rank-")]
         for path in (Path(step) / name for name in sorted(names)):
             try:
@@ -91,7 +96,6 @@ class FragmentReader:
                 self.zero |= set(json.loads(file.metadata().get("zero", "[]")))
                 for name, address in json.loads(file.metadata()["fragments"]).items():
                     self.shapes[name] = tuple(address["whole_shape"])
-                    self.frozen |= {name} if address.get("frozen") else set()
                     pieces = self.shards.setdefault(name, {}).setdefault(read_partition(address["partition"]), [])
                     pieces.append(Piece(file, address["start"], address["length"]))
             except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
@@ -109,7 +113,7 @@ class FragmentReader:
         rows, columns = matrix(shard_shape(whole, partition))
         stop = rows * columns if length is None else start + length
         is_whole = length is None and partition is None
-        if kind in self.zero or (kind != "master" and name in self.frozen):
+        if not self.zero.isdisjoint((kind, f"{kind}/{name}")):
             return torch.zeros(whole if is_whole else stop - start)
         first, last = start // columns, -(-stop // columns)  # rows that hold the range
         block = torch.zeros(last - first, columns)

@@ -10,7 +10,6 @@ The number of steps that are kept counts only those whose files this run has ver
 rename, so that half a step never looks like a step.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from moh_lm.checkpoint.directory import (
     remove_leftovers,
     step_number,
 )
-from moh_lm.checkpoint.fragments import address_of
+from moh_lm.checkpoint.fragments import metadata_of
 from moh_lm.checkpoint.manifest import verify, write_manifest
 from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
 from moh_lm.config import ConfigError
@@ -96,7 +95,7 @@ class Saver:
         self.pending = Writing(
             temporary,
             self.snapshot(tensors) if self.background else tensors,
-            {"fragments": json.dumps({fragment.name: address_of(fragment) for fragment in fragments})},
+            metadata_of(fragments),
             rank_0_files(step, config, state, tokenizer) if dist.get_rank() == 0 else {},
             need,
             self.progress,

@@ -16,6 +16,7 @@ from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 from moh_lm.training.deepspeed_config import REDUCE_BUCKET
+from moh_lm.training.parameter_groups import is_block_matrix
 
 
 @functools.lru_cache(maxsize=8)
@@ -33,7 +34,8 @@ def parameter_counts(model):
 def memory_estimate(config, world_size):
     """Bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "loss"}.
 
-    Not counted: the allocator's fragmentation, the CUDA context, buffers of NCCL (about 1 GiB together).
+    Not counted: the allocator's fragmentation, the CUDA context, buffers of NCCL (about 1 GiB together). Nor what Muon
+    computes with, a few copies of the largest matrix in fp32: activations have left their memory by then.
     """
     return max(stage_memory(config, world_size), key=lambda parts: sum(parts.values()))
 
@@ -45,10 +47,13 @@ def stage_memory(config, world_size):
     micro_batches = config.gradient_accumulation_steps(world_size)
     width = 2 if run.precision == "bf16" else 4
     tokens = run.micro_batch_size * run.seq_length
+    matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else 0
     found = []
     for stage, (_, whole, blocks) in enumerate(stages(model, run.seq_length, pp)):
         parameters = whole / tp
-        trained = parameters if config.optimizer.train_only == "all" else parameter_counts(model)["router"]
+        trained, of_muon = parameters, blocks * matrices / tp  # these have one moment
+        if config.optimizer.train_only == "router":
+            trained, of_muon = parameter_counts(model)["router"], 0
         in_flight = min(pp - stage, micro_batches)  # 1F1B: what stage 0 has started before its first backward pass
         layer_bytes = tokens * DecoderLayer.kept_bytes(model, width, tp)
         input_bytes = tokens * width * model.hidden_size / tp
@@ -61,12 +66,20 @@ def stage_memory(config, world_size):
             {
                 "weights": width * parameters / (dp if parallel.zero_stage == 3 else 1),
                 "gradients": 4 * trained / (dp if parallel.zero_stage > 1 else 1) + bucket,
-                "optimizer": 0 if parallel.offload_optimizer else 3 * 4 * trained / dp,
+                "optimizer": 0 if parallel.offload_optimizer else (3 * 4 * trained - 4 * of_muon) / dp,
                 "activations": kept,
                 "loss": is_last * loss_bytes(model, width, tokens, tp),
             }
         )
     return found
+
+
+@functools.lru_cache(maxsize=8)
+def layer_matrices(model):
+    """Parameters of a decoder layer in matrices that Muon updates."""
+    with torch.device("meta"):
+        layer = DecoderLayer(model, 0, 1, False, None, None)
+    return sum(weight.numel() for name, weight in layer.named_parameters() if is_block_matrix(name))
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ import numpy as np
 
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.mixture import Mixture, Permutation, data_problems, integer_weights
-from moh_lm.data.segments import changes, next_segments
+from moh_lm.data.segments import changes, next_segments, windows_read
 from moh_lm.data.shards import OpenedSource, Shard, ShardError, open_source, read_manifest, tokenizer_files
 
 
@@ -104,20 +104,34 @@ class Source:
 class Dataset:
     """The sources of a run and their mixture; ``Dataset.open`` makes it. ``notes`` are remarks for the user.
 
-    ``segments``: what the run has read up to now (segments.py); by default nothing.
+    ``segments``: what the run has read up to now (segments.py); by default nothing. ``decay``: (first sample, mixture)
+    of another mix, or None.
     """
 
-    def __init__(self, sources, mixture, data: DataConfig, notes: list[str], segments: list[dict] | None = None):
+    def __init__(
+        self, sources, mixture, data: DataConfig, notes: list[str], segments: list[dict] | None = None, decay=None
+    ):
         self.sources: list[Source] = sources
         self.mixture: Mixture = mixture
         self.data = data
         self.notes = notes
         self.segments = segments or next_segments([], self.fingerprint(), 0)
+        self.decay: tuple[int, Mixture] | None = None
+        if decay:
+            first, later = decay
+            shards = {**self.fingerprint(), "shards": {source.name: source.identity() for source in sources}}
+            consumed = {name: windows_read(self.segments, first, name, shards) for name in self.source_names}
+            self.decay = first, later.after(first, consumed)
         self.tokenizer_path = next(iter(tokenizer_files(data.data_dir)), None)
 
     @classmethod
-    def open(cls, data: DataConfig, *, seq_length: int, seed: int, vocab_size: int) -> "Dataset":
-        """Open the sources of ``data.data_mix``, or all of the directory. Raises ConfigError with all that is wrong."""
+    def open(
+        cls, data: DataConfig, *, seq_length: int, seed: int, vocab_size: int, decay_begins: int | None = None
+    ) -> "Dataset":
+        """Open the sources of ``data.data_mix``, or all of the directory. Raises ConfigError with all that is wrong.
+
+        decay_begins: the first sample of ``data.decay_mix``; None: there is no such sample.
+        """
         problems = data_problems(data)
         if problems:
             raise ConfigError(problems)
@@ -127,7 +141,9 @@ class Dataset:
             remedy = "" if "; " in str(error) else "; give a directory that data_prep/tokenize.py has finished"
             raise ConfigError([f"--data-dir {data.data_dir}: {error}{remedy}"]) from error
         present = manifest["sources"]
-        names = [name for name, _ in data.data_mix] or list(present)
+        mixed = [name for name, _ in data.data_mix] or list(present)
+        decay = dict(data.decay_mix) if decay_begins is not None else {}
+        names = [*mixed, *(name for name in decay if name not in mixed)]
         sources = []
         for name in names:
             if name not in present:
@@ -144,14 +160,17 @@ class Dataset:
             problems.append(f"--data-dir {data.data_dir}: holds no source; run data_prep/tokenize.py")
         num_tokens = {source.name: source.training.num_tokens for source in sources}
         weights = dict(data.data_mix) or {name: str(tokens) for name, tokens in num_tokens.items() if tokens}
-        try:
-            integer_weights(weights)
-        except ConfigError as error:
-            problems += error.problems
+        for mix in (weights, decay):
+            try:
+                integer_weights(mix)
+            except ConfigError as error:
+                problems += error.problems
         if problems:
             raise ConfigError(problems)
 
-        mixture = Mixture(weights, num_tokens, seq_length=seq_length, seed=seed)
+        common = dict(seq_length=seq_length, seed=seed, names=sorted(names))
+        mixture = Mixture(weights, num_tokens, **common)
+        later = Mixture(decay, num_tokens, **common) if decay else None
         unused = sorted(present.keys() - set(names))
         notes = [mixture.note] if mixture.note else []
         notes += [f"not in --data-mix: {', '.join(unused)}"] if unused else []
@@ -161,7 +180,12 @@ class Dataset:
             for source in sources
             if source.unlisted
         ]
-        return cls(sorted(sources, key=lambda source: source.name), mixture, data, notes)
+        stage = None
+        if decay and later.weights.tolist() != mixture.weights.tolist():
+            stage = decay_begins, later
+            shares = ", ".join(f"{name} {share:.2%}" for name, share in later.shares().items() if share)
+            notes.append(f"from sample {decay_begins:,} on: {shares} (--decay-mix)")
+        return cls(sorted(sources, key=lambda source: source.name), mixture, data, notes, decay=stage)
 
     @property
     def source_names(self) -> list[str]:
@@ -169,8 +193,13 @@ class Dataset:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each source in the mix."""
-        return dict(zip(self.source_names, (self.mixture.weights / self.mixture.period).tolist(), strict=True))
+        """The share of each source in the mix; if that changes with the decay, the smaller one."""
+        first, second = self.mixture.shares(), (self.decay[1] if self.decay else self.mixture).shares()
+        return {name: min(first[name], second[name]) for name in first}
+
+    def mixture_of(self, sample: int) -> Mixture:
+        """The mixture that sample number ``sample`` is of."""
+        return self.decay[1] if self.decay and sample >= self.decay[0] else self.mixture
 
     def bytes_per_token(self) -> dict[str, float | None]:
         return {source.name: source.bytes_per_token for source in self.sources}
@@ -181,12 +210,13 @@ class Dataset:
         After a change of data ``samples`` and ``epochs`` count what is read of the source in its present form.
         """
         mixture = self.mixture
-        rows = zip(self.sources, mixture.weights, mixture.windows, mixture.counts(num_samples), strict=True)
+        counts = self.mixture_of(num_samples).counts(num_samples)
+        rows = zip(self.sources, mixture.weights, mixture.windows, counts, strict=True)
         weights = dict(self.data.data_mix)
         return [
             {
                 "name": source.name,
-                "weight": weights.get(source.name, str(source.training.num_tokens)),
+                "weight": weights.get(source.name, "0" if weights else str(source.training.num_tokens)),
                 "share": float(integer / mixture.period),
                 "tokens": source.training.num_tokens + source.validation.num_tokens,
                 "documents": sum(shard.num_documents for shard in source.shards),
@@ -198,27 +228,47 @@ class Dataset:
             for source, integer, windows, samples in rows
         ]
 
-    def fingerprint(self) -> dict:
-        """What determines the sequence of samples: equal if and only if the sequences are."""
+    def fingerprint(self, mixture: Mixture | None = None) -> dict:
+        """What determines the sequence of samples of a mixture: equal if and only if the sequences are."""
+        mixture = mixture or self.mixture
+        weights = {name: w for name, w in zip(mixture.names, mixture.weights.tolist(), strict=True) if w}
         return {
-            "seed": self.mixture.seed,
-            "seq_length": self.mixture.seq_length,
+            "seed": mixture.seed,
+            "seq_length": mixture.seq_length,
             "validation_fraction": self.data.validation_fraction,
-            "weights": dict(zip(self.source_names, self.mixture.weights.tolist(), strict=True)),
-            "shards": {source.name: source.identity() for source in self.sources},
+            "weights": weights,
+            "shards": {source.name: source.identity() for source in self.sources if source.name in weights},
         }
 
-    def state(self) -> dict:
-        """For a checkpoint, JSON-able: the segments of the run, and the shards of the last one by name and content."""
+    def newest_mixture(self, consumed_samples: int) -> Mixture:
+        """The mixture of the last of ``consumed_samples`` samples."""
+        return self.mixture_of(consumed_samples - 1) if consumed_samples else self.mixture
+
+    def state(self, consumed_samples: int = 0) -> dict:
+        """For the checkpoint of a run that has read ``consumed_samples`` samples, JSON-able.
+
+        It holds the segments of the run, and the shards by name and content.
+        """
+        segments, newest = self.segments, self.newest_mixture(consumed_samples)
+        if newest is not self.mixture:
+            segments = next_segments(segments, self.fingerprint(newest), newest.first_sample)
         units = {
             source.name: {Path(shard.prefix).name: shard.content[:16] for shard in source.shards}
             for source in self.sources
         }
-        return {"segments": self.segments, "units": units}
+        return {"segments": segments, "units": units}
 
-    def changes(self, state: dict) -> list[str]:
-        """What is other in this dataset than in that of a checkpoint, one sentence each; empty if nothing is."""
-        return changes(state["segments"][-1], state["units"], self.fingerprint(), self.state()["units"])
+    def changes(self, state: dict, consumed_samples: int = 0) -> list[str]:
+        """What is other in this dataset than in that of a checkpoint, one sentence each; empty if nothing is.
+
+        consumed_samples: of the checkpoint.
+        """
+        newest, before = self.newest_mixture(consumed_samples), state["segments"][-1]
+        found = changes(before, state["units"], self.fingerprint(newest), self.state()["units"])
+        if not found and newest is not self.mixture and before["first_sample"] != newest.first_sample:
+            began = f"began at sample {before['first_sample']} and begins at sample {newest.first_sample}"
+            found.append(f"--decay-mix {began}")
+        return found
 
     def continue_from(self, state: dict, consumed_samples: int) -> "Dataset":
         """This dataset for a run that has read ``consumed_samples`` samples, as the ``state`` of its checkpoint says.
@@ -226,9 +276,12 @@ class Dataset:
         If nothing has changed, sample n is what it was. Else a new segment begins here: sources whose shards are the
         same go on where they were, others begin.
         """
-        segments = next_segments(state["segments"], self.fingerprint(), consumed_samples)
-        mixture = self.mixture.after(segments[-1]["first_sample"], segments[-1]["consumed"])
-        return Dataset(self.sources, mixture, self.data, self.notes, segments)
+        newest = self.newest_mixture(consumed_samples)
+        segments = next_segments(state["segments"], self.fingerprint(newest), consumed_samples)
+        mixture = newest.after(segments[-1]["first_sample"], segments[-1]["consumed"])
+        return Dataset(
+            self.sources, mixture, self.data, self.notes, segments, self.decay if newest is self.mixture else None
+        )
 
 
 def bytes_per_token(units):

@@ -78,8 +78,8 @@ class Loader:
 
     def read_step(self, consumed_samples):
         first = consumed_samples + self.rank * self.samples_per_step
-        samples = np.arange(first, first + self.samples_per_step)
-        source, _, position = self.dataset.mixture.locate(samples)
+        mixture, samples = self.dataset.mixture_of(first), np.arange(first, first + self.samples_per_step)
+        source, _, position = mixture.locate(samples)  # a decay begins between two steps
         return self.micro_batches([entry.training for entry in self.dataset.sources], source, position, samples)
 
     def validation(self, source_name: str, num_samples: int) -> list[MicroBatch]:

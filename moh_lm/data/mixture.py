@@ -33,31 +33,43 @@ ROUNDS = 6  # of the Feistel network; three already pass tests of uniformity
 
 
 class Mixture:
-    """The mixture of the sources ``names``, sorted; arrays over sources follow this order.
+    """The mixture of the sources of ``weights``; arrays over sources follow the order of ``names``.
 
-    ``weights``: name -> decimal number as text, of any sum. ``num_tokens``: name -> training tokens, at least
+    ``names``: of the sources of the run, sorted; by default those of the mixture. ``weights``: name -> decimal number
+    as text, of any sum. ``num_tokens``: name -> training tokens, at least
     ``seq_length`` + 1. ``note`` says so if the weights had to be rounded, else it is empty. Raises ConfigError for a
     weight that is too small beside the others.
     """
 
-    def __init__(self, weights: dict[str, str], num_tokens: dict[str, int], *, seq_length: int, seed: int):
-        self.names = sorted(weights)
+    def __init__(
+        self, weights: dict[str, str], num_tokens: dict[str, int], *, seq_length: int, seed: int, names: list[str] = ()
+    ):
+        mixed = sorted(weights)
+        self.names = list(names or mixed)
         self.seq_length = seq_length
         self.seed = seed
-        self.weights, self.note = integer_weights({name: weights[name] for name in self.names})
+        integers, self.note = integer_weights({name: weights[name] for name in mixed})
+        places = np.array([self.names.index(name) for name in mixed])
+        self.weights = np.zeros(len(self.names), dtype=np.int64)
+        self.weights[places] = integers
         self.period = int(self.weights.sum())
         self.num_tokens = [num_tokens[name] for name in self.names]
         # One window fewer than fits leaves room for every phase: the same number in every epoch, found by a division.
         self.windows = np.array([max(1, tokens // seq_length - 1) for tokens in self.num_tokens])
-        self.slot_source, self.slot_ordinal = period_table(self.weights.tolist())
+        slot_source, self.slot_ordinal = period_table(integers.tolist())
+        self.slot_source = places[slot_source].astype(np.int32)
         self.first_sample, self.consumed = 0, np.zeros_like(self.weights)
 
     def after(self, first_sample: int, consumed: dict[str, int]) -> "Mixture":
         """This mixture from ``first_sample`` of a run on, when windows of its sources have been ``consumed`` before."""
         later = copy.copy(self)
         later.first_sample = first_sample
-        later.consumed = np.array([consumed[name] for name in self.names], dtype=np.int64)
+        later.consumed = np.array([consumed.get(name, 0) for name in self.names], dtype=np.int64)
         return later
+
+    def shares(self) -> dict[str, float]:
+        """The share of each source."""
+        return dict(zip(self.names, (self.weights / self.period).tolist(), strict=True))
 
     def locate(self, samples: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample numbers [n] -> source, epoch and position of the window's first token, each int64 [n].
@@ -211,14 +223,19 @@ def data_problems(data):
         found.append("--data-dir is missing: give a directory written by data_prep/tokenize.py")
     if not 0 <= data.validation_fraction < 1:
         found.append(f"--validation-fraction {data.validation_fraction:g}: must be at least 0 and below 1")
-    names = [name for name, _ in data.data_mix]
+    return found + mix_problems("--data-mix", data.data_mix) + mix_problems("--decay-mix", data.decay_mix)
+
+
+def mix_problems(given, mix):
+    """Sentences for what is wrong with a ``mix``, ((name, weight), ...), of the flag ``given``."""
+    names, found = [name for name, _ in mix], []
     for name in sorted({name for name in names if names.count(name) > 1}):
-        found.append(f"--data-mix {name}: is given {names.count(name)} times; give each source once")
-    for name, weight in data.data_mix:
+        found.append(f"{given} {name}: is given {names.count(name)} times; give each source once")
+    for name, weight in mix:
         try:
             sound = bool(name) and Decimal(weight).is_finite() and Decimal(weight) > 0
         except InvalidOperation:
             sound = False
         if not sound:
-            found.append(f"--data-mix {name}={weight}: write NAME=WEIGHT with a weight above 0, such as books=4.24")
+            found.append(f"{given} {name}={weight}: write NAME=WEIGHT with a weight above 0, such as books=4.24")
     return found

@@ -7,6 +7,8 @@ segment with the largest ``first_sample`` up to n place it, with the number of w
     {"first_sample": 0, "seed": 1234, "seq_length": 2048, "validation_fraction": 0.001,
      "weights": {source: integer}, "shards": {source: hash of the contents}, "consumed": {source: windows}}
 
+The other mix of a decay (--decay-mix) is a segment too, which the run foresees.
+
 A source goes on at its next unread window, and in its epoch, if its windows and their order are the same as in an
 earlier segment: the same shards, seed, sequence length and validation fraction. Else it begins at window 0.
 """

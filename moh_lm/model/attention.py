@@ -4,7 +4,8 @@ A head is H_i = softmax(q_i k_i^T / sqrt(e)) v_i with q_i = W_Q_i x and so on (E
 sums over heads (Eq. 3). So the gates g_i multiply the heads before it. The layer goes in three steps, which training,
 generation and the tools that look at heads share:
 
-    project    x -> queries, keys, values, and by the router the gates and the heads in use
+    project    x -> queries and keys (normalised head by head with --qk-norm), values, and by the router the gates and
+               the heads in use
     attend     -> g_i H_i of every head
     output     -> the sum over heads of (g_i H_i) W_O_i
 
@@ -29,7 +30,7 @@ from moh_lm.model.router import HeadRouter, Routed
 from moh_lm.model.routing import FORMS
 from moh_lm.model.row_path import output_of_rows
 from moh_lm.parallel.groups import group_size
-from moh_lm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from moh_lm.parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
 from moh_lm.parallel.local_heads import LocalHeads
 from moh_lm.parallel.mappings import gather_heads, gather_sequence, replicate
 
@@ -83,6 +84,9 @@ class Attention(nn.Module):
         self.k_proj = ColumnParallelLinear(d, key_size, init_std, keys)
         self.v_proj = ColumnParallelLinear(d, key_size, init_std, keys)
         self.o_proj = RowParallelLinear(query_size, d, output_std, self.heads.partition(1, e), group)
+        self.q_norm, self.k_norm = (
+            RMSNorm(e, config.rms_norm_eps, group) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
         mixture = config.heads.head_selection == "mixture"
         self.router = HeadRouter(config, layer_index, init_std, group, loss_terms) if mixture else None
         self.reads_queries = mixture and self.router.form.reads_queries
@@ -123,7 +127,7 @@ class Attention(nn.Module):
             gates, routed = self.router(x, recall, norms)
             gates = self.heads.take(gates)  # [s, b, h/tp]
             selected = None if routed is None else self.heads.take(self.router.heads_in_use(routed.selection))
-        return Projected(self.positions.turn(query, table), key, value, gates, selected, routed)
+        return Projected(self.positions.turn(self.q_norm(query), table), key, value, gates, selected, routed)
 
     def route(self, x, recall, needs_selection=True):
         """Gates [s, b, h/tp], heads in use [s, b, h/tp] or None for all, and ``Routed``, by weights of the router."""
@@ -146,7 +150,7 @@ class Attention(nn.Module):
                 for part in (key, value)
             )
         table = self.positions.table(length or x.shape[0], x.dtype, x.device, positions)
-        return self.positions.turn(key, table), value, table
+        return self.positions.turn(self.k_norm(key), table), value, table
 
     def project_keys(self, project, x):
         """Keys or values of x; the weight is whole on every rank with ``key_runs``, which use it for other heads."""
@@ -203,7 +207,7 @@ class Attention(nn.Module):
         """Bytes that autograd keeps for a token on one rank; numbers of ``width`` bytes.
 
         The gathered input; of the rank's heads q, k, v, context and gated context; for a form that reads queries their
-        norms, in fp32.
+        norms, in fp32; with --qk-norm what it normalises, in fp32, and normalised.
         """
         d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
         gated = config.heads.head_selection != "all"
@@ -211,6 +215,7 @@ class Attention(nn.Module):
         heads = width * (2 * h + 2 * keys + gated * h) * e
         if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
             heads += 4 * h * e
+        heads += config.qk_norm * (4 + width) * (h + k) * e
         return heads / tp + width * d
 
 

@@ -106,7 +106,8 @@ class PipelineCausalLM(PipelineModule):
     """
 
     def __init__(
-        self, config, seq_length, groups_shape, group, micro_batches, recompute, attention_backend, seed, loss_fn
+        self, config, seq_length, groups_shape, group, micro_batches, recompute, attention_backend, z_loss, seed,
+        loss_fn,
     ):  # fmt: skip
         pipeline, data, tensor = groups_shape
         documents = Documents(attention_backend)
@@ -120,7 +121,7 @@ class PipelineCausalLM(PipelineModule):
                 loss_fn=loss_fn,
             )
         self.documents = documents
-        self.tied = config.tie_embeddings
+        self.tied, self.z_loss = config.tie_embeddings, z_loss
         self.group = group
         self.vocab_partition = even_partition(0, config.vocab_size, group)
         self.labels = deque()
@@ -140,7 +141,7 @@ class PipelineCausalLM(PipelineModule):
             return x
         weight = self.tied_modules["embed"].embed_tokens.weight if self.tied else self.forward_funcs[-1].lm_head.weight
         labels = self.labels.popleft().to(x.device, non_blocking=True).t()  # [s, b]
-        mean, self.losses = linear_cross_entropy(x, weight, labels, self.vocab_partition, self.group)
+        mean, self.losses = linear_cross_entropy(x, weight, labels, self.vocab_partition, self.group, self.z_loss)
         return mean
 
     def _partition_layers(self, method):

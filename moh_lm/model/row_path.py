@@ -27,12 +27,13 @@ def output_of_rows(layer, x, gates, selected, documents):
     shared, queries = layer.q_proj(
         x, lambda x, weight: (F.linear(x, weight[:split]), ProjectRows.apply(x, weight[split:], rows))
     )
-    queries = layer.positions.turn(queries, [part.flatten(1).index_select(0, rows.position) for part in table])
+    table_of_rows = [part.flatten(1).index_select(0, rows.position) for part in table]
+    queries = layer.positions.turn(layer.q_norm(queries), table_of_rows)
     heads = AttendRows.apply(queries, key[:, :, groups:], value[:, :, groups:], rows)
     heads = weigh(heads, rows.gather(gates[..., first:]))
     if first == 0:
         return layer.o_proj(heads, lambda heads, weight: SumRows.apply(heads, weight, rows))
-    shared = layer.positions.turn(layer.split_heads(shared), table)
+    shared = layer.positions.turn(layer.q_norm(layer.split_heads(shared)), table)
     context = moh_attention(
         shared, key[:, :, :groups], value[:, :, :groups], gates[..., :first], documents=documents, backend="cpu_sparse"
     )  # fmt: skip

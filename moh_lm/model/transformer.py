@@ -60,7 +60,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)).
+    """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)); with --post-norm x + RMSNorm(Attention(x)) and so on.
 
     ``recompute`` keeps the input of the layer only and computes the rest again in the backward pass, except for the
     selection of heads: it is kept, so that rounding can never select others the second time.
@@ -70,12 +70,15 @@ class DecoderLayer(nn.Module):
         super().__init__()
         output_std = INIT_STD / math.sqrt(2 * config.num_layers)
         d, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(d, eps, group)
+        self.post_norm = config.post_norm
+        self.input_layernorm = nn.Identity() if self.post_norm else RMSNorm(d, eps, group)
         self.self_attn = Attention(
             config, layer_index, INIT_STD, output_std, loss_terms, group, attention_backend
         )
         self.post_attention_layernorm = RMSNorm(d, eps, group)
         self.mlp = MLP(config, output_std, group)
+        if self.post_norm:
+            self.post_feedforward_layernorm = RMSNorm(d, eps, group)
         self.recompute = recompute
         self.documents = documents
         self.run = DecoderLayer.block  # or what torch.compile made of it
@@ -109,6 +112,9 @@ class DecoderLayer(nn.Module):
         attend: in place of the attention layer.
         """
         attention, routed = (attend or self.self_attn)(self.input_layernorm(x), *arguments)
+        if self.post_norm:
+            x = x + self.post_attention_layernorm(attention)
+            return x + self.post_feedforward_layernorm(self.mlp(x)), routed
         x = x + attention
         return x + self.mlp(self.post_attention_layernorm(x)), routed
 
@@ -158,17 +164,18 @@ class CausalLM(nn.Module):
     """The whole model on one pipeline stage.
 
     group: tensor-parallel group. micro_batches: micro-batches of a step, over which the losses of the routers are
-    averaged. attention_backend: of ``moh_attention``. Parameters are left empty; ``initialize`` draws them.
+    averaged. attention_backend: of ``moh_attention``. z_loss: of ``linear_cross_entropy``. Parameters are left empty;
+    ``initialize`` draws them.
     """
 
-    def __init__(self, config, group=None, micro_batches=1, recompute=False, attention_backend="auto"):
+    def __init__(self, config, group=None, micro_batches=1, recompute=False, attention_backend="auto", z_loss=0.0):
         super().__init__()
         self.group = group
         self.vocab_partition = even_partition(0, config.vocab_size, group)
         self.model = Decoder(config, loss_terms(config, micro_batches), recompute, group, attention_backend)
         if not config.tie_embeddings:
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, self.vocab_partition)
-        self.tied = config.tie_embeddings
+        self.tied, self.z_loss = config.tie_embeddings, z_loss
         self.documents = self.model.documents
 
     def forward(self, tokens, labels=None):
@@ -179,7 +186,7 @@ class CausalLM(nn.Module):
         x = gather_sequence(self.model(tokens), self.group)  # [s, b, d]
         if labels is None:
             return self.logits(x)
-        return linear_cross_entropy(x, self.head_weight(), labels.t(), self.vocab_partition, self.group)
+        return linear_cross_entropy(x, self.head_weight(), labels.t(), self.vocab_partition, self.group, self.z_loss)
 
     def logits(self, x):
         """[..., d], normalised -> [..., vocab/tp]."""

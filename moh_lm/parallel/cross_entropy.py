@@ -3,6 +3,9 @@
     z = W x,    loss = log(sum_j exp(z_j - m)) - (z_label - m),    m = max_j z_j
     d loss / d z_j = softmax(z)_j - [j = label],    d loss / dx = W^T dz,    d loss / dW = sum over tokens of dz x^T
 
+With a z-loss, which keeps logits small (Chowdhery et al. 2022, arXiv 2204.02311), zeta (log sum_j exp(z_j))^2 is added,
+and the softmax in the gradient is multiplied by 1 + 2 zeta log sum_j exp(z_j).
+
 The logits of all tokens are by far the largest tensor of a step (65,536 for each token, in fp32). They are never all
 there: a chunk of tokens after another gives its losses and, at once, its part of both gradients, and its logits are
 forgotten. So the backward pass has nothing left to compute, and each product is computed once, as without chunks.
@@ -18,29 +21,32 @@ IGNORED = -100  # label of a position that has no loss
 CHUNK_BYTES = 2**30  # of the fp32 logits of a chunk: 4,096 tokens of 65,536
 
 
-def linear_cross_entropy(x, weight, labels, partition, group):
+def linear_cross_entropy(x, weight, labels, partition, group, z_loss=0.0):
     """Mean loss over all positions, with gradients, and the loss of each position, without.
 
     x: [..., d]. weight: [vocab/tp, d], this rank's rows of ``partition`` (padding included). labels: int64 [...], of
-    the whole vocabulary; IGNORED gives 0, and counts in the mean. Returns fp32 (or wider) tensors [] and [...], equal
-    on every rank. The gradient of x is this rank's part of a sum over the ranks.
+    the whole vocabulary; IGNORED gives 0, and counts in the mean. z_loss: zeta, for the mean only. Returns fp32 (or
+    wider) tensors [] and [...], equal on every rank. The gradient of x is this rank's part of a sum over the ranks.
     """
     rows, targets = x.flatten(0, -2), labels.flatten()
-    mean, losses = LinearCrossEntropy.apply(rows, weight, targets, partition, group, torch.is_grad_enabled())
+    mean, losses = LinearCrossEntropy.apply(rows, weight, targets, partition, group, z_loss, torch.is_grad_enabled())
     return mean, losses.view(labels.shape)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels, partition, group, with_gradients):
+    def forward(ctx, x, weight, labels, partition, group, z_loss, with_gradients):
         wide = torch.promote_types(x.dtype, torch.float32)
-        losses = torch.empty(len(x), dtype=wide, device=x.device)
+        losses, squares = torch.zeros(2, len(x), dtype=wide, device=x.device)
         x_gradient, weight_gradient = torch.empty_like(x) if with_gradients else None, None
         chunk = max(1, CHUNK_BYTES // (len(weight) * wide.itemsize))
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
             z = (x[rows] @ weight.t()).to(wide)  # [tokens, vocab/tp]
-            losses[rows] = softmax_and_losses(z, labels[rows], partition, group)
+            losses[rows], logsumexp = softmax_and_losses(z, labels[rows], partition, group)
+            if z_loss:
+                squares[rows] = logsumexp.square().masked_fill(labels[rows] == IGNORED, 0)
+                z *= (1 + 2 * z_loss * logsumexp).unsqueeze(-1)
             if with_gradients:
                 subtract_labels(z, labels[rows], partition)
                 gradient = z.div_(len(x)).to(x.dtype)
@@ -50,7 +56,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             z = gradient = product = None  # before the next chunk has its own
         ctx.gradients = x_gradient, weight_gradient
         ctx.mark_non_differentiable(losses)
-        return losses.mean(), losses
+        return losses.mean() + z_loss * squares.mean(), losses
 
     @staticmethod
     def backward(ctx, gradient, _):
@@ -58,11 +64,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.gradients = None  # they are large, and changed in place
         x_gradient *= gradient
         weight_gradient *= gradient
-        return x_gradient, weight_gradient.to(x_gradient.dtype), None, None, None, None
+        return x_gradient, weight_gradient.to(x_gradient.dtype), None, None, None, None, None
 
 
 def softmax_and_losses(z, labels, partition, group):
-    """The losses [tokens]; the logits ``z`` [tokens, vocab/tp] become the softmax, in place."""
+    """Losses and logsumexp, [tokens]; the logits ``z`` [tokens, vocab/tp] become the softmax, in place."""
     if partition.padding:
         z[:, -partition.padding :] = -torch.inf
     maximum = z.amax(-1, keepdim=True)
@@ -75,7 +81,8 @@ def softmax_and_losses(z, labels, partition, group):
     all_reduce(sums, dist.ReduceOp.SUM, group)
     total, label_logit = sums
     z /= total.unsqueeze(-1)
-    return (total.log() - label_logit).masked_fill(labels == IGNORED, 0)
+    losses = (total.log() - label_logit).masked_fill(labels == IGNORED, 0)
+    return losses, total.log() + maximum.squeeze(-1)
 
 
 def subtract_labels(softmax, labels, partition):

@@ -80,7 +80,8 @@ def check_nodes(config, dataset):
     """Raise ConfigError on every rank unless all of them see one run directory, one configuration and the same data."""
     marker = Path(config.run.checkpoint_dir) / from_rank_0(f".seen-{time.time_ns()}")
     by_rank_0(marker.touch)
-    mine = {"data": dataset.fingerprint(), **config.to_dict()}
+    last = config.run.train_iters * config.run.global_batch_size
+    mine = {"data": dataset.state(last)["segments"], **config.to_dict()}
     first = from_rank_0(mine)  # also waits for the marker
     here = f"rank {dist.get_rank()} on {socket.gethostname()}"
     problems = [] if marker.exists() else [f"--checkpoint-dir {marker.parent}: {here} does not see that of rank 0"]

@@ -78,7 +78,10 @@ def refuse_changes(step, saved, before, config, dataset):
     """
     found = model_changes(before, config)
     if not config.data.allow_data_change and saved["step"]:
-        found += [f"{change} (--allow-data-change goes on all the same)" for change in dataset.changes(saved["data"])]
+        changes = dataset.changes(saved["data"], saved["consumed_samples"])
+        found += [f"{change} (--allow-data-change goes on all the same)" for change in changes]
+    if saved["step"] and before["optimizer"] == "muon" != config.optimizer.optimizer:
+        found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
     if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:
         found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {saved['step']} steps")
     found += tokenizer_changes(step, saved, dataset.tokenizer_path)

@@ -33,15 +33,16 @@ class RunState:
 
     def capture(self):
         """The state, JSON-able. The same on every rank but for the alarms: rank 0 writes it."""
+        consumed = self.step * self.config.run.global_batch_size
         return {
             "step": self.step,
-            "consumed_samples": self.step * self.config.run.global_batch_size,
+            "consumed_samples": consumed,
             "optimizer_steps": self.engine.optimizer.steps,
             "router_shares": [share.tolist() for share in self.engine.shares],
             "guard": self.engine.guard.state(),
             "interval": self.interval.state(),
             "alarms": self.alarms.state(),
-            "data": self.dataset.state(),
+            "data": self.dataset.state(consumed),
             **({"imported": self.imported} if self.imported else {}),
         }
 
@@ -53,10 +54,11 @@ class RunState:
         if self.step == 0:  # an imported model: nothing was read yet
             return []
         self.engine.guard.restore(saved["guard"])
-        changes = self.dataset.changes(saved["data"])
-        if not changes:
+        changes = self.dataset.changes(saved["data"], saved["consumed_samples"])
+        same_data = not changes and self.dataset.source_names == sorted(saved["alarms"]["unseen"])
+        if same_data:
             self.interval.restore(saved["interval"])
-        self.alarms.restore(saved["alarms"], same_data=not changes)
+        self.alarms.restore(saved["alarms"], same_data)
         self.dataset = self.dataset.continue_from(saved["data"], saved["consumed_samples"])
         return changes
 

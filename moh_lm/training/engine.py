@@ -27,7 +27,7 @@ from moh_lm.parallel.layers import VocabParallelEmbedding
 from moh_lm.training.deepspeed_config import deepspeed_config
 from moh_lm.training.frozen import FrozenWeights, freeze
 from moh_lm.training.guard import DIVERGENCE, AbsurdWeight, Divergence, Guard
-from moh_lm.training.optimizer import Fragment, ShardedAdamW, largest, make_adamw
+from moh_lm.training.optimizer import Fragment, ShardedOptimizer, largest, make_optimizer
 from moh_lm.training.replicas import replica_differences
 from moh_lm.training.step_sums import RouterSums, StepSums
 from moh_lm.training.verdict import StepVerdict
@@ -90,15 +90,16 @@ class Engine:
             device,
         )
         freeze(self.named_parameters(), config.optimizer.train_only)
+        names = {parameter: name for name, parameter in self.named_parameters()}
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
             self.engine, *_ = deepspeed.initialize(
                 model=self.model,
-                optimizer=make_adamw(self.model.named_parameters(), config),
+                optimizer=make_optimizer([(names[p], p) for p in self.model.parameters()], config),
                 config=deepspeed_config(config, self.micro_batches, sum(p.numel() for p in self.model.parameters())),
                 mpu=self.mpu(),
                 dist_init_required=False,
             )
-        self.optimizer = ShardedAdamW(
+        self.optimizer = ShardedOptimizer(
             self.engine.optimizer,
             config.parallel.zero_stage,
             group_rank(groups.data),
@@ -106,6 +107,8 @@ class Engine:
             config.optimizer.router_gradient_clipping,
         )
         self.frozen = FrozenWeights([parameter for _, parameter in self.named_parameters()], groups.data)
+        if config.optimizer.optimizer == "muon":
+            self.optimizer.distribute(self.named_parameters(), config, groups, device)
         self.compare_replicas = functools.partial(
             replica_differences,
             list(self.named_parameters()),
@@ -117,8 +120,9 @@ class Engine:
     def build_model(self):
         run = self.config.run
         model = CausalLM(
-            self.config.model, self.groups.tensor, self.micro_batches, run.recompute, run.attention_backend
-        )
+            self.config.model, self.groups.tensor, self.micro_batches, run.recompute, run.attention_backend,
+            self.config.optimizer.z_loss,
+        )  # fmt: skip
         model.initialize(run.seed)
         return model.to(self.device)
 
@@ -261,6 +265,7 @@ class PipelineEngine(Engine):
             self.micro_batches,
             run.recompute,
             run.attention_backend,
+            self.config.optimizer.z_loss,
             run.seed,
             self.last_stage_loss,
         )

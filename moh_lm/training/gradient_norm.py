@@ -65,13 +65,13 @@ class RouterClip:
 
     def multiply(self, optimizer, *_):
         for group in optimizer.param_groups:
-            for master in group["params"] if group["kind"] == "router" else ():
+            for master in group["params"] if group["router"] else ():
                 master.grad.mul_(self.factor.to(master.device))
 
 
 def norms_by_kind(optimizer, zero_stage):
     """A function that gives the norms [] of the gradients of the routers, and of all others, over all ranks."""
-    of_routers = [group["kind"] == "router" for group in optimizer.optimizer.param_groups]
+    of_routers = [group["router"] for group in optimizer.optimizer.param_groups]
     if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
         norm, groups = norm_of_whole_gradients(optimizer), zip(optimizer.fp32_groups_gradients, of_routers, strict=True)
         routers = [part for parts, chosen in groups if chosen for part in parts]

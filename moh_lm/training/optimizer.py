@@ -1,26 +1,30 @@
-"""AdamW sharded by ZeRO, and its state in addressable pieces.
+"""The optimizer sharded by ZeRO, and its state in addressable pieces.
 
-Under every ZeRO stage a rank owns, of some parameters, a range of the flattened elements: their fp32 masters and both
-Adam moments. DeepSpeed keeps these in flat buffers whose layout depends on the stage and on the number of ranks; here
-they become ``Fragment``s with canonical addresses, the optimizer's own memory, to be written to a checkpoint or
-filled from one.
+Under every ZeRO stage a rank owns, of some parameters, a range of the flattened elements: their fp32 masters and their
+moments, both of AdamW's and the first of Muon's. DeepSpeed keeps these in flat buffers whose layout depends on the
+stage and on the number of ranks; here they become ``Fragment``s with canonical addresses, the optimizer's own memory,
+to be written to a checkpoint or filled from one.
 """
 
 from typing import NamedTuple
 
 import torch
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
+from moh_lm.checkpoint.fragments import MOMENTS
 from moh_lm.training.gradient_norm import examine_norms
+from moh_lm.training.muon import Muon, Place, find_matrices
+from moh_lm.training.parameter_groups import parameter_groups, rule_of
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ZERO_SUPPORTED_OPTIMIZERS.append(Muon)  # else DeepSpeed refuses it, or warns of it in every start
 
 
 class Fragment(NamedTuple):
     """A range of one parameter that this rank's optimizer owns.
 
-    start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg",
-    "exp_avg_sq", flat fp32, all of one length, the optimizer's own; of a frozen weight only the master. is_copy:
-    another rank has the same and speaks for it.
+    start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg" and
+    "exp_avg_sq", flat fp32, all of one length, the optimizer's own; Muon has no "exp_avg_sq", a frozen weight only the
+    master. is_copy: another rank has the same and speaks for it.
     """
 
     name: str
@@ -30,27 +34,13 @@ class Fragment(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-def parameter_groups(named_parameters, config):
-    """The groups of AdamW, none of them empty: matrices, which decay; norms, which do not; and the routers, where
-    ``Config.routers_apart``. ``kind`` says which a group is. What is frozen is in none."""
-    kinds = {"matrix": [], "norm": [], "router": []}
-    for name, parameter in named_parameters:
-        apart = config.routers_apart and ".router." in name
-        if parameter.requires_grad:
-            kinds["router" if apart else "matrix" if parameter.ndim > 1 else "norm"].append(parameter)
-    decay = config.optimizer.weight_decay
-    return [
-        {"params": parameters, "kind": kind, "weight_decay": 0.0 if kind == "norm" else decay}
-        for kind, parameters in kinds.items()
-        if parameters
-    ]
-
-
-def make_adamw(named_parameters, config):
-    """AdamW over the ``parameter_groups``."""
-    settings = config.optimizer
-    groups, betas = parameter_groups(named_parameters, config), (settings.adam_beta1, settings.adam_beta2)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=1e-8, fused=True)
+def make_optimizer(named_parameters, config):
+    """AdamW, or Muon, over the ``parameter_groups`` of (canonical name, parameter)."""
+    settings, groups = config.optimizer, parameter_groups(named_parameters, config)
+    common = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2), eps=1e-8, fused=True)
+    if settings.optimizer == "muon":
+        return Muon(groups, settings.muon_momentum, **common)
+    return torch.optim.AdamW(groups, **common)
 
 
 def largest(tensor):
@@ -58,32 +48,46 @@ def largest(tensor):
     return torch.stack(tensor.detach().aminmax()).abs().max()
 
 
-class ShardedAdamW:
-    """DeepSpeed's optimizer of ``zero_stage``; its Adam state exists from the start, so that it can always be saved.
+class ShardedOptimizer:
+    """DeepSpeed's optimizer of ``zero_stage``; its moments exist from the start, so that they can always be saved.
 
-    examine: sees the gradient norm of every step before the step is taken; see moh_lm.training.gradient_norm.
-    router_limit: of ``examine_norms``.
+    rank: in the data-parallel group. examine: sees the gradient norm of every step before the step is taken; see
+    moh_lm.training.gradient_norm. router_limit: of ``examine_norms``.
     """
 
     def __init__(self, optimizer, zero_stage, rank, examine, router_limit=0.0):
         self.optimizer = optimizer
         self.whole_parameters = zero_stage < 3  # else each rank holds a slice of every parameter
         self.rank = rank
-        for master in self.masters():
+        for number, master in enumerate(self.masters()):
             state = optimizer.optimizer.state[master]
             state["step"] = torch.zeros((), device=master.device)
-            for moment in MOMENTS:
+            for moment in MOMENTS[:1] if self.group(number)["orthogonal"] else MOMENTS:
                 state[moment] = torch.zeros_like(master, requires_grad=False)
-        if self.whole_parameters:
-            # DeepSpeed does this after the first parameter group has stepped, and forgets the others.
-            optimizer._lazy_init_hp_params_optimizer_state()
         examine_norms(optimizer, zero_stage, examine, router_limit)
 
+    def distribute(self, named_parameters, config, groups, device):
+        """Let Muon know the matrices of the model; see moh_lm.training.muon."""
+        orthogonal = [
+            (name, parameter)
+            for name, parameter in named_parameters
+            if parameter.requires_grad and rule_of(name, parameter, config).orthogonal
+        ]
+        masters, found = self.masters(), find_matrices(orthogonal, self.place, config, groups)
+        dtype = torch.bfloat16 if config.run.precision == "bf16" else torch.float32
+        matrices = {masters[number]: matrices for number, matrices in found.items()}
+        self.optimizer.optimizer.distribute(matrices, groups, device, dtype)
+
     def masters(self):
-        """The flat fp32 tensors that AdamW steps."""
+        """The flat fp32 tensors that the optimizer steps."""
         if not self.whole_parameters:
             return self.optimizer.fp32_partitioned_groups_flat
         return [master for group in self.optimizer.param_groups for master in group["params"]]
+
+    def group(self, number):
+        """The parameter group of a flat tensor."""
+        index = number if self.whole_parameters else self.optimizer.sub_group_to_group_id[number]
+        return self.optimizer.param_groups[index]
 
     def largest_master(self):
         """Largest magnitude of a master weight of this rank, []; NaN if one is."""
@@ -92,29 +96,34 @@ class ShardedAdamW:
     def set_learning_rates(self, rate, router_rate):
         """router_rate: of the routers, if they are a group of their own."""
         for group in self.optimizer.param_groups:
-            group["lr"] = router_rate if group["kind"] == "router" else rate
+            group["lr"] = router_rate if group["router"] else rate * group["rate"]
 
-    def fragment(self, parameter):
-        """(start, tensors) of what this rank owns of it, or None; see ``Fragment``."""
+    def place(self, parameter):
+        """The ``Place`` of what this rank owns of it, or None."""
         if self.whole_parameters:
             mapping = parameter._hp_mapping
             if mapping is None:
                 return None
-            tensors = {"master": mapping.get_hp_fragment(), **{key: mapping.get_hp_fragment(key) for key in MOMENTS}}
-            return mapping.lp_fragment_address.start, tensors
+            address = mapping.lp_fragment_address
+            return Place(mapping.param_group_index, mapping.hp_fragment_address.start, address.start, address.numel)
+        number, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
         start = self.rank * parameter.partition_numel()
         length = min(parameter.partition_numel(), parameter.ds_numel - start)  # the rest is padding
-        if length <= 0:
+        return Place(number, offset, start, length) if length > 0 else None
+
+    def fragment(self, parameter):
+        """(start, tensors) of what this rank owns of it, or None; see ``Fragment``."""
+        place = self.place(parameter)
+        if place is None:
             return None
-        tensors = {}
-        for kind, key in (("master", None), *((key, key) for key in MOMENTS)):
-            owned, _ = self.optimizer._get_fp32_opt_state_partition(parameter, True, key)
-            tensors[kind] = owned[:length]
-        return start, tensors
+        master = self.masters()[place.number]
+        state = self.optimizer.optimizer.state[master]
+        tensors = {"master": master.detach(), **{kind: state[kind] for kind in MOMENTS if kind in state}}
+        return place.start, {kind: flat.narrow(0, place.offset, place.length) for kind, flat in tensors.items()}
 
     @property
     def steps(self):
-        """Steps that AdamW has taken; skipped ones do not count."""
+        """Steps that the optimizer has taken; skipped ones do not count."""
         return int(max(state["step"] for state in self.optimizer.optimizer.state.values()))
 
     @torch.no_grad()

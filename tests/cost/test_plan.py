@@ -86,10 +86,12 @@ def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", ["--head-selection all", "", "--routing query_norm", "--num-key-value-heads 2"])
-def test_the_activation_estimate_is_what_autograd_keeps(heads, dtype):
+@pytest.mark.parametrize(
+    "flags", ["--head-selection all", "", "--routing query_norm", "--num-key-value-heads 2 --qk-norm", "--post-norm"]
+)
+def test_the_activation_estimate_is_what_autograd_keeps(flags, dtype):
     sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
-    config = parse(f"{sizes} {heads}").model
+    config = parse(f"{sizes} {flags}").model
     model = CausalLM(config).to(dtype)
     model.initialize(1)
     kept = kept_by_second_layer(model, tokens=torch.randint(0, 64, (2, 128)))
@@ -145,7 +147,9 @@ def test_the_loss_estimate_is_what_the_loss_holds_at_its_peak(dtype, monkeypatch
     assert held.peak == pytest.approx(loss_bytes(model, dtype.itemsize, tokens, tp=1), rel=0.05)
 
 
-@pytest.mark.parametrize("flags, world_size", [("", 2), ("--tensor-parallel-size 2", 2), ("--zero-stage 3", 2)])
+@pytest.mark.parametrize(
+    "flags, world_size", [("", 2), ("--tensor-parallel-size 2", 2), ("--zero-stage 3 --optimizer muon", 2)]
+)
 def test_the_optimizer_estimate_is_what_the_ranks_hold(flags, world_size):
     text = f"""--num-layers 2 --hidden-size 64 --intermediate-size 128 --num-attention-heads 8 --vocab-size 128
         --precision fp32 --seq-length 16 --batch-tokens 64 --train-iters 1 {flags}"""

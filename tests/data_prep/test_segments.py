@@ -220,3 +220,44 @@ def test_the_plan_after_a_change_counts_what_is_read_of_a_source_in_all(director
     second = open_dataset(directory, "a=1 b=1").continue_from(saved(first), 40)
     read = Counter(source for source, _, _ in windows(first, 0, 40) + windows(second, 40, 100))
     assert {row["name"]: row["samples"] for row in second.plan(100)} == dict(read)
+
+
+def test_a_decay_has_its_own_mix_and_reads_no_window_twice(directory):
+    """From sample 48 on source b is left out and c, which was not in the mix, is in it."""
+    def opened(begins=48):
+        data = DataConfig(str(directory), (("a", "1"), ("b", "3")), 0.0, decay_mix=(("c", "1"), ("a", "1")))
+        return Dataset.open(data, seq_length=SEQ_LENGTH, seed=1, vocab_size=2**20, decay_begins=begins)
+
+    def read(dataset, first, end):
+        """(source, epoch, first token), in steps of 16 samples as the loader reads them."""
+        found = []
+        for step in range(first, end, 16):
+            source, *place = dataset.mixture_of(step).locate(np.arange(step, step + 16))
+            found += zip((dataset.source_names[s] for s in source), *(column.tolist() for column in place), strict=True)
+        return found
+
+    whole = opened()
+    samples = read(whole, 0, 96)
+    stable = open_dataset(directory, "a=1 b=3")
+    assert samples[:48] == windows(stable, 0, 48)
+    share = Counter(source for source, *_ in samples[48:])
+    assert share == {"a": 24, "c": 24}
+    for name in "abc":  # in the order of the source's windows, which one source alone has too
+        mine = of_source(name, samples)
+        assert mine == of_source(name, windows(open_dataset(directory, f"{name}=1"), 0, len(mine)))
+
+    for consumed in (0, 16, 48, 64):  # stopped before, at and in the decay
+        state = json.loads(json.dumps(opened().state(consumed)))
+        again = opened()
+        assert again.changes(state, consumed) == []
+        assert read(again.continue_from(state, consumed), consumed, 96) == samples[consumed:]
+    segments = opened().state(64)["segments"]
+    assert [segment["first_sample"] for segment in segments] == [0, 48]
+    assert segments[1]["consumed"] == {"a": 12, "c": 0}
+
+    branch = opened(32)  # a stable run, or this one, whose decay begins elsewhere
+    for earlier in (stable, opened()):
+        assert branch.changes(earlier.state(32), 32) == []
+    assert opened(32).changes(opened().state(64), 64) == ["--decay-mix began at sample 48 and begins at sample 32"]
+    assert any("source b was" in change for change in opened(80).changes(opened().state(64), 64))
+    assert [row["samples"] for row in opened().plan(96)] == [36, 36, 24]

@@ -51,7 +51,7 @@ MODELS = {
 def compute(name, backend, heads=8, key_value_heads=4):
     """(output, [(gradient, partition) by parameter]) of a model in float64, on the ranks of this world."""
     config = ModelConfig(
-        num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=heads,
+        num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=heads, qk_norm=name == "paper",
         num_key_value_heads=key_value_heads, head_dim=4, vocab_size=36, heads=HeadsConfig(**MODELS[name]),
     )  # fmt: skip
     group = dist.group.WORLD if dist.is_initialized() else None

@@ -46,7 +46,7 @@ MODELS = {
         dict(num_key_value_heads=4, window=(3, 4)),
     ),
     "12.5%": (dict(num_shared_heads=(0,), num_active_routed_heads=(1,)), dict(num_key_value_heads=2)),
-    "all, tied": (dict(head_selection="all"), dict(tie_embeddings=True)),
+    "all, tied, more norms": (dict(head_selection="all"), dict(tie_embeddings=True, qk_norm=True, post_norm=True)),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
 }  # fmt: skip
 

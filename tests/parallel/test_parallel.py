@@ -24,6 +24,7 @@ MODELS = {
         dict(num_attention_heads=16, num_key_value_heads=8),
     ),
     "all heads and a tied head": (dict(head_selection="all"), dict(tie_embeddings=True)),
+    "norms and z-loss": (dict(num_shared_heads=(4,)), dict(qk_norm=True, post_norm=True)),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(2,)), {}),
 }
 
@@ -33,7 +34,7 @@ def train_once(name):
     heads, sizes = MODELS[name]
     config = ModelConfig(**(SIZES | sizes), heads=HeadsConfig(load_balance_coefficient=0.5, **heads))
     group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-    model = CausalLM(config, group)
+    model = CausalLM(config, group, z_loss=0.01 if "z-loss" in name else 0.0)
     model.initialize(seed=5)
     model.double()
     cross_entropy.CHUNK_BYTES = 7 * 37 * 8  # several chunks, the last one smaller
@@ -103,18 +104,21 @@ def held_heads():
     return [model.model.layers[0].self_attn.heads.take(torch.arange(8)).tolist() for model in models]
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("tokens_in_a_chunk", [1, 7, 20, 1000])
-def test_loss_and_gradients_in_chunks_equal_torch_with_ignored_labels(monkeypatch, tokens_in_a_chunk):
+def test_loss_and_gradients_in_chunks_equal_torch_with_ignored_labels(monkeypatch, tokens_in_a_chunk, z_loss):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", tokens_in_a_chunk * 11 * 8)
     x = torch.randn(5, 4, 6, dtype=torch.double, requires_grad=True)
     weight = torch.randn(11, 6, dtype=torch.double, requires_grad=True)
     labels = torch.randint(0, 11, (5, 4))
     labels[0, 1] = labels[3, 2] = IGNORED
-    expected = F.cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-    gradients = torch.autograd.grad(expected.mean() * 3, (x, weight))
-    mean, losses = linear_cross_entropy(x, weight, labels, even_partition(0, 11, None), None)
+    logits = (x @ weight.t()).flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="none")
+    penalty = (z_loss * logits.logsumexp(-1) ** 2)[labels.flatten() != IGNORED].sum() / 20
+    gradients = torch.autograd.grad((expected.mean() + penalty) * 3, (x, weight))
+    mean, losses = linear_cross_entropy(x, weight, labels, even_partition(0, 11, None), None, z_loss)
     torch.testing.assert_close(losses, expected.view(5, 4))
-    torch.testing.assert_close(mean, expected.mean())
+    torch.testing.assert_close(mean, expected.mean() + penalty)
     torch.testing.assert_close(torch.autograd.grad(mean * 3, (x, weight)), gradients)
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(x, weight, labels, even_partition(0, 11, None), None)[1], losses)

@@ -28,6 +28,8 @@ MODELS = {
     "mixture": replace(MODEL, **LLAMA3),
     "static": replace(MODEL, heads=replace(HEADS, head_selection="static")),
     "plain": replace(MODEL, heads=HeadsConfig()),
+    "norms": replace(MODEL, qk_norm=True, post_norm=True),
+    "all, norms": replace(MODEL, qk_norm=True, heads=HeadsConfig(head_selection="all")),
     "all": replace(MODEL, rope_type="linear", rope_factor=2.0, heads=HeadsConfig(head_selection="all")),
     "all, window": replace(MODEL, window=(7,), heads=HeadsConfig(head_selection="all")),
     "all, window in one layer": replace(MODEL, window=(7, 0), heads=HeadsConfig(head_selection="all")),
@@ -39,15 +41,15 @@ TYPES = {"all": "llama", "all, window": "mistral"}  # of the others: moh_llama
 
 def test_every_field_of_a_model_has_its_key():
     model = {entry.name for entry in fields(ModelConfig)} - {"heads", "rope_type", "window"}
-    assert model == {entry.field for entry in (*keys.MODEL, *keys.ROPE)}
+    assert model == {entry.field for entry in (*keys.MODEL, *keys.NORMS, *keys.ROPE)}
     heads = {entry.name for entry in fields(HeadsConfig)}
     assert heads - {entry.field for entry in keys.HEADS} <= {*TRAINING_ONLY, *SPREAD}
 
 
 def test_the_remote_configuration_has_every_key_with_the_default_of_the_table():
     arguments = inspect.signature(MoHLlamaConfig.__init__).parameters
-    written = {entry.key for entry in (*keys.MODEL, *keys.HEADS)} | keys.FIXED.keys() | {"rope_theta", "rope_scaling"}
-    assert written <= arguments.keys()
+    written = {entry.key for entry in (*keys.MODEL, *keys.NORMS, *keys.HEADS)} | {"rope_theta", "rope_scaling"}
+    assert written | keys.FIXED.keys() <= arguments.keys()
     assert {kind: set(needed) - {"rope_theta"} for kind, needed in keys.ROPE_TYPES.items()} == {
         kind: set(needed) for kind, needed in ROPE_KEYS.items()
     }
@@ -74,9 +76,11 @@ def test_what_is_written_is_read_again_and_understood_by_the_remote_configuratio
     assert replace(read, heads=model.heads) == model
     for entry in keys.HEADS if routed else ():
         assert getattr(read.heads, entry.field) == getattr(model.heads, entry.field)
-    remote = MoHLlamaConfig(**values | ({} if routed else {"head_selection": "all"}))
+    remote = MoHLlamaConfig(**{"head_selection": "all"} | values)
     for entry in keys.MODEL:
         assert getattr(remote, entry.key) == values[entry.key]
+    for entry in keys.NORMS:
+        assert getattr(remote, entry.key) == getattr(model, entry.field)
     for entry in keys.HEADS if routed else ():
         value = getattr(remote, entry.key)
         assert (tuple(value) if isinstance(value, list) else value) == getattr(model.heads, entry.field)

@@ -30,6 +30,7 @@ TIED = "--tie-embeddings"
 LAYOUTS = [  # of two ranks; pipelines last: DeepSpeed keeps the grid of the first for the rest of the process
     *(("--zero-stage", str(stage), *more) for stage in (1, 2, 3) for more in ((TIED,), ("--recompute",))),
     *(("--zero-stage", str(stage), "--offload-optimizer", TIED) for stage in (1, 2, 3)),
+    ("--zero-stage", "2", *"--qk-norm --post-norm --z-loss 0.01 --attention-backend cpu_sparse".split()),
     ("--pipeline-parallel-size", "2"),
     ("--pipeline-parallel-size", "2", TIED, "--recompute"),
 ]
@@ -48,7 +49,8 @@ def gradients_of_autograd(config, step, size):
     """{name: gradient} of the mean over the micro-batches of all ranks, summed in fp32."""
     dtype = torch.bfloat16 if config.run.precision == "bf16" else torch.float32
     count = size * MICRO_BATCHES
-    model = CausalLM(config.model, micro_batches=count)
+    backend, z_loss = config.run.attention_backend, config.optimizer.z_loss
+    model = CausalLM(config.model, micro_batches=count, attention_backend=backend, z_loss=z_loss)
     model.initialize(config.run.seed)
     model = model.to(dtype)
     sums = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in model.named_parameters()}

@@ -51,14 +51,15 @@ WSD = "--schedule wsd --warmup-iters 1 --save-interval 1 --eval-interval 0 --log
 
 
 def test_a_branch_is_the_run_that_was_to_end_there(data_dir, tmp_path, capsys):
-    """The stable run is meant for eight steps; its branch at step 2 decays over two."""
+    """The stable run is meant for eight steps; its branch at step 2 decays over two, with another mix."""
+    mix = ("--decay-mix", "odd=3", "even=1")
     whole, stable, made = tmp_path / "whole", tmp_path / "stable", tmp_path / "branch"
-    run_ranks(run, 1, arguments(data_dir, whole, *WSD, "--train-iters", "4", "--decay-iters", "2"))
+    run_ranks(run, 1, arguments(data_dir, whole, *WSD, *mix, "--train-iters", "4", "--decay-iters", "2"))
     run_ranks(run, 1, arguments(data_dir, stable, *WSD, "--train-iters", "8", "--decay-iters", "2"), 3)
     assert branch.main([str(stable), "--at", "2", "--decay-iters", "2", "--output", str(made)]) == 0
     flags = capsys.readouterr().out.splitlines()[-1].split()
     assert flags[0] == "--checkpoint-dir"
-    run_ranks(run, 1, arguments(data_dir, *flags[1:2], *WSD, *flags[2:]))
+    run_ranks(run, 1, arguments(data_dir, *flags[1:2], *WSD, *mix, *flags[2:]))
     expected, got = parameters(whole), parameters(made)
     assert all(got[name].equal(tensor) for name, tensor in expected.items())
     losses = [[row["loss"] for row in rows(directory) if "loss" in row] for directory in (made, whole)]
@@ -97,6 +98,7 @@ def test_a_branch_that_cannot_be_is_refused(schedule, at, decay, output, problem
     "flags, problem",
     [
         ("--decay-iters 3", "--decay-iters 3: --schedule cosine has no decay; choose wsd"),
+        ("--decay-mix even=1", "--decay-mix: --schedule cosine has no decay; choose wsd"),
         ("--schedule wsd --decay-iters 9", "--decay-iters 9: must be between 0 and 8"),
     ],
 )

@@ -63,10 +63,13 @@ HARMS = {  # the greatest verdict is that of all ranks; squares of 1e38 are infi
     flipped_bit: {DIVERGENCE},
 }
 PRECISIONS = ("fp32", "bf16")
-LAYOUTS = [  # tensor, pipeline, ZeRO stage, precision, offload
-    *itertools.product((1,), (1,), (1, 2, 3), PRECISIONS, (False, True)),
-    *itertools.product((2,), (1,), (1, 2, 3), PRECISIONS, (True,)),
-    *itertools.product((1,), (2,), (1,), PRECISIONS, (False,)),
+LAYOUTS = [  # tensor, pipeline, ZeRO stage, precision, offload, optimizer
+    *itertools.product((1,), (1,), (1, 2, 3), PRECISIONS, (False, True), ("adamw",)),
+    (1, 1, 1, "bf16", False, "muon"),
+    (1, 1, 3, "fp32", True, "muon"),
+    *itertools.product((2,), (1,), (1, 2, 3), PRECISIONS, (True,), ("adamw",)),
+    (2, 1, 2, "fp32", False, "muon"),
+    *itertools.product((1,), (2,), (1,), PRECISIONS, (False,), ("adamw",)),
 ]
 
 
@@ -82,10 +85,11 @@ def step(engine, number, seed):
 
 def left_behind(layout):
     """{name of a harm: in what the two engines differ after the good step that follows it}."""
-    tensor, pipeline, zero, precision, offload = layout
+    tensor, pipeline, zero, precision, offload, optimizer = layout
     copies = zero < 3 and pipeline == 1 or tensor == 2  # there is more than one of a weight
     flags = f"""--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline} --zero-stage {zero}
-        --precision {precision} --batch-tokens {16 * 8 // tensor // pipeline} --spike-window 2 --spike-sigmas 1e3"""
+        --precision {precision} --batch-tokens {16 * 8 // tensor // pipeline} --spike-window 2 --spike-sigmas 1e3
+        --optimizer {optimizer}"""
     config, _ = parse_config([*SIZES.split(), *flags.split(), "--offload-optimizer", str(offload)])
     device = start_process_group(120)
     groups = ParallelGroups.create(tensor, pipeline)

@@ -10,6 +10,8 @@ The keys are those of ``LlamaConfig`` and these:
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
     routing_unit             head, or key_value_group: all heads of a key/value head are selected together
+    qk_norm                  RMSNorm of each head's query and key, with one weight for all heads, before their positions
+    post_norm                norms after attention and MLP instead of before them
     routing_top_p            use the fewest routed heads whose probabilities add up to this, at most K; null: always K
     layer_windows            one number per layer: W, token i sees the keys i - W + 1 to i; 0: all before it. Left out
                              where sliding_window and layer_types, as of other models, say the same
@@ -88,6 +90,8 @@ class MoHLlamaConfig(PretrainedConfig):
         sliding_window=None,
         layer_types=None,
         layer_windows=None,
+        qk_norm=False,
+        post_norm=False,
         output_router_gates=False,
         output_router_logits=False,
         router_aux_loss_coef=0.01,
@@ -134,6 +138,8 @@ class MoHLlamaConfig(PretrainedConfig):
         self.routing_unit = routing_unit
         self.routing_dtype = routing_dtype
         self.routing_top_p = routing_top_p
+        self.qk_norm = qk_norm
+        self.post_norm = post_norm
         shared, active = num_attention_heads // 2, max(1, num_attention_heads // 4)
         if head_selection == "all":  # every head is always on
             shared, active, num_shared_heads, num_active_routed_heads = num_attention_heads, 0, None, None

@@ -13,7 +13,19 @@ from dataclasses import fields
 
 from moh_lm.checks import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
-from tools.hf.keys import ARCHITECTURES, FIXED, FULL, HEADS, MODEL, REQUIRED, ROPE, ROPE_TYPES, SLIDING, read_window
+from tools.hf.keys import (
+    ARCHITECTURES,
+    FIXED,
+    FULL,
+    HEADS,
+    MODEL,
+    NORMS,
+    REQUIRED,
+    ROPE,
+    ROPE_TYPES,
+    SLIDING,
+    read_window,
+)
 
 ASSUMED = {"sliding_window": 4096, "num_key_value_heads": 8}  # by transformers of a mistral whose file is silent
 USUAL = {**FIXED, "partial_rotary_factor": 1.0}  # or absent
@@ -59,7 +71,7 @@ def model_config(values, heads=None, code_is_known=False):
         raise ConfigError([f"config.json: {problem}" for problem in problems])
     try:
         model = ModelConfig(
-            **{entry.field: values.get(entry.key, entry.absent) for entry in MODEL},
+            **{entry.field: values.get(entry.key, entry.absent) for entry in (*MODEL, *NORMS)},
             heads=heads or own_heads(values),
             window=read_window(values),
             **rope,

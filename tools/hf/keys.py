@@ -38,6 +38,7 @@ MODEL = (
     Key("rms_norm_eps", "rms_norm_eps", 1e-6),  # LlamaConfig's own default
     Key("tie_word_embeddings", "tie_embeddings", False),
 )
+NORMS = (Key("qk_norm", "qk_norm", False), Key("post_norm", "post_norm", False))  # of a moh_llama only
 HEADS = (  # of a moh_llama only; what is as it would be if it were absent is left out
     Key("head_selection", "head_selection"),
     Key("routing", "routing"),
@@ -66,7 +67,7 @@ FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # of
 def model_type(model):
     """That of a ModelConfig's export."""
     widths = {*model.window}
-    if model.heads.head_selection != "all" or len(widths) > 1:
+    if model.heads.head_selection != "all" or len(widths) > 1 or any(getattr(model, entry.field) for entry in NORMS):
         return "moh_llama"
     return "mistral" if any(widths) else "llama"
 
@@ -78,6 +79,9 @@ def written(model):
         keys |= written_window(model)
     if model_type(model) != "moh_llama":
         return keys
+    keys |= {entry.key: True for entry in NORMS if getattr(model, entry.field)}
+    if model.heads.head_selection == "all":
+        return keys | {"head_selection": "all"}
     heads = {entry: getattr(model.heads, entry.field) for entry in HEADS}
     said = {entry.key: value for entry, value in heads.items() if value != entry.absent}
     return keys | {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}

@@ -66,6 +66,9 @@ def model_facts(model, dtype, parameters):
         **({"sliding window": describe_window(model)} if any(model.window) else {}),
         "head selection": heads.head_selection,
     }
+    norms = [text for text, is_on in (("of queries and keys", model.qk_norm), ("after", model.post_norm)) if is_on]
+    if norms:
+        facts["norms"] = " and ".join(norms) + ", not before, attention and MLP" * model.post_norm
     if heads.head_selection != "all":
         facts["shared heads per layer"] = " ".join(map(str, heads.num_shared_heads))
         facts["active routed heads per layer"] = " ".join(map(str, heads.num_active_routed_heads))
@@ -90,14 +93,23 @@ def training_facts(config, state):
         "steps": f"{state['step']:,} of {run.train_iters:,}" + (f", {skipped:,} of them skipped" if skipped else ""),
         "tokens": f"{state['consumed_samples'] * run.seq_length:,}",
         "batch": f"{run.tokens_per_iteration:,} tokens in sequences of {run.seq_length:,}",
-        "learning rate": f"{optimizer.learning_rate:g} to {optimizer.min_learning_rate:g}, cosine; "
+        "learning rate": f"{optimizer.learning_rate:g} to {optimizer.min_learning_rate:g}, {optimizer.schedule}; "
         f"{optimizer.warmup_iters:,} steps of warm-up from {optimizer.warmup_init_lr:g}",
         "AdamW": f"beta {optimizer.adam_beta1:g} and {optimizer.adam_beta2:g}, "
         f"weight decay {optimizer.weight_decay:g}, clipping at {optimizer.gradient_clipping:g}",
+        **muon_facts(optimizer),
         "precision": run.precision,
         "seed": run.seed,
     }
     return table(facts.items())
+
+
+def muon_facts(optimizer):
+    if optimizer.optimizer != "muon":
+        return {}
+    rate = optimizer.matrix_learning_rate or optimizer.learning_rate
+    by = {"matrix": "whole", "head": "head by head", "group": "by key/value groups"}[optimizer.muon_split]
+    return {"Muon": f"of the matrices of blocks, attention {by}; rate {rate:g}, momentum {optimizer.muon_momentum:g}"}
 
 
 def data_facts(state, seq_length):

@@ -247,13 +247,16 @@ class MoHLlamaAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (
+            MoHLlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
         self.router = None
         if config.head_selection == "mixture" and config.routing != "query_norm":
             self.router = MoHLlamaRouter(config, layer_idx)
         self.gated = self.router is not None or self.num_shared < config.num_attention_heads  # else every gate is 1
 
     def route(self, hidden_states, query):
-        """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before rotary."""
+        """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before norm and rotary."""
         num_heads = self.config.num_attention_heads
         if self.router is not None:
             return self.router(hidden_states)
@@ -276,8 +279,8 @@ class MoHLlamaAttention(nn.Module):
         value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
         gates, selected, scores = self.route(hidden_states, query)
 
-        query = rotate(query.transpose(1, 2), *position_embeddings)  # [b, h, s, head_dim]
-        key = rotate(key.transpose(1, 2), *position_embeddings)
+        query = rotate(self.q_norm(query).transpose(1, 2), *position_embeddings)  # [b, h, s, head_dim]
+        key = rotate(self.k_norm(key).transpose(1, 2), *position_embeddings)
         value = value.transpose(1, 2)
         if past_key_values is not None:  # transformers 4 finds the slots of a static cache by cache_position
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
@@ -328,14 +331,23 @@ class MoHLlamaDecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = MoHLlamaAttention(config, layer_idx)
         self.mlp = MoHLlamaMLP(config)
-        self.input_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_norm = config.post_norm
+        if self.post_norm:
+            self.post_feedforward_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        else:
+            self.input_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_states, output_details=False, **kwargs):
         """hidden_states [b, s, d] -> [b, s, d]; with details, a tuple of it and what the attention returns besides."""
-        attended, *details = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attended
-        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        if self.post_norm:
+            attended, *details = self.self_attn(hidden_states, **kwargs)
+            hidden_states = hidden_states + self.post_attention_layernorm(attended)
+            hidden_states = hidden_states + self.post_feedforward_layernorm(self.mlp(hidden_states))
+        else:
+            attended, *details = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+            hidden_states = hidden_states + attended
+            hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return (hidden_states, *details) if output_details else hidden_states
 
 

@@ -1,0 +1,212 @@
+"""Muon: the momentum of a matrix, orthogonalised, is its update (Jordan 2024, kellerjordan.github.io/posts/muon).
+
+    M <- mu M + (1 - mu) G                 G: gradient, clipped
+    O  = orthogonalised(mu M + (1 - mu) G)
+    W <- (1 - rate decay) W - rate scale O
+
+The arithmetic is that of torch.optim.Muon: the singular values of the Nesterov momentum are brought near 1 by five
+Newton-Schulz iterations. What is orthogonalised is a whole matrix, or each of its blocks: the rows of one head in the
+projections to queries, keys and values, and its columns in the output projection (GLM-5, arXiv 2602.15763).
+
+ZeRO cuts matrices anywhere, and tensor parallelism by heads or columns. ``Muon`` puts them together again: every matrix
+has an owner among the data-parallel ranks, which gets the pieces of the others, orthogonalises and sends them back. The
+tensor-parallel ranks gather what is orthogonalised whole, each for itself. So the update is that of one process.
+DeepSpeed's own Muon is not used: it orthogonalises what a tensor-parallel rank holds, and clips some updates by a norm
+that it takes after that.
+
+Shapes: R rows and C columns of this tensor-parallel rank's part of a matrix.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moh_lm.checkpoint.fragments import shard_shape
+from moh_lm.parallel.groups import group_rank, group_size
+from moh_lm.parallel.layers import Partition
+from moh_lm.parallel.mappings import all_gather
+
+COEFFICIENTS, ITERATIONS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch.optim.Muon's
+SCALES = {  # of an update of m rows and n columns
+    "original": lambda m, n: math.sqrt(max(1, m / n)),
+    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),  # Liu et al. 2025, arXiv 2502.16982
+}
+
+
+def newton_schulz(matrices, dtype):
+    """[..., m, n] with singular values near 1, for the same left and right singular vectors; computed in ``dtype``."""
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=EPS)).to(dtype)  # no singular value is above 1
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+class Blocks(NamedTuple):
+    """How a matrix falls into blocks: ``size`` consecutive rows (dim 0) or columns (1) each."""
+
+    dim: int
+    size: int
+
+    def split(self, matrix):
+        """[R, C] -> [blocks, size, C] or [blocks, R, size]."""
+        return matrix.unflatten(self.dim, (-1, self.size)).movedim(self.dim, 0)
+
+    def shape(self, whole):
+        """Rows and columns of a block of a matrix with those of ``whole``."""
+        return tuple(self.size if dim == self.dim else size for dim, size in enumerate(whole))
+
+    def join(self, blocks):
+        return blocks.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+
+
+def blocks_of(name, model, split):
+    """``Blocks`` of a matrix, or None if it is orthogonalised whole. model: ``ModelConfig``. split: --muon-split."""
+    kind = name.split(".")[-2]
+    if split == "matrix" or kind not in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        return None
+    of_queries = kind in ("q_proj", "o_proj") and split == "group"
+    heads = model.num_attention_heads // model.num_key_value_heads if of_queries else 1
+    return Blocks(1 if kind == "o_proj" else 0, heads * model.head_dim)
+
+
+class Place(NamedTuple):
+    """Where a rank holds a piece of a parameter.
+
+    number: of the flat master, which is the same for all ranks of the data-parallel group. offset: first element in
+    that master. start: first element in the flattened local parameter. length: elements.
+    """
+
+    number: int
+    offset: int
+    start: int
+    length: int
+
+
+class Matrix(NamedTuple):
+    """A matrix of the blocks. shape: [R, C]. partition: of the whole one, or None. blocks: ``Blocks``, or None. scale:
+    of its update. places: for every data-parallel rank its ``Place``, or None. owner: the rank that orthogonalises it.
+    """
+
+    shape: tuple[int, int]
+    partition: Partition | None
+    blocks: Blocks | None
+    scale: float
+    places: list[Place | None]
+    owner: int
+
+    def lengths(self):
+        return [place.length if place else 0 for place in self.places]
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, but for the groups that are ``orthogonal``. Its tensors are the flat masters that DeepSpeed makes.
+
+    momentum: mu. ``distribute`` has to be called before the first step.
+    """
+
+    def __init__(self, groups, momentum, **settings):
+        super().__init__(groups, **settings)
+        self.momentum = momentum
+
+    def distribute(self, matrices, groups, device, dtype):
+        """Take note of the ``matrices``, {flat master: [Matrix]}. device, dtype: where and in what they are computed.
+
+        groups: ``ParallelGroups``.
+        """
+        self.groups, self.device, self.dtype = groups, device, dtype
+        self.turns = {master: list(turns(found, group_size(groups.data))) for master, found in matrices.items()}
+
+    @torch.no_grad()
+    def step(self):
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["orthogonal"]]
+        super().step()
+        self.param_groups = groups
+        for group in groups:
+            if group["orthogonal"]:
+                for master in group["params"]:
+                    self.update(master, group["lr"], group["weight_decay"])
+
+    def update(self, master, rate, decay):
+        """One step of a flat master."""
+        state, rank = self.state[master], group_rank(self.groups.data)
+        state["step"] += 1
+        momentum = state["exp_avg"].lerp_(master.grad, 1 - self.momentum)
+        master.mul_(1 - rate * decay)
+        for matrices in self.turns[master]:
+            places = [matrix.places[rank] if matrix else None for matrix in matrices]
+            mine = [slice(place.offset, place.offset + place.length) if place else slice(0) for place in places]
+            pieces = [master.grad[piece].lerp(momentum[piece], self.momentum) for piece in mine]
+            for matrix, piece, update in zip(matrices, mine, self.orthogonalised(matrices, pieces), strict=True):
+                if matrix:
+                    master[piece].sub_(update.to(master.device), alpha=rate * matrix.scale)
+
+    def orthogonalised(self, matrices, pieces):
+        """This rank's pieces of the matrices of a turn, after they were orthogonalised by their owners.
+
+        matrices: for every data-parallel rank the ``Matrix`` that it owns, or None. pieces: of each, flat.
+        """
+        own = matrices[group_rank(self.groups.data)]
+        sent = [len(piece) for piece in pieces]
+        received = own.lengths() if own else [0] * len(matrices)
+        flat = self.exchange(torch.cat(pieces).to(self.device), sent, received)
+        if own:
+            flat = self.orthogonalise(flat.view(own.shape), own.blocks, own.partition).flatten()
+        return self.exchange(flat, received, sent).split(sent)
+
+    def exchange(self, flat, sent, received):
+        """Send ``sent[r]`` elements of ``flat`` to each data-parallel rank r; returns what they send, end to end."""
+        if len(sent) == 1:
+            return flat
+        result = flat.new_empty(sum(received))
+        dist.all_to_all_single(result, flat, received, sent, group=self.groups.data)
+        return result
+
+    def orthogonalise(self, matrix, blocks, partition):
+        """This rank's [R, C] of a matrix, orthogonalised by blocks, or whole."""
+        if blocks:
+            return blocks.join(newton_schulz(blocks.split(matrix), self.dtype))
+        if partition is None:
+            return newton_schulz(matrix, self.dtype)
+        dim, group = partition.dim, self.groups.tensor
+        whole = all_gather(matrix.movedim(dim, 0), group).movedim(0, dim)  # in another order, which changes no product
+        return newton_schulz(whole, self.dtype).chunk(group_size(group), dim)[group_rank(group)]
+
+
+def turns(matrices, ranks):
+    """Lists of one ``Matrix`` for each owner, None where it has no more."""
+    owned = [[matrix for matrix in matrices if matrix.owner == rank] for rank in range(ranks)]
+    return itertools.zip_longest(*owned)
+
+
+def find_matrices(named_parameters, place, config, groups):
+    """{number of the flat master: [Matrix]}, the same on every rank of the data-parallel group.
+
+    named_parameters: (name, parameter) that are orthogonalised. place: gives this rank's ``Place`` in a parameter, or
+    None. A matrix goes to the rank that holds most of it; among equals, to the one with the least to do.
+    """
+    named = dict(named_parameters)
+    mine = {name: place(parameter) for name, parameter in named.items()}
+    tables = [mine] * group_size(groups.data)
+    dist.all_gather_object(tables, mine, group=groups.data)
+    found, load = {}, [0] * len(tables)
+    for name, parameter in named.items():
+        whole, partition = parameter.whole_shape, parameter.tensor_partition
+        blocks = blocks_of(name, config.model, config.optimizer.muon_split)
+        shape = shard_shape(whole, partition)
+        places = [table[name] and Place(*table[name]) for table in tables]
+        lengths = [place.length if place else 0 for place in places]
+        owner = min(range(len(tables)), key=lambda rank: (-lengths[rank], load[rank]))
+        load[owner] += math.prod(shape)
+        m, n = blocks.shape(whole) if blocks else whole
+        scale = SCALES[config.optimizer.muon_scale](m, n)
+        number = next(place.number for place in places if place)
+        found.setdefault(number, []).append(Matrix(shape, partition, blocks, scale, places, owner))
+    return found
