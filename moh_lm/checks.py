@@ -67,11 +67,13 @@ def model_problems(model):
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
     found += rope_problems(model)
     found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient", "router_z_loss")
+    found += below(model.heads, 0, "load_balance_bias_rate")
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads)
         reason, z_loss = FORMS[model.heads.routing].refuses_z_loss, model.heads.router_z_loss
         if reason and z_loss > 0:
             found.append(f"--router-z-loss {z_loss:g}: --routing {model.heads.routing} {reason}; leave it out")
+    found += bias_problems(model)
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
 
 
@@ -114,6 +116,21 @@ def top_p_problems(heads):
             "or released"
         ]
     return [] if 0 < top_p <= 1 else [f"--routing-top-p {top_p:g}: must be above 0 and at most 1, such as 0.4"]
+
+
+def bias_problems(model):
+    heads = model.heads
+    if not heads.load_balance_bias_rate > 0:
+        return []
+    given = f"--load-balance-bias-rate {heads.load_balance_bias_rate:g}"
+    if heads.routing_top_p is not None:
+        return [
+            f"{given}: --routing-top-p {heads.routing_top_p:g} adds up the probabilities of what is selected, and a "
+            "bias changes their order; leave one of them out"
+        ]
+    if model.routed_layers() or budget_problems(model):
+        return []
+    return [f"{given}: no layer has routed heads; leave it out"]
 
 
 def budget_problems(model):

@@ -74,6 +74,9 @@ class HeadsConfig:
         "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), or the whole previous step",
         choices=("sequence", "micro_batch", "global_batch"),
     )
+    load_balance_bias_rate: float = option(
+        0.0, "select by a bias too, which moves so far in each step, up for heads below the mean load; 0: no bias"
+    )
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ def routing_facts(model):
         yield f"whole key/value groups of {model.heads_per_expert}"
     if heads.routing_top_p is not None:
         yield f"top-p {heads.routing_top_p:g}"
+    if heads.load_balance_bias_rate:
+        yield f"bias of rate {heads.load_balance_bias_rate:g}"
 
 
 def describe_attention(config):

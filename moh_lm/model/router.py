@@ -8,7 +8,9 @@ Two things go beyond the paper. With ``routing_unit`` key_value_group the r head
 expert, and the gate of a group is that of each of its heads. With ``routing_top_p`` P, K is only the most: a token
 selects the fewest experts, the largest first, whose probabilities add up to P, and the entropy H of these
 probabilities keeps them few (Huang et al. 2024, "Harder Tasks Need More Experts"). ``router_z_loss`` keeps the scores
-small (Zoph et al. 2022, arXiv 2202.08906). The loss of a layer is
+small (Zoph et al. 2022, arXiv 2202.08906). ``load_balance_bias_rate`` u balances without a gradient (Wang et al. 2024,
+arXiv 2408.15664): a token selects the K largest of (affinity + u n_i), which no gate sees. The affinity is the form's.
+After each step n_i grows by sign(mean load - load_i), loads of the whole global batch. The loss of a layer is
 
     beta L_b + gamma H + zeta Z
     H = mean over tokens of - sum over routed i of p_i ln p_i,   p = softmax(W_r x_t)
@@ -33,6 +35,7 @@ from moh_lm.parallel.layers import make_parameter
 from moh_lm.parallel.mappings import replicate
 
 WEIGHTS = ("w_shared", "w_routed", "w_type")
+BIAS = "bias_steps"  # n: counts, so that neither a precision nor an order of sums can change the selection
 
 
 class Routed(NamedTuple):
@@ -58,7 +61,8 @@ class Recall(NamedTuple):
 class HeadRouter(nn.Module):
     """Gates of all heads and the loss of the router, for one layer.
 
-    Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only where the form has a use for it.
+    Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only where the form has a use for it. Buffer:
+    bias_steps, int32 [E], the bias over its rate; or None.
     loss_terms: layers times micro-batches, over whose losses Eq. 8 takes the mean.
     """
 
@@ -73,6 +77,9 @@ class HeadRouter(nn.Module):
         self.group = group
         self.scope = heads.load_balance_scope
         self.statistics = RouterStatistics()
+        self.bias_rate = heads.load_balance_bias_rate
+        biased = self.bias_rate and self.layer.num_routed
+        self.register_buffer(BIAS, torch.zeros(self.layer.num_routed, dtype=torch.int32) if biased else None)
         weights = self.form.weights(init_std)
         for name in WEIGHTS:
             rows, deviation = weights.get(name, (0, None))
@@ -93,8 +100,8 @@ class HeadRouter(nn.Module):
         shared = self.form.shared_gates(shared)
         if self.layer.num_routed == 0:
             return self.per_head(shared), None
-        selected = self.select(scores, recall)  # [s/tp, b, E]
         probability = self.form.probability(scores)
+        selected = self.select(scores, probability, recall)  # [s/tp, b, E]
         gates, a1 = self.form.routed_gates(scores, probability, selected), None
         if self.layer.num_shared:
             a1, a2 = self.form.type_weights(kinds)
@@ -110,7 +117,10 @@ class HeadRouter(nn.Module):
         weight = replicate(torch.cat([weight for weight in weights if weight is not None]), self.group)
         return wide_linear(x, weight).split(rows, dim=-1)
 
-    def select(self, scores, recall):
+    def select(self, scores, probability, recall):
+        if self.bias_steps is not None:
+            scores = self.form.affinity(scores, probability)
+            scores = scores + self.bias_rate * self.bias_steps.to(scores)
         selected = select(scores.detach(), self.layer.num_active, self.layer.top_p)
         return selected if recall is None else torch.where(*recall, selected)
 
@@ -136,6 +146,11 @@ class HeadRouter(nn.Module):
             loss = loss + self.z_scale * (scores.logsumexp(-1).square().mean() / size)
         return loss, make_rows(losses, a1, selections)
 
+    def move_bias(self, counts):
+        """Move the bias by its rate, up where the load is below the mean. counts: [E], selections of a whole step."""
+        counts = counts.round()  # those of forms that read queries are sums of tp parts
+        self.bias_steps += (counts.sum() - len(counts) * counts).sign().to(self.bias_steps)
+
     def no_recall(self, x):
         """The ``Recall`` of the first pass over x [s/tp, b, d]: nothing to recall yet. None without routed heads."""
         if self.layer.num_routed == 0:
@@ -153,6 +168,11 @@ class HeadRouter(nn.Module):
     def heads_in_use(self, selection):
         """The selection of routed experts [..., E] -> 1 for the heads that are on, shared or selected: [..., h]."""
         return self.per_head(F.pad(selection, (self.layer.num_shared, 0), value=1))
+
+
+def stored_dtype(name, dtype):
+    """Of the tensor ``name`` in files whose weights are of ``dtype``: counts stay whole."""
+    return torch.int32 if name.endswith(BIAS) else dtype
 
 
 def select(scores, k, top_p=None):

@@ -56,6 +56,10 @@ class Paper:
         """W_r x [., E] -> what P of Eq. 7 is the mean of; adds up to 1."""
         return scores.softmax(-1)
 
+    def affinity(self, scores, probability):
+        """What a bias of the selection is added to, [., E]: between 0 and 1, in the order of the scores."""
+        return probability
+
     def routed_gates(self, scores, probability, selected):
         """W_r x, its ``probability`` and the selection, each [., E] -> gates before a2 (Eq. 5); 0 if not selected."""
         return probability * selected
@@ -110,6 +114,9 @@ class Sigmoid(Paper):
     def probability(self, scores):
         """sigmoid(s_i) / sum_j sigmoid(s_j), as in DeepSeek-V3 (arXiv 2412.19437, Eq. 19)."""
         return F.logsigmoid(scores).softmax(-1)
+
+    def affinity(self, scores, probability):
+        return scores.sigmoid()
 
     def routed_gates(self, scores, probability, selected):
         return 2 * scores.sigmoid() * selected

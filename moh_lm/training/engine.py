@@ -18,13 +18,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
 from moh_lm.model.pipeline import PipelineCausalLM
+from moh_lm.model.router import BIAS
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
 from moh_lm.parallel.agreement import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank, group_size
-from moh_lm.parallel.layers import VocabParallelEmbedding
+from moh_lm.parallel.layers import VocabParallelEmbedding, make_parameter
 from moh_lm.training.deepspeed_config import deepspeed_config
 from moh_lm.training.guard import DIVERGENCE, AbsurdWeight, Divergence, Guard
-from moh_lm.training.optimizer import Fragment, ShardedAdamW, largest, make_adamw
+from moh_lm.training.optimizer import MOMENTS, Fragment, ShardedAdamW, largest, make_adamw
 from moh_lm.training.replicas import replica_differences
 from moh_lm.training.step_sums import RouterSums, StepSums
 from moh_lm.training.verdict import StepVerdict
@@ -96,6 +97,7 @@ class Engine:
             replica_differences,
             list(self.named_parameters()),
             list(self.model.tied_parameters()),
+            list(self.named_biases()),
             config.parallel,
             groups,
         )
@@ -129,7 +131,7 @@ class Engine:
             self.optimizer.drop_gradients()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
             self.refuse_lasting_faults(examined.code)
-        routers = self.router_sums.take([batch.sources for batch in micro_batches], keep_shares=skipped)
+        routers = self.router_sums.take([batch.sources for batch in micro_batches], skipped=skipped)
         get_accelerator().synchronize()
         seconds = {
             "forward_backward": examined.time - started,
@@ -207,13 +209,23 @@ class Engine:
         """(canonical name, parameter) of what this rank holds."""
         return self.model.named_parameters()
 
+    def named_biases(self):
+        """(canonical name, counts) of the routers of this rank that select with a bias."""
+        for router in self.model.routers():
+            if router.bias_steps is not None:
+                yield f"model.layers.{router.layer.index}.self_attn.router.{BIAS}", router.bias_steps
+
     def fragments(self):
-        """``Fragment``s of what this rank's optimizer owns."""
+        """``Fragment``s of what this rank's optimizer owns, and of the biases of routers, which have no moments."""
         for name, parameter in self.named_parameters():
             owned = self.optimizer.fragment(parameter)
             if owned is not None:
                 start, tensors = owned
                 yield Fragment(name, parameter, start, self.is_copy(parameter), tensors)
+        copy = group_rank(self.groups.data) > 0 or group_rank(self.groups.tensor) > 0
+        for name, steps in self.named_biases():
+            tensors = {"master": steps, **{moment: torch.zeros_like(steps) for moment in MOMENTS}}
+            yield Fragment(name, make_parameter(steps.shape), 0, copy, tensors)
 
     def is_copy(self, parameter):
         """Whether another rank holds the same parameter and speaks for it: a replicated weight, or a tied one."""

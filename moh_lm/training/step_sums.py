@@ -57,11 +57,11 @@ class RouterSums:
             for layer in layers
         ]
 
-    def take(self, sources, keep_shares):
+    def take(self, sources, skipped):
         """Sums of a step over all ranks, [num_sources, sum of (2 + E)]; each router also gets the step's shares.
 
-        sources: [b] of each of this rank's micro-batches. keep_shares: leave the shares of the step before, if the
-        numbers of this one are not to be trusted.
+        sources: [b] of each of this rank's micro-batches. skipped: leave the shares, and biases, of the step before:
+        the numbers of this one are not to be trusted.
         """
         widths = [row_width(layer) for layer in self.layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
@@ -70,8 +70,12 @@ class RouterSums:
         for router in self.routers:
             parts[router.layer.index] += of_source @ router.statistics.take()
         reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
-        if not keep_shares:
-            self.set_shares([parts[layer.index][:, COUNTS].sum(0) / self.tokens for layer in self.layers])
+        if not skipped:
+            counts = {index: part[:, COUNTS].sum(0) for index, part in parts.items()}
+            self.set_shares([counts[layer.index] / self.tokens for layer in self.layers])
+            for router in self.routers:
+                if router.bias_steps is not None:
+                    router.move_bias(counts[router.layer.index])
         return sums
 
     def set_shares(self, shares):

@@ -55,6 +55,12 @@ CASES = {
     "sigmoid, no shared head": dict(shared=0, active=3, routing="sigmoid"),
     "sigmoid, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="sigmoid"),
     "gated": dict(shared=0, active=1, selection="gated"),
+    "bias": dict(shared=2, active=3, bias=(-1, 4, 0, 2, -3, 1)),
+    "bias, released": dict(shared=3, active=2, bias=(1, 0, -4, 3, 0), routing="released"),
+    "bias, scaled": dict(shared=0, active=3, bias=(1, 0, -4, 3, 0, 2, -1, 5), routing="paper_scaled"),
+    "bias, sigmoid": dict(shared=2, active=3, bias=(-1, 4, 0, 2, -3, 1), routing="sigmoid"),
+    "bias, query norm": dict(shared=3, active=2, bias=(1, 0, -4, 3, 0), routing="query_norm"),
+    "bias, groups": dict(shared=2, active=2, bias=(-2, 1, 0), key_value_heads=4, unit="key_value_group"),
     "top-p": dict(shared=3, active=4, top_p=0.7),
     "top-p, released": dict(shared=2, active=5, top_p=0.7, routing="released"),
     "top-p, no shared head": dict(shared=0, active=8, top_p=0.9),
@@ -65,7 +71,7 @@ CASES = {
 
 def make_config(
     shared, active, routing="paper", two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence",
-    unit="head", top_p=None,
+    unit="head", top_p=None, bias=None,
 ):  # fmt: skip
     heads = HeadsConfig(
         head_selection=selection,
@@ -76,6 +82,7 @@ def make_config(
         load_balance_scope=scope,
         routing_unit=unit,
         routing_top_p=top_p,
+        load_balance_bias_rate=0.05 if bias else 0.0,
         routing_entropy_coefficient=0.53,
         router_z_loss=0.29,
     )
@@ -103,11 +110,11 @@ def softmax(values):
     return [v.exp() / total for v in values]
 
 
-def reference_gates(config, x, queries, weights):
+def reference_gates(config, x, queries, weights, bias=None):
     """(gates of all heads; probabilities, selection and scores of the routed experts) of one token, from the formulas.
 
-    x: [d]. queries: [heads, head_dim] before rotary. weights: W_s, W_r, W_h by name; those absent are None. An expert
-    is a head, or the heads of a key/value head.
+    x: [d]. queries: [heads, head_dim] before rotary. weights: W_s, W_r, W_h by name; those absent are None. bias: of
+    the routed experts. An expert is a head, or the heads of a key/value head.
     """
     heads = config.heads
     if heads.head_selection == "all":
@@ -135,7 +142,9 @@ def reference_gates(config, x, queries, weights):
             probabilities = [p / sum(sigmoids) for p in sigmoids]
         else:
             shared, probabilities = softmax(shared), softmax(scores)
-    best = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i].item(), i))[:k]
+    affinities = sigmoids if heads.routing == "sigmoid" else probabilities
+    ranks = [a.item() + b for a, b in zip(affinities, bias or [0] * len(affinities), strict=True)]
+    best = sorted(range(len(ranks)), key=lambda i: (-ranks[i], i))[:k]
     if heads.routing_top_p is not None:
         enough = [m for m in range(1, k) if sum(probabilities[i] for i in best[:m]) >= heads.routing_top_p]
         best = best[: min([k, *enough])]
@@ -173,7 +182,7 @@ def rotate(vector, position):
     return torch.stack(turned)
 
 
-def reference_attention(config, layer, x):
+def reference_attention(config, layer, x, bias=None):
     """(output [s, b, d], balance loss, entropy, z-loss) of Eq. 4 and 7; the losses None without routed heads."""
     weights = dict(layer.router.named_parameters()) if layer.router else {}
     group = HEADS // config.num_key_value_heads
@@ -183,7 +192,7 @@ def reference_attention(config, layer, x):
         queries = [q.view(HEADS, HEAD_DIM) for q in projected]
         keys = [(layer.k_proj.weight @ token).view(-1, HEAD_DIM) for token in x[:, b]]
         values = [(layer.v_proj.weight @ token).view(-1, HEAD_DIM) for token in x[:, b]]
-        routes = [reference_gates(config, x[t, b], queries[t], weights) for t in range(LENGTH)]
+        routes = [reference_gates(config, x[t, b], queries[t], weights, bias) for t in range(LENGTH)]
         rows = []
         for t in range(LENGTH):
             total = torch.zeros(D).double()
@@ -226,7 +235,11 @@ def test_attention_computes_the_equations_with_every_gradient(case):
     upstream = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
 
     expected_input = x.clone().requires_grad_()
-    expected, balance, entropy, squares = reference_attention(config, layer, expected_input)
+    bias = case.get("bias")
+    if bias:
+        layer.router.bias_steps.copy_(torch.tensor(bias))
+        bias = [0.05 * steps for steps in bias]
+    expected, balance, entropy, squares = reference_attention(config, layer, expected_input, bias)
     objective = (expected * upstream).sum() + (beta * balance + zeta * squares if balance is not None else 0)
     if config.heads.routing_top_p is not None:
         objective = objective + gamma * entropy
@@ -318,6 +331,21 @@ def test_a_z_loss_is_refused_where_it_would_do_harm(routing):
     (problem,) = model_problems(config)
     assert problem.startswith(f"--router-z-loss 0.29: --routing {routing} ")
     assert not model_problems(replace(config, heads=replace(config.heads, router_z_loss=0.0)))
+
+
+def test_a_bias_moves_by_the_sign_of_what_the_load_lacks_of_the_mean():
+    router = HeadRouter(make_config(shared=3, active=2, bias=True), 0, 0.02, group=None)
+    for counts, expected in (([9, 1, 4, 4, 2], [-1, 1, 0, 0, 1]), ([0, 0, 20, 20, 0], [0, 2, -1, -1, 2])):
+        router.bfloat16().move_bias(torch.tensor(counts, dtype=torch.float64))
+        assert router.bias_steps.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "changes, said", [(dict(top_p=0.5), "--routing-top-p 0.5 "), (dict(selection="static"), "no layer has routed")]
+)
+def test_a_bias_is_refused_where_it_has_no_meaning(changes, said):
+    (problem,) = model_problems(make_config(shared=3, active=2, bias=True, **changes))
+    assert problem.startswith(f"--load-balance-bias-rate 0.05: {said}")
 
 
 def test_the_choices_of_the_flag_are_the_forms():

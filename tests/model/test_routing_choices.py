@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moh_lm.checkpoint.manifest import read_json
 from moh_lm.checkpoint.saver import find_step
@@ -38,6 +39,10 @@ MODELS = {
     "scaled, z-loss": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 8 --routing paper_scaled "
     "--router-z-loss 3",
     "gated": f"{HEADS} --head-selection gated",
+    "bias": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 4 --routing sigmoid "
+    "--load-balance-coefficient 0 --load-balance-bias-rate 0.005",
+    "bias, query norm": f"{GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7 "
+    "--load-balance-bias-rate 0.01",
 }
 STEADY = """--train-iters 3 --log-interval 1 --save-interval 1 --eval-samples 2 --eval-interval 0 --warmup-iters 0
     --learning-rate 2e-5 --min-learning-rate 1e-5 --gradient-clipping 0"""
@@ -67,6 +72,7 @@ def one_process(data_dir, tmp_path_factory):
     [
         ("groups, query norm", "tensor"), ("top-p, released", "pipeline"), ("both", "tensor"), ("both", "data, sparse"),
         ("sigmoid", "tensor"), ("sigmoid", "pipeline"), ("scaled, z-loss", "data, sparse"), ("gated", "tensor"),
+        ("bias", "pipeline"), ("bias", "data, sparse"), ("bias, query norm", "tensor"),
     ],  # fmt: skip
 )
 def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_path, one_process):
@@ -80,6 +86,11 @@ def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_p
         heads = theirs.get("heads", {})
         assert all(mine["heads"][key] == heads[key] for key in heads.keys() & {"load", "active_heads"})
         assert ("active_heads" in heads) == ("heads" in theirs and "top-p" in MODELS[model])
+    for step in (1, 2, 3):  # counts
+        mine, theirs = state(tmp_path, step), state(expected, step)
+        biases = [key for key in theirs if key.endswith("router.bias_steps")]
+        assert len(biases) == (6 if "bias" in model else 0)
+        assert all(torch.equal(mine[key], theirs[key]) for key in biases)
     mine, theirs = state(tmp_path, 1), state(expected, 1)
     far = {key: distance(mine[key], theirs[key]) for key in theirs}
     assert max(far.values()) < 1e-5, sorted(far.items(), key=lambda item: -item[1])[:5]
@@ -122,6 +133,26 @@ def run_recorded(flags):
     HeadRouter.select = recorded
     run(flags)
     return taken
+
+
+def test_a_bias_follows_the_loads_of_whole_steps_and_an_export_selects_by_it(data_dir, tmp_path, monkeypatch):
+    flags = arguments(data_dir, tmp_path / "run", *STEADY.split(), *MODELS["bias"].split())
+    (taken,) = run_ranks(run_recorded, 1, flags)
+    exporter(monkeypatch)(tmp_path / "run", tmp_path / "hf", "--dtype", "bfloat16")  # which compares logits
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    for layer, num_routed in enumerate((12, 8)):
+        steps, expected = torch.cat(taken[layer], dim=1).split(8, dim=1), [0] * num_routed  # of 8 sequences each
+        assert len(steps) == 3
+        for selected in steps:
+            loads = selected.sum((0, 1)).tolist()
+            mean = sum(loads) / num_routed
+            expected = [count + (load < mean) - (load > mean) for count, load in zip(expected, loads, strict=True)]
+        assert len(set(expected)) > 1
+        name = f"model.layers.{layer}.self_attn.router.bias_steps"
+        assert state(tmp_path / "run", 3)[f"master/{name}"].tolist() == expected
+        assert exported[name].dtype == torch.int32 and exported[name].tolist() == expected
+    import_hf.run(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")])
+    assert parameters(tmp_path / "in")[name].tolist() == expected
 
 
 def test_active_heads_and_loads_are_those_of_the_selections_and_the_mfu_counts_them(data_dir, tmp_path):
@@ -223,8 +254,8 @@ def test_an_export_of_a_plain_model_has_none_of_the_keys(tmp_path, monkeypatch):
 
 def exporter(monkeypatch):
     """tools/export_hf.py in this process."""
-    def call(checkpoint, output):
-        arguments = ["--checkpoint", str(checkpoint), "--output", str(output)]
+    def call(checkpoint, output, *more):
+        arguments = ["--checkpoint", str(checkpoint), "--output", str(output), *more]
         export_hf.export(arguments)
 
     return call

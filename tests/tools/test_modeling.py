@@ -52,7 +52,10 @@ def make_model(seed=0, attention="sdpa", **changes):
     ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias_steps"):
+                parameter.random_(-4, 5, generator=generator)
+                continue
             spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.2
             parameter.normal_(float(parameter.ndim == 1), 1.5 * spread, generator=generator)
     return model
@@ -75,6 +78,13 @@ def top_k(scores, k):
     return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:k]
 
 
+def biased(config, weights, affinities, scores):
+    """What is selected by: the scores, or with a bias the affinities and it."""
+    if not config.load_balance_bias_rate:
+        return scores
+    return [a + config.load_balance_bias_rate * n for a, n in zip(affinities, weights["bias_steps"], strict=True)]
+
+
 def reference_gates(config, layer, weights, x, queries):
     """Gates of one token: x [d], queries [h, head_dim] before rotary."""
     heads, shared = config.num_attention_heads, config.num_shared_heads[layer]
@@ -93,14 +103,15 @@ def reference_gates(config, layer, weights, x, queries):
         if len(norms) > 1:
             mean = sum(norms) / len(norms)
             deviation = math.sqrt(sum((norm - mean) ** 2 for norm in norms) / (len(norms) - 1))
-        chosen = top_k([norm / deviation for norm in norms], active)
+        scores = [norm / deviation for norm in norms]
+        chosen = top_k(biased(config, weights, softmax(scores), scores), active)
         gates = [1.0] * shared + [1.0 if head in chosen else 0.0 for head in range(heads - shared)]
         return [gate for gate in gates for _ in range(size)]
 
     if config.routing == "sigmoid":
         gates = [2 / (1 + math.exp(-row @ x)) for row in weights["w_shared"]] if shared else []
         scores = [row @ x for row in weights["w_routed"]] if shared < heads else []
-        chosen = top_k(scores, active)
+        chosen = top_k(biased(config, weights, [1 / (1 + math.exp(-score)) for score in scores], scores), active)
         gates += [2 / (1 + math.exp(-score)) if head in chosen else 0.0 for head, score in enumerate(scores)]
         return [gate for gate in gates for _ in range(size)]
     released, scaled = config.routing == "released", config.routing == "paper_scaled"
@@ -115,7 +126,8 @@ def reference_gates(config, layer, weights, x, queries):
         gates += [a1 * scale * p for p in softmax([row @ x for row in weights["w_shared"]])]
     if shared < heads:
         scores = [row @ x for row in weights["w_routed"]]
-        chosen, probabilities = top_k(scores, active), softmax(scores)
+        probabilities = softmax(scores)
+        chosen = top_k(biased(config, weights, probabilities, scores), active)
         if config.routing_top_p is not None:
             while len(chosen) > 1 and sum(probabilities[head] for head in chosen[:-1]) >= config.routing_top_p:
                 chosen.pop()
@@ -203,6 +215,7 @@ def drawn_heads(seed):
         "num_shared_heads": shared,
         "num_active_routed_heads": [draw.randint(min(1, heads - s), heads - s) for s in shared],
         "tie_word_embeddings": draw.random() < 0.3,
+        "load_balance_bias_rate": draw.choice([0.0, 0.05]),
     }
 
 

@@ -10,6 +10,7 @@ The keys are those of ``LlamaConfig`` and these:
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
     routing_unit             head, or key_value_group: all heads of a key/value head are selected together
+    load_balance_bias_rate   select by a bias too, of this size for each of the router's bias_steps; 0: no bias
     routing_top_p            use the fewest routed heads whose probabilities add up to this, at most K; null: always K
 
 The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
@@ -81,6 +82,7 @@ class MoHLlamaConfig(PretrainedConfig):
         num_active_routed_heads=None,
         routing_unit="head",
         routing_top_p=None,
+        load_balance_bias_rate=0.0,
         output_router_gates=False,
         output_router_logits=False,
         router_aux_loss_coef=0.01,
@@ -119,6 +121,7 @@ class MoHLlamaConfig(PretrainedConfig):
         self.two_stage = two_stage
         self.routing_unit = routing_unit
         self.routing_top_p = routing_top_p
+        self.load_balance_bias_rate = load_balance_bias_rate
         shared, active = num_attention_heads // 2, max(1, num_attention_heads // 4)
         if head_selection == "all":  # every head is always on
             shared, active, num_shared_heads, num_active_routed_heads = num_attention_heads, 0, None, None
@@ -166,6 +169,8 @@ class MoHLlamaConfig(PretrainedConfig):
                 f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm "
                 "and sigmoid"
             )
+        if self.load_balance_bias_rate and self.routing_top_p is not None:
+            raise ValueError(f"load_balance_bias_rate {self.load_balance_bias_rate}: must be 0 with routing_top_p")
         for key in ("num_shared_heads", "num_active_routed_heads"):
             budget = getattr(self, key)
             if len(budget) != self.num_hidden_layers:

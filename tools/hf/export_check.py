@@ -31,7 +31,8 @@ from data_prep.encoding import read_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.checkpoint.manifest import read_json
 from moh_lm.config import ConfigError
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.router import stored_dtype
+from moh_lm.model.transformer import CausalLM, saved_tensors
 from tools.hf.export_files import exported_files
 from tools.hf.import_config import model_config
 
@@ -65,7 +66,11 @@ def check_export(step, config, directory, tokenizer):
     values = read_json(directory / "config.json")
     dtype = getattr(torch, values["torch_dtype"])
     checkpoint, files = FragmentReader(step), exported_files(directory)
-    expected = trainer_logits(config.model, lambda name: checkpoint.read("master", name).to(dtype), tokens)
+
+    def exact(name):
+        return checkpoint.read("master", name).to(stored_dtype(name, dtype))
+
+    expected = trainer_logits(config.model, exact, tokens)
     logits = trainer_logits(model_config(values), lambda name: files[name].get_tensor(name), tokens)
     lines = [compare("the trainer's model", expected, logits)]
     if transformers is None:
@@ -109,10 +114,10 @@ def trainer_logits(config, read, tokens):
 
 
 def fill(module, inputs=None, *, prefix, read):
-    """Give the parameters of a module on the meta device their values."""
+    """Give the tensors of a module on the meta device their values."""
     module.to_empty(device="cpu")
-    for name, parameter in module.named_parameters():
-        parameter.copy_(read(prefix + name))
+    for name, tensor in saved_tensors(module):
+        tensor.copy_(read(prefix + name))
 
 
 def empty(module, inputs, output):

@@ -38,6 +38,7 @@ HEADS = (  # of a moh_llama only; what is as it would be if it were absent is le
     Key("num_active_routed_heads", "num_active_routed_heads"),
     Key("routing_unit", "routing_unit", "head"),
     Key("routing_top_p", "routing_top_p", None),
+    Key("load_balance_bias_rate", "load_balance_bias_rate", 0.0),
     Key("router_aux_loss_coef", "load_balance_coefficient", 0.01),
 )
 ROPE = (  # inside of rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4)

@@ -14,7 +14,9 @@ weighted by zero.
 
 With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
 and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
-largest first and at most K, whose softmax adds up to it.
+largest first and at most K, whose softmax adds up to it. With ``load_balance_bias_rate`` u the K heads with the largest
+(affinity + u n) are selected, n the ``bias_steps`` of training; the affinity is sigmoid(score) with routing sigmoid,
+else the softmax. Gates see no bias, and training here does not move it.
 
 Each of these, as an argument or in the configuration, adds to the outputs:
 
@@ -91,8 +93,13 @@ def per_head(experts, heads_per_expert):
     return experts if heads_per_expert == 1 else experts.repeat_interleave(heads_per_expert, dim=-1)
 
 
+def affinity(routing, scores):
+    """What a bias of the selection is added to, [b, s, E]."""
+    return scores.sigmoid() if routing == "sigmoid" else scores.softmax(dim=-1)
+
+
 class MoHLlamaRouter(nn.Module):
-    """Routing of one layer from learned weights.
+    """Routing of one layer from learned weights; with ``query_norm`` only the bias of its selection.
 
     x [b, s, d] -> gates, fp32, and selection, bool, both [b, s, h]; scores of the routed experts, fp32 [b, s, E].
 
@@ -115,6 +122,14 @@ class MoHLlamaRouter(nn.Module):
         self.scaled = config.routing in ("released", "paper_scaled")
         one_stage = config.routing == "sigmoid" or not config.two_stage
         self.two_stage = not one_stage and self.num_shared > 0 and self.num_routed > 0
+        self.bias_rate = config.load_balance_bias_rate
+        self.bias_steps = None
+        if self.bias_rate and self.num_routed:  # counts, which no dtype of a model rounds
+            steps = torch.zeros(self.num_routed, dtype=torch.int32)
+            self.bias_steps = nn.Parameter(steps, requires_grad=False)
+        if config.routing == "query_norm":
+            self.two_stage = False
+            return
         if self.num_shared:
             self.w_shared = nn.Parameter(torch.empty(self.num_shared, config.hidden_size))
         if self.num_routed:
@@ -130,7 +145,7 @@ class MoHLlamaRouter(nn.Module):
                 gates.append(self.shared_gates(F.linear(x, self.w_shared.float())))
             if self.num_routed:
                 scores = F.linear(x, self.w_routed.float())
-                selected = select(scores, self.num_active, self.top_p)
+                selected = select(self.biased(scores), self.num_active, self.top_p)
                 gates.append(self.routed_gates(scores, selected))
             if self.two_stage:
                 a = F.linear(x, self.w_type.float()).softmax(dim=-1)  # Eq. 6
@@ -138,6 +153,12 @@ class MoHLlamaRouter(nn.Module):
                 gates = [gates[0] * a[..., :1], gates[1] * a[..., 1:]]
             experts = torch.cat(gates, dim=-1), with_shared(selected, self.num_shared)
             return *(per_head(part, self.heads_per_expert) for part in experts), scores
+
+    def biased(self, scores):
+        """What is selected by."""
+        if self.bias_steps is None:
+            return scores
+        return affinity(self.routing, scores) + self.bias_rate * self.bias_steps.to(scores.dtype)
 
     def shared_gates(self, scores):
         if self.routing == "sigmoid":
@@ -154,20 +175,21 @@ class MoHLlamaRouter(nn.Module):
         return gates * self.num_routed if self.scaled else gates
 
 
-def query_norm_routing(query, num_shared, num_active, heads_per_expert=1):
+def query_norm_routing(query, num_shared, num_active, heads_per_expert=1, biased=lambda scores: scores):
     """Routing without weights: query [b, s, h, head_dim], before rotary -> the same as ``MoHLlamaRouter``.
 
     The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads, as
     in the authors' released code. Shared and selected heads have gate 1 (Eq. 9); the gradient of a selected gate goes
     to its softmax score (Eq. 10).
-    The query of a group is those of its heads, one after the other. num_shared, num_active: of experts.
+    The query of a group is those of its heads, one after the other. num_shared, num_active: of experts. biased: what
+    is selected by, made of the scores.
     """
     if heads_per_expert > 1:
         query = query.unflatten(-2, (-1, heads_per_expert)).flatten(-2)
     scores = query.float().norm(dim=-1)[..., num_shared:]
     if scores.shape[-1] > 1:
         scores = scores / scores.std(dim=-1, keepdim=True).clamp_min(1e-6)  # equal norms: a token of zeros
-    selected = select(scores, num_active)
+    selected = select(biased(scores), num_active)
     probabilities = scores.softmax(dim=-1)
     routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 9, and Eq. 10 backward
     shared = torch.ones_like(query[..., :num_shared, 0], dtype=torch.float32)
@@ -236,20 +258,21 @@ class MoHLlamaAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
         self.router = None
-        if config.head_selection == "mixture" and config.routing != "query_norm":
+        if config.head_selection == "mixture" and (config.routing != "query_norm" or config.load_balance_bias_rate):
             self.router = MoHLlamaRouter(config, layer_idx)
         self.gated = self.router is not None or self.num_shared < config.num_attention_heads  # else every gate is 1
 
     def route(self, hidden_states, query):
         """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before rotary."""
         num_heads = self.config.num_attention_heads
-        if self.router is not None:
+        if self.router is not None and self.config.routing != "query_norm":
             return self.router(hidden_states)
         if self.config.head_selection == "mixture" and self.num_shared < num_heads:
             if query.shape[-2] < num_heads:
                 raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
             size = self.config.heads_per_expert
-            return query_norm_routing(query, self.num_shared // size, self.num_active // size, size)
+            more = {} if self.router is None else {"biased": self.router.biased}
+            return query_norm_routing(query, self.num_shared // size, self.num_active // size, size, **more)
         always_on = torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active
         selected = always_on.expand(*query.shape[:-2], num_heads)
         return selected.float(), selected, query.new_zeros(*query.shape[:-2], 0)
@@ -424,7 +447,7 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, MoHLlamaRouter):
             for weight in module.parameters(recurse=False):
-                nn.init.normal_(weight, std=std)
+                nn.init.normal_(weight, std=std) if weight.is_floating_point() else nn.init.zeros_(weight)
         elif isinstance(module, MoHLlamaRMSNorm):
             nn.init.ones_(module.weight)
 
