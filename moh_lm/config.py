@@ -309,11 +309,14 @@ class ReliabilityConfig:
 class AlarmConfig:
     """alarms: what the log calls attention to; 0 turns one off"""
 
-    alarm_intervals: int = option(3, "intervals in a row before an alarm of heads, speed or balance fires")
+    alarm_intervals: int = option(3, "intervals in a row before an alarm of heads, gates, speed or balance fires")
     alarm_head_low: float = option(0.1, "fires for a routed head selected by less than this share of its fair load")
     alarm_head_high: float = option(3.0, "fires for a routed head selected by this many times its fair load, or by 95%")
     alarm_throughput: float = option(0.7, "fires for a throughput below this share of the running median")
     alarm_balance_loss: float = option(1.2, "fires for a layer whose balance loss is so many times its running median")
+    alarm_gate_drift: float = option(
+        1.5, "fires for a layer whose mean gate is so many times its running median, or the median so many times it"
+    )
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ BIAS = "bias_steps"  # n: counts, so that neither a precision nor an order of su
 
 class Routed(NamedTuple):
     """What a router says besides the gates: the loss, a scalar whose terms add up over the tp ranks; the rows of
-    moh_lm/model/balance.py, [b, 2 + E]; the selection of routed experts, 0 or 1 [s/tp, b, E]."""
+    moh_lm/model/balance.py, [b, 4 + E]; the selection of routed experts, 0 or 1 [s/tp, b, E]."""
 
     loss: torch.Tensor
     rows: torch.Tensor
@@ -101,12 +101,12 @@ class HeadRouter(nn.Module):
         if self.layer.num_routed == 0:
             return self.per_head(shared), None
         probability = self.form.probability(scores)
-        selected = self.select(scores, probability, recall)  # [s/tp, b, E]
+        selected = self.select(self.ranking(scores, probability), recall)  # [s/tp, b, E]
         gates, a1 = self.form.routed_gates(scores, probability, selected), None
         if self.layer.num_shared:
             a1, a2 = self.form.type_weights(kinds)
             gates = torch.cat((shared * a1, gates * a2), dim=-1)  # [s/tp, b, n]
-        loss, rows = self.loss(scores, probability, selected, a1)
+        loss, rows = self.loss(scores, probability, selected, gates, a1)
         return self.per_head(gates), Routed(loss, rows, selected)
 
     def scores(self, x):
@@ -117,14 +117,18 @@ class HeadRouter(nn.Module):
         weight = replicate(torch.cat([weight for weight in weights if weight is not None]), self.group)
         return wide_linear(x, weight).split(rows, dim=-1)
 
-    def select(self, scores, probability, recall):
-        if self.bias_steps is not None:
-            scores = self.form.affinity(scores, probability)
-            scores = scores + self.bias_rate * self.bias_steps.to(scores)
+    def ranking(self, scores, probability):
+        """What is selected by, [s/tp, b, E]: the scores, or with a bias the affinities and it."""
+        if self.bias_steps is None:
+            return scores
+        affinity = self.form.affinity(scores, probability)
+        return affinity + self.bias_rate * self.bias_steps.to(affinity)
+
+    def select(self, scores, recall):
         selected = select(scores.detach(), self.layer.num_active, self.layer.top_p)
         return selected if recall is None else torch.where(*recall, selected)
 
-    def loss(self, scores, probability, selected, a1):
+    def loss(self, scores, probability, selected, gates, a1):
         """beta L_b + gamma H + zeta Z of this rank's tokens, [], and their rows."""
         size = group_size(self.group)
         previous = None
@@ -134,8 +138,6 @@ class HeadRouter(nn.Module):
                 previous = selected.new_full((self.layer.num_routed,), self.layer.num_active / self.layer.num_routed)
         together = self.scope == "micro_batch"
         losses, selections = balance_loss(probability, selected, self.group, previous, together)  # Eq. 7
-        if self.form.reads_queries:  # every rank has all tokens: each of them is counted tp times
-            selections = selections / size
         if self.form.balance_factor != 1:
             losses = losses * self.form.balance_factor
         loss = self.balance_scale * losses.mean()
@@ -144,7 +146,8 @@ class HeadRouter(nn.Module):
             loss = loss + self.entropy_scale * (-(log_p.exp() * log_p).sum(-1).mean() / size)
         if self.z_scale:
             loss = loss + self.z_scale * (scores.logsumexp(-1).square().mean() / size)
-        return loss, make_rows(losses, a1, selections)
+        copies = size if self.form.reads_queries else 1  # then every rank has all tokens: each is counted tp times
+        return loss, make_rows(losses, a1, gates, selections, copies)
 
     def move_bias(self, counts):
         """Move the bias by its rate, up where the load is below the mean. counts: [E], selections of a whole step."""

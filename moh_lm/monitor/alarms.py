@@ -2,11 +2,13 @@
 
     routing collapse    a routed head or group below --alarm-head-low, or above --alarm-head-high, of its fair load
     balance loss        of a layer above --alarm-balance-loss times its running median
+    gate drift          the mean gate of a layer more than --alarm-gate-drift times its running median, or less than the
+                        median over that
     throughput          below --alarm-throughput times its running median
     dead source         a source of the mix without a sample where the mix has one; or with a loss that is exactly 0,
                         not finite, or of no token
 
-The first three fire when they hold for --alarm-intervals intervals of the log in a row, and are over when they do not
+The first four fire when they hold for --alarm-intervals intervals of the log in a row, and are over when they do not
 hold for as many; the last fires, and is over, at once. A running median is over the last ``WINDOW`` intervals at which
 the alarm did not hold, and counts from ``ENOUGH`` of them on. What has fired is part of a checkpoint: a resumed run
 does not fire again.
@@ -15,12 +17,14 @@ The mix has a sample of a source with the share w among any m samples with m w >
 of every prefix within less than one of its share.
 """
 
+import math
 import statistics
 
 from moh_lm.monitor.head_load import ALWAYS, fair_load, high_load
 
 WINDOW, ENOUGH = 50, 5
 COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "throughput", "dead source"
+DRIFT = "gate drift"
 
 
 class Alarms:
@@ -51,7 +55,8 @@ class Alarms:
         if figures:
             held.update(self.collapsed(figures))
             held.update(self.unbalanced(figures))
-            known |= {COLLAPSE, BALANCE}
+            held.update(self.drifted(figures))
+            known |= {COLLAPSE, BALANCE, DRIFT}
         # Of what this interval knows nothing about, all stays as it was.
         unknown = {condition: number for condition, number in self.streaks.items() if condition[0] not in known}
         self.streaks = unknown | {condition: self.streaks.get(condition, 0) + 1 for condition in held}
@@ -82,13 +87,20 @@ class Alarms:
 
     def unbalanced(self, figures):
         for layer, loss in zip(self.layers, figures["balance_loss"], strict=True):
-            usual = self.beyond((BALANCE, layer.index), loss, self.settings.alarm_balance_loss, 1)
+            usual = self.beyond((BALANCE, layer.index), loss, 0, self.settings.alarm_balance_loss)
             if usual is not None:
                 yield (BALANCE, layer.index, None), f"{loss:.4f} after a median of {usual:.4f}"
 
+    def drifted(self, figures):
+        factor = self.settings.alarm_gate_drift
+        for layer, gate in zip(self.layers, figures["gate_mean"], strict=True):
+            usual = self.beyond((DRIFT, layer.index), gate, factor and 1 / factor, factor)
+            if usual is not None:
+                yield (DRIFT, layer.index, None), f"mean gate {gate:.4f} after a median of {usual:.4f}"
+
     def slow(self, interval, ranks):
         rate, seconds = interval.tokens_per_second(), interval.seconds_per_step()
-        usual = self.beyond((THROUGHPUT, None), rate, self.settings.alarm_throughput, -1)
+        usual = self.beyond((THROUGHPUT, None), rate, self.settings.alarm_throughput, 0)
         if usual is not None:
             text = f"{rate:,.0f} tokens/s after a median of {usual:,.0f}"
             waits = [data for data, _ in ranks]
@@ -96,14 +108,18 @@ class Alarms:
                 text += f"; rank {waits.index(max(waits))} waits {max(waits):.2f} s per step for its data"
             yield (THROUGHPUT, None, None), text
 
-    def beyond(self, key, value, factor, direction):
-        """The running median if ``value`` is above (1) or below (-1) ``factor`` times it; else None, and it counts."""
+    def beyond(self, key, value, low, high):
+        """The running median if ``value`` is below ``low`` or above ``high`` times it; else None, and it counts.
+
+        low, high: 0 for no limit.
+        """
         history = self.history.setdefault(key, [])
-        if factor and len(history) >= ENOUGH:
+        if len(history) >= ENOUGH:
             median = statistics.median(history)
-            if direction * (value - factor * median) > 0:
+            if (low and value < low * median) or (high and value > high * median):
                 return median
-        history.append(value)
+        if math.isfinite(value):
+            history.append(value)
         del history[:-WINDOW]
         return None
 
@@ -157,7 +173,7 @@ def grouped(word, event, conditions, details, unit):
     found = []
     for (kind, place), members in groups.items():
         heads = sorted(head for _, _, head in members if head is not None)
-        where = {COLLAPSE: f" in layer {place}", BALANCE: f" in layer {place}", SOURCE: f" {place}"}.get(kind, "")
+        where = {THROUGHPUT: "", SOURCE: f" {place}"}.get(kind, f" in layer {place}")
         said = [details[condition] for condition in members if details.get(condition)]
         if heads and not said:
             said = [f"{unit} {head}" for head in heads]

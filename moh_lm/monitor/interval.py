@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from moh_lm.model.balance import row_width
+from moh_lm.model.balance import GATES, SQUARES, row_width
 from moh_lm.monitor.head_load import head_figures
 
 PARTS = ("data", "forward_backward", "optimizer", "save")  # of the time of a step
@@ -101,11 +101,22 @@ class Interval:
 
     def restore(self, state):
         self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
-        self.routers.copy_(torch.tensor(state["routers"], dtype=torch.float64))
+        routers = torch.tensor(state["routers"], dtype=torch.float64)
+        if routers.shape != self.routers.shape:
+            routers = self.without_gates(routers)
+        self.routers.copy_(routers)
         self.tokens = state["tokens"]
         self.skipped_steps = state["skipped_steps"]
         self.skipped_sequences = list(state["skipped_sequences"])
         self.not_finite = dict(state["not_finite"])
+
+
+    def without_gates(self, routers):
+        """Sums of a checkpoint of a version that had none of gates: in this interval they are not known."""
+        unknown = torch.full((len(routers), SQUARES + 1 - GATES), math.nan)
+        widths = [row_width(layer) - unknown.shape[1] for layer in self.layers]
+        parts = routers.split(widths, dim=1)
+        return torch.cat([torch.cat((part[:, :GATES], unknown, part[:, GATES:]), dim=1) for part in parts], dim=1)
 
 
 def waits_and_memory(interval, device):

@@ -36,7 +36,7 @@ class StepResult(NamedTuple):
     choice.
 
     losses: [num_sources, 3], loss summed over tokens, number of tokens, number of sequences. routers: [num_sources, sum
-    of (2 + E)], for every router in turn the sums over sequences of what ``RouterStatistics`` keeps. loss: mean per
+    of (4 + E)], for every router in turn the sums over sequences of what ``RouterStatistics`` keeps. loss: mean per
     token. grad_norm: before clipping. verdict: a code of guard.REASONS. skipped: whether the gradients were left out.
     seconds: {"forward_backward", "optimizer"}, the first with the reduction of the gradients and their norm.
     """

@@ -58,7 +58,7 @@ class RouterSums:
         ]
 
     def take(self, sources, skipped):
-        """Sums of a step over all ranks, [num_sources, sum of (2 + E)]; each router also gets the step's shares.
+        """Sums of a step over all ranks, [num_sources, sum of (4 + E)]; each router also gets the step's shares.
 
         sources: [b] of each of this rank's micro-batches. skipped: leave the shares, and biases, of the step before:
         the numbers of this one are not to be trusted.

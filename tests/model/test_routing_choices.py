@@ -185,7 +185,7 @@ def test_active_heads_and_loads_are_those_of_the_selections_and_the_mfu_counts_t
 def test_fair_is_the_mean_load_where_k_is_only_the_most():
     heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_top_p=0.5)
     model = ModelConfig(num_layers=1, num_attention_heads=8, heads=heads)
-    sums = np.array([[0.0, 10.0, 2, 4, 8, 10]])
+    sums = np.array([[0.0, 10.0, 0, 0, 2, 4, 8, 10]])
     figures = head_figures(model.routed_layers(), sums, ["a"], [2], 10, 1.3, 1)
     assert figures["load"] == figures["source_load"]["a"] == [[0.1, 0.2, 0.4, 0.5]]
     assert figures["active_heads"] == [pytest.approx(5.2)]
@@ -199,18 +199,18 @@ def test_a_layer_in_which_nearly_every_token_selects_all_heads_has_not_collapsed
     heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_top_p=0.9)
     model = ModelConfig(num_layers=1, num_attention_heads=8, heads=heads)
     alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
-    assert alarms.check(interval(), {"load": [[1.0, 1.0, 1.0, 0.9]], "balance_loss": [1.0]}) == []
+    assert alarms.check(interval(), {"load": [[1.0, 1.0, 1.0, 0.9]], "balance_loss": [1.0], "gate_mean": [1.0]}) == []
 
 
 def test_alarms_and_maps_speak_of_groups():
     heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_unit="key_value_group")
     model = ModelConfig(num_layers=1, num_attention_heads=16, num_key_value_heads=4, heads=heads)
-    figures = {"load": [[0.0, 0.5, 0.5]], "balance_loss": [0.3]}
+    figures = {"load": [[0.0, 0.5, 0.5]], "balance_loss": [0.3], "gate_mean": [1.0]}
     alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
     ((text, facts),) = alarms.check(interval(), figures)
     assert text == "ALARM routing collapse in layer 0: group 1 by 0.0% of the tokens, fair is 33.3%"
     assert facts["groups"] == [1]
-    ((text, _),) = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3]})
+    ((text, _),) = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3], "gate_mean": [1.0]})
     assert text == "alarm over: routing collapse in layer 0: group 1"
     assert head_map(model.routed_layers(), figures["load"], 1, 4, pixels=1).tolist() == [[255, 0, 128, 128]]
 
