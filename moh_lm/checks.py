@@ -128,6 +128,9 @@ def bias_problems(model):
             f"{given}: --routing-top-p {heads.routing_top_p:g} adds up the probabilities of what is selected, and a "
             "bias changes their order; leave one of them out"
         ]
+    reason = FORMS[heads.routing].refuses_bias
+    if reason:
+        return [f"{given}: --routing {heads.routing} {reason}; leave it out"]
     if model.routed_layers() or budget_problems(model):
         return []
     return [f"{given}: no layer has routed heads; leave it out"]

@@ -52,8 +52,8 @@ class HeadsConfig:
     routing: str = option(
         "paper",
         "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
-        "2 sigmoid of each score; or from query norms (Eq. 9-10)",
-        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm"),
+        "2 sigmoid of each score; from query norms (Eq. 9-10); or ReLU of each score, K then being an average",
+        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"),
     )
     routing_unit: str = option(
         "head",
@@ -145,7 +145,9 @@ class ModelConfig:
         """The ``RoutedLayer`` of a layer of a mixture."""
         size, shared = self.heads_per_expert, self.heads.num_shared_heads[index]
         active, routed = self.heads.num_active_routed_heads[index], self.num_attention_heads - shared
-        return RoutedLayer(index, shared // size, routed // size, active // size, size, self.heads.routing_top_p)
+        by_sign = self.heads.routing == "relu"
+        budget = (shared // size, routed // size, active // size)
+        return RoutedLayer(index, *budget, size, self.heads.routing_top_p, by_sign)
 
     def routed_layers(self):
         """A ``RoutedLayer`` for every layer that balances the load of routed heads, in order."""
@@ -158,7 +160,7 @@ class ModelConfig:
 class RoutedLayer(NamedTuple):
     """What a layer of a mixture routes: its number, and its numbers of experts, which are heads or groups of them.
 
-    With ``top_p``, num_active is the most that a token selects.
+    With ``top_p``, num_active is the most that a token selects; ``by_sign``, what tokens select on average.
     """
 
     index: int
@@ -167,6 +169,12 @@ class RoutedLayer(NamedTuple):
     num_active: int
     heads_per_expert: int = 1
     top_p: float | None = None
+    by_sign: bool = False
+
+    @property
+    def varies(self):
+        """Whether a token selects more experts than another."""
+        return self.by_sign or self.top_p is not None
 
     @property
     def unit(self):

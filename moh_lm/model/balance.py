@@ -63,11 +63,12 @@ class RouterStatistics:
 
     Rows are added in the backward pass. It runs once per micro-batch even if activations are recomputed, and in the
     order of the micro-batches. ``previous_share`` [E] is f of Eq. 7 for the scope ``global_batch``: the share of the
-    tokens of the whole previous step, over all ranks, that selected each expert; None before the first step.
+    tokens of the whole previous step, over all ranks, that selected each expert; None before the first step. ``l1`` []
+    takes the place of beta where it follows the number of selected experts.
     """
 
     def __init__(self):
-        self.previous_share = None
+        self.previous_share = self.l1 = None
         self.rows = []
 
     def add(self, rows):

@@ -71,6 +71,7 @@ class HeadRouter(nn.Module):
         heads = config.heads
         self.layer = config.routed_layer(layer_index)
         self.form = FORMS[heads.routing](self.layer, heads.two_stage)
+        self.loss_terms = loss_terms
         self.balance_scale = heads.load_balance_coefficient / loss_terms  # beta of Eq. 8
         self.entropy_scale = heads.routing_entropy_coefficient / loss_terms
         self.z_scale = heads.router_z_loss / loss_terms
@@ -80,7 +81,7 @@ class HeadRouter(nn.Module):
         self.bias_rate = heads.load_balance_bias_rate
         biased = self.bias_rate and self.layer.num_routed
         self.register_buffer(BIAS, torch.zeros(self.layer.num_routed, dtype=torch.int32) if biased else None)
-        weights = self.form.weights(init_std)
+        weights = self.form.weights(init_std, config.hidden_size)
         for name in WEIGHTS:
             rows, deviation = weights.get(name, (0, None))
             parameter = make_parameter((rows, config.hidden_size), deviation) if rows else None
@@ -125,7 +126,11 @@ class HeadRouter(nn.Module):
         return affinity + self.bias_rate * self.bias_steps.to(affinity)
 
     def select(self, scores, recall):
-        selected = select(scores.detach(), self.layer.num_active, self.layer.top_p)
+        scores = scores.detach()
+        if self.layer.by_sign:
+            selected = (scores > 0).to(scores)
+        else:
+            selected = select(scores, self.layer.num_active, self.layer.top_p)
         return selected if recall is None else torch.where(*recall, selected)
 
     def loss(self, scores, probability, selected, gates, a1):
@@ -140,7 +145,8 @@ class HeadRouter(nn.Module):
         losses, selections = balance_loss(probability, selected, self.group, previous, together)  # Eq. 7
         if self.form.balance_factor != 1:
             losses = losses * self.form.balance_factor
-        loss = self.balance_scale * losses.mean()
+        l1 = self.statistics.l1
+        loss = (self.balance_scale if l1 is None else l1 / self.loss_terms) * losses.mean()
         if self.layer.top_p is not None:
             log_p = scores.log_softmax(-1)
             loss = loss + self.entropy_scale * (-(log_p.exp() * log_p).sum(-1).mean() / size)

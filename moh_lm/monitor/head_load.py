@@ -3,8 +3,9 @@
 The heads are key/value groups with --routing-unit key_value_group. With n_i the tokens, of all T, that selected routed
 head i of a layer's E, and K heads per token:
 
-    load_i = n_i / T             fair is K / E; the mean load with --routing-top-p, where K is the most of a token
-    active_heads                 heads that a token uses on average, shared and routed; with --routing-top-p only
+    load_i = n_i / T             fair is K / E; the mean load where K is no fixed number, with --routing-top-p and
+                                 --routing relu
+    active_heads                 heads that a token uses on average, shared and routed; with these flags only
     entropy = - sum_i p_i ln p_i / ln E with p_i = n_i / sum_j n_j: 1 if all heads are used alike, ln K / ln E if always
               the same K are
     unused, overused             shares of the E heads with n_i = 0, and with a load above ``high_load``
@@ -25,7 +26,7 @@ ALWAYS = 0.95  # a load that no token's choice explains any more, where all but 
 
 def fair_load(layer, load):
     """The load of each head if all had the same: load is that of each, [E]."""
-    return layer.num_active / layer.num_routed if layer.top_p is None else sum(load) / len(load)
+    return sum(load) / len(load) if layer.varies else layer.num_active / layer.num_routed
 
 
 def high_load(fair, high):
@@ -58,7 +59,7 @@ def head_figures(layers, sums, names, sequences, seq_length, high, tensor_parall
             "gate_mean": float(part[:, GATES].sum() / in_use),
             "gate_rms": float(np.sqrt(part[:, SQUARES].sum() / in_use)),
         }
-        if layer.top_p is not None:
+        if layer.varies:
             found["active_heads"] = float(layer.heads_per_expert * (layer.num_shared + load.sum()))
         if tensor_parallel_size > 1:
             of_ranks = counts.reshape(tensor_parallel_size, -1).sum(1)  # routed heads lie on the ranks in order

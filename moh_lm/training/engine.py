@@ -172,6 +172,11 @@ class Engine:
         """For each layer with routed heads, the share of the last step's tokens that selected each of them."""
         return self.router_sums.shares
 
+    @property
+    def l1_steps(self):
+        """n of the coefficient of ``relu`` gates (moh_lm/training/step_sums.py)."""
+        return int(self.router_sums.l1_steps)
+
     def step(self, micro_batches):
         self.engine.train()
         for batch in micro_batches:
@@ -232,9 +237,10 @@ class Engine:
         replicated = parameter.tensor_partition is None and group_rank(self.groups.tensor) > 0
         return replicated or getattr(parameter, "ds_pipe_replicated", False)
 
-    def adopt(self, optimizer_steps, shares):
-        """Go on from ``fragments`` that were filled from a checkpoint, and from the ``shares`` of its routers."""
+    def adopt(self, optimizer_steps, shares, l1_steps=0):
+        """Go on from ``fragments`` that were filled from a checkpoint, and from what its routers followed."""
         self.optimizer.adopt(optimizer_steps)
+        self.router_sums.set_l1_steps(torch.tensor(l1_steps, device=self.device))
         self.router_sums.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
 
 

@@ -55,6 +55,9 @@ CASES = {
     "sigmoid, no shared head": dict(shared=0, active=3, routing="sigmoid"),
     "sigmoid, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="sigmoid"),
     "gated": dict(shared=0, active=1, selection="gated"),
+    "relu": dict(shared=3, active=2, routing="relu"),
+    "relu, no shared head": dict(shared=0, active=3, routing="relu", scope="global_batch"),
+    "relu, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="relu"),
     "bias": dict(shared=2, active=3, bias=(-1, 4, 0, 2, -3, 1)),
     "bias, released": dict(shared=3, active=2, bias=(1, 0, -4, 3, 0), routing="released"),
     "bias, scaled": dict(shared=0, active=3, bias=(1, 0, -4, 3, 0, 2, -1, 5), routing="paper_scaled"),
@@ -136,6 +139,11 @@ def reference_gates(config, x, queries, weights, bias=None):
     else:
         shared = [row @ x for row in weights["w_shared"]] if h_s else []
         scores = [row @ x for row in weights["w_routed"]] if h_s < n else []
+        if heads.routing == "relu":
+            shared = [2 / (1 + (-s).exp()) for s in shared]
+            gates = shared + [s * (s > 0) for s in scores]
+            positive = [s.item() > 0 for s in scores]
+            return [gate for gate in gates for _ in range(size)], [s * (s > 0) for s in scores], positive, scores
         if heads.routing == "sigmoid":
             shared = [2 / (1 + (-s).exp()) for s in shared]
             sigmoids = [1 / (1 + (-s).exp()) for s in scores]
@@ -213,7 +221,8 @@ def reference_attention(config, layer, x, bias=None):
             f = [k / routed if previous else sum(r[2][i] for r in routes) / LENGTH for i in range(routed)]
             p = [sum(r[1][i] for r in routes) / LENGTH for i in range(routed)]
             loss = sum(fi * pi for fi, pi in zip(f, p, strict=True))
-            losses.append(loss * routed if config.heads.routing == "released" else loss)
+            factor = {"released": routed, "relu": routed / k}.get(config.heads.routing, 1)
+            losses.append(loss * factor)
             entropies += [-sum(pi * pi.log() for pi in r[1]) for r in routes]
             squares += [sum(score.exp() for score in r[3]).log() ** 2 for r in routes]
     if not losses:
@@ -325,7 +334,20 @@ def test_probabilities_of_the_sigmoid_form_are_finite_for_the_most_negative_scor
     torch.testing.assert_close(found, torch.tensor([0.0, 0.0, -1.0]).softmax(-1))
 
 
-@pytest.mark.parametrize("routing", ["sigmoid", "query_norm"])
+def test_gates_of_the_relu_form_begin_with_1_on_average_and_its_l1_norm_has_the_coefficient_of_the_run():
+    config = replace(make_config(shared=1, active=2, routing="relu"), hidden_size=512)
+    router = HeadRouter(config, 0, 0.02, group=None, loss_terms=4)
+    initialize(router.named_parameters(), seed=5)
+    x = torch.randn(4000, 1, 512, generator=torch.Generator().manual_seed(2))
+    gates, routed = router(x)
+    assert gates[..., 0].eq(1).all() and gates[..., 1:][gates[..., 1:] > 0].mean().item() == pytest.approx(1, rel=0.05)
+    router.statistics.l1 = torch.tensor(0.3)
+    balance = router(x)[1].rows[:, BALANCE].mean().item()
+    z_loss = routed.loss.item() - 0.01 / 4 * balance
+    assert router(x)[1].loss.item() == pytest.approx(0.3 / 4 * balance + z_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("routing", ["sigmoid", "query_norm", "relu"])
 def test_a_z_loss_is_refused_where_it_would_do_harm(routing):
     config = make_config(shared=3, active=2, routing=routing)
     (problem,) = model_problems(config)
@@ -341,10 +363,15 @@ def test_a_bias_moves_by_the_sign_of_what_the_load_lacks_of_the_mean():
 
 
 @pytest.mark.parametrize(
-    "changes, said", [(dict(top_p=0.5), "--routing-top-p 0.5 "), (dict(selection="static"), "no layer has routed")]
+    "changes, said", [
+        (dict(top_p=0.5), "--routing-top-p 0.5 "),
+        (dict(selection="static"), "no layer has routed"),
+        (dict(routing="relu"), "--routing relu selects every head with a score above 0"),
+    ],
 )
 def test_a_bias_is_refused_where_it_has_no_meaning(changes, said):
-    (problem,) = model_problems(make_config(shared=3, active=2, bias=True, **changes))
+    config = make_config(shared=3, active=2, bias=True, **changes)
+    (problem,) = model_problems(replace(config, heads=replace(config.heads, router_z_loss=0.0)))
     assert problem.startswith(f"--load-balance-bias-rate 0.05: {said}")
 
 

@@ -44,6 +44,7 @@ MODELS = {
     "bias, query norm": f"{GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7 "
     "--load-balance-bias-rate 0.01",
 }
+MODELS["relu"] = f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 7 3 --routing relu"
 STEADY = """--train-iters 3 --log-interval 1 --save-interval 1 --eval-samples 2 --eval-interval 0 --warmup-iters 0
     --learning-rate 2e-5 --min-learning-rate 1e-5 --gradient-clipping 0"""
 LAYOUTS = {
@@ -73,6 +74,7 @@ def one_process(data_dir, tmp_path_factory):
         ("groups, query norm", "tensor"), ("top-p, released", "pipeline"), ("both", "tensor"), ("both", "data, sparse"),
         ("sigmoid", "tensor"), ("sigmoid", "pipeline"), ("scaled, z-loss", "data, sparse"), ("gated", "tensor"),
         ("bias", "pipeline"), ("bias", "data, sparse"), ("bias, query norm", "tensor"),
+        ("relu", "pipeline"), ("relu", "data, sparse"), ("relu", "tensor"),
     ],  # fmt: skip
 )
 def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_path, one_process):
@@ -85,7 +87,10 @@ def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_p
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
         heads = theirs.get("heads", {})
         assert all(mine["heads"][key] == heads[key] for key in heads.keys() & {"load", "active_heads"})
-        assert ("active_heads" in heads) == ("heads" in theirs and "top-p" in MODELS[model])
+        assert ("active_heads" in heads) == ("heads" in theirs and model in ("top-p, released", "both", "relu"))
+        if model == "relu" and mine["step"]:
+            coefficients = [saved_state(directory, mine["step"]).get("l1_steps") for directory in (tmp_path, expected)]
+            assert coefficients[0] == coefficients[1] != 0
     for step in (1, 2, 3):  # counts
         mine, theirs = state(tmp_path, step), state(expected, step)
         biases = [key for key in theirs if key.endswith("router.bias_steps")]
@@ -94,6 +99,10 @@ def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_p
     mine, theirs = state(tmp_path, 1), state(expected, 1)
     far = {key: distance(mine[key], theirs[key]) for key in theirs}
     assert max(far.values()) < 1e-5, sorted(far.items(), key=lambda item: -item[1])[:5]
+
+
+def saved_state(directory, step):
+    return read_json(directory / "checkpoints" / f"step-{step}" / "state.json")
 
 
 def test_the_entropy_is_part_of_the_gradient_and_not_of_the_balance_loss(data_dir, tmp_path, one_process):
@@ -108,12 +117,15 @@ def test_the_entropy_is_part_of_the_gradient_and_not_of_the_balance_loss(data_di
     assert distance(mine[key], theirs[key]) < 1e-6
 
 
-def test_a_resumed_run_takes_the_routing_from_its_checkpoint_bit_for_bit(data_dir, tmp_path, one_process):
+@pytest.mark.parametrize("model", ["top-p, released", "relu"])
+def test_a_resumed_run_takes_the_routing_from_its_checkpoint_bit_for_bit(model, data_dir, tmp_path, one_process):
     flags = arguments(data_dir, tmp_path, *STEADY.split())
-    run_ranks(run, 1, [*flags, *MODELS["top-p, released"].split()], 2)
+    run_ranks(run, 1, [*flags, *MODELS[model].split()], 2)
     run_ranks(run, 1, [*flags, *HEADS.split()])
-    assert rows(tmp_path) == rows(one_process("top-p, released"))
-    expected = parameters(one_process("top-p, released"))
+    assert rows(tmp_path) == rows(one_process(model))
+    coefficients = [saved_state(directory, 3).get("l1_steps") for directory in (tmp_path, one_process(model))]
+    assert coefficients[0] == coefficients[1]
+    expected = parameters(one_process(model))
     assert all(torch.equal(value, expected[name]) for name, value in parameters(tmp_path).items())
 
 
@@ -153,6 +165,19 @@ def test_a_bias_follows_the_loads_of_whole_steps_and_an_export_selects_by_it(dat
         assert exported[name].dtype == torch.int32 and exported[name].tolist() == expected
     import_hf.run(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")])
     assert parameters(tmp_path / "in")[name].tolist() == expected
+
+
+@pytest.mark.parametrize("budgets, sign", [((7, 3), 1), ((7, 7), -1)])
+def test_the_coefficient_of_relu_gates_follows_the_mean_number_of_selected_heads(budgets, sign, data_dir, tmp_path):
+    flags = f"{STEADY} {MODELS['relu']} --num-active-routed-heads {budgets[0]} {budgets[1]}"
+    (taken,) = run_ranks(run_recorded, 1, arguments(data_dir, tmp_path, *flags.split()))
+    expected = 0
+    steps = [torch.cat(taken[layer], dim=1).split(8, dim=1) for layer in (0, 1)]
+    for number, (first, second) in enumerate(zip(*steps, strict=True), start=1):
+        selected = first.sum(-1).mean().item() + second.sum(-1).mean().item()  # of a token, in both layers
+        expected += (selected > sum(budgets)) - (selected < sum(budgets))
+        assert saved_state(tmp_path, number)["l1_steps"] == expected
+    assert number == 3 and expected * sign > 0
 
 
 def test_active_heads_and_loads_are_those_of_the_selections_and_the_mfu_counts_them(data_dir, tmp_path):

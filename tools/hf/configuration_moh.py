@@ -5,7 +5,8 @@ The keys are those of ``LlamaConfig`` and these:
     head_selection           all: ordinary attention; mixture: shared heads and a router's top-K of the others;
                              static: only the first (shared + active) heads
     routing                  paper: Eq. 5-6; paper_scaled: the same with gates near 1; released: the authors' vision
-                             code; sigmoid: 2 sigmoid of each score; query_norm: query norms, Eq. 9-10
+                             code; sigmoid: 2 sigmoid of each score; query_norm: query norms, Eq. 9-10; relu: ReLU of
+                             each score, whose sign selects
     two_stage                weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
@@ -23,7 +24,7 @@ it return the scores of the routed heads and their load-balance loss; with label
 from transformers import PretrainedConfig
 
 HEAD_SELECTIONS = ("all", "mixture", "static")
-ROUTINGS = ("paper", "paper_scaled", "released", "sigmoid", "query_norm")
+ROUTINGS = ("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu")
 ROUTING_UNITS = ("head", "key_value_group")
 ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
     "default": (),
@@ -163,14 +164,16 @@ class MoHLlamaConfig(PretrainedConfig):
             raise ValueError(f"routing {self.routing!r}: must be one of {', '.join(ROUTINGS)}")
         if self.routing_unit not in ROUTING_UNITS:
             raise ValueError(f"routing_unit {self.routing_unit!r}: must be one of {', '.join(ROUTING_UNITS)}")
-        without_top_p = self.routing in ("query_norm", "sigmoid")
+        without_top_p = self.routing in ("query_norm", "sigmoid", "relu")
         if self.routing_top_p is not None and (not 0 < self.routing_top_p <= 1 or without_top_p):
             raise ValueError(
-                f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm "
-                "and sigmoid"
+                f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm, "
+                "sigmoid and relu"
             )
-        if self.load_balance_bias_rate and self.routing_top_p is not None:
-            raise ValueError(f"load_balance_bias_rate {self.load_balance_bias_rate}: must be 0 with routing_top_p")
+        if self.load_balance_bias_rate and (self.routing_top_p is not None or self.routing == "relu"):
+            raise ValueError(
+                f"load_balance_bias_rate {self.load_balance_bias_rate}: must be 0 with routing_top_p and routing relu"
+            )
         for key in ("num_shared_heads", "num_active_routed_heads"):
             budget = getattr(self, key)
             if len(budget) != self.num_hidden_layers:

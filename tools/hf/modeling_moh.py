@@ -106,8 +106,8 @@ class MoHLlamaRouter(nn.Module):
     ``paper`` is Eq. 5-6. ``released`` is the authors' published vision code: routed gates are renormalised over the
     selected heads and multiplied by their number, so are shared gates by theirs, a1 and a2 by 2. ``paper_scaled`` is
     Eq. 5-6 times the number of shared heads, that of routed heads, and 2. ``sigmoid`` has gates 2 sigmoid(score), and
-    no a1 and a2. The weights are parameters of this module and not of nn.Linear layers, which quantizers and inference
-    engines replace.
+    no a1 and a2; ``relu`` the same for shared heads, and for routed ones ReLU(score), which selects those above 0. The
+    weights are parameters of this module and not of nn.Linear layers, which quantizers and inference engines replace.
     """
 
     def __init__(self, config, layer_idx):
@@ -120,7 +120,7 @@ class MoHLlamaRouter(nn.Module):
         self.top_p = config.routing_top_p
         self.routing = config.routing
         self.scaled = config.routing in ("released", "paper_scaled")
-        one_stage = config.routing == "sigmoid" or not config.two_stage
+        one_stage = config.routing in ("sigmoid", "relu") or not config.two_stage
         self.two_stage = not one_stage and self.num_shared > 0 and self.num_routed > 0
         self.bias_rate = config.load_balance_bias_rate
         self.bias_steps = None
@@ -145,7 +145,10 @@ class MoHLlamaRouter(nn.Module):
                 gates.append(self.shared_gates(F.linear(x, self.w_shared.float())))
             if self.num_routed:
                 scores = F.linear(x, self.w_routed.float())
-                selected = select(self.biased(scores), self.num_active, self.top_p)
+                if self.routing == "relu":
+                    selected = (scores > 0).to(scores.dtype)
+                else:
+                    selected = select(self.biased(scores), self.num_active, self.top_p)
                 gates.append(self.routed_gates(scores, selected))
             if self.two_stage:
                 a = F.linear(x, self.w_type.float()).softmax(dim=-1)  # Eq. 6
@@ -161,7 +164,7 @@ class MoHLlamaRouter(nn.Module):
         return affinity(self.routing, scores) + self.bias_rate * self.bias_steps.to(scores.dtype)
 
     def shared_gates(self, scores):
-        if self.routing == "sigmoid":
+        if self.routing in ("sigmoid", "relu"):
             return 2 * scores.sigmoid()
         gates = scores.softmax(dim=-1)  # Eq. 5, shared heads
         return gates * self.num_shared if self.scaled else gates
@@ -169,6 +172,8 @@ class MoHLlamaRouter(nn.Module):
     def routed_gates(self, scores, selected):
         if self.routing == "sigmoid":
             return 2 * scores.sigmoid() * selected
+        if self.routing == "relu":
+            return scores.relu()
         gates = scores.softmax(dim=-1) * selected  # Eq. 5, routed heads
         if self.routing == "released":
             return gates / gates.sum(dim=-1, keepdim=True) * selected.sum(dim=-1, keepdim=True)
@@ -459,7 +464,8 @@ def load_balance_loss(config, router_logits, router_selections, attention_mask):
     attention_mask [b, k] or None: 0 for padding, of which the last s columns belong to the tokens.
     """
     losses, size = [], config.heads_per_expert
-    for scores, selected, shared in zip(router_logits, router_selections, config.num_shared_heads, strict=True):
+    budgets = (config.num_shared_heads, config.num_active_routed_heads)
+    for scores, selected, shared, active in zip(router_logits, router_selections, *budgets, strict=True):
         num_routed = scores.shape[-1]
         if not num_routed:
             continue
@@ -470,6 +476,8 @@ def load_balance_loss(config, router_logits, router_selections, attention_mask):
         share = (selected[..., shared::size] * counted).sum(1) / tokens  # f, [b, E]
         if config.routing == "sigmoid":
             probability = scores.sigmoid() / scores.sigmoid().sum(dim=-1, keepdim=True)
+        elif config.routing == "relu":  # L_b over K / E is the L1 norm, weighed by the load
+            probability = scores.relu() * num_routed * size / active
         else:
             probability = scores.softmax(dim=-1)
         probability = (probability * counted).sum(1) / tokens  # P
