@@ -4,7 +4,7 @@ The first n_s experts are shared: every token uses them. Of the E others a token
 equal scores: the lower index first. What the scores are and how they become gates is the routing form's
 (moh_lm/model/routing.py, Eq. 5, 6, 9, 10). The balance loss is in moh_lm/model/balance.py (Eq. 7, 8).
 
-Two things go beyond the paper. With ``routing_unit`` key_value_group the r heads that share a key/value head are one
+Some things go beyond the paper. With ``routing_unit`` key_value_group the r heads that share a key/value head are one
 expert, and the gate of a group is that of each of its heads. With ``routing_top_p`` P, K is only the most: a token
 selects the fewest experts, the largest first, whose probabilities add up to P, and the entropy H of these
 probabilities keeps them few (Huang et al. 2024, "Harder Tasks Need More Experts"). ``router_z_loss`` keeps the scores

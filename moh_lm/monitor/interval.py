@@ -110,7 +110,6 @@ class Interval:
         self.skipped_sequences = list(state["skipped_sequences"])
         self.not_finite = dict(state["not_finite"])
 
-
     def without_gates(self, routers):
         """Sums of a checkpoint of a version that had none of gates: in this interval they are not known."""
         unknown = torch.full((len(routers), SQUARES + 1 - GATES), math.nan)

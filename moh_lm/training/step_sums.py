@@ -94,7 +94,6 @@ class RouterSums:
         for router in self.routers:
             router.statistics.previous_share = by_layer[router.layer.index].float()
 
-
     def set_l1_steps(self, steps):
         self.l1_steps = steps
         for router in self.routers:
