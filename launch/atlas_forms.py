@@ -53,6 +53,7 @@ class Form(Variant):
 
 STATIC, RELEASED, SCALED = "--head-selection static", "--routing released", "--routing paper_scaled"
 SIGMOID, RELU, GATED = "--routing sigmoid", "--routing relu", "--head-selection gated"
+BIAS = "--load-balance-bias-rate 0.001 --load-balance-coefficient 0"
 VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("dense", None),
     Form("static-50", 2, 2, STATIC),
@@ -73,5 +74,7 @@ VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("paper_scaled-25", 1, 1, SCALED, tier=2),
     Form("sigmoid-25", 1, 1, SIGMOID, tier=2),
     Form("released-25", 1, 1, RELEASED, tier=2),
+    Form("bias-50", 2, 2, f"{SIGMOID} {BIAS}", tier=2),
+    Form("bias_scaled-50", 2, 2, f"{SCALED} {BIAS}", tier=2),
     Form("relu-50", 2, 2, RELU, tier=3),
 )

@@ -75,7 +75,8 @@ def model_problems(model):
         if width < 0 or width == 1
     ]
     found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient", "router_z_loss")
-    found += below(model.heads, 0, "router_gumbel_noise")
+    found += below(model.heads, 0, "router_gumbel_noise", "load_balance_bias_rate")
+    found += bias_problems(model)
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads)
         reason, z_loss = FORMS[model.heads.routing].refuses_z_loss, model.heads.router_z_loss
@@ -166,6 +167,24 @@ def spread_problems(model):
             "share, or leave out --num-shared-heads or --num-active-routed-heads"
         ]
     return []
+
+
+def bias_problems(model):
+    heads = model.heads
+    if not heads.load_balance_bias_rate > 0:
+        return []
+    given = f"--load-balance-bias-rate {heads.load_balance_bias_rate:g}"
+    if heads.routing_top_p is not None:
+        return [
+            f"{given}: --routing-top-p {heads.routing_top_p:g} adds up the probabilities of what is selected, and a "
+            "bias changes their order; leave one of them out"
+        ]
+    reason = FORMS[heads.routing].refuses_bias
+    if reason:
+        return [f"{given}: --routing {heads.routing} {reason}; leave it out"]
+    if model.routed_layers() or budget_problems(model):
+        return []
+    return [f"{given}: no layer has routed heads; leave it out"]
 
 
 def budget_problems(model):
@@ -343,6 +362,7 @@ def reliability_problems(reliability):
 def alarm_problems(alarms):
     found = below(alarms, 1, "alarm_intervals")
     found += below(alarms, 0, "alarm_head_low", "alarm_head_high", "alarm_throughput", "alarm_balance_loss")
+    found += below(alarms, 0, "alarm_gate_drift")
     found += [
         f"{flag(key)} {getattr(alarms, key):g}: would fire at the usual value; choose {choice}, or 0 for none"
         for key, wrong, choice in (
@@ -350,6 +370,7 @@ def alarm_problems(alarms):
             ("alarm_head_high", 0 < alarms.alarm_head_high <= 1, "a number above 1"),
             ("alarm_throughput", alarms.alarm_throughput >= 1, "a number below 1"),
             ("alarm_balance_loss", 0 < alarms.alarm_balance_loss <= 1, "a number above 1"),
+            ("alarm_gate_drift", 0 < alarms.alarm_gate_drift <= 1, "a number above 1"),
         )
         if wrong
     ]

@@ -61,8 +61,8 @@ class HeadsConfig:
     routing: str = option(
         "paper",
         "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
-        "2 sigmoid of each score; or from query norms (Eq. 9-10)",
-        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm"),
+        "2 sigmoid of each score; from query norms (Eq. 9-10); or ReLU of each score, K then being an average",
+        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"),
     )
     routing_unit: str = option(
         "head",
@@ -91,6 +91,9 @@ class HeadsConfig:
     )
     dense_warmup_iters: int = option(
         0, "first iterations of a mixture in which all heads have gate 1, without a balance loss; routers rest"
+    )
+    load_balance_bias_rate: float = option(
+        0.0, "select by a bias too, which moves so far in each step, up for heads below the mean load; 0: no bias"
     )
 
 
@@ -192,7 +195,9 @@ class ModelConfig:
         """The ``RoutedLayer`` of a layer of a mixture."""
         size, shared = self.heads_per_expert, self.heads.num_shared_heads[index]
         active, routed = self.heads.num_active_routed_heads[index], self.num_attention_heads - shared
-        return RoutedLayer(index, shared // size, routed // size, active // size, size, self.heads.routing_top_p)
+        by_sign = self.heads.routing == "relu"
+        budget = (shared // size, routed // size, active // size)
+        return RoutedLayer(index, *budget, size, self.heads.routing_top_p, by_sign)
 
     def routed_layers(self):
         """A ``RoutedLayer`` for every layer that balances the load of routed heads, in order."""
@@ -234,7 +239,7 @@ def spread_budget(model, shared, tensor_parallel_size=1):
 class RoutedLayer(NamedTuple):
     """What a layer of a mixture routes: its number, and its numbers of experts, which are heads or groups of them.
 
-    With ``top_p``, num_active is the most that a token selects.
+    With ``top_p``, num_active is the most that a token selects; ``by_sign``, what tokens select on average.
     """
 
     index: int
@@ -243,6 +248,12 @@ class RoutedLayer(NamedTuple):
     num_active: int
     heads_per_expert: int = 1
     top_p: float | None = None
+    by_sign: bool = False
+
+    @property
+    def varies(self):
+        """Whether a token selects more experts than another."""
+        return self.by_sign or self.top_p is not None
 
     @property
     def unit(self):
@@ -425,11 +436,14 @@ class ReliabilityConfig:
 class AlarmConfig:
     """alarms: what the log calls attention to; 0 turns one off"""
 
-    alarm_intervals: int = option(3, "intervals in a row before an alarm of heads, speed or balance fires")
+    alarm_intervals: int = option(3, "intervals in a row before an alarm of heads, gates, speed or balance fires")
     alarm_head_low: float = option(0.1, "fires for a routed head selected by less than this share of its fair load")
     alarm_head_high: float = option(3.0, "fires for a routed head selected by this many times its fair load, or by 95%")
     alarm_throughput: float = option(0.7, "fires for a throughput below this share of the running median")
     alarm_balance_loss: float = option(1.2, "fires for a layer whose balance loss is so many times its running median")
+    alarm_gate_drift: float = option(
+        1.5, "fires for a layer whose mean gate is so many times its running median, or the median so many times it"
+    )
 
 
 @dataclass(frozen=True)

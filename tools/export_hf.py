@@ -33,7 +33,8 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json, write_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import Parser
-from moh_lm.model.transformer import INIT_STD, CausalLM
+from moh_lm.model.router import stored_dtype
+from moh_lm.model.transformer import INIT_STD, CausalLM, saved_tensors
 from tools.command import exit_code
 from tools.hf import hugging_face_tokenizer, tiktoken_json
 from tools.hf.export_check import ExportError, check_export
@@ -229,8 +230,8 @@ def hugging_face_config(config, dtype, special):
 def write_weights(step, model_config, dtype, max_shard_size, directory):
     """Write the parameters of ``step`` as safetensors, and an index if there are several; returns their number."""
     with torch.device("meta"):
-        shapes = {name: parameter.shape for name, parameter in CausalLM(model_config).named_parameters()}
-    sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
+        shapes = {name: tensor.shape for name, tensor in saved_tensors(CausalLM(model_config))}
+    sizes = {name: shape.numel() * stored_dtype(name, dtype).itemsize for name, shape in shapes.items()}
     shards = plan_shards(sizes, max_shard_size)
     files = ["model.safetensors"]
     if len(shards) > 1:
@@ -243,12 +244,13 @@ def write_weights(step, model_config, dtype, max_shard_size, directory):
     parameters = full_parameters(step)
     for names, file in zip(shards, files, strict=True):
         try:
-            tensors = {name: rounded(name, tensor, dtype) for name, tensor in islice(parameters, len(names))}
+            found = islice(parameters, len(names))
+            tensors = {name: rounded(name, tensor, stored_dtype(name, dtype)) for name, tensor in found}
         except ValueError as error:
             raise ExportError(f"checkpoint: a parameter cannot be read ({error})") from error
         write_safetensors(directory / file, tensors, {"format": "pt"})
         del tensors  # before the next shard is read
-    return sum(shape.numel() for shape in shapes.values())
+    return sum(shape.numel() for name, shape in shapes.items() if stored_dtype(name, dtype) is dtype)
 
 
 def rounded(name, tensor, dtype):

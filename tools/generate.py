@@ -31,7 +31,7 @@ from moh_lm.flags import Parser
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.kernels.decode import BACKENDS
 from moh_lm.model.generation import generate
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.transformer import CausalLM, saved_tensors
 from tools.command import exit_code
 from tools.hf.export_files import exported_files
 from tools.hf.import_config import model_config, read_config
@@ -114,7 +114,7 @@ def load(arguments, attention_backend="auto"):
     with torch.device("meta"):
         model = CausalLM(config).to(DTYPES[arguments.dtype])
     model.to_empty(device=arguments.device)
-    wanted = dict(model.named_parameters())
+    wanted = dict(saved_tensors(model))
     with torch.no_grad():
         for name, tensor in parameters:
             wanted.pop(name).copy_(tensor)

@@ -1,7 +1,8 @@
 """The file that each rank adds to a checkpoint, and reading whole parameters, or any part of one, out of all of them.
 
 ``rank-N.safetensors`` holds what one rank's optimizer owned: for a range of each flattened local parameter the fp32
-master weight and both moments, under ``KIND/NAME``. The metadata key ``fragments`` is JSON, NAME -> address:
+master weight and both moments, under ``KIND/NAME``; the counts of a router's bias are int32. The metadata key
+``fragments`` is JSON, NAME -> address:
 
     whole_shape    of the parameter
     partition      which slices of it the writer's tensor-parallel shard was (``Partition``), or null
@@ -24,11 +25,11 @@ from safetensors import SafetensorError, safe_open
 
 from moh_lm.checkpoint.manifest import HashedFile, read_entries, read_json
 from moh_lm.config import Config
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.transformer import CausalLM, saved_tensors
 from moh_lm.parallel.layers import Partition
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
 
 
 def metadata_of(fragments):
@@ -49,7 +50,7 @@ def address_of(fragment):
 
 
 def write_safetensors(path, tensors, metadata, progress=lambda: None):
-    """Write ``tensors``, fp32 or bf16, in the safetensors format, hashing on the way; returns the manifest's entry.
+    """Write ``tensors``, of ``DTYPES``, in the safetensors format, hashing on the way; returns the manifest's entry.
 
     Format: u64 length of the header, JSON header, the tensors end to end. ``progress`` is called after each tensor.
     """
@@ -203,7 +204,7 @@ def full_parameters(step):
     reader = FragmentReader(step)
     with torch.device("meta"):
         model = CausalLM(step_config(step).model)
-    for name, _ in model.named_parameters():
+    for name, _ in saved_tensors(model):
         yield name, reader.read("master", name)
 
 

@@ -103,6 +103,8 @@ def routing_facts(model):
         yield f"ranked in {heads.routing_dtype}"
     if heads.routing_top_p is not None:
         yield f"top-p {heads.routing_top_p:g}"
+    if heads.load_balance_bias_rate:
+        yield f"bias of rate {heads.load_balance_bias_rate:g}"
 
 
 def describe_attention(config):

@@ -199,7 +199,7 @@ class Attention(nn.Module):
         always = 2 * d * config.num_key_value_heads * e
         if config.heads.head_selection == "mixture":
             form = FORMS[config.heads.routing](config.routed_layer(layer_index), config.heads.two_stage)
-            always += d * sum(rows for rows, _ in form.weights(0).values())
+            always += d * sum(rows for rows, _ in form.weights(0, d).values())
         return {"dense": always + config.num_attention_heads * per_head, "active": always + active * per_head}
 
     @staticmethod

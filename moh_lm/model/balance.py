@@ -16,14 +16,15 @@ import torch.distributed as dist
 
 from moh_lm.parallel.groups import group_size
 
-# The row of a sequence, float [2 + E]: its L_b, a1 summed over its tokens (0 without the second stage), and how often
-# each routed expert was selected. Of this rank's tokens: the rows of all tensor-parallel ranks add up.
-BALANCE, A1, COUNTS = 0, 1, slice(2, None)
+# The row of a sequence, float [4 + E]: its L_b; over its tokens the sums of a1 (0 without the second stage), and of the
+# gates of all experts and their squares; how often each routed expert was selected. Of this rank's tokens: the rows of
+# all tensor-parallel ranks add up.
+BALANCE, A1, GATES, SQUARES, COUNTS = 0, 1, 2, 3, slice(4, None)
 
 
 def row_width(layer):
     """Numbers in the row of a sequence. layer: ``RoutedLayer`` of moh_lm.config."""
-    return 2 + layer.num_routed
+    return COUNTS.start + layer.num_routed
 
 
 def balance_loss(probability, selected, group, previous_share=None, together=False):
@@ -47,10 +48,14 @@ def balance_loss(probability, selected, group, previous_share=None, together=Fal
     return (share * probabilities).sum(-1) / tokens, selections
 
 
-def make_rows(losses, a1, selections):
-    """The rows [b, 2 + E]. losses: [b]. a1: [s/tp, b, 1], or a number without the second stage. selections: [b, E]."""
+def make_rows(losses, a1, gates, selections, copies):
+    """The rows [b, 4 + E]. losses: [b]. a1: [s/tp, b, 1], or a number without the second stage. gates: [s/tp, b, n].
+    selections: [b, E]. copies: ranks that have the same tokens, if these are not divided."""
     weights = a1.detach().sum(0) if isinstance(a1, torch.Tensor) else torch.zeros_like(losses)[:, None]  # [b, 1]
-    return torch.cat((losses.detach()[:, None], weights, selections), dim=1)
+    gates = gates.detach()
+    sums = torch.stack((gates.sum((0, 2)), gates.square().sum((0, 2))), dim=1)  # [b, 2]
+    counted = torch.cat((weights, sums, selections), dim=1)
+    return torch.cat((losses.detach()[:, None], counted / copies if copies > 1 else counted), dim=1)
 
 
 class RouterStatistics:
@@ -58,18 +63,19 @@ class RouterStatistics:
 
     Rows are added in the backward pass. It runs once per micro-batch even if activations are recomputed, and in the
     order of the micro-batches. ``previous_share`` [E] is f of Eq. 7 for the scope ``global_batch``: the share of the
-    tokens of the whole previous step, over all ranks, that selected each expert; None before the first step.
+    tokens of the whole previous step, over all ranks, that selected each expert; None before the first step. ``l1`` []
+    takes the place of beta where it follows the number of selected experts.
     """
 
     def __init__(self):
-        self.previous_share = None
+        self.previous_share = self.l1 = None
         self.rows = []
 
     def add(self, rows):
         self.rows.append(rows)
 
     def take(self):
-        """[n, 2 + E] float64: a row for each sequence of this rank since the last call, in their order."""
+        """[n, 4 + E] float64: a row for each sequence of this rank since the last call, in their order."""
         rows, self.rows = torch.cat(self.rows).double(), []
         return rows
 

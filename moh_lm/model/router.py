@@ -4,12 +4,14 @@ The first n_s experts are shared: every token uses them. Of the E others a token
 equal scores: the lower index first. What the scores are and how they become gates is the routing form's
 (moh_lm/model/routing.py, Eq. 5, 6, 9, 10). The balance loss is in moh_lm/model/balance.py (Eq. 7, 8).
 
-Two things go beyond the paper. With ``routing_unit`` key_value_group the r heads that share a key/value head are one
+Some things go beyond the paper. With ``routing_unit`` key_value_group the r heads that share a key/value head are one
 expert, and the gate of a group is that of each of its heads. With ``routing_top_p`` P, K is only the most: a token
 selects the fewest experts, the largest first, whose probabilities add up to P, and the entropy H of these
 probabilities keeps them few (Huang et al. 2024, "Harder Tasks Need More Experts"). ``router_z_loss`` keeps the scores
-small (Zoph et al. 2022, arXiv 2202.08906). In a dense warm-up every head has gate 1 and there is no loss. The loss of a
-layer otherwise is
+small (Zoph et al. 2022, arXiv 2202.08906). ``load_balance_bias_rate`` u balances without a gradient (Wang et al. 2024,
+arXiv 2408.15664): a token selects the K largest of (affinity + u n_i), which no gate sees. The affinity is the form's.
+After each step n_i grows by sign(mean load - load_i), loads of the whole global batch. In a dense warm-up every head
+has gate 1, there is no loss and no bias moves. The loss of a layer otherwise is
 
     beta L_b + gamma H + zeta Z
     H = mean over tokens of - sum over routed i of p_i ln p_i,   p = softmax(W_r x_t)
@@ -34,11 +36,12 @@ from moh_lm.parallel.layers import make_parameter
 from moh_lm.parallel.mappings import replicate
 
 WEIGHTS = ("w_shared", "w_routed", "w_type")
+BIAS = "bias_steps"  # n: counts, so that neither a precision nor an order of sums can change the selection
 
 
 class Routed(NamedTuple):
     """What a router says besides the gates: the loss, a scalar whose terms add up over the tp ranks; the rows of
-    moh_lm/model/balance.py, [b, 2 + E]; the selection of routed experts, 0 or 1 [s/tp, b, E]."""
+    moh_lm/model/balance.py, [b, 4 + E]; the selection of routed experts, 0 or 1 [s/tp, b, E]."""
 
     loss: torch.Tensor
     rows: torch.Tensor
@@ -59,7 +62,8 @@ class Recall(NamedTuple):
 class HeadRouter(nn.Module):
     """Gates of all heads and the loss of the router, for one layer.
 
-    Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only where the form has a use for it.
+    Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only where the form has a use for it. Buffer:
+    bias_steps, int32 [E], the bias over its rate; or None.
     loss_terms: layers times micro-batches, over whose losses Eq. 8 takes the mean. resting: in a dense warm-up.
     noise: a ``GumbelNoise`` on the scores by which experts are selected in training, of sequences whose numbers
     ``samples``, int64 [b], are known.
@@ -72,6 +76,7 @@ class HeadRouter(nn.Module):
         heads = config.heads
         self.layer = config.routed_layer(layer_index)
         self.form = FORMS[heads.routing](self.layer, heads.two_stage)
+        self.loss_terms = loss_terms
         self.balance_scale = heads.load_balance_coefficient / loss_terms  # beta of Eq. 8
         self.entropy_scale = heads.routing_entropy_coefficient / loss_terms
         self.z_scale = heads.router_z_loss / loss_terms
@@ -79,7 +84,10 @@ class HeadRouter(nn.Module):
         self.scope = heads.load_balance_scope
         self.ranked_in_bf16 = heads.routing_dtype == "bf16"
         self.statistics = RouterStatistics()
-        weights = self.form.weights(init_std)
+        self.bias_rate = heads.load_balance_bias_rate
+        biased = self.bias_rate and self.layer.num_routed
+        self.register_buffer(BIAS, torch.zeros(self.layer.num_routed, dtype=torch.int32) if biased else None)
+        weights = self.form.weights(init_std, config.hidden_size)
         for name in WEIGHTS:
             rows, deviation = weights.get(name, (0, None))
             parameter = make_parameter((rows, config.hidden_size), deviation) if rows else None
@@ -102,13 +110,13 @@ class HeadRouter(nn.Module):
         shared = self.form.shared_gates(shared)
         if self.layer.num_routed == 0:
             return self.per_head(shared), None
-        selected = self.select(scores, recall)  # [s/tp, b, E]
         probability = self.form.probability(scores)
+        selected = self.select(self.ranking(scores, probability), recall)  # [s/tp, b, E]
         gates, a1 = self.form.routed_gates(scores, probability, selected), None
         if self.layer.num_shared:
             a1, a2 = self.form.type_weights(kinds)
             gates = torch.cat((shared * a1, gates * a2), dim=-1)  # [s/tp, b, n]
-        loss, rows = self.loss(scores, probability, selected, a1)
+        loss, rows = self.loss(scores, probability, selected, gates, a1)
         return self.per_head(gates), Routed(loss, rows, selected)
 
     def gates_at_rest(self, x):
@@ -125,15 +133,25 @@ class HeadRouter(nn.Module):
         weight = replicate(torch.cat([weight for weight in weights if weight is not None]), self.group)
         return wide_linear(x, weight).split(rows, dim=-1)
 
+    def ranking(self, scores, probability):
+        """What is selected by, [s/tp, b, E]: the scores, or with a bias the affinities and it."""
+        if self.bias_steps is None:
+            return scores
+        affinity = self.form.affinity(scores, probability)
+        return affinity + self.bias_rate * self.bias_steps.to(affinity)
+
     def select(self, scores, recall):
         scores = scores.detach()
         if self.noise is not None and self.training and self.samples is not None:
             first = 0 if self.form.reads_queries else group_rank(self.group) * scores.shape[0]
             scores = scores + self.noise.draw(self.samples, first, scores)
-        selected = select(scores, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)
+        if self.layer.by_sign:
+            selected = (scores > 0).to(scores)
+        else:
+            selected = select(scores, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)
         return selected if recall is None else torch.where(*recall, selected)
 
-    def loss(self, scores, probability, selected, a1):
+    def loss(self, scores, probability, selected, gates, a1):
         """beta L_b + gamma H + zeta Z of this rank's tokens, [], and their rows."""
         size = group_size(self.group)
         previous = None
@@ -143,17 +161,22 @@ class HeadRouter(nn.Module):
                 previous = selected.new_full((self.layer.num_routed,), self.layer.num_active / self.layer.num_routed)
         together = self.scope == "micro_batch"
         losses, selections = balance_loss(probability, selected, self.group, previous, together)  # Eq. 7
-        if self.form.reads_queries:  # every rank has all tokens: each of them is counted tp times
-            selections = selections / size
         if self.form.balance_factor != 1:
             losses = losses * self.form.balance_factor
-        loss = self.balance_scale * losses.mean()
+        l1 = self.statistics.l1
+        loss = (self.balance_scale if l1 is None else l1 / self.loss_terms) * losses.mean()
         if self.layer.top_p is not None:
             log_p = scores.log_softmax(-1)
             loss = loss + self.entropy_scale * (-(log_p.exp() * log_p).sum(-1).mean() / size)
         if self.z_scale:
             loss = loss + self.z_scale * (scores.logsumexp(-1).square().mean() / size)
-        return loss, make_rows(losses, a1, selections)
+        copies = size if self.form.reads_queries else 1  # then every rank has all tokens: each is counted tp times
+        return loss, make_rows(losses, a1, gates, selections, copies)
+
+    def move_bias(self, counts):
+        """Move the bias by its rate, up where the load is below the mean. counts: [E], selections of a whole step."""
+        counts = counts.round()  # those of forms that read queries are sums of tp parts
+        self.bias_steps += (counts.sum() - len(counts) * counts).sign().to(self.bias_steps)
 
     def norms(self, query):
         """Norms of the queries [..., e], in the dtype in which they are ranked: [...]."""
@@ -177,6 +200,11 @@ class HeadRouter(nn.Module):
     def heads_in_use(self, selection):
         """The selection of routed experts [..., E] -> 1 for the heads that are on, shared or selected: [..., h]."""
         return self.per_head(F.pad(selection, (self.layer.num_shared, 0), value=1))
+
+
+def stored_dtype(name, dtype):
+    """Of the tensor ``name`` in files whose weights are of ``dtype``: counts stay whole."""
+    return torch.int32 if name.endswith(BIAS) else dtype
 
 
 def select(scores, k, top_p=None, in_bf16=False):

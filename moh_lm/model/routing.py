@@ -12,6 +12,10 @@ n_s shared experts and E routed ones, K of which are selected:
     sigmoid        g_i = 2 sigmoid(s_i) for shared and selected experts; no competition, no second stage. W_s begins
                    with zeros, so that these gates begin with exactly 1. With all heads shared it is the head-wise gate
                    of Gated Attention (Qiu et al. 2025, arXiv 2505.06708), times 2
+    relu           g_i = ReLU(s_i): routed experts with a score above 0 are selected, however many. Shared ones as with
+                   sigmoid. W_r is drawn so that the gates of selected experts begin with 1 on average. L_b is the L1
+                   norm of the gates, weighed by the load, and its coefficient steers the mean number of selected
+                   experts to K (ReMoE, Wang et al. 2024, arXiv 2412.14711; moh_lm/training/step_sums.py)
     query_norm     of the authors' MoH-LLaMA3: no weights. The score is the norm of the expert's query before rotary
                    over the deviation of these norms. A gate is 1 forward (the quantiser, Eq. 9) and has the gradient
                    of the softmax of the scores (the straight-through estimator, Eq. 10)
@@ -33,12 +37,13 @@ class Paper:
     """Eq. 5-6 to the letter, and what the other forms change. layer: ``RoutedLayer`` of moh_lm.config.
 
     ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
-    ``refuses_top_p``, ``refuses_z_loss``: why ``routing_top_p`` and ``router_z_loss`` do not suit it, if so.
+    ``refuses_top_p``, ``refuses_z_loss``, ``refuses_bias``: why ``routing_top_p``, ``router_z_loss`` and
+    ``load_balance_bias_rate`` do not suit it, if so.
     ``balance_factor``: multiplies L_b of Eq. 7.
     """
 
     reads_queries = False
-    refuses_top_p = refuses_z_loss = None
+    refuses_top_p = refuses_z_loss = refuses_bias = None
     type_scale = 1
 
     def __init__(self, layer, two_stage):
@@ -46,7 +51,7 @@ class Paper:
         self.two_stage = two_stage and layer.num_shared > 0 and layer.num_routed > 0
         self.balance_factor = 1
 
-    def weights(self, init_std):
+    def weights(self, init_std, hidden_size):
         """{name: (rows, deviation of their first values)} of the matrices [rows, d] that give the scores."""
         rows = {"w_shared": self.layer.num_shared, "w_routed": self.layer.num_routed, "w_type": 2 * self.two_stage}
         return {name: (count, init_std) for name, count in rows.items() if count}
@@ -58,6 +63,10 @@ class Paper:
     def probability(self, scores):
         """W_r x [., E] -> what P of Eq. 7 is the mean of; adds up to 1."""
         return scores.softmax(-1)
+
+    def affinity(self, scores, probability):
+        """What a bias of the selection is added to, [., E]: between 0 and 1, in the order of the scores."""
+        return probability
 
     def routed_gates(self, scores, probability, selected):
         """W_r x, its ``probability`` and the selection, each [., E] -> gates before a2 (Eq. 5); 0 if not selected."""
@@ -103,8 +112,8 @@ class Sigmoid(Paper):
     def __init__(self, layer, two_stage):
         super().__init__(layer, two_stage=False)
 
-    def weights(self, init_std):
-        found = super().weights(init_std)
+    def weights(self, init_std, hidden_size):
+        found = super().weights(init_std, hidden_size)
         return found | ({"w_shared": (self.layer.num_shared, 0.0)} if self.layer.num_shared else {})
 
     def shared_gates(self, scores):
@@ -114,8 +123,32 @@ class Sigmoid(Paper):
         """sigmoid(s_i) / sum_j sigmoid(s_j), as in DeepSeek-V3 (arXiv 2412.19437, Eq. 19)."""
         return F.logsigmoid(scores).softmax(-1)
 
+    def affinity(self, scores, probability):
+        return scores.sigmoid()
+
     def routed_gates(self, scores, probability, selected):
         return 2 * scores.sigmoid() * selected
+
+
+class Relu(Sigmoid):
+    refuses_top_p = refuses_bias = "selects every head with a score above 0"
+    refuses_z_loss = "has gates that it would close: it is least where every score is - ln E"
+
+    def __init__(self, layer, two_stage):
+        super().__init__(layer, two_stage)
+        self.balance_factor = layer.num_routed / max(1, layer.num_active)
+
+    def weights(self, init_std, hidden_size):
+        found = super().weights(init_std, hidden_size)
+        deviation = math.sqrt(math.pi / (2 * hidden_size))  # scores of normalised inputs: N(0, pi / 2)
+        return found | ({"w_routed": (self.layer.num_routed, deviation)} if self.layer.num_routed else {})
+
+    def probability(self, scores):
+        """The gates, whose mean is P of Eq. 7."""
+        return scores.relu()
+
+    def routed_gates(self, scores, probability, selected):
+        return probability * selected
 
 
 class QueryNorm(Paper):
@@ -126,7 +159,7 @@ class QueryNorm(Paper):
     def __init__(self, layer, two_stage):
         super().__init__(layer, two_stage=False)
 
-    def weights(self, init_std):
+    def weights(self, init_std, hidden_size):
         return {}
 
     def scores(self, norms):
@@ -174,5 +207,6 @@ FORMS = {
     "paper_scaled": PaperScaled,
     "released": Released,
     "sigmoid": Sigmoid,
+    "relu": Relu,
     "query_norm": QueryNorm,
 }

@@ -234,6 +234,12 @@ def balancing_routers(layers):
     return [router for router in routers if router is not None and router.layer.num_routed]
 
 
+def saved_tensors(module):
+    """(name, tensor) of what checkpoints and exports hold: parameters, then the counts of biased routers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
 def loss_terms(config, micro_batches):
     """Losses of routers in a step, of which Eq. 8 takes the mean: of layers with routed heads, and micro-batches."""
     return max(1, len(config.routed_layers())) * micro_batches

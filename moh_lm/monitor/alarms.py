@@ -8,12 +8,14 @@ The mix has a sample of a source with the share w among any m samples with m w >
 of every prefix within less than one of its share.
 """
 
+import math
 import statistics
 
 from moh_lm.monitor.head_load import ALWAYS, fair_load, high_load
 
 WINDOW, ENOUGH = 50, 5
 COLLAPSE, BALANCE, THROUGHPUT, SOURCE = "routing collapse", "balance loss", "throughput", "dead source"
+DRIFT = "gate drift"
 
 
 class Alarms:
@@ -44,7 +46,8 @@ class Alarms:
         if figures:
             held.update(self.collapsed(figures))
             held.update(self.unbalanced(figures))
-            known |= {COLLAPSE, BALANCE}
+            held.update(self.drifted(figures))
+            known |= {COLLAPSE, BALANCE, DRIFT}
         # Of what this interval knows nothing about, all stays as it was.
         unknown = {condition: number for condition, number in self.streaks.items() if condition[0] not in known}
         self.streaks = unknown | {condition: self.streaks.get(condition, 0) + 1 for condition in held}
@@ -75,13 +78,20 @@ class Alarms:
 
     def unbalanced(self, figures):
         for layer, loss in zip(self.layers, figures["balance_loss"], strict=True):
-            usual = self.beyond((BALANCE, layer.index), loss, self.settings.alarm_balance_loss, 1)
+            usual = self.beyond((BALANCE, layer.index), loss, 0, self.settings.alarm_balance_loss)
             if usual is not None:
                 yield (BALANCE, layer.index, None), f"{loss:.4f} after a median of {usual:.4f}"
 
+    def drifted(self, figures):
+        factor = self.settings.alarm_gate_drift
+        for layer, gate in zip(self.layers, figures["gate_mean"], strict=True):
+            usual = self.beyond((DRIFT, layer.index), gate, factor and 1 / factor, factor)
+            if usual is not None:
+                yield (DRIFT, layer.index, None), f"mean gate {gate:.4f} after a median of {usual:.4f}"
+
     def slow(self, interval, ranks):
         rate, seconds = interval.tokens_per_second(), interval.seconds_per_step()
-        usual = self.beyond((THROUGHPUT, None), rate, self.settings.alarm_throughput, -1)
+        usual = self.beyond((THROUGHPUT, None), rate, self.settings.alarm_throughput, 0)
         if usual is not None:
             text = f"{rate:,.0f} tokens/s after a median of {usual:,.0f}"
             waits = [data for data, _ in ranks]
@@ -89,14 +99,18 @@ class Alarms:
                 text += f"; rank {waits.index(max(waits))} waits {max(waits):.2f} s per step for its data"
             yield (THROUGHPUT, None, None), text
 
-    def beyond(self, key, value, factor, direction):
-        """The running median if ``value`` is above (1) or below (-1) ``factor`` times it; else None, and it counts."""
+    def beyond(self, key, value, low, high):
+        """The running median if ``value`` is below ``low`` or above ``high`` times it; else None, and it counts.
+
+        low, high: 0 for no limit.
+        """
         history = self.history.setdefault(key, [])
-        if factor and len(history) >= ENOUGH:
+        if len(history) >= ENOUGH:
             median = statistics.median(history)
-            if direction * (value - factor * median) > 0:
+            if (low and value < low * median) or (high and value > high * median):
                 return median
-        history.append(value)
+        if math.isfinite(value):
+            history.append(value)
         del history[:-WINDOW]
         return None
 
@@ -150,7 +164,7 @@ def grouped(word, event, conditions, details, unit):
     found = []
     for (kind, place), members in groups.items():
         heads = sorted(head for _, _, head in members if head is not None)
-        where = {COLLAPSE: f" in layer {place}", BALANCE: f" in layer {place}", SOURCE: f" {place}"}.get(kind, "")
+        where = {THROUGHPUT: "", SOURCE: f" {place}"}.get(kind, f" in layer {place}")
         said = [details[condition] for condition in members if details.get(condition)]
         if heads and not said:
             said = [f"{unit} {head}" for head in heads]

@@ -3,7 +3,8 @@
 The heads are key/value groups with --routing-unit key_value_group. With n_i the tokens, of all T, that selected routed
 head i of a layer's E, and K heads per token:
 
-    load_i = n_i / T             fair is K / E; the mean load with --routing-top-p, where K is the most of a token
+    load_i = n_i / T             fair is K / E; the mean load where K is no fixed number, with --routing-top-p and
+                                 --routing relu
     entropy = - sum_i p_i ln p_i / ln E with p_i = n_i / sum_j n_j: 1 if all heads are used alike, ln K / ln E if always
               the same K are
 
@@ -12,14 +13,14 @@ a1 is the mean weight of the shared heads (Eq. 6), balance_loss the mean of L_b 
 
 import numpy as np
 
-from moh_lm.model.balance import A1, BALANCE, COUNTS, row_width
+from moh_lm.model.balance import A1, BALANCE, COUNTS, GATES, SQUARES, row_width
 
 ALWAYS = 0.95  # a load that no token's choice explains any more, where all but few heads are active
 
 
 def fair_load(layer, load):
     """The load of each head if all had the same: load is that of each, [E]."""
-    return layer.num_active / layer.num_routed if layer.top_p is None else sum(load) / len(load)
+    return sum(load) / len(load) if layer.varies else layer.num_active / layer.num_routed
 
 
 def high_load(fair, high):
@@ -30,16 +31,18 @@ def high_load(fair, high):
 def head_figures(layers, sums, names, sequences, seq_length, high, tensor_parallel_size):
     """{"layer": [number of each layer with routed heads], "load": [[E] of each], "entropy", ..., "source_load"}.
 
-    layers: ``RoutedLayer``s. sums: [sources, sum of (2 + E)], of ``RouterStatistics``, float64. sequences: [sources],
+    layers: ``RoutedLayer``s. sums: [sources, sum of (4 + E)], of ``RouterStatistics``, float64. sequences: [sources],
     summed over, each of ``seq_length`` tokens. a1 is None in layers without the second stage; tensor_parallel_imbalance
-    is there with several ranks only; source_load: {source that was seen: [[E] of each layer]}.
+    is there with several ranks only; source_load: {source that was seen: [[E] of each layer]}, source_gate_rms: {source
+    that was seen: [of each layer]}.
     """
-    figures, source_load = {"layer": [layer.index for layer in layers]}, {}
+    figures, source_load, source_rms = {"layer": [layer.index for layer in layers]}, {}, {}
     parts = np.split(sums, np.cumsum([row_width(layer) for layer in layers])[:-1], axis=1)
     for layer, part in zip(layers, parts, strict=True):
         balance, a1, counts = part[:, BALANCE].sum(), part[:, A1].sum(), part[:, COUNTS].sum(0)
         tokens = sum(sequences) * seq_length
         load = counts / tokens
+        in_use = tokens * layer.num_shared + counts.sum()  # gates that are not those of heads left out
         found = {
             "load": load.tolist(),
             "entropy": entropy(counts),
@@ -47,19 +50,23 @@ def head_figures(layers, sums, names, sequences, seq_length, high, tensor_parall
             "overused": float((load > high_load(fair_load(layer, load), high)).mean()),
             "a1": float(a1 / tokens) or None,
             "balance_loss": float(balance / sum(sequences)),
+            "gate_mean": float(part[:, GATES].sum() / in_use),
+            "gate_rms": float(np.sqrt(part[:, SQUARES].sum() / in_use)),
         }
-        if layer.top_p is not None:
+        if layer.varies:
             found["active_heads"] = float(layer.heads_per_expert * (layer.num_shared + load.sum()))
         if tensor_parallel_size > 1:
             of_ranks = counts.reshape(tensor_parallel_size, -1).sum(1)  # routed heads lie on the ranks in order
             found["tensor_parallel_imbalance"] = float(of_ranks.max() / of_ranks.mean())
         for key, value in found.items():
             figures.setdefault(key, []).append(value)
-        for name, of_source, number in zip(names, part[:, COUNTS], sequences, strict=True):
+        for name, of_source, number in zip(names, part, sequences, strict=True):
             if number:
-                load = of_source / (number * seq_length)
+                load = of_source[COUNTS] / (number * seq_length)
                 source_load.setdefault(name, []).append(load.tolist())
-    return figures | {"source_load": source_load}
+                square = of_source[SQUARES] / (number * seq_length) / (layer.num_shared + load.sum())
+                source_rms.setdefault(name, []).append(float(np.sqrt(square)))
+    return figures | {"source_load": source_load, "source_gate_rms": source_rms}
 
 
 def entropy(counts):

@@ -11,7 +11,7 @@ from copy import copy
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from moh_lm.model.balance import row_width
+from moh_lm.model.balance import GATES, SQUARES, row_width
 from moh_lm.monitor.head_load import head_figures
 from moh_lm.parallel.agreement import from_all_ranks
 
@@ -97,10 +97,19 @@ class Interval:
 
     def restore(self, state):
         self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
+        self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
         if self.layers:
-            self.routers.copy_(torch.tensor(state["routers"], dtype=torch.float64))
+            routers = torch.tensor(state["routers"], dtype=torch.float64)
+            self.routers.copy_(routers if routers.shape == self.routers.shape else self.without_gates(routers))
         for name in COUNTED:
             setattr(self, name, copy(state[name]))
+
+    def without_gates(self, routers):
+        """Sums of a checkpoint of a version that had none of gates: in this interval they are not known."""
+        unknown = torch.full((len(routers), SQUARES + 1 - GATES), math.nan)
+        widths = [row_width(layer) - unknown.shape[1] for layer in self.layers]
+        parts = routers.split(widths, dim=1)
+        return torch.cat([torch.cat((part[:, :GATES], unknown, part[:, GATES:]), dim=1) for part in parts], dim=1)
 
 
 def waits_and_memory(interval, device):

@@ -15,7 +15,10 @@ from moh_lm.monitor.journal import Rows
 from moh_lm.monitor.row import bits_per_byte, finite, keep_rows
 from moh_lm.quantities import short, time_left
 
-SHOWN_HEADS = ("entropy", "unused", "overused", "a1", "balance_loss", "active_heads", "tensor_parallel_imbalance")
+SHOWN_HEADS = (
+    "entropy", "unused", "overused", "a1", "balance_loss", "gate_mean", "gate_rms", "active_heads",
+    "tensor_parallel_imbalance",
+)  # fmt: skip
 
 
 class RunLog:

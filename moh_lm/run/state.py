@@ -3,6 +3,7 @@
     step, consumed_samples    iterations done, and the samples that they read
     optimizer_steps           iterations whose gradients were applied
     router_shares             for each layer with routed heads, the share of a step's tokens that selected each of them
+    l1_steps                  with routing relu: n of the coefficient that holds its gates down
     guard                     the skipped steps, and the window in which spikes are looked for (moh_lm.training.guard)
     interval                  sums since the last line of the log (moh_lm.monitor.interval)
     alarms                    what has fired (moh_lm.monitor.alarms)
@@ -44,13 +45,14 @@ class RunState:
             "alarms": self.alarms.state(),
             "data": self.dataset.state(consumed),
             **({"imported": self.imported} if self.imported else {}),
+            **({"l1_steps": self.engine.l1_steps} if self.config.model.heads.routing == "relu" else {}),
         }
 
     def restore(self, saved):
         """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data."""
         self.step, self.imported = saved["step"], saved.get("imported")
         shares = saved["router_shares"][: len(self.engine.shares)]  # none where a mixture goes on without routers
-        self.engine.adopt(saved["optimizer_steps"], shares)
+        self.engine.adopt(saved["optimizer_steps"], shares, saved.get("l1_steps", 0))
         if self.step == 0:  # an imported model: nothing was read yet
             return []
         self.engine.guard.restore(saved["guard"])

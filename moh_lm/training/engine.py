@@ -19,15 +19,15 @@ from deepspeed.utils import set_z3_leaf_modules
 
 from moh_lm.model.gumbel import GumbelNoise
 from moh_lm.model.pipeline import PipelineCausalLM
-from moh_lm.model.router import HeadRouter
+from moh_lm.model.router import BIAS, HeadRouter
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
 from moh_lm.parallel.agreement import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank, group_size
-from moh_lm.parallel.layers import VocabParallelEmbedding
+from moh_lm.parallel.layers import VocabParallelEmbedding, make_parameter
 from moh_lm.training.deepspeed_config import deepspeed_config
 from moh_lm.training.frozen import FrozenWeights, freeze
 from moh_lm.training.guard import DIVERGENCE, AbsurdWeight, Divergence, Guard
-from moh_lm.training.optimizer import Fragment, ShardedOptimizer, largest, make_optimizer
+from moh_lm.training.optimizer import MOMENTS, Fragment, ShardedOptimizer, largest, make_optimizer
 from moh_lm.training.replicas import replica_differences
 from moh_lm.training.step_sums import RouterSums, StepSums
 from moh_lm.training.verdict import StepVerdict
@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
     choice.
 
     losses: [num_sources, 3], loss summed over tokens, number of tokens, number of sequences. routers: [num_sources, sum
-    of (2 + E)], for every router in turn the sums over sequences of what ``RouterStatistics`` keeps. loss: mean per
+    of (4 + E)], for every router in turn the sums over sequences of what ``RouterStatistics`` keeps. loss: mean per
     token. grad_norm: before clipping. verdict: a code of guard.REASONS. skipped: whether the gradients were left out.
     seconds: {"forward_backward", "optimizer"}, the first with the reduction of the gradients and their norm.
     """
@@ -113,6 +113,7 @@ class Engine:
             replica_differences,
             list(self.named_parameters()),
             list(self.model.tied_parameters()),
+            list(self.named_biases()),
             config.parallel,
             groups,
         )
@@ -154,7 +155,8 @@ class Engine:
             self.optimizer.drop_gradients()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
             self.refuse_lasting_faults(examined.code)
-        routers = self.router_sums.take([batch.sources for batch in micro_batches], keep_shares=skipped or self.resting)
+        sources = [batch.sources for batch in micro_batches]
+        routers = self.router_sums.take(sources, frozen=skipped or self.resting)
         get_accelerator().synchronize()
         seconds = {
             "forward_backward": examined.time - started,
@@ -195,6 +197,11 @@ class Engine:
         """For each layer with routed heads, the share of the last step's tokens that selected each of them."""
         return self.router_sums.shares
 
+    @property
+    def l1_steps(self):
+        """n of the coefficient of ``relu`` gates (moh_lm/training/step_sums.py)."""
+        return int(self.router_sums.l1_steps)
+
     def step(self, micro_batches):
         self.engine.train()
         for batch in micro_batches:
@@ -232,23 +239,34 @@ class Engine:
         """(canonical name, parameter) of what this rank holds."""
         return self.model.named_parameters()
 
+    def named_biases(self):
+        """(canonical name, counts) of the routers of this rank that select with a bias."""
+        for router in self.model.routers():
+            if router.bias_steps is not None:
+                yield f"model.layers.{router.layer.index}.self_attn.router.{BIAS}", router.bias_steps
+
     def fragments(self):
-        """``Fragment``s of what this rank's optimizer owns, and of what is frozen."""
+        """``Fragment``s of what this rank's optimizer owns, of what is frozen, and of the biases of routers."""
         for name, parameter in self.named_parameters():
             owned = (self.optimizer if parameter.requires_grad else self.frozen).fragment(parameter)
             if owned is not None:
                 start, tensors = owned
                 yield Fragment(name, parameter, start, self.is_copy(parameter), tensors)
+        copy = group_rank(self.groups.data) > 0 or group_rank(self.groups.tensor) > 0
+        for name, steps in self.named_biases():
+            tensors = {"master": steps, **{moment: torch.zeros_like(steps) for moment in MOMENTS}}
+            yield Fragment(name, make_parameter(steps.shape), 0, copy, tensors)
 
     def is_copy(self, parameter):
         """Whether another rank holds the same parameter and speaks for it: a replicated weight, or a tied one."""
         replicated = parameter.tensor_partition is None and group_rank(self.groups.tensor) > 0
         return replicated or getattr(parameter, "ds_pipe_replicated", False)
 
-    def adopt(self, optimizer_steps, shares):
-        """Go on from ``fragments`` that were filled from a checkpoint, and from the ``shares`` of its routers."""
+    def adopt(self, optimizer_steps, shares, l1_steps=0):
+        """Go on from ``fragments`` that were filled from a checkpoint, and from what its routers followed."""
         self.optimizer.adopt(optimizer_steps)
         self.frozen.refresh()
+        self.router_sums.set_l1_steps(torch.tensor(l1_steps, device=self.device))
         self.router_sums.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
 
 

@@ -2,25 +2,28 @@
 
 The bits of each weight are summed as integers, where the order of a sum does not matter and every single flip shows.
 Data-parallel ranks hold copies of all weights (not under ZeRO-3, which keeps one of each), tensor-parallel ranks of
-the norms and routers, the first and the last pipeline stage of a tied embedding. ZeRO writes the weights anew from
-their masters in every step, so a flip lives for one step and harms one gradient, unless it is found before: hence a
-comparison in every step by default. It takes about a thousandth of the step's time on a CPU.
+the norms and routers, the first and the last pipeline stage of a tied embedding, and all but stages of a router's
+bias. ZeRO writes the weights anew from their masters in every step, so a flip lives for one step and harms one
+gradient, unless it is found before: hence a comparison in every step by default. It takes about a thousandth of the
+step's time on a CPU. A bias has no master: ranks that differ in one end the run.
 """
 
 import torch
 import torch.distributed as dist
 
 
-def replica_differences(named_parameters, tied, parallel, groups):
+def replica_differences(named_parameters, tied, biases, parallel, groups):
     """Sentences for the weights that are not the same on all ranks of this rank's groups.
 
-    tied: (name, parameter, group of the stages that hold it) of weights with a copy in another stage.
+    tied: (name, parameter, group of the stages that hold it) of weights with a copy in another stage. biases: (name,
+    counts) of routers.
     """
     named = list(named_parameters)
     replicated = [(name, parameter) for name, parameter in named if parameter.tensor_partition is None]
     if parallel.zero_stage == 3:  # of each weight this rank keeps a slice, the same in all tensor-parallel ranks
-        return differences([(name, parameter.ds_tensor) for name, parameter in replicated], groups.tensor)
-    found = [*differences(named, groups.data), *differences(replicated, groups.tensor)]
+        slices = [(name, parameter.ds_tensor) for name, parameter in replicated]
+        return [*differences(biases, groups.data), *differences([*slices, *biases], groups.tensor)]
+    found = [*differences([*named, *biases], groups.data), *differences([*replicated, *biases], groups.tensor)]
     for name, parameter, group in tied:
         found += differences([(name, parameter)], group)
     return found

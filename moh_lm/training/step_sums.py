@@ -38,11 +38,17 @@ class StepSums:
         return reduce(self.losses, self.groups.data, self.groups.pipeline)
 
 
+# The coefficient of the L1 norm of ``relu`` gates, as ReMoE has it (arXiv 2412.14711): lambda = L1_START L1_FACTOR^n.
+# After each step n grows by 1 if tokens selected more experts than the budget, over all layers, and falls if fewer.
+L1_START, L1_FACTOR = 1e-8, 1.2
+
+
 class RouterSums:
     """What the routers of this rank kept of a step, and the shares that ``global_batch`` balances against.
 
     routers: of this pipeline stage. layers: ``RoutedLayer``s of the whole model. tokens: of a step, all ranks. shares:
-    for each of ``layers``, the share of a step's tokens that selected each expert, [E] float64.
+    for each of ``layers``, the share of a step's tokens that selected each expert, [E] float64. l1_steps: n of lambda,
+    int64 [].
     """
 
     def __init__(self, routers, layers, num_sources, tokens, groups, device):
@@ -56,12 +62,13 @@ class RouterSums:
             torch.full((layer.num_routed,), layer.num_active / layer.num_routed, dtype=torch.float64, device=device)
             for layer in layers
         ]
+        self.set_l1_steps(torch.zeros((), dtype=torch.int64, device=device))
 
-    def take(self, sources, keep_shares):
-        """Sums of a step over all ranks, [num_sources, sum of (2 + E)]; each router also gets the step's shares.
+    def take(self, sources, frozen):
+        """Sums of a step over all ranks, [num_sources, sum of (4 + E)]; each router also gets the step's shares.
 
-        sources: [b] of each of this rank's micro-batches. keep_shares: leave the shares of the step before, if this one
-        has none, or none that are to be trusted. Routers that rest have nothing to add.
+        sources: [b] of each of this rank's micro-batches. frozen: leave the shares, and biases, of the step before:
+        this one has no numbers, or none that are to be trusted. Routers that rest have nothing to add.
         """
         widths = [row_width(layer) for layer in self.layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
@@ -71,8 +78,15 @@ class RouterSums:
             if not router.resting:
                 parts[router.layer.index] += of_source @ router.statistics.take()
         reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
-        if not keep_shares:
-            self.set_shares([parts[layer.index][:, COUNTS].sum(0) / self.tokens for layer in self.layers])
+        if not frozen:
+            counts = {index: part[:, COUNTS].sum(0) for index, part in parts.items()}
+            self.set_shares([counts[layer.index] / self.tokens for layer in self.layers])
+            if self.layers and self.layers[0].by_sign:
+                excess = sum(counts[layer.index].sum() - layer.num_active * self.tokens for layer in self.layers)
+                self.set_l1_steps(self.l1_steps + excess.sign().long())
+            for router in self.routers:
+                if router.bias_steps is not None:
+                    router.move_bias(counts[router.layer.index])
         return sums
 
     def set_shares(self, shares):
@@ -80,6 +94,12 @@ class RouterSums:
         by_layer = {layer.index: share for layer, share in zip(self.layers, shares, strict=True)}
         for router in self.routers:
             router.statistics.previous_share = by_layer[router.layer.index].float()
+
+    def set_l1_steps(self, steps):
+        self.l1_steps = steps
+        for router in self.routers:
+            if router.layer.by_sign:
+                router.statistics.l1 = (L1_START * L1_FACTOR ** steps.double()).float()
 
 
 def one_hot(sources, num_sources):

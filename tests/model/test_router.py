@@ -55,6 +55,15 @@ CASES = {
     "sigmoid, no shared head": dict(shared=0, active=3, routing="sigmoid"),
     "sigmoid, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="sigmoid"),
     "gated": dict(shared=0, active=1, selection="gated"),
+    "relu": dict(shared=3, active=2, routing="relu"),
+    "relu, no shared head": dict(shared=0, active=3, routing="relu", scope="global_batch"),
+    "relu, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="relu"),
+    "bias": dict(shared=2, active=3, bias=(-1, 4, 0, 2, -3, 1)),
+    "bias, released": dict(shared=3, active=2, bias=(1, 0, -4, 3, 0), routing="released"),
+    "bias, scaled": dict(shared=0, active=3, bias=(1, 0, -4, 3, 0, 2, -1, 5), routing="paper_scaled"),
+    "bias, sigmoid": dict(shared=2, active=3, bias=(-1, 4, 0, 2, -3, 1), routing="sigmoid"),
+    "bias, query norm": dict(shared=3, active=2, bias=(1, 0, -4, 3, 0), routing="query_norm"),
+    "bias, groups": dict(shared=2, active=2, bias=(-2, 1, 0), key_value_heads=4, unit="key_value_group"),
     "top-p": dict(shared=3, active=4, top_p=0.7),
     "top-p, released": dict(shared=2, active=5, top_p=0.7, routing="released"),
     "top-p, no shared head": dict(shared=0, active=8, top_p=0.9),
@@ -72,7 +81,7 @@ CASES = {
 
 def make_config(
     shared, active, routing="paper", two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence",
-    unit="head", top_p=None, window=0,
+    unit="head", top_p=None, window=0, bias=None,
 ):  # fmt: skip
     heads = HeadsConfig(
         head_selection=selection,
@@ -83,6 +92,7 @@ def make_config(
         load_balance_scope=scope,
         routing_unit=unit,
         routing_top_p=top_p,
+        load_balance_bias_rate=0.05 if bias else 0.0,
         routing_entropy_coefficient=0.53,
         router_z_loss=0.29,
     )
@@ -111,11 +121,11 @@ def softmax(values):
     return [v.exp() / total for v in values]
 
 
-def reference_gates(config, x, queries, weights):
+def reference_gates(config, x, queries, weights, bias=None):
     """(gates of all heads; probabilities, selection and scores of the routed experts) of one token, from the formulas.
 
-    x: [d]. queries: [heads, head_dim] before rotary. weights: W_s, W_r, W_h by name; those absent are None. An expert
-    is a head, or the heads of a key/value head.
+    x: [d]. queries: [heads, head_dim] before rotary. weights: W_s, W_r, W_h by name; those absent are None. bias: of
+    the routed experts. An expert is a head, or the heads of a key/value head.
     """
     heads = config.heads
     if heads.head_selection == "all":
@@ -137,13 +147,20 @@ def reference_gates(config, x, queries, weights):
     else:
         shared = [row @ x for row in weights["w_shared"]] if h_s else []
         scores = [row @ x for row in weights["w_routed"]] if h_s < n else []
+        if heads.routing == "relu":
+            shared = [2 / (1 + (-s).exp()) for s in shared]
+            gates = shared + [s * (s > 0) for s in scores]
+            positive = [s.item() > 0 for s in scores]
+            return [gate for gate in gates for _ in range(size)], [s * (s > 0) for s in scores], positive, scores
         if heads.routing == "sigmoid":
             shared = [2 / (1 + (-s).exp()) for s in shared]
             sigmoids = [1 / (1 + (-s).exp()) for s in scores]
             probabilities = [p / sum(sigmoids) for p in sigmoids]
         else:
             shared, probabilities = softmax(shared), softmax(scores)
-    best = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i].item(), i))[:k]
+    affinities = sigmoids if heads.routing == "sigmoid" else probabilities
+    ranks = [a.item() + b for a, b in zip(affinities, bias or [0] * len(affinities), strict=True)]
+    best = sorted(range(len(ranks)), key=lambda i: (-ranks[i], i))[:k]
     if heads.routing_top_p is not None:
         enough = [m for m in range(1, k) if sum(probabilities[i] for i in best[:m]) >= heads.routing_top_p]
         best = best[: min([k, *enough])]
@@ -181,7 +198,7 @@ def rotate(vector, position):
     return torch.stack(turned)
 
 
-def reference_attention(config, layer, x):
+def reference_attention(config, layer, x, bias=None):
     """(output [s, b, d], balance loss, entropy, z-loss) of Eq. 4 and 7; the losses None without routed heads."""
     weights = dict(layer.router.named_parameters()) if layer.router else {}
     group, window = HEADS // config.num_key_value_heads, config.window[0] or LENGTH
@@ -191,7 +208,7 @@ def reference_attention(config, layer, x):
         queries = [q.view(HEADS, HEAD_DIM) for q in projected]
         keys = [(layer.k_proj.weight @ token).view(-1, HEAD_DIM) for token in x[:, b]]
         values = [(layer.v_proj.weight @ token).view(-1, HEAD_DIM) for token in x[:, b]]
-        routes = [reference_gates(config, x[t, b], queries[t], weights) for t in range(LENGTH)]
+        routes = [reference_gates(config, x[t, b], queries[t], weights, bias) for t in range(LENGTH)]
         rows = []
         for t in range(LENGTH):
             total = torch.zeros(D).double()
@@ -213,7 +230,8 @@ def reference_attention(config, layer, x):
             f = [k / routed if previous else sum(r[2][i] for r in routes) / LENGTH for i in range(routed)]
             p = [sum(r[1][i] for r in routes) / LENGTH for i in range(routed)]
             loss = sum(fi * pi for fi, pi in zip(f, p, strict=True))
-            losses.append(loss * routed if config.heads.routing == "released" else loss)
+            factor = {"released": routed, "relu": routed / k}.get(config.heads.routing, 1)
+            losses.append(loss * factor)
             entropies += [-sum(pi * pi.log() for pi in r[1]) for r in routes]
             squares += [sum(score.exp() for score in r[3]).log() ** 2 for r in routes]
     if not losses:
@@ -235,7 +253,11 @@ def test_attention_computes_the_equations_with_every_gradient(case):
     upstream = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
 
     expected_input = x.clone().requires_grad_()
-    expected, balance, entropy, squares = reference_attention(config, layer, expected_input)
+    bias = case.get("bias")
+    if bias:
+        layer.router.bias_steps.copy_(torch.tensor(bias))
+        bias = [0.05 * steps for steps in bias]
+    expected, balance, entropy, squares = reference_attention(config, layer, expected_input, bias)
     objective = (expected * upstream).sum() + (beta * balance + zeta * squares if balance is not None else 0)
     if config.heads.routing_top_p is not None:
         objective = objective + gamma * entropy
@@ -321,12 +343,45 @@ def test_probabilities_of_the_sigmoid_form_are_finite_for_the_most_negative_scor
     torch.testing.assert_close(found, torch.tensor([0.0, 0.0, -1.0]).softmax(-1))
 
 
-@pytest.mark.parametrize("routing", ["sigmoid", "query_norm"])
+def test_gates_of_the_relu_form_begin_with_1_on_average_and_its_l1_norm_has_the_coefficient_of_the_run():
+    config = replace(make_config(shared=1, active=2, routing="relu"), hidden_size=512)
+    router = HeadRouter(config, 0, 0.02, group=None, loss_terms=4)
+    initialize(router.named_parameters(), seed=5)
+    x = torch.randn(4000, 1, 512, generator=torch.Generator().manual_seed(2))
+    gates, routed = router(x)
+    assert gates[..., 0].eq(1).all() and gates[..., 1:][gates[..., 1:] > 0].mean().item() == pytest.approx(1, rel=0.05)
+    router.statistics.l1 = torch.tensor(0.3)
+    balance = router(x)[1].rows[:, BALANCE].mean().item()
+    z_loss = routed.loss.item() - 0.01 / 4 * balance
+    assert router(x)[1].loss.item() == pytest.approx(0.3 / 4 * balance + z_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("routing", ["sigmoid", "query_norm", "relu"])
 def test_a_z_loss_is_refused_where_it_would_do_harm(routing):
     config = make_config(shared=3, active=2, routing=routing)
     (problem,) = model_problems(config)
     assert problem.startswith(f"--router-z-loss 0.29: --routing {routing} ")
     assert not model_problems(replace(config, heads=replace(config.heads, router_z_loss=0.0)))
+
+
+def test_a_bias_moves_by_the_sign_of_what_the_load_lacks_of_the_mean():
+    router = HeadRouter(make_config(shared=3, active=2, bias=True), 0, 0.02, group=None)
+    for counts, expected in (([9, 1, 4, 4, 2], [-1, 1, 0, 0, 1]), ([0, 0, 20, 20, 0], [0, 2, -1, -1, 2])):
+        router.bfloat16().move_bias(torch.tensor(counts, dtype=torch.float64))
+        assert router.bias_steps.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "changes, said", [
+        (dict(top_p=0.5), "--routing-top-p 0.5 "),
+        (dict(selection="static"), "no layer has routed"),
+        (dict(routing="relu"), "--routing relu selects every head with a score above 0"),
+    ],
+)
+def test_a_bias_is_refused_where_it_has_no_meaning(changes, said):
+    config = make_config(shared=3, active=2, bias=True, **changes)
+    (problem,) = model_problems(replace(config, heads=replace(config.heads, router_z_loss=0.0)))
+    assert problem.startswith(f"--load-balance-bias-rate 0.05: {said}")
 
 
 def test_the_choices_of_the_flag_are_the_forms():

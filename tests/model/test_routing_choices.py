@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import AlarmConfig, Config, HeadsConfig, ModelConfig
@@ -42,7 +43,12 @@ MODELS = {
     "tamed": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 4 --routing released "
     "--dense-warmup-iters 1 --router-gumbel-noise 1 --router-learning-rate-scale 0.1 --router-gradient-clipping 1e-4 "
     "--gradient-clipping 0.5",
+    "bias": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 4 --routing sigmoid "
+    "--load-balance-coefficient 0 --load-balance-bias-rate 0.005",
+    "bias, query norm": f"{GROUPS} --num-active-routed-heads 4 --routing query_norm --seed 7 "
+    "--load-balance-bias-rate 0.01",
 }
+MODELS["relu"] = f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 7 3 --routing relu"
 STEADY = """--train-iters 3 --log-interval 1 --save-interval 1 --eval-samples 2 --eval-interval 0 --warmup-iters 0
     --learning-rate 2e-5 --min-learning-rate 1e-5 --gradient-clipping 0"""
 LAYOUTS = {
@@ -73,6 +79,8 @@ def one_process(data_dir, tmp_path_factory):
         ("groups, query norm", "tensor"), ("top-p, released", "pipeline"), ("both", "tensor"), ("both", "data, sparse"),
         ("sigmoid", "tensor"), ("sigmoid", "pipeline"), ("scaled, z-loss", "data, sparse"), ("gated", "tensor"),
         ("tamed", "tensor"), ("tamed", "pipeline"), ("tamed", "data, sparse"), ("tamed", "offload"),
+        ("bias", "pipeline"), ("bias", "data, sparse"), ("bias, query norm", "tensor"),
+        ("relu", "pipeline"), ("relu", "data, sparse"), ("relu", "tensor"),
     ],  # fmt: skip
 )
 def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_path, one_process):
@@ -85,10 +93,22 @@ def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_p
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
         heads = theirs.get("heads", {})
         assert all(mine["heads"][key] == heads[key] for key in heads.keys() & {"load", "active_heads"})
-        assert ("active_heads" in heads) == ("heads" in theirs and "top-p" in MODELS[model])
+        assert ("active_heads" in heads) == ("heads" in theirs and model in ("top-p, released", "both", "relu"))
+        if model == "relu" and mine["step"]:
+            coefficients = [saved_state(directory, mine["step"]).get("l1_steps") for directory in (tmp_path, expected)]
+            assert coefficients[0] == coefficients[1] != 0
+    for step in (1, 2, 3):  # counts
+        mine, theirs = state(tmp_path, step), state(expected, step)
+        biases = [key for key in theirs if key.endswith("router.bias_steps")]
+        assert len(biases) == (6 if "bias" in model else 0)
+        assert all(torch.equal(mine[key], theirs[key]) for key in biases)
     mine, theirs = state(tmp_path, 1), state(expected, 1)
     far = {key: distance(mine[key], theirs[key]) for key in theirs}
     assert max(far.values()) < 1e-5, sorted(far.items(), key=lambda item: -item[1])[:5]
+
+
+def saved_state(directory, step):
+    return read_json(directory / "checkpoints" / f"step-{step}" / "state.json")
 
 
 def test_the_entropy_is_part_of_the_gradient_and_not_of_the_balance_loss(data_dir, tmp_path, one_process):
@@ -103,12 +123,15 @@ def test_the_entropy_is_part_of_the_gradient_and_not_of_the_balance_loss(data_di
     assert distance(mine[key], theirs[key]) < 1e-6
 
 
-def test_a_resumed_run_takes_the_routing_from_its_checkpoint_bit_for_bit(data_dir, tmp_path, one_process):
+@pytest.mark.parametrize("model", ["top-p, released", "relu"])
+def test_a_resumed_run_takes_the_routing_from_its_checkpoint_bit_for_bit(model, data_dir, tmp_path, one_process):
     flags = arguments(data_dir, tmp_path, *STEADY.split())
-    run_ranks(run, 1, [*flags, *MODELS["top-p, released"].split()], 2)
+    run_ranks(run, 1, [*flags, *MODELS[model].split()], 2)
     run_ranks(run, 1, [*flags, *HEADS.split()])
-    assert rows(tmp_path) == rows(one_process("top-p, released"))
-    expected = parameters(one_process("top-p, released"))
+    assert rows(tmp_path) == rows(one_process(model))
+    coefficients = [saved_state(directory, 3).get("l1_steps") for directory in (tmp_path, one_process(model))]
+    assert coefficients[0] == coefficients[1]
+    expected = parameters(one_process(model))
     assert all(torch.equal(value, expected[name]) for name, value in parameters(tmp_path).items())
 
 
@@ -128,6 +151,39 @@ def run_recorded(flags):
     HeadRouter.select = recorded
     run(flags)
     return taken
+
+
+def test_a_bias_follows_the_loads_of_whole_steps_and_an_export_selects_by_it(data_dir, tmp_path, monkeypatch):
+    flags = arguments(data_dir, tmp_path / "run", *STEADY.split(), *MODELS["bias"].split())
+    (taken,) = run_ranks(run_recorded, 1, flags)
+    exporter(monkeypatch)(tmp_path / "run", tmp_path / "hf", "--dtype", "bfloat16")  # which compares logits
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    for layer, num_routed in enumerate((12, 8)):
+        steps, expected = torch.cat(taken[layer], dim=1).split(8, dim=1), [0] * num_routed  # of 8 sequences each
+        assert len(steps) == 3
+        for selected in steps:
+            loads = selected.sum((0, 1)).tolist()
+            mean = sum(loads) / num_routed
+            expected = [count + (load < mean) - (load > mean) for count, load in zip(expected, loads, strict=True)]
+        assert len(set(expected)) > 1
+        name = f"model.layers.{layer}.self_attn.router.bias_steps"
+        assert state(tmp_path / "run", 3)[f"master/{name}"].tolist() == expected
+        assert exported[name].dtype == torch.int32 and exported[name].tolist() == expected
+    import_hf.run(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")])
+    assert parameters(tmp_path / "in")[name].tolist() == expected
+
+
+@pytest.mark.parametrize("budgets, sign", [((7, 3), 1), ((7, 7), -1)])
+def test_the_coefficient_of_relu_gates_follows_the_mean_number_of_selected_heads(budgets, sign, data_dir, tmp_path):
+    flags = f"{STEADY} {MODELS['relu']} --num-active-routed-heads {budgets[0]} {budgets[1]}"
+    (taken,) = run_ranks(run_recorded, 1, arguments(data_dir, tmp_path, *flags.split()))
+    expected = 0
+    steps = [torch.cat(taken[layer], dim=1).split(8, dim=1) for layer in (0, 1)]
+    for number, (first, second) in enumerate(zip(*steps, strict=True), start=1):
+        selected = first.sum(-1).mean().item() + second.sum(-1).mean().item()  # of a token, in both layers
+        expected += (selected > sum(budgets)) - (selected < sum(budgets))
+        assert saved_state(tmp_path, number)["l1_steps"] == expected
+    assert number == 3 and expected * sign > 0
 
 
 def test_active_heads_and_loads_are_those_of_the_selections_and_the_mfu_counts_them(data_dir, tmp_path):
@@ -160,7 +216,7 @@ def test_active_heads_and_loads_are_those_of_the_selections_and_the_mfu_counts_t
 def test_fair_is_the_mean_load_where_k_is_only_the_most():
     heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_top_p=0.5)
     model = ModelConfig(num_layers=1, num_attention_heads=8, heads=heads)
-    sums = np.array([[0.0, 10.0, 2, 4, 8, 10]])
+    sums = np.array([[0.0, 10.0, 0, 0, 2, 4, 8, 10]])
     figures = head_figures(model.routed_layers(), sums, ["a"], [2], 10, 1.3, 1)
     assert figures["load"] == figures["source_load"]["a"] == [[0.1, 0.2, 0.4, 0.5]]
     assert figures["active_heads"] == [pytest.approx(5.2)]
@@ -174,18 +230,18 @@ def test_a_layer_in_which_nearly_every_token_selects_all_heads_has_not_collapsed
     heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_top_p=0.9)
     model = ModelConfig(num_layers=1, num_attention_heads=8, heads=heads)
     alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
-    assert alarms.check(interval(), {"load": [[1.0, 1.0, 1.0, 0.9]], "balance_loss": [1.0]}) == []
+    assert alarms.check(interval(), {"load": [[1.0, 1.0, 1.0, 0.9]], "balance_loss": [1.0], "gate_mean": [1.0]}) == []
 
 
 def test_alarms_and_maps_speak_of_groups():
     heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_unit="key_value_group")
     model = ModelConfig(num_layers=1, num_attention_heads=16, num_key_value_heads=4, heads=heads)
-    figures = {"load": [[0.0, 0.5, 0.5]], "balance_loss": [0.3]}
+    figures = {"load": [[0.0, 0.5, 0.5]], "balance_loss": [0.3], "gate_mean": [1.0]}
     alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
     ((text, facts),) = alarms.check(interval(), figures)
     assert text == "ALARM routing collapse in layer 0: group 1 by 0.0% of the tokens, fair is 33.3%"
     assert facts["groups"] == [1]
-    ((text, _),) = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3]})
+    ((text, _),) = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3], "gate_mean": [1.0]})
     assert text == "alarm over: routing collapse in layer 0: group 1"
     assert head_map(model.routed_layers(), figures["load"], 1, 4, pixels=1).tolist() == [[255, 0, 128, 128]]
 
@@ -231,8 +287,8 @@ def test_an_export_of_a_plain_model_has_none_of_the_keys(tmp_path, monkeypatch):
 
 def exporter(monkeypatch):
     """tools/export_hf.py in this process."""
-    def call(checkpoint, output):
-        arguments = ["--checkpoint", str(checkpoint), "--output", str(output)]
+    def call(checkpoint, output, *more):
+        arguments = ["--checkpoint", str(checkpoint), "--output", str(output), *more]
         export_hf.export(arguments)
 
     return call

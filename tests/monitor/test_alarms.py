@@ -1,6 +1,7 @@
 """Alarms: the rules on made-up intervals, and runs with a planted collapse, a planted dead source and a slow rank."""
 
 import json
+import math
 import os
 import re
 import statistics
@@ -28,8 +29,10 @@ LAYERS = [RoutedLayer(1, 2, 4, 1), RoutedLayer(3, 0, 2, 2)]  # one of 4 routed h
 FAIR = [[0.25] * 4, [1.0, 1.0]]
 
 
-def figures(load=None, balance_loss=(0.25, 1.0)):
-    return {"load": [load or FAIR[0], FAIR[1]], "balance_loss": list(balance_loss)}
+def figures(load=None, balance_loss=(0.25, 1.0), gate_mean=(0.2, 1.0)):
+    return {
+        "load": [load or FAIR[0], FAIR[1]], "balance_loss": list(balance_loss), "gate_mean": list(gate_mean)
+    }  # fmt: skip
 
 
 def interval(sequences=(3, 1), loss=2.0, seconds=1.0, tokens=64, not_finite=()):
@@ -107,6 +110,17 @@ def test_a_balance_loss_that_rises_rings_with_its_layer():
     assert text == "ALARM balance loss in layer 1: 0.3146 after a median of 0.2600"
 
 
+@pytest.mark.parametrize("gate, rings", [(0.31, True), (0.29, False), (0.14, False), (0.13, True)])
+def test_a_mean_gate_that_leaves_the_band_of_its_median_rings_with_its_layer(gate, rings):
+    made = alarms(alarm_intervals=1, alarm_gate_drift=1.5)
+    for usual in (0.2, 0.19, math.nan, 0.21, 0.2, 0.2):  # the third of an interval whose gates are not known
+        assert not made.check(interval(), figures(gate_mean=(usual, 1.0)))
+    said = [f"ALARM gate drift in layer 1: mean gate {gate:.4f} after a median of 0.2000"] if rings else []
+    assert texts(made.check(interval(), figures(gate_mean=(gate, 1.0)))) == said
+    if rings:
+        assert texts(made.check(interval(), figures())) == ["alarm over: gate drift in layer 1"]
+
+
 def test_a_source_without_a_sample_rings_when_the_mix_has_one_for_sure():
     mixture = Mixture({"a": "11", "b": "1"}, {"a": 1000, "b": 1000}, seq_length=10, seed=0)
     made = alarms(shares=(11 / 12, 1 / 12))
@@ -135,10 +149,10 @@ def test_a_source_with_nothing_to_learn_from_rings_at_once(more, text):
 
 
 def test_an_alarm_that_is_turned_off_does_not_ring():
-    off = dict.fromkeys(("alarm_head_low", "alarm_head_high", "alarm_throughput", "alarm_balance_loss"), 0.0)
-    made = alarms(alarm_intervals=1, **off)
+    names = ("head_low", "head_high", "throughput", "balance_loss", "gate_drift")
+    made = alarms(alarm_intervals=1, **{f"alarm_{name}": 0.0 for name in names})
     for seconds, loss in [(1.0, 0.25)] * 8 + [(9.0, 9.0)]:
-        assert not made.check(interval(seconds=seconds), figures([0.0, 1.0, 0.0, 0.0], (loss, 1.0)))
+        assert not made.check(interval(seconds=seconds), figures([0.0, 1.0, 0.0, 0.0], (loss, 1.0), (loss, 0.1)))
 
 
 def test_what_rang_and_what_is_about_to_ring_outlive_a_checkpoint():
@@ -156,9 +170,20 @@ def test_what_rang_and_what_is_about_to_ring_outlive_a_checkpoint():
 
 
 def test_thresholds_at_which_a_healthy_run_rings_are_refused(data_dir, tmp_path):
-    wrong = "--alarm-intervals 0 --alarm-head-low 1 --alarm-head-high 1 --alarm-throughput 1.5 --alarm-balance-loss 0.5"
+    wrong = "--alarm-intervals 0 --alarm-head-low 1 --alarm-head-high 1 --alarm-throughput 1.5 "
+    wrong += "--alarm-balance-loss 0.5 --alarm-gate-drift 1"
     problems = config_problems(parse_config(arguments(data_dir, tmp_path, *wrong.split()))[0], 1)
-    assert len(problems) == 5 and all(problem.startswith("--alarm-") for problem in problems)
+    assert len(problems) == 6 and all(problem.startswith("--alarm-") for problem in problems)
+
+
+def test_an_interval_goes_on_from_a_checkpoint_that_has_no_sums_of_gates():
+    made = Interval(["a"], LAYERS[:1] * 2, torch.device("cpu"))
+    state = made.state() | {"routers": [[0.5, 1.5, 2, 3, 4, 5, 0.25, 2.5, 6, 7, 8, 9]]}  # of each layer L_b, a1, counts
+    made.restore(json.loads(json.dumps(state)))
+    expected = [0.5, 1.5, math.nan, math.nan, 2, 3, 4, 5, 0.25, 2.5, math.nan, math.nan, 6, 7, 8, 9]
+    assert made.routers.tolist()[0] == pytest.approx(expected, nan_ok=True)
+    made.clear()
+    assert not made.routers.any()
 
 
 def test_an_interval_with_skipped_steps_outlives_a_checkpoint():

@@ -74,12 +74,13 @@ def sequences_of(ranks, layout, step, layer):
 
 def by_hand(ranks, layout, steps, layer, shared):
     """The figures of a layer over ``steps``."""
-    count, tokens, a1, losses = {0: 0, 1: 0}, {0: 0, 1: 0}, 0.0, []
+    count, tokens, a1, losses, used = {0: 0, 1: 0}, {0: 0, 1: 0}, 0.0, [], {0: [], 1: []}
     for step in steps:
         for source, x, gates, weight in sequences_of(ranks, layout, step, layer):
             selected = (gates[:, shared:] > 0).double()
             count[source] = count[source] + selected.sum(0)
             tokens[source] += len(x)
+            used[source] += gates[gates > 0].tolist()
             a1 += gates[:, :shared].sum().item()  # a1 times a softmax
             losses.append((selected.mean(0) * torch.softmax(x @ weight.T, -1).mean(0)).sum().item())
     counts, total = count[0] + count[1], tokens[0] + tokens[1]
@@ -91,6 +92,10 @@ def by_hand(ranks, layout, steps, layer, shared):
         "overused": sum(n / total > 0.95 for n in counts.tolist()) / len(counts),
         "a1": a1 / total,
         "balance_loss": sum(losses) / len(losses),
+        "gate_mean": sum(used[0] + used[1]) / len(used[0] + used[1]),
+        "gate_rms": math.sqrt(sum(gate**2 for gate in used[0] + used[1]) / len(used[0] + used[1])),
+        "even_rms": math.sqrt(sum(gate**2 for gate in used[0]) / len(used[0])),
+        "odd_rms": math.sqrt(sum(gate**2 for gate in used[1]) / len(used[1])),
         "even": (count[0] / tokens[0]).tolist(),
         "odd": (count[1] / tokens[1]).tolist(),
         "tensor_parallel_imbalance": max(counts[:2].sum(), counts[2:].sum()).item() / (counts.sum().item() / 2),
@@ -116,8 +121,9 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
         assert heads["layer"] == [0, 1]
         for layer in range(2):
             expected = by_hand(ranks, layout, (last - 2, last - 1), layer, shared=4)
-            got = {key: values[layer] for key, values in heads.items() if key not in ("layer", "source_load")}
+            got = {key: values[layer] for key, values in heads.items() if not key.startswith(("layer", "source"))}
             got |= {name: heads["source_load"][name][layer] for name in NAMES}
+            got |= {f"{name}_rms": heads["source_gate_rms"][name][layer] for name in NAMES}
             if layout != "tensor":
                 expected.pop("tensor_parallel_imbalance")
             assert got.keys() == expected.keys()
@@ -125,7 +131,7 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
                 assert got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (last, layer, key)
             tag = f"heads/layer_{layer:02d}"
             shown = {f"{tag}/load_head_{head:02d}": load for head, load in enumerate(expected["load"], 4)}
-            shown |= {f"{tag}/{key}": expected[key] for key in expected if key not in ("load", "even", "odd")}
+            shown |= {f"{tag}/{key}": expected[key] for key in expected if not key.startswith(("load", "even", "odd"))}
             for name, value in shown.items():
                 (scalar,) = [scalar for scalar in board.Scalars(name) if scalar.step == last]
                 assert scalar.value == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -134,11 +140,12 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
 
 def test_a_head_that_is_never_selected_and_one_that_always_is():
     model = ModelConfig(num_layers=1)  # 6 shared heads, 3 of 6 routed ones
-    sums = np.array([[0.0, 5.0, 10, 9, 8, 3, 0, 0], [0.0, 5.0, 10, 10, 10, 0, 0, 0]])
+    sums = np.array([[0.0, 5.0, 45, 90, 10, 9, 8, 3, 0, 0], [0.0, 5.0, 45, 0, 10, 10, 10, 0, 0, 0]])
     figures = head_figures(model.routed_layers(), sums, NAMES, [2, 2], 5, 3.0, 1)
     assert figures["load"] == [[1, 0.95, 0.9, 0.15, 0, 0]]
     assert figures["unused"] == [2 / 6] and figures["overused"] == [1 / 6]  # 0.95 is the limit itself
     assert figures["source_load"]["odd"] == [[1, 1, 1, 0, 0, 0]]
+    assert figures["gate_mean"] == [0.5] and figures["gate_rms"] == [pytest.approx(0.5**0.5)]
     collapsed = head_figures(model.routed_layers(), sums[1:], ["odd"], [2], 5, 3.0, 1)
     assert collapsed["entropy"] == [pytest.approx(math.log(3) / math.log(6))]
 

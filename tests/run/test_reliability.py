@@ -268,6 +268,19 @@ def test_a_master_that_drifts_from_its_copy_ends_the_run(data_dir, tmp_path, mor
     assert one.endswith(f"the last checkpoint is {tmp_path}/checkpoints/step-3")
 
 
+def flip_a_bit_of_a_bias(engine):
+    dict(engine.named_biases())["model.layers.1.self_attn.router.bias_steps"][2] ^= 1
+
+
+@pytest.mark.parametrize("zero", ["1", "3"])
+def test_a_bias_that_differs_between_ranks_ends_the_run(data_dir, tmp_path, zero):
+    more = (*EVERY_STEP, "--zero-stage", zero, "--load-balance-bias-rate", "0.02")
+    one, other = run_ranks(run_with, 2, arguments(data_dir, tmp_path, *more), 3, flip_a_bit_of_a_bias)
+    assert one == other and one.startswith(
+        "step 3: ranks 0 and 1 differ in model.layers.1.self_attn.router.bias_steps; also in the fp32 masters"
+    )
+
+
 # --- Signals and time limits ---
 
 

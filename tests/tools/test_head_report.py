@@ -212,6 +212,17 @@ def test_offsets_and_loads_are_counts_over_the_attention_of_the_model(tools, mod
             for key, column in (("previous", -1), ("first", None)):
                 expected = np.mean([row[0 if column is None else t - 1].item() for row, t in queries])
                 assert figures[key][layer, head] == pytest.approx(expected, abs=1e-6)
+    place = 0
+    for domain in texts:
+        for layer, maps in enumerate(layers):
+            of_domain = maps[place : place + len(domain.windows)]
+            rests = [w[head, t, 0] for w, used in of_domain for t in range(1, 40) for head in range(8) if used[t, head]]
+            assert figures["sink"][domain.name][layer] == pytest.approx(torch.stack(rests).mean().item(), abs=1e-6)
+            gates = figures["gates"][domain.name][:, :, layer]
+            used = figures["load"][domain.name][layer].sum() * 40 * len(domain.windows)
+            rms = math.sqrt(np.square(gates, dtype=np.float64).sum() / used)
+            assert figures["gate_rms"][domain.name][layer] == pytest.approx(rms, rel=1e-3)  # gates are float16
+        place += len(domain.windows)
 
 
 def test_prefix_matching_and_rare_tokens_are_counts_too(tools, model, texts):

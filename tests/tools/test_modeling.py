@@ -52,7 +52,10 @@ def make_model(seed=0, attention="sdpa", **changes):
     ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias_steps"):
+                parameter.random_(-4, 5, generator=generator)
+                continue
             spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.2
             parameter.normal_(float(parameter.ndim == 1), 1.5 * spread, generator=generator)
     return model
@@ -75,6 +78,13 @@ def top_k(scores, k):
     return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:k]
 
 
+def biased(config, weights, affinities, scores):
+    """What is selected by: the scores, or with a bias the affinities and it."""
+    if not config.load_balance_bias_rate or not len(scores):
+        return scores
+    return [a + config.load_balance_bias_rate * n for a, n in zip(affinities, weights["bias_steps"], strict=True)]
+
+
 def reference_gates(config, layer, weights, x, queries):
     """Gates of one token: x [d], queries [h, head_dim] before rotary."""
     heads, shared = config.num_attention_heads, config.num_shared_heads[layer]
@@ -93,14 +103,19 @@ def reference_gates(config, layer, weights, x, queries):
         if len(norms) > 1:
             mean = sum(norms) / len(norms)
             deviation = math.sqrt(sum((norm - mean) ** 2 for norm in norms) / (len(norms) - 1))
-        chosen = top_k([norm / deviation for norm in norms], active)
+        scores = [norm / deviation for norm in norms]
+        chosen = top_k(biased(config, weights, softmax(scores), scores), active)
         gates = [1.0] * shared + [1.0 if head in chosen else 0.0 for head in range(heads - shared)]
         return [gate for gate in gates for _ in range(size)]
 
+    if config.routing == "relu":
+        gates = [2 / (1 + math.exp(-row @ x)) for row in weights["w_shared"]] if shared else []
+        gates += [max(0.0, row @ x) for row in weights["w_routed"]] if shared < heads else []
+        return [gate for gate in gates for _ in range(size)]
     if config.routing == "sigmoid":
         gates = [2 / (1 + math.exp(-row @ x)) for row in weights["w_shared"]] if shared else []
         scores = [row @ x for row in weights["w_routed"]] if shared < heads else []
-        chosen = top_k(scores, active)
+        chosen = top_k(biased(config, weights, [1 / (1 + math.exp(-score)) for score in scores], scores), active)
         gates += [2 / (1 + math.exp(-score)) if head in chosen else 0.0 for head, score in enumerate(scores)]
         return [gate for gate in gates for _ in range(size)]
     released, scaled = config.routing == "released", config.routing == "paper_scaled"
@@ -115,7 +130,8 @@ def reference_gates(config, layer, weights, x, queries):
         gates += [a1 * scale * p for p in softmax([row @ x for row in weights["w_shared"]])]
     if shared < heads:
         scores = [row @ x for row in weights["w_routed"]]
-        chosen, probabilities = top_k(scores, active), softmax(scores)
+        probabilities = softmax(scores)
+        chosen = top_k(biased(config, weights, probabilities, scores), active)
         if config.routing_top_p is not None:
             while len(chosen) > 1 and sum(probabilities[head] for head in chosen[:-1]) >= config.routing_top_p:
                 chosen.pop()
@@ -194,16 +210,18 @@ def drawn_heads(seed):
     draw = random.Random(seed)
     heads = draw.choice([2, 4, 6])
     shared = [draw.randint(0, heads) for _ in range(3)]
+    routing = draw.choice(["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
     return {
         "num_hidden_layers": 3,
         "num_attention_heads": heads,
         "num_key_value_heads": draw.choice([n for n in (1, 2, 3, heads) if heads % n == 0]),
         "head_selection": draw.choice(["mixture", "mixture", "mixture", "static"]),
-        "routing": draw.choice(["paper", "paper_scaled", "released", "sigmoid", "query_norm"]),
+        "routing": routing,
         "two_stage": draw.random() < 0.7,
         "num_shared_heads": shared,
         "num_active_routed_heads": [draw.randint(min(1, heads - s), heads - s) for s in shared],
         "tie_word_embeddings": draw.random() < 0.3,
+        "load_balance_bias_rate": 0.0 if routing == "relu" else draw.choice([0.0, 0.05]),
     }
 
 
@@ -246,7 +264,7 @@ def test_a_window_shows_the_last_tokens_with_a_cache_and_without(changes, attent
     assert MoHLlamaConfig.from_pretrained(tmp_path).layer_windows == model.config.layer_windows
 
 
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
 @pytest.mark.parametrize(
     "unit, top_p, budgets",
     [
@@ -259,13 +277,13 @@ def test_a_window_shows_the_last_tokens_with_a_cache_and_without(changes, attent
 def test_groups_of_heads_and_varying_numbers_of_heads_equal_the_equations(unit, top_p, budgets, routing):
     changes = {"num_attention_heads": 6, "num_key_value_heads": 3, "routing_unit": unit, "routing": routing}
     changes |= {"num_shared_heads": budgets[0], "num_active_routed_heads": budgets[1]}
-    model = make_model(**changes, routing_top_p=None if routing in ("query_norm", "sigmoid") else top_p)
+    model = make_model(**changes, routing_top_p=None if routing in ("query_norm", "sigmoid", "relu") else top_p)
     tokens = random_tokens(1, 9)
     assert_equals_reference(model, tokens[0])
     assert_router_outputs(model(tokens, output_router_gates=True), model, tokens)
 
 
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
 @pytest.mark.parametrize("shared", [0, 1, 3, 4])
 def test_layers_with_none_one_and_all_heads_shared_equal_the_equations(routing, shared):
     active = min(2, 4 - shared)
@@ -273,7 +291,7 @@ def test_layers_with_none_one_and_all_heads_shared_equal_the_equations(routing, 
     assert_equals_reference(make_model(**changes), random_tokens(1, 9)[0])
 
 
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
 def test_of_equal_scores_the_lower_head_index_is_selected(routing):
     changes = {"num_shared_heads": [0, 0], "num_active_routed_heads": [1, 3], "routing": routing}
     model = make_model(**changes)
@@ -392,6 +410,10 @@ def reference_balance(model, states, tokens, mask):
                     scores = norms / norms.std(ddof=1)
                 else:
                     scores = layer.self_attn.router.w_routed.double().numpy() @ x[b, t].double().numpy()
+                if config.routing == "relu":
+                    share += scores > 0
+                    mean += scores * (scores > 0) * len(scores) / config.num_active_routed_heads[index]
+                    continue
                 order = sorted(range(len(scores)), key=lambda i: -scores[i])
                 share[order[: config.num_active_routed_heads[index]]] += 1
                 sigmoids = 1 / (1 + np.exp(-scores))
@@ -401,7 +423,7 @@ def reference_balance(model, states, tokens, mask):
     return np.mean(found)
 
 
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
 @torch.no_grad()
 def test_output_router_logits_adds_the_load_balance_loss_without_padding(routing):
     changes = {"num_hidden_layers": 3, "num_shared_heads": [1, 4, 0], "num_active_routed_heads": [2, 0, 3]}
@@ -464,7 +486,7 @@ def test_sequence_classification_reads_the_last_token_before_or_after_padding():
         model(tokens)
 
 
-@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm"])
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_the_selected_heads_are_those_of_the_trainers_router_token_by_token(routing, dtype):

@@ -89,7 +89,7 @@ def left_behind(layout):
     copies = zero < 3 and pipeline == 1 or tensor == 2  # there is more than one of a weight
     flags = f"""--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline} --zero-stage {zero}
         --precision {precision} --batch-tokens {16 * 8 // tensor // pipeline} --spike-window 2 --spike-sigmas 1e3
-        --optimizer {optimizer}"""
+        --optimizer {optimizer} --load-balance-bias-rate 0.02"""
     config, _ = parse_config([*SIZES.split(), *flags.split(), "--offload-optimizer", str(offload)])
     device = start_process_group(120)
     groups = ParallelGroups.create(tensor, pipeline)

@@ -108,7 +108,7 @@ def test_tensorboard_holds_the_same_figures_and_the_head_load(straight):
 
 @pytest.mark.parametrize("world_size, more", [(1, ()), (2, ()), (2, ("--precision", "bf16")), (1, ("--recompute",))])
 def test_a_stopped_run_resumes_bit_for_bit(data_dir, tmp_path, world_size, more):
-    more = (*more, "--load-balance-scope", "global_batch")
+    more = (*more, "--load-balance-scope", "global_batch", "--load-balance-bias-rate", "0.02")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_ranks(run, world_size, arguments(data_dir, whole, *more))
     run_ranks(run, world_size, arguments(data_dir, stopped, *more), 3)  # in the middle of a log interval

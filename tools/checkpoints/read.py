@@ -19,7 +19,7 @@ from moh_lm.checkpoint.directory import STEP_NAME, list_steps
 from moh_lm.checkpoint.fragments import FragmentReader, shard_shape
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_entries, verify
 from moh_lm.config import Config, ConfigError
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.transformer import CausalLM, saved_tensors
 from moh_lm.run.state import read_state
 from moh_lm.training.optimizer import MOMENTS
 
@@ -47,7 +47,7 @@ class Step:
             self.segments, self.skipped = self.state["data"]["segments"], self.state["guard"]["skipped"]
             with torch.device("meta"):
                 model = CausalLM(self.config.model)
-            self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+            self.shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(model)}
             self.reader = FragmentReader(path)
         except ConfigError as error:
             named = [text if str(path) in text else f"{path / 'config.json'}: {text}" for text in error.problems]

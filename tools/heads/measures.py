@@ -5,6 +5,7 @@ one head and window is. With g_i(t) the gate of head i for token t (1 in a dense
 
     load_i      share of the tokens that use head i
     gate_i      mean of g_i(t) over these
+    gate_rms    root mean square of the gates of a layer, over its heads and the tokens that use them
     written_i   mean over all tokens of |g_i(t) W_O_i H_i(t)|, the size of what it adds to the residual stream
     CKA_ij      linear centred kernel alignment of two heads of a layer (Kornblith et al. 2019, arXiv 1905.00414), over
                 all tokens: |C_ij|^2 / (|C_ii| |C_jj|), C_ij the cross-covariance of H_i and H_j, | | the Frobenius
@@ -16,6 +17,7 @@ Attention a_i(t, u) of query t to token u <= t, over the queries that use the he
                 queries t >= max(o, 1) with argmax_u a(t, u) = t - o (Voita et al. 2019, section 5.1)
     previous    mean of a(t, t - 1), t >= 1 (Olsson et al. 2022, head activation evaluators)
     first       mean of a(t, 0), t >= 1: how much it rests on the first token
+    sink        the same over all heads of a layer, for each domain
     prefix      on random tokens repeated four times: mean over t, whose token has occurred before, of the sum of
                 a(t, u) over all u whose preceding token is that of t (Olsson et al. 2022, where the mean is over the
                 entries a(t, u); the sum makes 1 the most, however the weight is spread over the repetitions)
@@ -98,9 +100,9 @@ def finish(layer, x, weighted):
 def measure_text(model, domains, progress):
     """{measure: array} over the windows of ``domains``.
 
-    load, gate: {domain: [L, h]}. half_load: {domain: [2, L, h]}, of its windows in turn. gates: {domain: float16
-    [windows, s, L, h]}. written, offset, offset_share, previous, first: [L, h]. cka: [L, h, h]. progress: called after
-    each layer. L layers, h heads.
+    load, gate: {domain: [L, h]}. gate_rms, sink: {domain: [L]}. half_load: {domain: [2, L, h]}, of its windows in turn.
+    gates: {domain: float16 [windows, s, L, h]}. written, offset, offset_share, previous, first: [L, h]. cka: [L, h, h].
+    progress: called after each layer. L layers, h heads.
     """
     windows = [(number, index) for number, domain in enumerate(domains) for index in range(len(domain.windows))]
     batches = [domains[number].windows[index][None] for number, index in windows]
@@ -108,6 +110,7 @@ def measure_text(model, domains, progress):
     counts = [np.zeros((2, *shape)) for _ in domains]  # tokens that use a head, in windows of either half
     gates = [np.zeros((len(d.windows), len(d.windows[0]), *shape), np.float16) for d in domains]
     sums, written, cka = [np.zeros(shape) for _ in domains], np.zeros(shape), np.zeros((*shape, shape[1]))
+    squares, sinks = np.zeros((len(domains), shape[0])), np.zeros((len(domains), shape[0], 2))
     columns = []
     for layer, visits in groupby(sweep(model, batches), key=lambda visit: visit[0]):
         weight, moments = model.model.layers[layer].self_attn.o_proj.weight, Moments()
@@ -116,11 +119,12 @@ def measure_text(model, domains, progress):
             number, index = windows[batch]
             counts[number][index % 2, layer] += heads.used.sum((0, 1)).cpu().numpy()
             sums[number][layer] += heads.gates.double().sum((0, 1)).cpu().numpy()
+            squares[number, layer] += heads.gates.double().square().sum().item()
             gates[number][index, :, layer] = heads.gates[:, 0].float().cpu().numpy()
             weighted = heads.weighted().to(wide(weight))
             written[layer] += written_sizes(weighted, weight.to(weighted.dtype)).double().sum((0, 1)).cpu().numpy()
             moments.add(heads.output)
-            offsets.add(heads)
+            sinks[number, layer] += offsets.add(heads)
         cka[layer] = moments.cka()
         columns.append(offsets.figures())
         progress()
@@ -136,6 +140,10 @@ def measure_text(model, domains, progress):
         },
         "gate": {n: ratio(part, count.sum(0)) for n, part, count in zip(names, sums, counts, strict=True)},
         "gates": dict(zip(names, gates, strict=True)),
+        "gate_rms": {
+            n: np.sqrt(ratio(part, count.sum((0, 2)))) for n, part, count in zip(names, squares, counts, strict=True)
+        },
+        "sink": {n: ratio(*part.T) for n, part in zip(names, sinks, strict=True)},
         "written": written / total,
         "cka": cka,
         **{key: np.stack([column[key] for column in columns]) for key in columns[0]},
@@ -178,6 +186,8 @@ class Offsets:
         self.weights = torch.zeros(num_heads, 2, dtype=torch.float64)  # sums of a(t, t - 1) and a(t, 0)
 
     def add(self, heads):
+        """Count the queries; returns the sum of their a(t, 0), over all heads, and their number."""
+        before, queries = self.weights[:, 1].sum(), 0
         length, farthest = len(heads.query), self.hits.shape[1]
         position = torch.arange(length, device=heads.query.device)
         for head in range(len(self.hits)):
@@ -191,7 +201,9 @@ class Offsets:
             previous = weights.diagonal(dim1=1, dim2=2)  # a(t, t - 1)
             self.hits[head] += hits.cpu()
             self.queries[head] += reached.cpu()
+            queries += used.sum().item()
             self.weights[head] += torch.stack((previous[used].sum(), weights[..., 0][used].sum())).double().cpu()
+        return (self.weights[:, 1].sum() - before).item(), queries
 
     def figures(self):
         shares = ratio(self.hits.numpy(), np.where(self.queries.numpy() < FEWEST, 0, self.queries.numpy()))

@@ -40,6 +40,8 @@ def page(report, pictures, decode):
         **(routed_rows(report) if report["routed"] else {}),
         class_rows=class_rows(report["class"]),
         alike_rows=[(layer, other, head, number(value)) for layer, head, other, value in report["alike"]],
+        sink_columns=["layer", *(f"{of} {name}" for of in ("sink %", "gate") for name in report["sink"])],
+        sink_rows=sink_rows(report),
         head_columns=list(columns),
         head_rows=[
             [cell(i, j) for cell in columns.values()] for i, row in enumerate(report["class"]) for j in range(len(row))
@@ -101,6 +103,15 @@ def routed_rows(report):
         "load_rows": [[layer, name, *map(percent, load[layer])] for layer in layers for name, load in loads.items()],
         "similarity_rows": [[a, *(number(similarity[a][b]) for b in similarity)] for a in similarity],
     }
+
+
+def sink_rows(report):
+    """For each layer, its attention to the first token and the RMS of its gates in each domain."""
+    sinks, gates = (list(report[key].values()) for key in ("sink", "gate_rms"))
+    return [
+        [layer, *(percent(of[layer]) for of in sinks), *(number(of[layer]) for of in gates)]
+        for layer in range(len(report["class"]))
+    ]
 
 
 def class_rows(classes):

@@ -5,13 +5,15 @@ The keys are those of ``LlamaConfig`` and these:
     head_selection           all: ordinary attention; mixture: shared heads and a router's top-K of the others;
                              static: only the first (shared + active) heads
     routing                  paper: Eq. 5-6; paper_scaled: the same with gates near 1; released: the authors' vision
-                             code; sigmoid: 2 sigmoid of each score; query_norm: query norms, Eq. 9-10
+                             code; sigmoid: 2 sigmoid of each score; query_norm: query norms, Eq. 9-10; relu: ReLU of
+                             each score, whose sign selects
     two_stage                weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
     routing_unit             head, or key_value_group: all heads of a key/value head are selected together
     qk_norm                  RMSNorm of each head's query and key, with one weight for all heads, before their positions
     post_norm                norms after attention and MLP instead of before them
+    load_balance_bias_rate   select by a bias too, of this size for each of the router's bias_steps; 0: no bias
     routing_top_p            use the fewest routed heads whose probabilities add up to this, at most K; null: always K
     layer_windows            one number per layer: W, token i sees the keys i - W + 1 to i; 0: all before it. Left out
                              where sliding_window and layer_types, as of other models, say the same
@@ -26,7 +28,7 @@ it return the scores of the routed heads and their load-balance loss; with label
 from transformers import PretrainedConfig
 
 HEAD_SELECTIONS = ("all", "mixture", "static")
-ROUTINGS = ("paper", "paper_scaled", "released", "sigmoid", "query_norm")
+ROUTINGS = ("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu")
 ROUTING_UNITS = ("head", "key_value_group")
 ROUTING_DTYPES = ("fp32", "bf16")
 ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
@@ -92,6 +94,7 @@ class MoHLlamaConfig(PretrainedConfig):
         layer_windows=None,
         qk_norm=False,
         post_norm=False,
+        load_balance_bias_rate=0.0,
         output_router_gates=False,
         output_router_logits=False,
         router_aux_loss_coef=0.01,
@@ -140,6 +143,7 @@ class MoHLlamaConfig(PretrainedConfig):
         self.routing_top_p = routing_top_p
         self.qk_norm = qk_norm
         self.post_norm = post_norm
+        self.load_balance_bias_rate = load_balance_bias_rate
         shared, active = num_attention_heads // 2, max(1, num_attention_heads // 4)
         if head_selection == "all":  # every head is always on
             shared, active, num_shared_heads, num_active_routed_heads = num_attention_heads, 0, None, None
@@ -184,11 +188,15 @@ class MoHLlamaConfig(PretrainedConfig):
         allowed = ROUTING_DTYPES if self.routing_top_p is None else ROUTING_DTYPES[:1]
         if self.routing_dtype not in allowed:
             raise ValueError(f"routing_dtype {self.routing_dtype!r}: must be one of {', '.join(allowed)}")
-        without_top_p = self.routing in ("query_norm", "sigmoid")
+        without_top_p = self.routing in ("query_norm", "sigmoid", "relu")
         if self.routing_top_p is not None and (not 0 < self.routing_top_p <= 1 or without_top_p):
             raise ValueError(
-                f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm "
-                "and sigmoid"
+                f"routing_top_p {self.routing_top_p}: must be above 0 and at most 1, and null with routing query_norm, "
+                "sigmoid and relu"
+            )
+        if self.load_balance_bias_rate and (self.routing_top_p is not None or self.routing == "relu"):
+            raise ValueError(
+                f"load_balance_bias_rate {self.load_balance_bias_rate}: must be 0 with routing_top_p and routing relu"
             )
         for key in ("num_shared_heads", "num_active_routed_heads", "layer_windows"):
             budget = getattr(self, key)

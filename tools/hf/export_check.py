@@ -30,7 +30,8 @@ from data_prep.encoding import read_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.router import stored_dtype
+from moh_lm.model.transformer import CausalLM, saved_tensors
 from tools.hf.export_files import exported_files
 from tools.hf.import_config import model_config
 
@@ -64,7 +65,10 @@ def check_export(step, config, directory, tokenizer):
     values = read_json(directory / "config.json")
     dtype = getattr(torch, values["torch_dtype"])
     checkpoint, files = FragmentReader(step), exported_files(directory)
-    expected = trainer_logits(in_fp32(config.model), lambda name: checkpoint.read("master", name).to(dtype), tokens)
+    def exact(name):
+        return checkpoint.read("master", name).to(stored_dtype(name, dtype))
+
+    expected = trainer_logits(in_fp32(config.model), exact, tokens)
     logits = trainer_logits(in_fp32(model_config(values)), lambda name: files[name].get_tensor(name), tokens)
     lines = [compare("the trainer's model", expected, logits)]
     if transformers is None:
@@ -110,10 +114,10 @@ def trainer_logits(config, read, tokens):
 
 
 def fill(module, inputs=None, *, prefix, read):
-    """Give the parameters of a module on the meta device their values."""
+    """Give the tensors of a module on the meta device their values."""
     module.to_empty(device="cpu")
-    for name, parameter in module.named_parameters():
-        parameter.copy_(read(prefix + name))
+    for name, tensor in saved_tensors(module):
+        tensor.copy_(read(prefix + name))
 
 
 def empty(module, inputs, output):

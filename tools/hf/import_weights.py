@@ -21,11 +21,11 @@ from safetensors import SafetensorError, safe_open
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json
 from moh_lm.model.routing import layer_gates
-from moh_lm.model.transformer import CausalLM, initialize
+from moh_lm.model.transformer import CausalLM, initialize, saved_tensors
 from moh_lm.parallel.layers import make_parameter
 
 BLOCK = 1 << 22  # elements read at once: 16 MiB in fp32
-DTYPES = ("F32", "BF16", "F16")
+DTYPES = ("F32", "BF16", "F16", "I32")
 REDUNDANT = "rotary_emb.inv_freq"  # a table that early transformers stored; it follows from config.json
 RELEASED = {  # parameters of the routers in the authors' code -> here
     "self_attn.wg.weight": "self_attn.router.w_routed",
@@ -127,7 +127,7 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=No
     mixture becomes a model without routers, the outputs of its heads are scaled by what their gates were near.
     """
     with torch.device("meta"):
-        wanted = dict(CausalLM(config).named_parameters())
+        wanted = dict(saved_tensors(CausalLM(config)))
     shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
     parts, problems = [], []
     has_routers = any(".router." in name for name in source.shapes)
@@ -172,6 +172,8 @@ def layer_of(name):
 
 
 def drawn(name, like, seed):
+    if not like.is_floating_point():  # the counts of a bias
+        return torch.zeros(like.shape)
     parameter = make_parameter(tuple(like.shape), like.init_std)
     initialize([(name, parameter)], seed)
     return parameter.detach()

@@ -48,6 +48,7 @@ HEADS = (  # of a moh_llama only; what is as it would be if it were absent is le
     Key("routing_unit", "routing_unit", "head"),
     Key("routing_dtype", "routing_dtype", "fp32"),
     Key("routing_top_p", "routing_top_p", None),
+    Key("load_balance_bias_rate", "load_balance_bias_rate", 0.0),
     Key("router_aux_loss_coef", "load_balance_coefficient", 0.01),
 )
 ROPE = (  # inside of rope_parameters (transformers 5), or rope_theta and rope_scaling (transformers 4)

@@ -14,7 +14,9 @@ weighted by zero.
 
 With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
 and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
-largest first and at most K, whose softmax adds up to it.
+largest first and at most K, whose softmax adds up to it. With ``load_balance_bias_rate`` u the K heads with the largest
+(affinity + u n) are selected, n the ``bias_steps`` of training; the affinity is sigmoid(score) with routing sigmoid,
+else the softmax. Gates see no bias, and training here does not move it.
 
 Each of these, as an argument or in the configuration, adds to the outputs:
 
@@ -97,16 +99,21 @@ def per_head(experts, heads_per_expert):
     return experts if heads_per_expert == 1 else experts.repeat_interleave(heads_per_expert, dim=-1)
 
 
+def affinity(routing, scores):
+    """What a bias of the selection is added to, [b, s, E]."""
+    return scores.sigmoid() if routing == "sigmoid" else scores.softmax(dim=-1)
+
+
 class MoHLlamaRouter(nn.Module):
-    """Routing of one layer from learned weights.
+    """Routing of one layer from learned weights; with ``query_norm`` only the bias of its selection.
 
     x [b, s, d] -> gates, fp32, and selection, bool, both [b, s, h]; scores of the routed experts, fp32 [b, s, E].
 
     ``paper`` is Eq. 5-6. ``released`` is the authors' published vision code: routed gates are renormalised over the
     selected heads and multiplied by their number, so are shared gates by theirs, a1 and a2 by 2. ``paper_scaled`` is
     Eq. 5-6 times the number of shared heads, that of routed heads, and 2. ``sigmoid`` has gates 2 sigmoid(score), and
-    no a1 and a2. The weights are parameters of this module and not of nn.Linear layers, which quantizers and inference
-    engines replace.
+    no a1 and a2; ``relu`` the same for shared heads, and for routed ones ReLU(score), which selects those above 0. The
+    weights are parameters of this module and not of nn.Linear layers, which quantizers and inference engines replace.
     """
 
     def __init__(self, config, layer_idx):
@@ -120,8 +127,16 @@ class MoHLlamaRouter(nn.Module):
         self.in_bf16 = config.routing_dtype == "bf16"
         self.routing = config.routing
         self.scaled = config.routing in ("released", "paper_scaled")
-        one_stage = config.routing == "sigmoid" or not config.two_stage
+        one_stage = config.routing in ("sigmoid", "relu") or not config.two_stage
         self.two_stage = not one_stage and self.num_shared > 0 and self.num_routed > 0
+        self.bias_rate = config.load_balance_bias_rate
+        self.bias_steps = None
+        if self.bias_rate and self.num_routed:  # counts, which no dtype of a model rounds
+            steps = torch.zeros(self.num_routed, dtype=torch.int32)
+            self.bias_steps = nn.Parameter(steps, requires_grad=False)
+        if config.routing == "query_norm":
+            self.two_stage = False
+            return
         if self.num_shared:
             self.w_shared = nn.Parameter(torch.empty(self.num_shared, config.hidden_size))
         if self.num_routed:
@@ -137,7 +152,10 @@ class MoHLlamaRouter(nn.Module):
                 gates.append(self.shared_gates(F.linear(x, self.w_shared.float())))
             if self.num_routed:
                 scores = F.linear(x, self.w_routed.float())
-                selected = select(scores, self.num_active, self.top_p, self.in_bf16)
+                if self.routing == "relu":
+                    selected = (scores > 0).to(scores.dtype)
+                else:
+                    selected = select(self.biased(scores), self.num_active, self.top_p, self.in_bf16)
                 gates.append(self.routed_gates(scores, selected))
             if self.two_stage:
                 a = F.linear(x, self.w_type.float()).softmax(dim=-1)  # Eq. 6
@@ -146,8 +164,14 @@ class MoHLlamaRouter(nn.Module):
             experts = torch.cat(gates, dim=-1), with_shared(selected, self.num_shared)
             return *(per_head(part, self.heads_per_expert) for part in experts), scores
 
+    def biased(self, scores):
+        """What is selected by."""
+        if self.bias_steps is None:
+            return scores
+        return affinity(self.routing, scores) + self.bias_rate * self.bias_steps.to(scores.dtype)
+
     def shared_gates(self, scores):
-        if self.routing == "sigmoid":
+        if self.routing in ("sigmoid", "relu"):
             return 2 * scores.sigmoid()
         gates = scores.softmax(dim=-1)  # Eq. 5, shared heads
         return gates * self.num_shared if self.scaled else gates
@@ -155,20 +179,24 @@ class MoHLlamaRouter(nn.Module):
     def routed_gates(self, scores, selected):
         if self.routing == "sigmoid":
             return 2 * scores.sigmoid() * selected
+        if self.routing == "relu":
+            return scores.relu()
         gates = scores.softmax(dim=-1) * selected  # Eq. 5, routed heads
         if self.routing == "released":
             return gates / gates.sum(dim=-1, keepdim=True) * selected.sum(dim=-1, keepdim=True)
         return gates * self.num_routed if self.scaled else gates
 
 
-def query_norm_routing(query, num_shared, num_active, heads_per_expert=1, in_bf16=False):
+def query_norm_routing(
+    query, num_shared, num_active, heads_per_expert=1, in_bf16=False, biased=lambda scores: scores
+):
     """Routing without weights: query [b, s, h, head_dim], before rotary -> the same as ``MoHLlamaRouter``.
 
     The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads, as
     in the authors' released code. Shared and selected heads have gate 1 (Eq. 9); the gradient of a selected gate goes
     to its softmax score (Eq. 10).
     The query of a group is those of its heads, one after the other. num_shared, num_active: of experts. in_bf16: norms,
-    scores and their ranking are in bf16.
+    scores and their ranking are in bf16. biased: what is selected by, made of the scores.
     """
     norms = query.to(torch.bfloat16 if in_bf16 else torch.float32).norm(dim=-1)
     if heads_per_expert > 1:
@@ -177,7 +205,7 @@ def query_norm_routing(query, num_shared, num_active, heads_per_expert=1, in_bf1
     if scores.shape[-1] > 1:
         scores = scores / scores.std(dim=-1, keepdim=True).clamp_min(1e-6)  # equal norms: a token of zeros
     scores = scores.float()
-    selected = select(scores, num_active, in_bf16=in_bf16)
+    selected = select(biased(scores), num_active, in_bf16=in_bf16)
     probabilities = scores.softmax(dim=-1)
     routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 9, and Eq. 10 backward
     shared = torch.ones_like(norms[..., :num_shared], dtype=torch.float32)
@@ -251,20 +279,22 @@ class MoHLlamaAttention(nn.Module):
             MoHLlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
         self.router = None
-        if config.head_selection == "mixture" and config.routing != "query_norm":
+        if config.head_selection == "mixture" and (config.routing != "query_norm" or config.load_balance_bias_rate):
             self.router = MoHLlamaRouter(config, layer_idx)
         self.gated = self.router is not None or self.num_shared < config.num_attention_heads  # else every gate is 1
 
     def route(self, hidden_states, query):
         """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before norm and rotary."""
         num_heads = self.config.num_attention_heads
-        if self.router is not None:
+        if self.router is not None and self.config.routing != "query_norm":
             return self.router(hidden_states)
         if self.config.head_selection == "mixture" and self.num_shared < num_heads:
             if query.shape[-2] < num_heads:
                 raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
             size = self.config.heads_per_expert
-            return query_norm_routing(query, self.num_shared // size, self.num_active // size, size, self.in_bf16)
+            more = {} if self.router is None else {"biased": self.router.biased}
+            shared, active = self.num_shared // size, self.num_active // size
+            return query_norm_routing(query, shared, active, size, self.in_bf16, **more)
         always_on = torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active
         selected = always_on.expand(*query.shape[:-2], num_heads)
         return selected.float(), selected, query.new_zeros(*query.shape[:-2], 0)
@@ -458,7 +488,7 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, MoHLlamaRouter):
             for weight in module.parameters(recurse=False):
-                nn.init.normal_(weight, std=std)
+                nn.init.normal_(weight, std=std) if weight.is_floating_point() else nn.init.zeros_(weight)
         elif isinstance(module, MoHLlamaRMSNorm):
             nn.init.ones_(module.weight)
 
@@ -470,7 +500,8 @@ def load_balance_loss(config, router_logits, router_selections, attention_mask):
     attention_mask [b, k] or None: 0 for padding, of which the last s columns belong to the tokens.
     """
     losses, size = [], config.heads_per_expert
-    for scores, selected, shared in zip(router_logits, router_selections, config.num_shared_heads, strict=True):
+    budgets = (config.num_shared_heads, config.num_active_routed_heads)
+    for scores, selected, shared, active in zip(router_logits, router_selections, *budgets, strict=True):
         num_routed = scores.shape[-1]
         if not num_routed:
             continue
@@ -481,6 +512,8 @@ def load_balance_loss(config, router_logits, router_selections, attention_mask):
         share = (selected[..., shared::size] * counted).sum(1) / tokens  # f, [b, E]
         if config.routing == "sigmoid":
             probability = scores.sigmoid() / scores.sigmoid().sum(dim=-1, keepdim=True)
+        elif config.routing == "relu":  # L_b over K / E is the L1 norm, weighed by the load
+            probability = scores.relu() * num_routed * size / active
         else:
             probability = scores.softmax(dim=-1)
         probability = (probability * counted).sum(1) / tokens  # P
