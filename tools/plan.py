@@ -29,7 +29,8 @@ from dataclasses import replace
 from moh_lm.checks import below, layout_problems, model_problems, optimizer_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.cost.memory import memory_estimate, parameter_counts, stage_shares
+from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts, stage_shares
+from moh_lm.cost.summary import describe_cache
 from moh_lm.flags import Parser, parse_config
 from moh_lm.quantities import short
 from tools.command import exit_code
@@ -149,9 +150,11 @@ def step_seconds(config, machine):
 
 
 def show_json(config, machine, plans):
+    width = 2 if config.run.precision == "bf16" else 4
     content = {
         "parameters": parameter_counts(config.model),
         "flops_per_token": flops_per_token(config.model, config.run.seq_length),
+        "cache_bytes_per_token": cache_bytes(config.model, config.run.seq_length, width),
         "layouts": plans,
     }
     print(json.dumps(content, indent=1))
@@ -164,6 +167,8 @@ def show_table(config, machine, plans):
     dense, active = (f"{flops[kind] / 1e9:.3f}e9" for kind in ("dense", "active"))
     most = "" if config.model.heads.routing_top_p is None else "at most "
     print(f"FLOPs per token  {dense} with every head, {most}{active} with active")
+    width = 2 if config.run.precision == "bf16" else 4
+    print(f"cache            {describe_cache(config.model, config.run.seq_length, width)}")
     print(f"layouts          {len(plans)} legal on {machine.gpus} GPUs, {fitting} fit into {machine.gpu_memory:g} GiB")
     print("  tp  pp    dp  zero  micro  accumulate  recompute     GiB  s/step  tokens/s/GPU    MFU    days")
     for plan in plans[: machine.top]:

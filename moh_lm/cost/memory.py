@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from moh_lm.model.attention import Attention
 from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
@@ -29,6 +30,17 @@ def parameter_counts(model):
         "embedding": sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name),
         "router": sum(size for name, size in sizes.items() if ".router." in name),
     }
+
+
+def cache_bytes(model, seq_length, width):
+    """Bytes that generation keeps of a text of ``seq_length`` tokens, for each of them: {"whole", "read" for the next
+    token, "multi_head", of attention with as many key/value as query heads and no window}; numbers of ``width`` bytes.
+    """
+    one = 2 * width * model.num_key_value_heads * model.head_dim  # keys and values of a token in a layer
+    kept = [one * min(window or seq_length, seq_length) / seq_length for window in model.window]
+    read = sum(size * Attention.share_read(model, layer) for layer, size in enumerate(kept))
+    multi_head = one * model.num_layers * model.num_attention_heads // model.num_key_value_heads
+    return {"whole": sum(kept), "read": read, "multi_head": multi_head}
 
 
 def memory_estimate(config, world_size):

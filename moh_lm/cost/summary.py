@@ -6,7 +6,7 @@ import torch
 
 from moh_lm.config import walk
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.cost.memory import memory_estimate, parameter_counts
+from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.kernels.attention import choose_backend
 from moh_lm.kernels.break_even import machine, measurement
 from moh_lm.model.attention import share_of_scores
@@ -22,6 +22,7 @@ def describe_run(config, dataset, world_size):
         *describe_batches(config, world_size),
         *describe_data(config, dataset),
         *describe_memory(config, world_size),
+        f"cache      {describe_cache(config.model, config.run.seq_length, 2 if config.run.precision == 'bf16' else 4)}",
     ]
 
 
@@ -170,6 +171,16 @@ def describe_memory(config, world_size):
     parts = memory_estimate(config, world_size)
     shown = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
     yield f"memory     about {gibibytes(sum(parts.values()))} per rank (estimated): {shown}"
+
+
+def describe_cache(model, seq_length, width):
+    """What generation keeps of a token, and reads of it for the next, in numbers of ``width`` bytes."""
+    sizes = cache_bytes(model, seq_length, width)
+    most = "" if model.heads.routing_top_p is None else "at most "
+    return (
+        f"{sizes['whole']:,.0f} bytes per token of a text of {seq_length:,} tokens, {most}{sizes['read']:,.0f} of them "
+        f"read for the next; multi-head attention keeps {sizes['multi_head'] / sizes['whole']:.3g} times as many"
+    )
 
 
 def span(numbers):

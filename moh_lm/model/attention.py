@@ -17,6 +17,7 @@ Shapes: s sequence, b batch, tp tensor-parallel ranks, h query heads, kv key/val
 dimension, E routed experts.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -183,6 +184,23 @@ class Attention(nn.Module):
         """Shape of the keys, and of the values, that a cache holds for ``rows`` texts of at most ``length`` tokens: of
         the last ones, as many as the window holds."""
         return rows, self.k_proj.weight.shape[0] // self.head_dim, min(self.window or length, length), self.head_dim
+
+    @staticmethod
+    def share_read(config, layer_index):
+        """Share of its key/value heads that a token reads on average, if all routed heads are selected equally often.
+
+        With top-p it is the most. r query heads share a key/value head, which is read if one of them is selected: of E
+        routed heads K are, none of r with a chance of (E - r over K) / (E over K).
+        """
+        heads, unit = config.num_attention_heads, config.heads_per_expert
+        always = config.leading_heads(layer_index) if config.heads.head_selection != "all" else heads
+        r, of_shared = heads // config.num_key_value_heads, -(-always * config.num_key_value_heads // heads)
+        others = config.num_key_value_heads - of_shared
+        if not others:
+            return 1.0
+        experts, active = (heads - always) // unit, (config.active_heads(layer_index) - always) // unit
+        unread = math.comb(experts - r // unit, active) / math.comb(experts, active)
+        return (of_shared + others * (1 - unread)) / config.num_key_value_heads
 
     @staticmethod
     def cost(config, layer_index, seq_length, active_heads=None):

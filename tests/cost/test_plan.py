@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moh_lm.checks import config_problems
 from moh_lm.cost import memory
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.cost.memory import loss_bytes, memory_estimate, parameter_counts, stage_memory, stages
+from moh_lm.cost.memory import cache_bytes, loss_bytes, memory_estimate, parameter_counts, stage_memory, stages
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.model.transformer import CausalLM, DecoderLayer
@@ -45,6 +45,20 @@ def test_flops_of_llm_b_by_hand():
     flops = flops_per_token(parse(LLM_B).model, 2048)
     assert flops["dense"] == pytest.approx(dense, rel=1e-12)
     assert flops["active"] == pytest.approx(dense - saved, rel=1e-12)
+
+
+def test_the_cache_of_llama3_8b_by_hand():
+    one = 2 * 32 * 8 * 128 * 2  # keys and values, layers, heads, features, bytes
+    for shared, missed in ((16, 495 / 12870), (8, 125970 / 735471)):  # of 4 heads none among 8 of 16, of 24
+        model = parse(LLAMA3_8B, "--num-shared-heads", str(shared)).model
+        sizes = cache_bytes(model, 8192, 2)
+        assert (sizes["whole"], sizes["multi_head"]) == (one, 4 * one)
+        assert sizes["read"] == pytest.approx(one * (1 - (1 - shared / 32) * missed), rel=1e-12)
+    grouped = ["--routing-unit", "key_value_group", "--window", *["1024", "0"] * 16]
+    sizes = cache_bytes(parse(LLAMA3_8B, *grouped).model, 8192, 2)
+    assert (sizes["whole"], sizes["read"]) == (one * 9 / 16, one * 9 / 16 * 24 / 32)
+    sizes = cache_bytes(parse(LLAMA3_8B, "--head-selection", "all", "--num-key-value-heads", "1").model, 8192, 2)
+    assert sizes == {"whole": one / 8, "read": one / 8, "multi_head": 4 * one}
 
 
 def test_a_window_saves_the_scores_that_it_hides():

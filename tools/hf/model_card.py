@@ -9,7 +9,7 @@ neither data nor losses. Losses are rounded to what no layout changes.
 from collections import Counter
 from pathlib import Path
 
-from moh_lm.cost.summary import describe_window, routing_facts
+from moh_lm.cost.summary import describe_cache, describe_window, routing_facts
 from moh_lm.data.mixture import sample_counts
 from moh_lm.monitor.head_load import fair_load
 from moh_lm.monitor.journal import complete_rows
@@ -23,7 +23,7 @@ def model_card(step, config, state, dtype, parameters, own_tokenizer, license=No
     are made from the tokenizer of its data. license, base_model: as the hub wants them in the head of the card.
     """
     shown = {
-        "Model": model_facts(config.model, str(dtype).removeprefix("torch."), parameters),
+        "Model": model_facts(config.model, dtype, parameters, config.run.seq_length),
         "Training": training_facts(config, state),
         "Data": data_facts(state, config.run.seq_length),
         "Losses": loss_facts(step, state["step"]),
@@ -51,19 +51,20 @@ def table(rows, header=("", "")):
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def model_facts(model, dtype, parameters):
+def model_facts(model, dtype, parameters, seq_length):
     heads = model.heads
     rope = f"base {model.rope_theta:g}"
     if model.rope_type != "default":
         rope += f", {model.rope_type}, factor {model.rope_factor:g}"
     facts = {
-        "parameters": f"{parameters:,}, {dtype}",
+        "parameters": f"{parameters:,}, {str(dtype).removeprefix('torch.')}",
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"vocabulary {model.vocab_size:,}",
         "attention": f"{model.num_attention_heads} heads of {model.head_dim}, "
         f"{model.num_key_value_heads} key/value heads",
         "rotary embedding": rope,
         **({"sliding window": describe_window(model)} if any(model.window) else {}),
+        "key/value cache": describe_cache(model, seq_length, dtype.itemsize),
         "head selection": heads.head_selection,
     }
     norms = [text for text, is_on in (("of queries and keys", model.qk_norm), ("after", model.post_norm)) if is_on]
