@@ -250,18 +250,15 @@ def optimizer_problems(optimizer):
 
 
 def frozen_problems(config):
-    """What --train-only router needs: routers with weights, that do not rest, in every pipeline stage."""
-    heads = config.model.heads
-    if config.optimizer.train_only == "all":
+    """What --train-only router needs: routers with weights, that do not rest, on one pipeline stage."""
+    heads, stages = config.model.heads, config.parallel.pipeline_parallel_size
+    with_weights = heads.head_selection == "mixture" and not FORMS[heads.routing].reads_queries
+    if config.optimizer.train_only == "all" or (with_weights and heads.dense_warmup_iters == 0 and stages == 1):
         return []
-    found = []
-    if heads.head_selection != "mixture" or FORMS[heads.routing].reads_queries:
-        found.append("routers with weights; choose --head-selection mixture and another --routing than query_norm")
-    if heads.dense_warmup_iters:
-        found.append(f"no --dense-warmup-iters {heads.dense_warmup_iters}, in which routers rest; leave it out")
-    if config.parallel.pipeline_parallel_size > 1:
-        found.append("all layers on one stage; choose --pipeline-parallel-size 1")
-    return [f"--train-only {config.optimizer.train_only}: needs {problem}" for problem in found]
+    return [
+        f"--train-only {config.optimizer.train_only}: needs routers with weights (--head-selection mixture, another "
+        "--routing than query_norm), no --dense-warmup-iters and --pipeline-parallel-size 1"
+    ]
 
 
 def schedule_problems(config):

@@ -50,14 +50,9 @@ class HeadsConfig:
         (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)", parse=int
     )
     head_budget: float | None = option(
-        None,
-        "share of the heads that a token uses, over all layers: gives the two budgets above, or what is not given of "
-        "them; a quarter of the heads is routed",
-        parse=float,
+        None, "share of the heads that a token uses, of all layers: gives the numbers above that are not", parse=float
     )
-    head_budget_slope: float = option(
-        0.0, "of --head-budget: how much larger the share is in the last layer than in the first"
-    )
+    head_budget_slope: float = option(0.0, "of --head-budget: share in the last layer minus that in the first")
     routing: str = option(
         "paper",
         "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
@@ -86,9 +81,7 @@ class HeadsConfig:
         "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), or the whole previous step",
         choices=("sequence", "micro_batch", "global_batch"),
     )
-    router_gumbel_noise: float = option(
-        0.0, "scale of the Gumbel noise on the scores by which heads are selected in training; 0: none"
-    )
+    router_gumbel_noise: float = option(0.0, "scale of Gumbel noise on the scores that select in training; 0: none")
     dense_warmup_iters: int = option(
         0, "first iterations of a mixture in which all heads have gate 1, without a balance loss; routers rest"
     )
@@ -313,9 +306,7 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")
     gradient_clipping: float = option(1.0, "largest global gradient norm; 0 does not clip")
-    train_only: str = option(
-        "all", "what is trained: everything, or the routers, all else frozen", choices=("all", "router")
-    )
+    train_only: str = option("all", "what is trained; all else is frozen", choices=("all", "router"))
     router_learning_rate_scale: float = option(1.0, "learning rate of the routers over that of all else")
     router_gradient_clipping: float = option(
         0.0, "largest norm of all routers' gradients together, clipped before --gradient-clipping; 0 does not clip"
@@ -368,9 +359,7 @@ class RunConfig:
     seed: int = option(1234, "seed of the initial weights and of the order of samples")
     checkpoint_dir: str = option("", "run directory: config.json, metrics.jsonl, tensorboard/, checkpoints/")
     allow_routing_change: bool = option(
-        False,
-        "go on with other training of the routers (load_balance_*, router_*, dense_warmup_iters) than that of the "
-        "checkpoint, or with its heads as all or static instead of a mixture",
+        False, "go on with other losses, noise or warm-up of routers than the checkpoint's, or without its routers"
     )
     eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
     eval_samples: int = option(128, "held-out sequences evaluated per source")

@@ -84,14 +84,13 @@ def describe_warmup(config):
     model, length = config.model, config.run.seq_length
     if model.after(0) != model:
         saved = 1 - flops_per_token(model, length)["active"] / flops_per_token(model.after(0), length)["dense"]
-        yield f"warm-up    dense, for {model.heads.dense_warmup_iters:,} iterations; then {describe_switch(model)}"
-        yield f"           and {saved:.1%} less FLOPs"
+        yield f"warm-up    dense, for {model.heads.dense_warmup_iters:,} iterations; then {saved:.1%} less FLOPs:"
+        yield f"           {describe_switch(model)}"
 
 
 def describe_switch(model):
-    """What becomes of the output of attention when the routers of ``model`` begin to choose."""
-    share = model.active_share()
-    return f"a token uses {share:.1%} of the heads, whose gates begin near the 1 that all heads had before"
+    """What becomes of the heads when the routers of ``model`` begin to choose."""
+    return f"a token uses {model.active_share():.1%} of the heads, with gates that begin near the 1 of before"
 
 
 def routing_facts(model):

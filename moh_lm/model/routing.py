@@ -180,26 +180,19 @@ class QueryNorm(Paper):
         return gates + (selected - gates).detach()  # Eq. 9 forward, Eq. 10 backward
 
 
-def equal_gates(form):
-    """The gate of a shared expert, and of a selected one, where all scores are equal; 1 in place of one that is not."""
-    layer, zeros = form.layer, torch.zeros
-    a1, a2 = form.type_weights(zeros(2))
-    scores, selected = zeros(layer.num_routed), (torch.arange(layer.num_routed) < layer.num_active).float()
-    gates = (
-        form.shared_gates(zeros(layer.num_shared)) * a1,
-        (form.routed_gates(scores, form.probability(scores), selected) * a2)[: layer.num_active],
-    )
-    return tuple(gate[0].item() if len(gate) else 1.0 for gate in gates)
-
-
 def gates_of_one(model):
     """Whether the gates of the mixture ``model`` are 1 where all scores are equal."""
-    return all(math.isclose(gate, 1) for layer in range(model.num_layers) for gate in layer_gates(model, layer))
+    return all(abs(gate - 1) < 1e-3 for layer in range(model.num_layers) for gate in layer_gates(model, layer))
 
 
 def layer_gates(model, index):
-    """``equal_gates`` of a layer of the mixture ``model``."""
-    return equal_gates(FORMS[model.heads.routing](model.routed_layer(index), model.heads.two_stage))
+    """The gates of shared and of selected experts in a layer of a mixture where all scores are equal; 1 of none."""
+    layer, zeros = model.routed_layer(index), torch.zeros
+    form, scores = FORMS[model.heads.routing](layer, model.heads.two_stage), zeros(layer.num_routed)
+    a1, a2 = form.type_weights(zeros(2))
+    selected = (torch.arange(layer.num_routed) < layer.num_active).float()
+    gates = form.shared_gates(zeros(layer.num_shared)) * a1, form.routed_gates(scores, scores.softmax(0), selected) * a2
+    return tuple(gate.max().item() if len(gate) else 1.0 for gate in gates)
 
 
 FORMS = {

@@ -11,7 +11,7 @@ from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import BALANCE
 from moh_lm.model.router import HeadRouter, Recall, select
-from moh_lm.model.routing import FORMS
+from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
 from moh_lm.model.transformer import initialize
 
 D, HEADS, HEAD_DIM, LENGTH, BATCH = 24, 8, 6, 7, 2
@@ -382,6 +382,19 @@ def test_a_bias_is_refused_where_it_has_no_meaning(changes, said):
     config = make_config(shared=3, active=2, bias=True, **changes)
     (problem,) = model_problems(replace(config, heads=replace(config.heads, router_z_loss=0.0)))
     assert problem.startswith(f"--load-balance-bias-rate 0.05: {said}")
+
+
+@pytest.mark.parametrize("routing", FORMS)
+@pytest.mark.parametrize("two_stage", [True, False])
+def test_only_gates_of_the_paper_begin_far_from_1_with_any_budget(routing, two_stage):
+    for shared in range(33):
+        budgets = {"num_shared_heads": (shared,), "num_active_routed_heads": ((32 - shared + 2) // 3,)}
+        heads = HeadsConfig(routing=routing, two_stage=two_stage, **budgets)
+        model = ModelConfig(num_layers=1, num_attention_heads=32, head_dim=4, heads=heads)
+        stages = 2 if two_stage and 0 < shared < 32 else 1
+        expected = [1 / stages / count if count else 1 for count in (shared, 32 - shared)]
+        assert layer_gates(model, 0) == pytest.approx(expected if routing == "paper" else (1, 1), rel=1e-6)
+        assert gates_of_one(model) == (routing != "paper")
 
 
 def test_the_choices_of_the_flag_are_the_forms():
