@@ -39,10 +39,11 @@ class Paper:
     ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
     ``refuses_top_p``, ``refuses_z_loss``, ``refuses_bias``: why ``routing_top_p``, ``router_z_loss`` and
     ``load_balance_bias_rate`` do not suit it, if so.
-    ``balance_factor``: multiplies L_b of Eq. 7.
+    ``balance_factor``: multiplies L_b of Eq. 7. ``first_score``: of a selected expert, on average, by the first weights.
     """
 
     reads_queries = False
+    first_score = 0.0
     refuses_top_p = refuses_z_loss = refuses_bias = None
     type_scale = 1
 
@@ -131,6 +132,7 @@ class Sigmoid(Paper):
 
 
 class Relu(Sigmoid):
+    first_score = 1.0
     refuses_top_p = refuses_bias = "selects every head with a score above 0"
     refuses_z_loss = "has gates that it would close: it is least where every score is - ln E"
 
@@ -186,12 +188,13 @@ def gates_of_one(model):
 
 
 def layer_gates(model, index):
-    """The gates of shared and of selected experts in a layer of a mixture where all scores are equal; 1 of none."""
+    """The gates of shared and of selected experts that a layer of a mixture begins with, on average; 1 of none."""
     layer, zeros = model.routed_layer(index), torch.zeros
-    form, scores = FORMS[model.heads.routing](layer, model.heads.two_stage), zeros(layer.num_routed)
+    form = FORMS[model.heads.routing](layer, model.heads.two_stage)
+    scores = torch.full((layer.num_routed,), form.first_score)
     a1, a2 = form.type_weights(zeros(2))
     selected = (torch.arange(layer.num_routed) < layer.num_active).float()
-    gates = form.shared_gates(zeros(layer.num_shared)) * a1, form.routed_gates(scores, scores.softmax(0), selected) * a2
+    gates = form.shared_gates(zeros(layer.num_shared)) * a1, form.routed_gates(scores, form.probability(scores), selected) * a2
     return tuple(gate.max().item() if len(gate) else 1.0 for gate in gates)
 
 
