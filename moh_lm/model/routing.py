@@ -39,7 +39,8 @@ class Paper:
     ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
     ``refuses_top_p``, ``refuses_z_loss``, ``refuses_bias``: why ``routing_top_p``, ``router_z_loss`` and
     ``load_balance_bias_rate`` do not suit it, if so.
-    ``balance_factor``: multiplies L_b of Eq. 7. ``first_score``: of a selected expert, on average, by the first weights.
+    ``balance_factor``: multiplies L_b of Eq. 7.
+    ``first_score``: of a selected expert, on average, by the first weights.
     """
 
     reads_queries = False
@@ -194,8 +195,9 @@ def layer_gates(model, index):
     scores = torch.full((layer.num_routed,), form.first_score)
     a1, a2 = form.type_weights(zeros(2))
     selected = (torch.arange(layer.num_routed) < layer.num_active).float()
-    gates = form.shared_gates(zeros(layer.num_shared)) * a1, form.routed_gates(scores, form.probability(scores), selected) * a2
-    return tuple(gate.max().item() if len(gate) else 1.0 for gate in gates)
+    shared = form.shared_gates(zeros(layer.num_shared)) * a1
+    routed = form.routed_gates(scores, form.probability(scores), selected) * a2
+    return tuple(gate.max().item() if len(gate) else 1.0 for gate in (shared, routed))
 
 
 FORMS = {
