@@ -79,8 +79,8 @@ def one_process(data_dir, tmp_path_factory):
         ("groups, query norm", "tensor"), ("top-p, released", "pipeline"), ("both", "tensor"), ("both", "data, sparse"),
         ("sigmoid", "tensor"), ("sigmoid", "pipeline"), ("scaled, z-loss", "data, sparse"), ("gated", "tensor"),
         ("tamed", "tensor"), ("tamed", "pipeline"), ("tamed", "data, sparse"), ("tamed", "offload"),
-        ("bias", "pipeline"), ("bias", "data, sparse"), ("bias, query norm", "tensor"),
-        ("relu", "pipeline"), ("relu", "data, sparse"), ("relu", "tensor"),
+        ("bias", "tensor"), ("bias", "pipeline"), ("bias", "data, sparse"), ("bias, query norm", "tensor"),
+        ("relu", "pipeline"), ("relu", "data, sparse"),
     ],  # fmt: skip
 )
 def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_path, one_process):

@@ -24,7 +24,7 @@ MOMENTUM = 0.9
 RATE, DECAY, MUON_RATE, MUON_DECAY = 5e-5, 0.1, 1e-3, 0.02  # AdamW multiplies rounding where gradients vanish
 SETTINGS = f"""--optimizer muon --muon-momentum {MOMENTUM} --matrix-learning-rate {MUON_RATE} --learning-rate {RATE}
     --matrix-weight-decay {MUON_DECAY} --weight-decay {DECAY} --embedding-weight-decay 0 --train-iters {STEPS}"""
-MODEL = "released, grouped"
+MODEL = "paper, step, grouped, window"
 
 
 class Reference:
