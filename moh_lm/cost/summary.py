@@ -110,7 +110,8 @@ def routing_facts(model):
 def describe_attention(config):
     """What ``auto`` chooses on the machine at hand; and, where it cannot know, how it can learn."""
     run, model = config.run, config.model
-    if model.heads.head_selection == "all" or run.attention_backend != "auto":
+    always_dense = model.heads.head_selection == "all" and not any(model.window)
+    if always_dense or run.attention_backend != "auto":
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32

@@ -115,8 +115,15 @@ def test_documents_may_take_many_blocks_and_a_block_many_documents(interpreter, 
     interpreter(check_small, (170, 1, 2, 1, 16, 0), routing, torch.float64, 1e-12, [[3, 90, 1, 1, 9, 1000]])
 
 
-@pytest.mark.parametrize("window, lengths", [(1, None), (70, None), (33, [[3, 90, 1, 1, 9, 1000]])])
-@pytest.mark.parametrize("routing", ["varying_routing", "everything"])
+@pytest.mark.parametrize(
+    "routing, window, lengths",
+    [
+        ("varying_routing", 2, None),
+        ("varying_routing", 70, None),
+        ("everything", 70, None),
+        ("everything", 33, [[3, 90, 1, 1, 9, 1000]]),
+    ],
+)
 def test_no_kernel_sees_beyond_the_window(interpreter, routing, window, lengths):
     interpreter(check_small, (170, 1, 2, 1, 16, 0), routing, torch.float64, 1e-12, lengths, window)
 
