@@ -1,0 +1,186 @@
+"""What is wrong with the sizes of a model, its positions, its windows and its heads."""
+
+import math
+
+from moh_lm.checks.ranges import below, divisors
+from moh_lm.config import flag
+from moh_lm.model.rotary import NEEDS
+from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
+
+
+def model_problems(model):
+    found = below(model, 1, "num_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    found += below(model, 1, "num_key_value_heads", "vocab_size")
+    if found:
+        return found
+    heads, key_value_heads = model.num_attention_heads, model.num_key_value_heads
+    if model.hidden_size % heads and model.head_dim == model.hidden_size // heads:
+        found.append(
+            f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
+            f"choose one of {divisors(model.hidden_size, 64)}, or give --head-dim"
+        )
+    elif model.head_dim < 2 or model.head_dim % 2:
+        found.append(f"--head-dim {model.head_dim}: rotary embeddings pair features; choose an even number")
+    if heads % key_value_heads:
+        found.append(
+            f"--num-key-value-heads {key_value_heads}: must divide --num-attention-heads {heads}; "
+            f"choose one of {divisors(heads, heads)}"
+        )
+    for key in ("rope_theta", "rms_norm_eps"):
+        if not 0 < getattr(model, key) < math.inf:
+            found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
+    found += rope_problems(model)
+    if len(model.window) != model.num_layers:
+        found.append(f"--window has {len(model.window)} numbers: {per_layer(model)}")
+    found += [
+        f"--window {width}: must be 0, for the whole sequence, or at least 2; with 1 a token sees itself only"
+        for width in sorted({*model.window})
+        if width < 0 or width == 1
+    ]
+    found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient", "router_z_loss")
+    found += below(model.heads, 0, "router_gumbel_noise", "load_balance_bias_rate")
+    found += bias_problems(model)
+    if model.heads.head_selection == "mixture":
+        found += top_p_problems(model.heads)
+        reason, z_loss = FORMS[model.heads.routing].refuses_z_loss, model.heads.router_z_loss
+        if reason and z_loss > 0:
+            found.append(f"--router-z-loss {z_loss:g}: --routing {model.heads.routing} {reason}; leave it out")
+        budgets = budget_problems(model)
+        return found + (budgets or warmup_problems(model))
+    return found if model.heads.head_selection == "all" else found + budget_problems(model)
+
+
+def per_layer(model):
+    return f"give one for all layers, or one for each of --num-layers {model.num_layers}"
+
+
+def rope_problems(model):
+    """The scaling of rotary embeddings: each type needs its own flags, and has no use for the others."""
+    keys = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length")
+    needed = [f"rope_{name}" for name in NEEDS[model.rope_type]]
+    found = [
+        f"{flag(key)} is missing: --rope-type {model.rope_type} needs it"
+        for key in needed
+        if getattr(model, key) is None
+    ]
+    found += [
+        f"{flag(key)} {getattr(model, key):g}: has no meaning with --rope-type {model.rope_type}; leave it out"
+        for key in keys
+        if key not in needed and getattr(model, key) is not None
+    ]
+    if found:
+        return found
+    found = below(model, 1, *(key for key in needed if key in ("rope_factor", "rope_original_length")))
+    if model.rope_type == "yarn" and not model.rope_theta > 1:
+        found.append(f"--rope-theta {model.rope_theta:g}: must be above 1 with --rope-type yarn, such as 10000")
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    if model.rope_type == "llama3" and not 0 < low < high < math.inf:
+        found.append(
+            f"--rope-low-freq-factor {low:g} and --rope-high-freq-factor {high:g}: must be above 0, the first below "
+            "the second; LLaMA 3.1 has 1 and 4"
+        )
+    return found
+
+
+def warmup_problems(model):
+    """A dense warm-up must end with gates near those that it had: 1."""
+    iterations, heads = model.heads.dense_warmup_iters, model.heads
+    found = below(heads, 0, "dense_warmup_iters")
+    if iterations <= 0 or found or gates_of_one(model):
+        return found
+    shared, selected = layer_gates(model, 0)
+    return [
+        f"--dense-warmup-iters {iterations}: the gates of --routing {heads.routing} begin near {shared:.3g} (shared) "
+        f"and {selected:.3g} (selected), so that the output of attention would shrink to that part of itself where "
+        f"gates of 1 end; choose --routing paper_scaled, which has the same gates times a constant, or released"
+    ]
+
+
+def top_p_problems(heads):
+    top_p = heads.routing_top_p
+    if top_p is None:
+        return []
+    if heads.routing_dtype != "fp32":
+        return [f"--routing-top-p {top_p:g}: probabilities in {heads.routing_dtype} do not add up; leave one flag out"]
+    reason = FORMS[heads.routing].refuses_top_p
+    if reason:
+        return [
+            f"--routing-top-p {top_p:g}: --routing {heads.routing} {reason}; leave it out, or choose --routing paper "
+            "or released"
+        ]
+    return [] if 0 < top_p <= 1 else [f"--routing-top-p {top_p:g}: must be above 0 and at most 1, such as 0.4"]
+
+
+def spread_problems(model):
+    """--head-budget and its slope: shares between none and all of the heads, and those that the layers have."""
+    rate, slope = model.heads.head_budget, model.heads.head_budget_slope
+    if rate is None:
+        return [] if slope == 0 else [f"--head-budget-slope {slope:g}: needs --head-budget, such as 0.75"]
+    if not 0 < rate <= 1:
+        return [f"--head-budget {rate:g}: must be above 0 and at most 1, such as 0.75"]
+    most, share = 2 * min(rate, 1 - rate), model.active_share()
+    if not abs(slope) <= most + 1e-9:
+        return [
+            f"--head-budget-slope {slope:g}: shares from {rate - slope / 2:.3g} to {rate + slope / 2:.3g} are not all "
+            f"between 0 and 1; choose at most {most:.3g}"
+        ]
+    if abs(share - rate) > model.heads_per_expert / model.num_attention_heads:
+        return [
+            f"--head-budget {rate:g}: the numbers of shared and routed heads use {share:.1%} of all; choose another "
+            "share, or leave out --num-shared-heads or --num-active-routed-heads"
+        ]
+    return []
+
+
+def bias_problems(model):
+    heads = model.heads
+    if not heads.load_balance_bias_rate > 0:
+        return []
+    given = f"--load-balance-bias-rate {heads.load_balance_bias_rate:g}"
+    if heads.routing_top_p is not None:
+        return [
+            f"{given}: --routing-top-p {heads.routing_top_p:g} adds up the probabilities of what is selected, and a "
+            "bias changes their order; leave one of them out"
+        ]
+    reason = FORMS[heads.routing].refuses_bias
+    if reason:
+        return [f"{given}: --routing {heads.routing} {reason}; leave it out"]
+    if model.routed_layers() or budget_problems(model):
+        return []
+    return [f"{given}: no layer has routed heads; leave it out"]
+
+
+def budget_problems(model):
+    """The numbers of shared and routed heads, layer by layer."""
+    heads = model.num_attention_heads
+    size = max(1, model.heads_per_expert) if model.heads.head_selection == "mixture" else 1
+    budgets = {key: getattr(model.heads, key) for key in ("num_shared_heads", "num_active_routed_heads")}
+    found = [
+        f"{flag(key)} has {len(budget)} numbers: {per_layer(model)}"
+        for key, budget in budgets.items()
+        if len(budget) != model.num_layers
+    ]
+    if found:
+        return found
+    first_layer = {}  # of each sentence: the same mistake in every layer is said once
+    for layer, (shared, active) in enumerate(zip(*budgets.values(), strict=True)):
+        routed = heads - shared
+        if not 0 <= shared <= heads:
+            sentence = (
+                f"--num-shared-heads {shared}: must be between 0 and --num-attention-heads {heads}; "
+                f"half of them, {heads // 2}, is the share of the paper's LLaMA3"
+            )
+        elif not min(1, routed) <= active <= routed:
+            sentence = (
+                f"--num-active-routed-heads {active}: must be between {min(1, routed)} and {routed}, "
+                f"the heads that --num-shared-heads {shared} leaves of {heads}"
+            )
+        elif shared % size or active % size:
+            sentence = (
+                f"--num-shared-heads {shared} and --num-active-routed-heads {active}: --routing-unit key_value_group "
+                f"selects {size} heads together; choose multiples of {size}"
+            )
+        else:
+            continue
+        first_layer.setdefault(sentence, layer)
+    return [f"{sentence} (layer {layer})" for sentence, layer in first_layer.items()] or spread_problems(model)

@@ -1,0 +1,19 @@
+"""Sentences and words for numbers that have a range."""
+
+import math
+
+from moh_lm.config import flag
+
+
+def below(section, lowest, *keys):
+    """A sentence for each of ``keys`` whose value is not a finite number of at least ``lowest``."""
+    values = {key: getattr(section, key) for key in keys}
+    return [
+        f"{flag(key)} {value:g}: must be {lowest} or above"
+        for key, value in values.items()
+        if not lowest <= value < math.inf
+    ]
+
+
+def divisors(number, most):
+    return ", ".join(str(n) for n in range(1, most + 1) if number % n == 0)

@@ -1,0 +1,164 @@
+"""What is wrong with the optimizer, its schedule, the batch, the backend, the reliability and the alarms of a run."""
+
+import importlib.util
+import math
+import os
+import shutil
+
+import torch
+
+from moh_lm.checks.ranges import below
+from moh_lm.config import OptimizerConfig, flag
+from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
+from moh_lm.model.routing import FORMS
+
+
+def optimizer_problems(optimizer):
+    found = below(optimizer, 0, "warmup_iters", "weight_decay", "gradient_clipping", "z_loss")
+    found += below(optimizer, 0, "router_learning_rate_scale", "router_gradient_clipping")
+    peak = optimizer.learning_rate
+    if not 0 < peak < math.inf:
+        found.append(f"--learning-rate {peak:g}: must be above 0, such as 3e-4")
+    for key in ("min_learning_rate", "warmup_init_lr"):
+        if not 0 <= getattr(optimizer, key) <= peak:
+            found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be between 0 and --learning-rate {peak:g}")
+    optional = ("embedding_weight_decay", "matrix_weight_decay")
+    found += below(optimizer, 0, *(key for key in optional if getattr(optimizer, key) is not None))
+    rate = optimizer.matrix_learning_rate
+    if rate is not None and not 0 < rate < math.inf:
+        found.append(f"--matrix-learning-rate {rate:g}: must be above 0, such as {peak:g}")
+    if optimizer.optimizer != "muon":
+        found += [
+            f"{flag(key)} {getattr(optimizer, key)}: has no meaning with --optimizer adamw; leave it out"
+            for key in ("muon_split", "muon_scale", "muon_momentum", "matrix_learning_rate", "matrix_weight_decay")
+            if getattr(optimizer, key) != getattr(OptimizerConfig(), key)
+        ]
+    for key in ("adam_beta1", "adam_beta2", "muon_momentum"):
+        if not 0 <= getattr(optimizer, key) < 1:
+            found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be at least 0 and below 1")
+    return found
+
+
+def frozen_problems(config):
+    """What --train-only router needs: routers with weights, that do not rest, on one pipeline stage."""
+    heads, stages = config.model.heads, config.parallel.pipeline_parallel_size
+    with_weights = heads.head_selection == "mixture" and not FORMS[heads.routing].reads_queries
+    if config.optimizer.train_only == "all" or (with_weights and heads.dense_warmup_iters == 0 and stages == 1):
+        return []
+    return [
+        f"--train-only {config.optimizer.train_only}: needs routers with weights (--head-selection mixture, another "
+        "--routing than query_norm), no --dense-warmup-iters and --pipeline-parallel-size 1"
+    ]
+
+
+def schedule_problems(config):
+    """What the numbers of iterations of a run contradict."""
+    iterations, train_iters = config.model.heads.dense_warmup_iters, config.run.train_iters
+    if config.model.after(0) != config.model and train_iters is not None and iterations >= train_iters:
+        return [
+            f"--dense-warmup-iters {iterations}: the mixture would never be trained; choose less than the "
+            f"{train_iters} iterations of the run"
+        ]
+    return decay_problems(config)
+
+
+def decay_problems(config):
+    """A decay needs the schedule that has one, and room behind the warm-up."""
+    optimizer, train_iters = config.optimizer, config.run.train_iters
+    given = f"--decay-iters {optimizer.decay_iters}"
+    if optimizer.schedule != "wsd" and config.data.decay_mix:
+        return ["--decay-mix: --schedule cosine has no decay; choose wsd"]
+    if optimizer.schedule != "wsd":
+        return [] if optimizer.decay_iters is None else [f"{given}: --schedule cosine has no decay; choose wsd"]
+    if train_iters is None or train_iters < 1:
+        return []
+    decay = optimizer.decay(train_iters)
+    most = train_iters - optimizer.warmup_iters
+    if not 0 <= decay <= most:
+        return [
+            f"--decay-iters {decay}: must be between 0 and {max(0, most)}, the {train_iters} iterations of the run "
+            f"without the --warmup-iters {optimizer.warmup_iters}"
+        ]
+    return []
+
+
+def run_problems(run):
+    found = below(run, 1, "seq_length", "micro_batch_size", "log_interval")
+    found += below(run, 0, "eval_interval", "eval_samples", "seed")
+    if not run.checkpoint_dir:
+        found.append("--checkpoint-dir is missing: give the directory of this run")
+    if run.train_iters is None:
+        if run.train_tokens is None:
+            found.append("--train-tokens is missing: give a budget such as 100B, or --train-iters")
+    elif run.train_iters < 1:
+        found.append(f"--train-iters {run.train_iters}: must be at least 1")
+    if run.peak_tflops is not None and not 0 < run.peak_tflops < math.inf:
+        found.append(f"--peak-tflops {run.peak_tflops:g}: must be above 0, such as 989 for an H100 in bf16")
+    if run.wandb and importlib.util.find_spec("wandb") is None:
+        found.append(f"--wandb {run.wandb}: the package wandb is not installed; pip install wandb, or leave it out")
+    return found
+
+
+def backend_problems(config):
+    """Attention backends asked for by name that could not compute this model here."""
+    backend, head_dim = config.run.attention_backend, config.model.head_dim
+    if backend in ("auto", "dense"):
+        return []
+    given = f"--attention-backend {backend}"
+    found = []
+    if backend == "cpu_sparse" and torch.cuda.is_available():
+        found.append(f"{given}: is for machines without a GPU; choose auto")
+    if backend != "cpu_sparse" and not torch.cuda.is_available():
+        found.append(f"{given}: needs a CUDA GPU, and this machine shows none; choose auto")
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        found.append(f"{given}: the package triton is not installed; pip install triton, or choose auto")
+    if backend == "triton" and head_dim not in TRITON_HEAD_DIMS:
+        allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
+        found.append(f"{given}: has no kernels for --head-dim {head_dim}, only for {allowed}; choose auto")
+    return found
+
+
+def compile_problems(config):
+    """What torch.compile cannot make graphs of."""
+    if not config.run.compile:
+        return []
+    found = []
+    if not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
+        found.append("--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out")
+    if config.run.attention_backend == "cpu_sparse":
+        found.append("--compile: does not know --attention-backend cpu_sparse, whose shapes vary; choose auto")
+    return found
+
+
+def reliability_problems(reliability):
+    found = below(reliability, 0, "save_interval", "keep_last", "keep_every", "max_skipped_steps", "spike_sigmas")
+    found += below(reliability, 0, "replica_check_interval") + below(reliability, 2, "spike_window")
+    found += below(reliability, 1, "hang_timeout")
+    if reliability.exit_after is not None:
+        found += below(reliability, 1, "exit_after")
+    if reliability.absurd_factor != 0 and not 100 <= reliability.absurd_factor < math.inf:
+        found.append(
+            f"--absurd-factor {reliability.absurd_factor:g}: must be 100 or above, or honest steps would be skipped; "
+            "choose 1e6, or 0 to take any finite step"
+        )
+    if reliability.keep_every and not reliability.keep_last:
+        found.append(f"--keep-every {reliability.keep_every}: all checkpoints are kept already; give --keep-last too")
+    return found
+
+
+def alarm_problems(alarms):
+    found = below(alarms, 1, "alarm_intervals")
+    found += below(alarms, 0, "alarm_head_low", "alarm_head_high", "alarm_throughput", "alarm_balance_loss")
+    found += below(alarms, 0, "alarm_gate_drift")
+    found += [
+        f"{flag(key)} {getattr(alarms, key):g}: would fire at the usual value; choose {choice}, or 0 for none"
+        for key, wrong, choice in (
+            ("alarm_head_low", alarms.alarm_head_low >= 1, "a number below 1"),
+            ("alarm_head_high", 0 < alarms.alarm_head_high <= 1, "a number above 1"),
+            ("alarm_throughput", alarms.alarm_throughput >= 1, "a number below 1"),
+            ("alarm_balance_loss", 0 < alarms.alarm_balance_loss <= 1, "a number above 1"),
+            ("alarm_gate_drift", 0 < alarms.alarm_gate_drift <= 1, "a number above 1"),
+        )
+        if wrong
+    ]
+    return found

@@ -1,0 +1,88 @@
+"""Configuration: what a run is, in eight small dataclasses: those of the model (model.py) and those of a run (run.py).
+
+A field says its name, type, default and meaning once. Flags (``moh_lm.flags``) and the flat ``config.json`` are made
+from the fields, so names are unique over all sections. Values that follow from others (the head dimension, one head
+budget per layer, the number of iterations) are filled in when a section is made: what the program sees is always
+resolved.
+
+Checks return sentences instead of raising: each gives the key, the value, what is allowed and the remedy, and all of
+them are shown at once, before any process group is opened. This package needs the standard library only.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moh_lm.config.fields import ConfigError, as_tuples, build, flag, option, walk
+from moh_lm.config.model import SPREAD, TRAINING_ONLY, HeadsConfig, ModelConfig, RoutedLayer, spread_budget
+from moh_lm.config.run import (
+    AlarmConfig,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReliabilityConfig,
+    RunConfig,
+)
+
+__all__ = [
+    "SPREAD", "TRAINING_ONLY", "AlarmConfig", "Config", "ConfigError", "DataConfig", "HeadsConfig", "ModelConfig",
+    "OptimizerConfig", "ParallelConfig", "ReliabilityConfig", "RoutedLayer", "RunConfig", "flag", "option", "walk",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. ``problems`` is empty if and only if the run can start on ``world_size`` processes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
+
+    def data_parallel_size(self, world_size):
+        return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
+
+    @property
+    def routers_apart(self):
+        """Whether the optimizer treats routers in another way than other weights, for some of the run at least."""
+        settings, warmup = self.optimizer, self.model.heads.dense_warmup_iters
+        return warmup > 0 or settings.router_learning_rate_scale != 1 or settings.router_gradient_clipping > 0
+
+    def gradient_accumulation_steps(self, world_size):
+        return self.run.global_batch_size // (self.run.micro_batch_size * self.data_parallel_size(world_size))
+
+    def decay_begins(self):
+        """The first sample of --decay-mix; None without one."""
+        if not self.data.decay_mix or self.optimizer.schedule != "wsd" or self.run.train_iters is None:
+            return None
+        stable = self.run.train_iters - self.optimizer.decay(self.run.train_iters)
+        return stable * self.run.global_batch_size
+
+    def to_dict(self):
+        """Every field under its own name, sections joined: the content of config.json."""
+        return {field.name: getattr(section, field.name) for section, field in walk(self)}
+
+    @classmethod
+    def from_dict(cls, values):
+        """The inverse of ``to_dict``; keys that are absent keep their defaults. Raises ConfigError for unknown keys."""
+        known = {field.name for _, field in walk(cls())}
+        unknown = [f"config key {key!r} is unknown: remove it" for key in values if key not in known]
+        if unknown:
+            raise ConfigError(unknown)
+        tp = values.get("tensor_parallel_size", 1)
+        if tp > 1 and not values.get("num_active_routed_heads"):
+            shared = as_tuples(values.get("num_shared_heads", ()))
+            values = {**values, **spread_budget(build(ModelConfig, values), shared, tp)}
+        return build(cls, values)
+
+    @classmethod
+    def load(cls, path):
+        """The configuration in a config.json. Raises ConfigError if the file is absent or not such a file."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"{path}: no configuration ({error}); give a directory made by a run"]) from error
+        return cls.from_dict(values)

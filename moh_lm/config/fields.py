@@ -1,0 +1,50 @@
+"""What every section of the configuration is made of: fields that say themselves what they mean, and their names."""
+
+from dataclasses import field, fields, is_dataclass
+
+
+class ConfigError(Exception):
+    """What the user has to mend; ``problems`` holds one sentence each. Programs print them and exit with code 2.
+
+    local_rank: of the first rank on a node that sees them, which says so.
+    """
+
+    def __init__(self, problems: list[str], local_rank: int = 0):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+        self.local_rank = local_rank
+
+
+def option(default, help, **metadata):
+    """A dataclass field with its help text; moh_lm.flags reads choices, parse, binary and replaces of ``metadata``."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def walk(section):
+    """(section, field) for every leaf field below ``section``, in order."""
+    for entry in fields(section):
+        value = getattr(section, entry.name)
+        if is_dataclass(value):
+            yield from walk(value)
+        else:
+            yield section, entry
+
+
+def build(section_type, values):
+    """A section, and the sections in it, from a flat mapping of field names."""
+    arguments = {}
+    for entry in fields(section_type):
+        if is_dataclass(entry.type):
+            arguments[entry.name] = build(entry.type, values)
+        elif entry.name in values:
+            arguments[entry.name] = as_tuples(values[entry.name])
+    return section_type(**arguments)
+
+
+def as_tuples(value):
+    """JSON has lists only; fields hold tuples."""
+    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
