@@ -84,6 +84,7 @@ REPLACED = (
     ("exports/small", "exports/llm-b"),
     ("exports/other", "exports/llm-b"),
     ("runs/first", "runs/llama3-8b-stage1"),
+    ("runs/llm-b-dense", "runs/small"),
     (" --datatrove PYTHON", ""),
     ("--threads N", "--threads 1"),
 )
