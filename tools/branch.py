@@ -51,6 +51,9 @@ def branch(arguments):
         raise ConfigError([f"--at {arguments.at}: the rate of the run is stable from step {first} to {last}"])
     if lower := steps_below_the_peak(arguments.run / "metrics.jsonl", config.optimizer, arguments.at):
         raise ConfigError([f"--at {arguments.at}: the run had decayed at step {lower[0]}; give a step before that"])
+    if config.model.after(arguments.at + arguments.decay_iters) != config.model:
+        warmup = f"--dense-warmup-iters {config.model.heads.dense_warmup_iters}"
+        raise ConfigError([f"--at {arguments.at}: the branch would end in the run's {warmup}; give a later step"])
     if arguments.decay_iters < 1:
         raise ConfigError([f"--decay-iters {arguments.decay_iters}: must be at least 1"])
     if checkpoints.resolve() in (arguments.output / "checkpoints").resolve().parents:

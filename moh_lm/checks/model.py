@@ -42,9 +42,11 @@ def model_problems(model):
     found += bias_problems(model)
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads)
-        reason, z_loss = FORMS[model.heads.routing].refuses_z_loss, model.heads.router_z_loss
-        if reason and z_loss > 0:
-            found.append(f"--router-z-loss {z_loss:g}: --routing {model.heads.routing} {reason}; leave it out")
+        form = FORMS[model.heads.routing]
+        for key, reason in (("router_z_loss", form.refuses_z_loss), ("router_gumbel_noise", form.refuses_noise)):
+            value = getattr(model.heads, key)
+            if reason and value > 0:
+                found.append(f"{flag(key)} {value:g}: --routing {model.heads.routing} {reason}; leave it out")
         budgets = budget_problems(model)
         return found + (budgets or warmup_problems(model))
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
@@ -134,8 +136,8 @@ def spread_problems(model):
 
 def bias_problems(model):
     heads = model.heads
-    if not heads.load_balance_bias_rate > 0:
-        return []
+    if not heads.load_balance_bias_rate > 0 or heads.head_selection in ("all", "static"):
+        return []  # a mixture with a bias may go on without routers
     given = f"--load-balance-bias-rate {heads.load_balance_bias_rate:g}"
     if heads.routing_top_p is not None:
         return [

@@ -69,7 +69,7 @@ def describe_heads(model):
         return "all of them for every token"
     on = [shared + active for shared, active in zip(heads.num_shared_heads, heads.num_active_routed_heads, strict=True)]
     share = model.active_share()
-    most = "" if heads.routing_top_p is None else "at most "
+    most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
     budget = f"{span(heads.num_shared_heads)} shared + {most}{span(heads.num_active_routed_heads)} routed"
     if heads.head_selection == "static":
         return f"static: the first {span(on)} of {model.num_attention_heads} ({share:.1%})"
@@ -90,7 +90,12 @@ def describe_warmup(config):
 
 def describe_switch(model):
     """What becomes of the heads when the routers of ``model`` begin to choose."""
-    return f"a token uses {model.active_share():.1%} of the heads, with gates that begin near the 1 of before"
+    share = f"{model.active_share():.1%} of the heads"
+    if model.heads.routing == "relu":
+        share = f"its shared heads and about half of the others, and in time {share}"
+    elif model.heads.routing_top_p is not None:
+        share = f"at most {share}"
+    return f"a token uses {share}, with gates that begin near the 1 of before"
 
 
 def routing_facts(model):

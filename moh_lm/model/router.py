@@ -134,21 +134,22 @@ class HeadRouter(nn.Module):
         return wide_linear(x, weight).split(rows, dim=-1)
 
     def ranking(self, scores, probability):
-        """What is selected by, [s/tp, b, E]: the scores, or with a bias the affinities and it."""
+        """What is selected by, [s/tp, b, E]: the scores with their noise, or with a bias their affinities and it."""
+        scores, probability = scores.detach(), probability.detach()
+        if self.noise is not None and self.training and self.samples is not None:
+            first = 0 if self.form.reads_queries else group_rank(self.group) * scores.shape[0]
+            scores = scores + self.noise.draw(self.samples, first, scores)
+            probability = self.form.probability(scores)
         if self.bias_steps is None:
             return scores
         affinity = self.form.affinity(scores, probability)
         return affinity + self.bias_rate * self.bias_steps.to(affinity)
 
-    def select(self, scores, recall):
-        scores = scores.detach()
-        if self.noise is not None and self.training and self.samples is not None:
-            first = 0 if self.form.reads_queries else group_rank(self.group) * scores.shape[0]
-            scores = scores + self.noise.draw(self.samples, first, scores)
+    def select(self, ranking, recall):
         if self.layer.by_sign:
-            selected = (scores > 0).to(scores)
+            selected = (ranking > 0).to(ranking)
         else:
-            selected = select(scores, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)
+            selected = select(ranking, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)
         return selected if recall is None else torch.where(*recall, selected)
 
     def loss(self, scores, probability, selected, gates, a1):

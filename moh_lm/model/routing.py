@@ -37,15 +37,15 @@ class Paper:
     """Eq. 5-6 to the letter, and what the other forms change. layer: ``RoutedLayer`` of moh_lm.config.
 
     ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
-    ``refuses_top_p``, ``refuses_z_loss``, ``refuses_bias``: why ``routing_top_p``, ``router_z_loss`` and
-    ``load_balance_bias_rate`` do not suit it, if so.
+    ``refuses_top_p``, ``refuses_z_loss``, ``refuses_bias``, ``refuses_noise``: why ``routing_top_p``,
+    ``router_z_loss``, ``load_balance_bias_rate`` and ``router_gumbel_noise`` do not suit it, if so.
     ``balance_factor``: multiplies L_b of Eq. 7.
     ``first_score``: of a selected expert, on average, by the first weights.
     """
 
     reads_queries = False
     first_score = 0.0
-    refuses_top_p = refuses_z_loss = refuses_bias = None
+    refuses_top_p = refuses_z_loss = refuses_bias = refuses_noise = None
     type_scale = 1
 
     def __init__(self, layer, two_stage):
@@ -134,7 +134,7 @@ class Sigmoid(Paper):
 
 class Relu(Sigmoid):
     first_score = 1.0
-    refuses_top_p = refuses_bias = "selects every head with a score above 0"
+    refuses_top_p = refuses_bias = refuses_noise = "selects every head with a score above 0"
     refuses_z_loss = "has gates that it would close: it is least where every score is - ln E"
 
     def __init__(self, layer, two_stage):

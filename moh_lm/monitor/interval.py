@@ -97,7 +97,6 @@ class Interval:
 
     def restore(self, state):
         self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
-        self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
         if self.layers:
             routers = torch.tensor(state["routers"], dtype=torch.float64)
             self.routers.copy_(routers if routers.shape == self.routers.shape else self.without_gates(routers))

@@ -16,6 +16,7 @@ from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, 
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
 from moh_lm.config import TRAINING_ONLY, Config, ConfigError, walk
+from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.model.routing import gates_of_one
@@ -50,8 +51,18 @@ def resume(state, journal, progress):
     changed = state.restore(saved)
     if changed:
         journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
+    if warmup_is_cut(before, config.model, saved["step"]):
+        state.engine.guard.forget()
+        text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
+        journal.add("dense warm-up over", saved["step"], text)
     how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
     journal.add("resumed", state.step, how)
+
+
+def warmup_is_cut(before, model, step):
+    """Whether the dense warm-up that the configuration ``before`` was in ended earlier than ``step`` by that of now."""
+    was, last = Config.from_dict(before).model, step - 1
+    return model.heads.head_selection == "mixture" and was.after(last) != was and model.after(last) == model
 
 
 def tidy(directory):
@@ -80,7 +91,9 @@ def refuse_changes(step, saved, before, config, dataset):
     if not config.data.allow_data_change and saved["step"]:
         changes = dataset.changes(saved["data"], saved["consumed_samples"])
         found += [f"{change} (--allow-data-change goes on all the same)" for change in changes]
-    if saved["step"] and before["optimizer"] == "muon" != config.optimizer.optimizer:
+    trained_only = before["train_only"], config.optimizer.train_only
+    was_muon = before["optimizer"] == "muon" and trained_only != ("router", "router")
+    if saved["step"] and was_muon and config.optimizer.optimizer != "muon":
         found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
     if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:
         found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {saved['step']} steps")

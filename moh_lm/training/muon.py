@@ -127,7 +127,8 @@ class Muon(torch.optim.AdamW):
     def step(self):
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["orthogonal"]]
-        super().step()
+        step = torch.optim.AdamW.step  # torch wraps it in hooks, which are those of this step too
+        getattr(step, "__wrapped__", step)(self)
         self.param_groups = groups
         for group in groups:
             if group["orthogonal"]:

@@ -374,7 +374,7 @@ def test_a_bias_moves_by_the_sign_of_what_the_load_lacks_of_the_mean():
 @pytest.mark.parametrize(
     "changes, said", [
         (dict(top_p=0.5), "--routing-top-p 0.5 "),
-        (dict(selection="static"), "no layer has routed"),
+        (dict(selection="gated"), "no layer has routed"),
         (dict(routing="relu"), "--routing relu selects every head with a score above 0"),
     ],
 )

@@ -256,6 +256,7 @@ def test_a_window_shows_the_last_tokens_with_a_cache_and_without(changes, attent
             logits.append(outputs.logits)
         torch.testing.assert_close(torch.cat(logits, 1), whole, rtol=1e-4, atol=1e-4)
     texts = model.generate(tokens, **GREEDY)
+    assert model.generate(tokens, cache_implementation="static", **GREEDY).equal(texts)
     for _ in range(8):
         next_tokens = model(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
         tokens = torch.cat((tokens, next_tokens), dim=1)

@@ -29,8 +29,9 @@ def model_card(step, config, state, dtype, parameters, own_tokenizer, license=No
         "Losses": loss_facts(step, state["step"]),
         "Head load": load_facts(config.model, state),
     }
-    selection = config.model.heads.head_selection
-    kind = model_type(config.model)
+    selection, kind = config.model.heads.head_selection, model_type(config.model)
+    if selection == "mixture" and not config.model.routed_layers():
+        selection = "gated"
     title, sentence = KINDS[kind if kind in KINDS else selection]
     head = {"license": license, "base_model": base_model}
     limits = [TOKENIZER] if own_tokenizer else []
@@ -184,9 +185,13 @@ KINDS = {  # model_type, or head selection -> title, what the model is
         "Every token uses the same attention heads, the first ones of each layer; there is no router. It is a\n"
         "baseline of Mixture-of-Head attention ([arXiv 2410.11842](https://arxiv.org/abs/2410.11842)).",
     ),
+    "gated": (
+        "A language model whose attention heads have gates",
+        "Every token uses all attention heads, each with a gate; `modeling_moh.py` holds the equations.",
+    ),
     "all": (
-        "A language model with sliding windows",
-        "Every token uses all attention heads. Some layers see the last tokens only; `modeling_moh.py` computes it.",
+        "A language model with all attention heads",
+        "Every token uses all attention heads. `modeling_moh.py` computes windows or norms that Llama has not.",
     ),
     "llama": (
         "A language model in the form of Llama",

@@ -8,9 +8,9 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
     g_i = 0                    for the other routed heads
     [a1, a2] = softmax(W_h x)                                                       (Eq. 6)
 
-Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 whatever the model's dtype;
-of equal scores the one with the lower head index is selected. Every head is computed, and the inactive ones are
-weighted by zero.
+Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 whatever the model's dtype,
+and scores are ranked in ``routing_dtype``; of equal ones the lower head index is selected. Every head is computed, and
+the inactive ones are weighted by zero.
 
 With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
 and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
@@ -645,6 +645,11 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, value):
         self.lm_head = value
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask=None, **others):
+        """The mask of the padding as it is: ``forward`` makes one for each window of it."""
+        return attention_mask
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,

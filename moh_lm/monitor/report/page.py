@@ -62,6 +62,7 @@ def write_page(directories, output, with_png=False):
 def figures_of_run(run):
     """{name: (title, Figure)} of one run, in the order of the page."""
     marks = [(event["step"], event["event"]) for event in run.events if event["event"] in pictures.MARKS]
+    marks = [(step, event) for step, event in marks if step <= run.step]  # others were undone by a resume
     curves = run.curves
     found = {"loss": ("Loss", pictures.lines(by_source(run, "loss/", "validation/"), "nats per token", marks))}
     if bits := by_source(run, "bits/", "validation_bits/"):
@@ -152,7 +153,8 @@ def loss_rows(runs):
     sources = sorted({source for row in last for source in row.get("evaluation", {})})
     rows = [[source, *(pair(row, source) for row in last)] for source in sources]
     means = [f"{row['evaluation_mean']:.4f}" if row.get("evaluation_mean") is not None else "" for row in last]
-    return [*rows, ["mean", *means]] if rows else []
+    steps = [f"{row['step']:,}" if row else "" for row in last]
+    return [*rows, ["mean", *means], ["after step", *steps]] if rows else []
 
 
 def pair(row, source):

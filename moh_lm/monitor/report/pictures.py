@@ -18,6 +18,7 @@ MARKS = {  # events that are drawn into the curves
     "stopped": "#8a8a8a", "failed": "#aa3377", "data changed": "#30a0c0",
 }  # fmt: skip
 SIZE = (5.2, 3.1)  # inches
+FEW = 20  # points of a curve that are all shown
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "moh-lm", "font.size": 9, "font.family": "sans-serif", "text.color": INK,
     "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -29,16 +30,17 @@ STYLE = {
 def lines(series, label, marks=(), logarithmic=False, floor=None):
     """A ``Figure``. series: {name: (steps, values, style)}, style of matplotlib's plot. marks: (step, event) pairs.
 
-    floor: the lowest value of the axis. The first twentieth of the steps does not stretch the axis upwards.
+    floor: the lowest value of the axis. The first twentieth of a curve of many points does not stretch it upwards.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axis = figure.subplots()
         last = max((steps[-1] for steps, values, _ in series.values() if len(values)), default=1)
         for index, (name, (steps, values, style)) in enumerate(series.items()):
-            axis.plot(steps, values, label=name, **{"color": COLOURS[index % len(COLOURS)], **style})
+            style = {"color": COLOURS[index % len(COLOURS)], **({"marker": "o"} if len(values) == 1 else {}), **style}
+            axis.plot(steps, values, label=name, clip_on=len(values) > FEW, **style)
         mark(axis, marks)
-        late = [values[steps > last / 20] for steps, values, _ in series.values() if len(values)]
+        late = [values[steps > last / 20] if len(values) > FEW else values for steps, values, _ in series.values()]
         late = np.concatenate([values for values in late if len(values)] or [np.ones(1)])
         if logarithmic and late.min() > 0:
             axis.set_yscale("log")

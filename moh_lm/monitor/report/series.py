@@ -51,9 +51,9 @@ class RunRecord:
     @property
     def state(self):
         """How the run ended, in words."""
-        ends = [event for event in self.events if event["event"] in ("complete", "stopped", "failed")]
-        last, of = ends[-1] if ends else None, self.config.run.train_iters
-        if last is None or last["step"] < self.step:
+        turns = [event for event in self.events if event["event"] in ("complete", "stopped", "failed", "resumed")]
+        last, of = turns[-1] if turns else None, self.config.run.train_iters
+        if last is None or last["event"] == "resumed" or last["step"] < self.step:
             return f"at step {self.step:,} of {of:,}; it goes on, or was killed"
         return f"{last['event']} after step {last['step']:,} of {of:,}"
 
