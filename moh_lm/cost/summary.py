@@ -51,10 +51,18 @@ def describe_model(model):
     yield f"heads      {describe_heads(model)}"
     if any(model.window):
         yield f"window     {describe_window(model)}"
+    if norms := describe_norms(model):
+        yield f"norms      {norms}"
     if model.heads.head_budget is not None and model.heads.head_selection in ("mixture", "static"):
         layers = " ".join(str(model.active_heads(layer)) for layer in range(model.num_layers))
         asked = f"--head-budget {model.heads.head_budget:g} --head-budget-slope {model.heads.head_budget_slope:g}"
         yield f"budget     {layers} heads by layer: {model.active_share():.2%} of all for {asked}"
+
+
+def describe_norms(model):
+    """Which norms there are besides those of a Llama, or in place of them; "" if none."""
+    parts = [text for text, is_on in (("of queries and keys", model.qk_norm), ("after", model.post_norm)) if is_on]
+    return " and ".join(parts) + ", not before, attention and MLP" * model.post_norm
 
 
 def describe_window(model):
@@ -181,10 +189,10 @@ def describe_memory(config, world_size):
 def describe_cache(model, seq_length, width):
     """What generation keeps of a token, and reads of it for the next, in numbers of ``width`` bytes."""
     sizes = cache_bytes(model, seq_length, width)
-    most = "" if model.heads.routing_top_p is None else "at most "
+    most, factor = "" if model.heads.routing_top_p is None else "at most ", sizes["multi_head"] / sizes["whole"]
     return (
         f"{sizes['whole']:,.0f} bytes per token of a text of {seq_length:,} tokens, {most}{sizes['read']:,.0f} of them "
-        f"read for the next; multi-head attention keeps {sizes['multi_head'] / sizes['whole']:.3g} times as many"
+        f"read for the next; multi-head attention keeps {f'{factor:.3g} times' if factor != 1 else 'just'} as many"
     )
 
 
