@@ -9,7 +9,7 @@ neither data nor losses. Losses are rounded to what no layout changes.
 from collections import Counter
 from pathlib import Path
 
-from moh_lm.cost.summary import describe_cache, describe_window, routing_facts
+from moh_lm.cost.summary import describe_cache, describe_norms, describe_window, routing_facts
 from moh_lm.data.mixture import sample_counts
 from moh_lm.monitor.head_load import fair_load
 from moh_lm.monitor.journal import complete_rows
@@ -68,9 +68,8 @@ def model_facts(model, dtype, parameters, seq_length):
         "key/value cache": describe_cache(model, seq_length, dtype.itemsize),
         "head selection": heads.head_selection,
     }
-    norms = [text for text, is_on in (("of queries and keys", model.qk_norm), ("after", model.post_norm)) if is_on]
-    if norms:
-        facts["norms"] = " and ".join(norms) + ", not before, attention and MLP" * model.post_norm
+    if norms := describe_norms(model):
+        facts["norms"] = norms
     if heads.head_selection != "all":
         facts["shared heads per layer"] = " ".join(map(str, heads.num_shared_heads))
         facts["active routed heads per layer"] = " ".join(map(str, heads.num_active_routed_heads))
