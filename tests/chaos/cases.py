@@ -271,7 +271,7 @@ class Case:
         present = evidence.steps_of(self.directory / "checkpoints").keys()
         start = max((at for at, event in enumerate(events) if event["event"] == "resumed"), default=0)
         verified = sorted({event["step"] for event in events[start:] if event["event"] in ("resumed", "saved")})
-        saved = {event["step"] for event in events if event["event"] == "saved"}
+        saved = {event["step"] for event in events if event["event"] in ("saved", "resumed")}  # or a kill came between
         for_ever = {step for step in saved if self.keep_every and step % self.keep_every == 0}
         expected = for_ever | (set(verified[-self.keep_last :]) if self.keep_last else saved)
         found = []
