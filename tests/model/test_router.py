@@ -10,6 +10,7 @@ from moh_lm.checks import model_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import BALANCE
+from moh_lm.model.gumbel import GumbelNoise
 from moh_lm.model.router import HeadRouter, Recall, select
 from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
 from moh_lm.model.transformer import initialize
@@ -439,3 +440,25 @@ def test_routing_in_bf16_follows_the_fp32_arithmetic_on_the_same_weights():
     high, _ = router.float()(x.float())
     assert low.dtype == torch.float32
     torch.testing.assert_close(low, high, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("routing", ["sigmoid", "paper_scaled"])
+def test_noise_changes_the_scores_and_not_what_a_bias_is_added_to(routing):
+    """With a bias that has not moved, the same noise selects the same heads as without a bias."""
+    selections = []
+    for bias in (False, True):
+        router = HeadRouter(make_config(shared=3, active=2, routing=routing, bias=bias), 0, 0.5, group=None)
+        router.noise, router.samples = GumbelNoise(1.0, seed=3, layer=0), torch.arange(4)
+        torch.manual_seed(0)
+        for weight in router.parameters():
+            torch.nn.init.normal_(weight)
+        gates, _ = router(torch.randn(50, 4, D))
+        selections.append(gates != 0)
+    assert torch.equal(*selections)
+
+
+def test_noise_is_refused_where_the_sign_of_a_score_selects():
+    config = make_config(shared=3, active=2, routing="relu")
+    heads = replace(config.heads, router_z_loss=0.0, router_gumbel_noise=0.5)
+    (problem,) = model_problems(replace(config, heads=heads))
+    assert problem.startswith("--router-gumbel-noise 0.5: --routing relu selects every head")

@@ -1,6 +1,7 @@
 """The page of a run: what it says of a run that was resumed, that skipped steps and that was killed."""
 
 import json
+import shutil
 import xml.etree.ElementTree as xml
 from types import SimpleNamespace
 
@@ -61,6 +62,14 @@ def test_a_curve_has_the_means_of_neighbouring_rows(runs):
 def test_it_says_how_a_run_stands(runs):
     assert RunRecord(runs.first).state == "at step 1,000 of 100,000; it goes on, or was killed"
     assert RunRecord(runs.second).state == "complete after step 1,000 of 1,000"
+
+
+def test_an_end_that_a_resume_undid_is_no_end(runs, tmp_path):
+    shutil.copytree(runs.first, tmp_path / "run")
+    for step, event in ((1200, "failed"), (900, "resumed")):
+        with open(tmp_path / "run" / "events.jsonl", "a") as file:
+            file.write(json.dumps({"time": "2026-01-01T00:00:00Z", "event": event, "step": step}) + "\n")
+    assert RunRecord(tmp_path / "run").state.startswith("at step 1,000 of")
 
 
 def test_its_command_leads_to_the_same_configuration(runs):
