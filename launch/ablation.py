@@ -18,7 +18,7 @@ import launch.ablation_report as report
 from launch.runs import Run, add_flags, check_flags, exit_code, train_all
 
 COMMON = (
-    "--num-layers 4 --hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
+    "--hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
     "--micro-batch-size 8 --precision fp32 --learning-rate 2e-3 --min-learning-rate 2e-4 --warmup-iters 40 "
     "--validation-fraction 0.05 --eval-samples 96 --log-interval 25 --save-interval 200 --keep-last 1"
 ).split()
@@ -26,21 +26,39 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Variant:
-    """Heads in eighths of all heads: always on, and chosen for each token; None: ordinary attention."""
+    """Heads in eighths of all heads: always on, and chosen for each token; None: ordinary attention.
+
+    Eighths need not be whole: over all layers the numbers are as near to them as whole heads allow. table: the name by
+    which ``--variants`` chooses it with its neighbours; those without one are trained if none is chosen.
+    """
 
     name: str
-    shared: int | None
-    active: int = 0
+    shared: float | None
+    active: float = 0
     flags: str = ""
+    table: str = ""
 
-    def arguments(self, heads):
-        """Its flags with ``heads`` attention heads."""
+    def arguments(self, heads, layers=1):
+        """Its flags with ``heads`` attention heads. layers: of the model; one will do where eighths are whole."""
         if self.shared is None:
             budget = ["--head-selection", "all"]
         else:
-            shared, active = self.shared * heads // 8, self.active * heads // 8
-            budget = ["--num-shared-heads", str(shared), "--num-active-routed-heads", str(active)]
+            shared = spread(self.shared * heads / 8, layers)
+            used = spread((self.shared + self.active) * heads / 8, layers)
+            active = [both - always for both, always in zip(used, shared, strict=True)]
+            budget = ["--num-shared-heads", *numbers(shared), "--num-active-routed-heads", *numbers(active)]
         return ["--num-attention-heads", str(heads), *budget, *self.flags.format(groups=heads // 2).split()]
+
+
+def spread(mean, layers):
+    """A whole number for each layer, which differ by at most 1; their sum is the nearest to ``mean`` times layers."""
+    ends = [round(round(mean * layers) * layer / layers) for layer in range(layers + 1)]
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def numbers(values):
+    """The values of a flag: one for each layer, or one for all."""
+    return [str(value) for value in (values if len(set(values)) > 1 else values[:1])]
 
 
 VARIANTS = (
@@ -61,6 +79,16 @@ VARIANTS = (
     Variant("gqa-dense", None, 0, "--num-key-value-heads {groups}"),
     Variant("gqa-50", 2, 2, "--num-key-value-heads {groups}"),
     Variant("gqa-50-groups", 2, 2, "--num-key-value-heads {groups} --routing-unit key_value_group"),
+    # Table 6: shared heads, then the second stage
+    Variant("moh-75-shared-0", 0, 6, table="table6"),
+    Variant("moh-75-one-stage", 4, 2, "--two-stage false", table="table6"),
+    *(Variant(f"moh-75-share-{share}", 0.06 * share, 6 - 0.06 * share, table="table7") for share in report.SHARES),
+    # the number of heads at equal width, as in Table 3 (A) of "Attention Is All You Need"
+    *(Variant(f"dense-heads-{heads}", None, 0, f"--num-attention-heads {heads}", "heads") for heads in (1, 4, 16, 32)),
+    # Mixture of Attention heads: the selected heads share one key/value head, none is always on, gates add up to 1
+    Variant("moa-50", 0, 4, "--routing released --num-key-value-heads 1", "forms"),
+    # SwitchHead's gates: a sigmoid of each selected head, none always on. Its experts inside a head are not here
+    Variant("switch-50", 0, 4, "--routing sigmoid", "forms"),
 )
 
 
@@ -68,13 +96,14 @@ def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add_flags(parser, VARIANTS)
     parser.add_argument("--num-attention-heads", type=int, default=8, help="a multiple of 8 (default: 8)")
+    parser.add_argument("--num-layers", type=int, default=4, help="of each model (default: 4)")
     parser.add_argument("--train-iters", type=int, default=600, help="iterations of each run (default: 600)")
     flags, others = parser.parse_known_args(arguments)
     if flags.num_attention_heads % 8:
         parser.error(f"--num-attention-heads {flags.num_attention_heads}: must be a multiple of 8")
     if "--train-tokens" in others:
         parser.error("--train-tokens: give --train-iters, which tells complete runs from others")
-    chosen = [variant for variant in VARIANTS if variant.name in flags.variants]
+    chosen = [variant for variant in VARIANTS if {variant.name, variant.table} & set(flags.variants)]
     planned = [run_of(variant, seed, flags, others) for seed in flags.seeds for variant in chosen]
     check_flags(planned)
     waiting = [run for run in planned if not run.is_complete()]
@@ -88,12 +117,14 @@ def main(arguments):
 
 def run_of(variant, seed, flags, others):
     """One run of the table."""
-    iterations = ["--train-iters", str(flags.train_iters), "--eval-interval", str(max(1, flags.train_iters // 6))]
+    iterations, layers = flags.train_iters, flags.num_layers
+    length = ["--num-layers", str(layers), "--train-iters", str(iterations)]
+    length += ["--eval-interval", str(max(1, iterations // 6))]
     name = f"{variant.name}-{seed}"
     directory = flags.out / "runs" / name
     own = ["--seed", str(seed), "--data-dir", str(flags.data_dir), "--checkpoint-dir", str(directory)]
-    flags_of_run = [*COMMON, *iterations, *variant.arguments(flags.num_attention_heads), *others, *own]
-    return Run(name, directory, flags.train_iters, flags_of_run)
+    flags_of_run = [*COMMON, *length, *variant.arguments(flags.num_attention_heads, layers), *others, *own]
+    return Run(name, directory, iterations, flags_of_run)
 
 
 if __name__ == "__main__":

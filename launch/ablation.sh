@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Does Mixture-of-Head pay? The questions of the paper's Tables 4, 6 and 7, at the size that the machine allows. Here
-# those of Tables 6 and 7 are asked at 50% of the heads, with four shares of shared heads where the paper has nine:
+# Does Mixture-of-Head pay? The questions of the paper's Tables 4, 6 and 7, at the size that the machine allows:
 #
 #     bash launch/ablation.sh [OUT [FLAGS]]
+#
+# Without flags those of Tables 6 and 7 are asked at 50% of the heads. At 75%, with the paper's nine shares of heads that
+# are always on: --variants moh-75 table6 table7. The number of heads at equal width: --variants dense heads. The gates
+# of MoA and SwitchHead: --variants gqa-dense moh-50 forms.
 #
 # OUT (default: runs/ablation) receives the runs, REPORT.md and curves.png. A repetition goes on where the one before
 # ended. FLAGS are those of python -m launch.ablation --help, and any of moh_lm.pretrain, which win. The model has 1.3M

@@ -32,6 +32,7 @@ except ImportError:  # the tables are made without it
 
 # 97.5% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+SHARES = (13.9, 27.6, 31.3, 35.9, 37.5, 40.5, 46.8, 60.4, 74.0)  # of Table 7, in percent of the heads that a token uses
 QUESTIONS = (
     ("moh-75", "dense", "do 75% of the heads do as well as all?"),
     ("moh-50", "dense", "do 50%?"),
@@ -46,6 +47,12 @@ QUESTIONS = (
     ("moh-50-shared-1", "moh-50", "an eighth shared"),
     ("moh-50-shared-3", "moh-50", "three eighths shared"),
     ("moh-top-p", "moh-75", "as many heads as a token needs, 2 to 6 of 8, instead of 6"),
+    ("moh-75-shared-0", "moh-75", "75% without shared heads, and so in one stage (Table 6)"),
+    ("moh-75-one-stage", "moh-75", "75% with shared heads in one stage (Table 6)"),
+    *((f"moh-75-share-{share}", "moh-75", f"{share}% of used heads shared, for 66.7% (Table 7)") for share in SHARES),
+    *((f"dense-heads-{heads}", "dense", f"{heads} heads of the same width in all") for heads in (1, 4, 16, 32)),
+    ("moa-50", "gqa-dense", "half of the heads, one key/value head, gates that add up to 1 (MoA)"),
+    ("switch-50", "moh-50", "sigmoid gates, no shared head (SwitchHead's gates)"),
     ("gqa-50", "gqa-dense", "50% under grouped-query attention"),
     ("gqa-50-groups", "gqa-50", "whole key/value groups instead of single heads"),
 )

@@ -35,10 +35,12 @@ class Run(NamedTuple):
 
 def add_flags(parser, variants):
     """The flags of every table of runs."""
-    add, names = parser.add_argument, [variant.name for variant in variants]
+    add, tables = parser.add_argument, sorted({variant.table for variant in variants} - {""})
+    names, usual = [variant.name for variant in variants], [variant.name for variant in variants if not variant.table]
     add("out", type=lambda text: Path(text).resolve(), help="directory for runs and report")
     add("--data-dir", type=lambda text: Path(text).resolve(), required=True, help="written by data_prep/tokenize.py")
-    add("--variants", nargs="+", metavar="NAME", default=names, choices=names, help="by name (default: all)")
+    words = f"by name{', or all of ' if tables else ''}{', '.join(tables)} (default: {usual[0]} to {usual[-1]})"
+    add("--variants", nargs="+", metavar="NAME", default=usual, choices=names + tables, help=words)
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and order of samples (default: 1 2 3)")
     add("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     add("--ranks", type=int, default=1, help="processes of each run, one per GPU (default: 1)")

@@ -19,13 +19,21 @@ BASE = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
 @pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("variant", ablation.VARIANTS, ids=lambda variant: variant.name)
 def test_a_variant_is_a_legal_model_with_the_share_of_heads_in_its_name(variant, heads):
-    config, _ = parse_config([*ablation.COMMON, *BASE, *variant.arguments(heads)])
+    config, _ = parse_config([*ablation.COMMON, *BASE, "--num-layers", "4", *variant.arguments(heads, 4)])
     assert config_problems(config, world_size=1) == []
-    share = config.model.active_heads(0) / heads
+    share = sum(config.model.active_heads(layer) for layer in range(4)) / (4 * config.model.num_attention_heads)
     if "dense" in variant.name:
         assert share == 1
     elif "top-p" not in variant.name:  # there the budget is the most that a token may use
         assert f"{share:.0%}"[:-1] in variant.name.split("-")
+
+
+def test_the_shares_of_table_7_are_as_near_as_whole_heads_allow():
+    for variant in (variant for variant in ablation.VARIANTS if variant.table == "table7"):
+        config, _ = parse_config([*ablation.COMMON, *BASE, "--num-layers", "4", *variant.arguments(16, 4)])
+        shared = sum(config.model.heads.num_shared_heads)
+        wanted = float(variant.name.rpartition("-")[2]) / 100 * 48  # of 16 heads of 4 layers, 48 are used
+        assert abs(shared - wanted) <= 0.5, variant.name
 
 
 def test_the_report_compares_seed_by_seed_and_leaves_out_what_is_not_complete(tmp_path):
