@@ -30,14 +30,14 @@ from moh_lm.flags import Parser
 from tools.command import exit_code
 from tools.generate import DTYPES, count, load
 from tools.heads import findings
-from tools.heads.ablation import measure_ablation
+from tools.heads.ablation import measure_ablation, measure_pruning
 from tools.heads.findings import CLASSES, routed_mask, used_heads
 from tools.heads.measures import SEGMENT, measure_prefix, measure_rare, measure_text
 from tools.heads.page import page, picture_of
 from tools.heads.text import frequency_ranks, read_domains, repeated_sequences
 
 try:
-    from tools.heads.pictures import class_map, head_map, head_panels
+    from tools.heads.pictures import class_map, curves, head_map, head_panels
 except ModuleNotFoundError:
     head_map = None  # no matplotlib
 
@@ -118,11 +118,11 @@ def report_of(arguments, model, tokenizer, domains):
         ranks, counts = frequency_ranks(domains, model.model.embed_tokens.weight.shape[0])
         measures["prefix"] = measure_prefix(model, repeated_sequences(ranks, counts, tokenizer.eos_id))
         measures["rare"], chance = measure_rare(model, domains, ranks)
-        ablation = {}
+        used, ablation = used_heads(measures), {}
         if tokens:
             losses, rises = measure_ablation(model, domains, tokens, bar.update)
-            ablation = {"ablation": {"tokens": tokens, "loss": losses, "rise": rises}}
-    used = used_heads(measures)
+            curve = measure_pruning(model, domains, tokens, rises, used)
+            ablation = {"ablation": {"tokens": tokens, "loss": losses, "rise": rises, "pruning": curve}}
     near, which = findings.nearest(measures["cka"], used)
     report = {
         "model": str(arguments.model),
@@ -199,6 +199,9 @@ def draw_pictures(report, used):
         low, high = min(0, np.nanmin(shown)), max(1e-3, np.nanmax(shown))
         name = picture_of("importance", index, name)
         pictures[name] = head_map(shown, layers, "0.001 nats per token", low, high, kinds)
+    if "ablation" in report:
+        kept, losses = report["ablation"]["pruning"].values()
+        pictures["pruning"] = curves(100 * np.array(kept), losses, "heads kept in percent", "loss in nats per token")
     return pictures
 
 

@@ -315,6 +315,21 @@ def test_importance_is_the_rise_of_the_loss_with_the_columns_of_the_head_at_zero
             assert rises[name][layer, head] == pytest.approx(rise, abs=1e-9)
     assert max(abs(rise).max() for rise in rises.values()) > 1e-3
 
+    curve = tools["ablation"].measure_pruning(model, texts, 80, rises, np.ones((2, 8), bool))
+    assert (curve["kept"][0], curve["kept"][-1]) == (1, 0)
+    order = np.argsort(np.mean(list(rises.values()), 0), axis=None, kind="stable")
+    weights = [layer.self_attn.o_proj.weight for layer in model.model.layers]
+    kept = [weight.detach().clone() for weight in weights]
+    for point in (0, len(curve["kept"]) // 2, -1):
+        removed = order[: round(order.size * (1 - curve["kept"][point]))]
+        with torch.no_grad():
+            for place in removed:
+                weights[place // 8][:, place % 8 * 8 : place % 8 * 8 + 8] = 0
+            for name in batches:
+                assert curve["loss"][name][point] == pytest.approx(loss(name), abs=1e-9)
+            for weight, values in zip(weights, kept, strict=True):
+                weight.copy_(values)
+
 
 # --- Domains ---
 
@@ -517,7 +532,7 @@ def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys
     links = re.findall(r'(?:src|srcset|href)="([^"]*)', page)
     assert links and all(link.startswith(("#", "data:image/png;base64,")) for link in links)
     images = re.findall(r"<img [^>]*>", page)
-    assert len(images) == len(list((tmp_path / "out").glob("*.png"))) == 4 + 3 + 3
+    assert len(images) == len(list((tmp_path / "out").glob("*.png"))) == 4 + 3 + 3 + 1
     assert all(re.search(r'alt="[^"]+"', image) for image in images)
     for path in (tmp_path / "out").glob("*.png"):
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size < 60_000

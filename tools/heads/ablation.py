@@ -6,13 +6,21 @@ One head at a time; what follows sees the change, and later layers choose their 
 layer of the head only, so that a head costs half a forward pass on average. A rise below 0 says that the text is
 predicted better without the head. The size of what a head writes (importance.py) needs no passes of its own,
 but says nothing of what is made of it.
+
+What heads do for each other shows when several are missing. The curve leaves them out one after another, those with the
+smallest rise first (the mean over domains), and gives the loss against the share of used heads that is kept (Michel et
+al. 2019, figure 3, where the measure is that of a task).
 """
+
+from functools import partial
 
 import numpy as np
 import torch
 
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from tools.heads.measures import finish, read_heads
+
+POINTS = 21  # of the curve, at most
 
 
 @torch.no_grad()
@@ -38,6 +46,34 @@ def measure_ablation(model, domains, num_tokens, progress):
                 xs[number] = finish(layer, x, weighted)
         progress()
     return {name: float(np.mean(of_windows)) for name, of_windows in losses.items()}, rises
+
+
+@torch.no_grad()
+def measure_pruning(model, domains, num_tokens, rises, used):
+    """{"kept": shares of the used heads, from 1 to 0, "loss": {domain: loss with these}} on the tokens of the ablation.
+
+    rises: {domain: [L, h]} of ``measure_ablation``. used: bool [L, h], the heads that some token uses.
+    """
+    device, layers = model.model.embed_tokens.weight.device, model.model.layers
+    mean = np.mean(list(rises.values()), 0)
+    order = [place for place in mean.argsort(axis=None, kind="stable") if used.flat[place]]
+    left_out = sorted({round(len(order) * point / (POINTS - 1)) for point in range(POINTS)})
+    losses = {domain.name: [] for domain in domains}
+    for number in left_out:
+        kept = np.ones(mean.size, bool)
+        kept[order[:number]] = False
+        masks = torch.from_numpy(kept.reshape(mean.shape)).to(device)
+        pruned = [partial(without_heads, layer, mask) for layer, mask in zip(layers, masks, strict=True)]
+        for domain in domains:
+            texts = [window.to(device)[None] for window in sample(domain, num_tokens)]
+            of = [loss_of(model, model.model.embed_tokens(tokens[:, :-1]), pruned, tokens) for tokens in texts]
+            losses[domain.name].append(float(np.mean(of)))
+    return {"kept": [1 - number / len(order) for number in left_out], "loss": losses}
+
+
+def without_heads(layer, mask, x):
+    """What ``layer`` makes of ``x`` with the heads of ``mask``, bool [h], alone."""
+    return finish(layer, x, read_heads(layer, x).weighted() * mask[:, None])
 
 
 def sample(domain, num_tokens):

@@ -1,4 +1,4 @@
-"""Maps of heads as PNG, in the colours of a light and of a dark page.
+"""Maps of heads, and curves, as PNG, in the colours of a light and of a dark page.
 
 Rows are layers or domains, columns heads, shared heads first; a line stands between these and the routed ones. Small
 maps have their numbers in them. A picture is 4 inches wide at 180 dots per inch, for half as many pixels of a page.
@@ -84,6 +84,26 @@ def class_map(classes, every, kinds):
         present = sorted(set(codes.flatten().tolist()))
         patches = [Patch(facecolor=colours(code), edgecolor=ink, linewidth=0.4, label=every[code]) for code in present]
         figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=7, labelcolor=ink, frameon=False)
+        found[theme] = png(figure)
+    return found
+
+
+def curves(x, lines, x_label, y_label):
+    """{"light": PNG, "dark": PNG} of ``lines``, {name: values at x}; x falls from left to right."""
+    found = {}
+    for theme, (ink, paper) in INKS.items():
+        figure = Figure(figsize=(WIDTH, 2.4), facecolor=paper, layout="constrained")
+        axis = figure.subplots()
+        axis.set_facecolor(paper)
+        for name, values in lines.items():
+            axis.plot(x, values, label=name, linewidth=1.4)
+        axis.set_xlim(max(x), min(x))
+        axis.set_xlabel(x_label, fontsize=8, color=ink)
+        axis.set_ylabel(y_label, fontsize=8, color=ink)
+        axis.tick_params(labelsize=7, colors=ink)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color(ink)
+        axis.legend(fontsize=7, labelcolor=ink, frameon=False)
         found[theme] = png(figure)
     return found
 
