@@ -18,9 +18,9 @@ pytest.importorskip("accelerate")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_prep.encoding import Tokenizer
-from moh_lm import pretrain
 from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
+from moh_lm.run import program
 from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
 from tests.tools.test_export import PAPER, make_weights, write_checkpoint
@@ -428,7 +428,7 @@ def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_d
     for changes, message in cases:
         config, _ = parse_config([*flags, *changes, "--checkpoint-dir", str(tmp_path)])
         with pytest.raises(ConfigError, match=message):
-            pretrain.open_dataset(config, [], False)
+            program.open_dataset(config, [], False)
 
 
 def test_the_prompts_of_tasks_are_the_domains_of_a_head_report(model, data, tmp_path):
