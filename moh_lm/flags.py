@@ -12,7 +12,7 @@ import yaml
 
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.config import Config, ConfigError, flag, walk
-from moh_lm.parser import Parser, nearest, unknown_arguments
+from moh_lm.parser import Parser, nearest
 from moh_lm.quantities import duration, integer, quantity, real
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
@@ -30,7 +30,7 @@ def parse_flags(parser, arguments):
     parser: with ``add_config_flags``. Raises ConfigError.
     """
     namespace, unknown = parser.parse_known_args(arguments)
-    problems = unknown_arguments(unknown, parser.flags())
+    problems = parser.all_problems(unknown)
     namespace.values = {}
     for _, entry in walk(Config()):
         texts = getattr(namespace, entry.name)

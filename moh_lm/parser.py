@@ -14,37 +14,45 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings):
         super().__init__(**settings, allow_abbrev=False)
+        self.problems = []
         self.register("type", int, integer)
         self.register("type", float, real)
 
     def parse_args(self, texts):
         arguments, unknown = self.parse_known_args(texts)
-        if problems := unknown_arguments(unknown, self.flags()):
+        if problems := self.all_problems(unknown):
             raise ConfigError(problems)
         return arguments
 
-    def flags(self):
-        """Those of the parser and of its commands."""
-        shown = [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
-        actions = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        commands = [parser for action in actions for parser in action.choices.values()]
-        return [*shown, *(flag for parser in commands for flag in parser.flags())]
+    def all_problems(self, unknown=()):
+        """Sentences for values that cannot be read and for ``unknown`` arguments."""
+        parsers = [self, *(parser for action in self._actions for parser in commands(action))]
+        shown = [name for parser in parsers for name, action in parser._option_string_actions.items()
+                 if action.help != argparse.SUPPRESS]  # fmt: skip
+        return [*(problem for parser in parsers for problem in parser.problems), *unknown_arguments(unknown, shown)]
 
     def error(self, message):
         message = message.removeprefix("argument ")
         if message.startswith("the following arguments are required: "):
             message = f"{message.partition(': ')[2].replace(', ', ' and ')} is missing"
-        raise ConfigError([f"{message}; --help says what is allowed"])
+        raise ConfigError([*self.all_problems(), f"{message}; --help says what is allowed"])
 
     def _get_value(self, action, text):
         try:
             return self._registry_get("type", action.type, action.type)(text)
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            raise ConfigError([f"{argument_name(action)} {text}: {error}"]) from error
+        except ValueError as error:
+            self.problems.append(f"{argument_name(action)} {text}: {error}")
+            return text
 
     def _check_value(self, action, value):
         if action.choices is not None and value not in action.choices:
-            raise ConfigError([f"{argument_name(action)} {value}: choose one of {', '.join(map(str, action.choices))}"])
+            allowed = ", ".join(map(str, action.choices))
+            self.problems.append(f"{argument_name(action)} {value}: choose one of {allowed}")
+
+
+def commands(action):
+    """The parsers of the commands that an action chooses from, if it does."""
+    return action.choices.values() if isinstance(action, argparse._SubParsersAction) else ()
 
 
 def argument_name(action):

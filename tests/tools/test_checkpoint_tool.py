@@ -6,7 +6,6 @@ import json
 import pickle
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +57,7 @@ def tool(monkeypatch, capsys):
     monkeypatch.setattr(read, "CHUNK", 997)
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            checkpoint.main()
-        return stop.value.code, *capsys.readouterr()
+        return checkpoint.main(list(map(str, arguments))), *capsys.readouterr()
 
     return call
 
