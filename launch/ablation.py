@@ -1,6 +1,6 @@
 """Trains every variant of the ablation with every seed, several at a time, and has the report made.
 
-    python -m launch.ablation OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--jobs N] [--ranks N] [FLAGS]
+    python launch/ablation.py OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--jobs N] [--ranks N] [FLAGS]
 
 ``launch/ablation.sh`` calls it. FLAGS of moh_lm.pretrain win over those of the table and of a variant. Runs of one seed
 have the same initial weights where they have the same parameters, and the same samples in the same order, so that they
@@ -9,14 +9,22 @@ can be compared in pairs. OUT/runs/NAME-SEED is the directory of a run (launch/r
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """
 
-import argparse
 import signal
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from dataclasses import dataclass
 
-import launch.ablation_report as report
-from launch.runs import Run, add_flags, check_flags, exit_code, train_all
+from launch.flags import add_flags
+from moh_lm.config import ConfigError
+from moh_lm.parser import Parser
+from moh_lm.quantities import at_least
+from tools.command import run
 
+FLAGS = "and the flags of python -m moh_lm.pretrain --help, which win over those of the table"  # the end of --help
 COMMON = (
     "--num-layers 4 --hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
     "--micro-batch-size 8 --precision fp32 --learning-rate 2e-3 --min-learning-rate 2e-4 --warmup-iters 40 "
@@ -64,36 +72,26 @@ VARIANTS = (
 )
 
 
-def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def main(texts):
+    return run("ablation", parse_arguments, texts, work="launch.work.ablation")
+
+
+def parse_arguments(texts):
+    """The flags of the table; ``others``: those of moh_lm.pretrain. Raises ConfigError."""
+    parser = Parser(prog="python launch/ablation.py", description=__doc__.splitlines()[0], epilog=FLAGS)
     add_flags(parser, VARIANTS)
-    parser.add_argument("--num-attention-heads", type=int, default=8, help="a multiple of 8 (default: 8)")
-    parser.add_argument("--train-iters", type=int, default=600, help="iterations of each run (default: 600)")
-    flags, others = parser.parse_known_args(arguments)
-    if flags.num_attention_heads % 8:
-        parser.error(f"--num-attention-heads {flags.num_attention_heads}: must be a multiple of 8")
-    if "--train-tokens" in others:
-        parser.error("--train-tokens: give --train-iters, which tells complete runs from others")
-    chosen = [variant for variant in VARIANTS if variant.name in flags.variants]
-    planned = [run_of(variant, seed, flags, others) for seed in flags.seeds for variant in chosen]
-    check_flags(planned)
-    waiting = [run for run in planned if not run.is_complete()]
-    for run in planned:
-        if run not in waiting:
-            print(f"already there: {run.name}", flush=True)
-    codes = train_all(lambda busy, codes: waiting.pop(0) if waiting else None, flags.jobs, flags.ranks)
-    report.write(flags.out, [variant.name for variant in VARIANTS])
-    return exit_code(codes)
-
-
-def run_of(variant, seed, flags, others):
-    """One run of the table."""
-    iterations = ["--train-iters", str(flags.train_iters), "--eval-interval", str(max(1, flags.train_iters // 6))]
-    name = f"{variant.name}-{seed}"
-    directory = flags.out / "runs" / name
-    own = ["--seed", str(seed), "--data-dir", str(flags.data_dir), "--checkpoint-dir", str(directory)]
-    flags_of_run = [*COMMON, *iterations, *variant.arguments(flags.num_attention_heads), *others, *own]
-    return Run(name, directory, flags.train_iters, flags_of_run)
+    add = parser.add_argument
+    add("--num-attention-heads", type=at_least(8), metavar="N", default=8, help="a multiple of 8 (default: 8)")
+    add("--train-iters", type=at_least(1), metavar="N", default=600, help="iterations of each run (default: 600)")
+    flags, flags.others = parser.parse_known_args(texts)
+    problems = parser.all_problems()
+    if not problems and flags.num_attention_heads % 8:
+        problems = [f"--num-attention-heads {flags.num_attention_heads}: must be a multiple of 8"]
+    if "--train-tokens" in flags.others:
+        problems.append("--train-tokens: give --train-iters, which tells complete runs from others")
+    if problems:
+        raise ConfigError(problems)
+    return flags
 
 
 if __name__ == "__main__":

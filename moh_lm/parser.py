@@ -31,10 +31,18 @@ class Parser(argparse.ArgumentParser):
                  if action.help != argparse.SUPPRESS]  # fmt: skip
         return [*(problem for parser in parsers for problem in parser.problems), *unknown_arguments(unknown, shown)]
 
+    def parse_known_args(self, texts=None, namespace=None):
+        self.texts = texts
+        return super().parse_known_args(texts, namespace)
+
     def error(self, message):
+        """argparse's way to say what is missing, or that flags exclude each other."""
         message = message.removeprefix("argument ")
-        if message.startswith("the following arguments are required: "):
-            message = f"{message.partition(': ')[2].replace(', ', ' and ')} is missing"
+        _, required, names = message.partition("the following arguments are required: ")
+        misspelt = [text for text in self.texts if required and difflib.get_close_matches(text, names.split(", "))]
+        if problems := unknown_arguments(misspelt, names.split(", ")):
+            raise ConfigError([*self.all_problems(), *problems])
+        message = f"{names.replace(', ', ' and ')}: must be given" if required else message
         raise ConfigError([*self.all_problems(), f"{message}; --help says what is allowed"])
 
     def _get_value(self, action, text):
@@ -48,6 +56,8 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             allowed = ", ".join(map(str, action.choices))
             self.problems.append(f"{argument_name(action)} {value}: choose one of {allowed}")
+            if commands(action):  # the rest of the line is for the command
+                raise ConfigError(self.all_problems())
 
 
 def commands(action):

@@ -526,10 +526,10 @@ def test_nothing_that_is_read_is_unpickled_and_no_damage_ends_in_a_traceback(too
     "arguments, named",
     [
         ((), "COMMAND"),
-        (("lst", "."), "choose from"),
+        (("lst", "."), "choose one of"),
         (("list", "/nowhere"), "/nowhere: no run directory"),
         (("verify", "/nowhere"), "/nowhere: no checkpoint here"),
-        (("diff", "."), "required: B"),
+        (("diff", "."), "B: must be given"),
         (("consolidate", ".", "x.safetensors", "--dtype", "int8"), "int8"),
     ],
 )

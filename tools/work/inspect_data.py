@@ -15,6 +15,7 @@ from moh_lm.data.shards import tokenizer_files
 from tools.shards.directory import open_directory, sum_of, summarize, verify
 
 ANY_VOCABULARY = 2**31
+FAILURES = ()
 COUNTED = ("name", "shards", "documents", "tokens")  # columns of the table
 LENGTHS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)  # tokens; powers of two at which a column of the table begins
 
