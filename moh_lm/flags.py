@@ -6,16 +6,19 @@ the flags of a file, in its place. All unknown flags and unreadable values are c
 """
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 import yaml
 
 from moh_lm.checkpoint.directory import newest_model
-from moh_lm.config import Config, ConfigError, flag, walk
+from moh_lm.config import SPREAD, Config, ConfigError, HeadsConfig, flag, walk
 from moh_lm.parser import Parser, nearest
 from moh_lm.quantities import duration, integer, quantity, real
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
+BUDGETS = ("num_shared_heads", "num_active_routed_heads")
+ROUTER_ONLY = ("router_learning_rate_scale", "router_gradient_clipping")  # of the optimizer
 
 
 def parse_config(arguments):
@@ -59,6 +62,17 @@ def model_of_run(directory):
     """{field: value} of the model in the newest checkpoint of a run directory; {} without any."""
     model = newest_model(directory)[1] if directory else None
     return {} if model is None else {entry.name: getattr(section, entry.name) for section, entry in walk(model)}
+
+
+def idle_flags(given, config):
+    """Sentences for flags that were given and have no effect: a dense baseline follows the flags of a mixture."""
+    selection = config.model.heads.head_selection
+    used = {"all": (), "static": (*BUDGETS, *SPREAD)}.get(selection)
+    if used is None:
+        return []
+    of_routers = [entry.name for entry in fields(HeadsConfig)] + [*ROUTER_ONLY]
+    idle = [flag(name) for name in of_routers if name in given.values and name not in ("head_selection", *used)]
+    return [f"note: --head-selection {selection} makes no use of {', '.join(idle)}"] if idle else []
 
 
 def save_config(given, path):

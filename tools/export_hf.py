@@ -1,13 +1,13 @@
 """A checkpoint -> a directory that transformers loads, with the logits of the trainer's model.
 
     python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16]
-                              [--license apache-2.0] [--base-model OWNER/NAME]
+                              [--license apache-2.0] [--base-model OWNER/NAME] [--push-to-hub OWNER/NAME]
 
 docs/evaluation.md lists the files. Parameters have their Hugging Face names in the trainer already. They are read one
 by one and written shard by shard. Everything is written beside DIR, checked (export_check.py), and then renamed to DIR.
 
-Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and DIR is as it was; 2 an argument
-or the checkpoint has to be mended.
+Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and DIR is as it was, or it is
+in DIR but could not be published; 2 an argument or the checkpoint has to be mended.
 """
 
 import sys
@@ -38,6 +38,7 @@ def parse_arguments(texts):
     add("--license", metavar="ID", help="for the model card, such as apache-2.0")
     add("--base-model", metavar="OWNER/NAME", help="for the model card: what was continued, on the hub")
     add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="of a file (default: %(default)s)")
+    add("--push-to-hub", metavar="OWNER/NAME", help="publish it on the Hugging Face hub too")
     add("--overwrite", action="store_true", help="replace an earlier export in the output directory")
     return parser.parse_args(texts)
 

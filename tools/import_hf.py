@@ -38,7 +38,8 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/import_hf.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py")
+    add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py; "
+        "or OWNER/NAME on the hub")  # fmt: skip
     add("--output", required=True, type=Path, metavar="RUN", help="run directory to make")
     heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
     for entry in fields(HeadsConfig):

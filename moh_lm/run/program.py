@@ -13,7 +13,7 @@ from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_configuration, describe_run
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
-from moh_lm.flags import config_of, save_config
+from moh_lm.flags import config_of, idle_flags, save_config
 from moh_lm.monitor.tasks import Tasks
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group
@@ -38,7 +38,7 @@ def main(given, tell):
             make_run_directory(config.run.checkpoint_dir)
             refuse_foreign_launcher()
         if rank == 0:
-            lines = describe_configuration(config) if dry_run else []
+            lines = [*idle_flags(given, config), *(describe_configuration(config) if dry_run else [])]
             print("\n".join([*lines, *describe_run(config, dataset, world_size)]), flush=True)
         if given.save_config and rank == 0:
             save_config(given, given.save_config)

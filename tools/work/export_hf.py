@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from moh_lm.model.transformer import INIT_STD, CausalLM, saved_tensors
 from tools.hf import hugging_face_tokenizer, tiktoken_json
 from tools.hf.export_check import ExportError, check_export
 from tools.hf.export_files import plan_shards
+from tools.hf.hub import UploadError, check_login, push
 from tools.hf.keys import ARCHITECTURES, model_type, written
 from tools.hf.model_card import model_card
 from tools.hf.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
@@ -47,6 +49,8 @@ def run(arguments):
         problems += error.problems
     if problems:
         raise ConfigError(problems)
+    if arguments.push_to_hub:
+        check_login(arguments.push_to_hub)
     # The name has no dots: transformers makes a module name of it.
     temporary = writable_directory(output.parent) / f"export-tmp-{os.getpid()}"
     temporary.mkdir()
@@ -66,6 +70,13 @@ def run(arguments):
     remote = ", trust_remote_code=True" if is_ours(config.model) else ""
     print("to load it:\n    from transformers import AutoModelForCausalLM")
     print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}{remote})")
+    try:
+        if arguments.push_to_hub:
+            print(f"published as {push(output, arguments.push_to_hub)}")
+    except UploadError as error:
+        print(f"export_hf: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def output_problems(output, overwrite):

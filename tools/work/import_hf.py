@@ -14,6 +14,7 @@ from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import read_value
 from tools.heads.importance import ranked, sample_shards, sample_text
+from tools.hf.hub import model_directory
 from tools.hf.import_config import model_config, own_heads, read_config
 from tools.hf.import_step import output_problems, write_step
 from tools.hf.import_vocabulary import new_rows, read_tokenizer, spelled
@@ -28,8 +29,11 @@ FAILURES = OSError
 
 def run(arguments):
     """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
+    problems, name = output_problems(arguments.output), str(arguments.model)
+    if problems:
+        raise ConfigError(problems)
+    arguments.model = model_directory(arguments.model)
     values = read_config(arguments.model)
-    problems = output_problems(arguments.output)
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
     try:
         config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)
@@ -56,7 +60,7 @@ def run(arguments):
     extend = partial(new_rows, source, pieces, arguments.seed)
     parts = plan(config, source, old_vocab_size, orders, extend, router_seed, trained)
     facts = {
-        "source": str(arguments.model),
+        "source": name,
         "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
         "dtypes": ", ".join(source.dtypes),
         "vocabulary": describe_vocabulary(old_vocab_size, vocab_size, len(pieces)),
@@ -73,7 +77,7 @@ def run(arguments):
     total = sum(4 * math.prod(part.shape) for part in parts)
     with tqdm(desc="importing", total=total, unit="B", unit_scale=True, leave=False, disable=None) as bar:
         step = write_step(arguments.output, whole, parts, facts, tokenizer, bar.update)
-    print(f"imported {arguments.model} as {step}: {total:,} bytes of weights in {time.perf_counter() - started:.0f} s")
+    print(f"imported {name} as {step}: {total:,} bytes of weights in {time.perf_counter() - started:.0f} s")
     print("to train it (the model's flags are taken from there; any that contradicts it is refused):")
     flags = f"--checkpoint-dir {arguments.output} --data-dir DATA --seq-length {length}"
     print(f"    python -m moh_lm.pretrain {flags} ...")
@@ -86,7 +90,10 @@ def wanted_heads(arguments, values):
         texts = getattr(arguments, entry.name)
         if texts is not None:
             try:
-                given[entry.name] = read_value(entry, texts)
+                value = read_value(entry, texts)
+                if given.setdefault(entry.name, value) != value:
+                    ours = f"--released {arguments.released}: has {flag(entry.name)} {given[entry.name]}"
+                    problems.append(f"{ours}, not {value}; leave one of the flags out")
             except ValueError as error:
                 problems.append(f"{flag(entry.name)} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
     if problems:
