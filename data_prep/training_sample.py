@@ -56,7 +56,7 @@ def read_sample(flags: argparse.Namespace) -> list[bytes]:
     sources = sampled_sources(flags)
     total = sum(weight for weight, _ in sources.values())
     drawn, problems = {}, []
-    with tqdm(total=flags.sample_bytes, desc="sampling", unit="B", unit_scale=True, leave=False) as bar:
+    with tqdm(total=flags.sample_bytes, desc="sampling", unit="B", unit_scale=True, leave=False, disable=None) as bar:
         for name, (weight, globs) in sources.items():
             option = "--input " if flags.input else f"--source {name or 'NAME'}="
             units = sampled_units(option, name, globs, flags.text_key)

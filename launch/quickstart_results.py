@@ -16,7 +16,7 @@ from tools.command import run
 
 
 def main(texts):
-    return run("quickstart_results", parse_arguments, texts, work="launch.work.quickstart_results", extra="hf")
+    return run("quickstart_results", parse_arguments, texts, work="launch.work.quickstart_results", code=2, extra="hf")
 
 
 def parse_arguments(texts):

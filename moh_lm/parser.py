@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         """Sentences for values that cannot be read and for ``unknown`` arguments."""
         parsers = [self, *(parser for action in self._actions for parser in commands(action))]
         shown = [name for parser in parsers for name, action in parser._option_string_actions.items()
-                 if action.help != argparse.SUPPRESS]  # fmt: skip
+                 if action.help != argparse.SUPPRESS and action.dest != "help"]  # fmt: skip
         return [*(problem for parser in parsers for problem in parser.problems), *unknown_arguments(unknown, shown)]
 
     def parse_known_args(self, texts=None, namespace=None):
@@ -37,7 +37,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         """argparse's way to say what is missing, or that flags exclude each other."""
-        message = message.removeprefix("argument ")
+        message = message.removeprefix("argument ").replace("not allowed with argument ", "excludes ")
+        message = re.sub("expected (one|at least one) argument", "needs a value", message)
         _, required, names = message.partition("the following arguments are required: ")
         misspelt = [text for text in self.texts if required and difflib.get_close_matches(text, names.split(", "))]
         if problems := unknown_arguments(misspelt, names.split(", ")):
@@ -84,7 +85,7 @@ def unknown_arguments(unknown, flags):
 def nearest(name, names):
     """A sentence with what ``name`` may stand for: what it is the beginning or the initials of, or looks like."""
     found = [known for known in names if known.startswith(name)]
-    found = found or [known for known in names if initials(known) == name.strip("-")][:1]
+    found = found or sorted((known for known in names if initials(known).startswith(name.strip("-"))), key=initials)
     found = found or difflib.get_close_matches(name, names, n=1)
     return f"did you mean {' or '.join(found[:3])}?" if found else "--help lists what there is"
 

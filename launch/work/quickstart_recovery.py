@@ -10,7 +10,9 @@ FAILURES = OSError
 
 def run(arguments):
     mixture, control = evaluations(arguments.mixture), evaluations(arguments.control)
-    if 0 not in mixture or mixture.keys() != control.keys() or mixture[0].keys() != control[0].keys():
+    if 0 not in mixture:
+        raise ConfigError([f"--mixture {arguments.mixture}: was not evaluated before its first step; give another run"])
+    if mixture.keys() != control.keys() or mixture[0].keys() != control[0].keys():
         raise ConfigError(["--control: was not evaluated at the same steps on the same sources as --mixture"])
     tokens = Config.load(arguments.mixture / "config.json").run.batch_tokens
     rows = [row(step * tokens, mixture[0], control[0], mixture[step], control[step]) for step in sorted(mixture)]

@@ -19,7 +19,7 @@ def optimizer_problems(optimizer):
     peak = optimizer.learning_rate
     if not 0 < peak < math.inf:
         found.append(f"--learning-rate {peak:g}: must be above 0, such as 3e-4")
-    for key in ("min_learning_rate", "warmup_init_lr"):
+    for key in ("min_learning_rate", "warmup_init_lr") if 0 < peak < math.inf else ():
         if not 0 <= getattr(optimizer, key) <= peak:
             found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be between 0 and --learning-rate {peak:g}")
     optional = ("embedding_weight_decay", "matrix_weight_decay")

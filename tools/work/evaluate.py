@@ -16,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from data_prep.report import table
 from moh_lm.config import ConfigError
 from tools.devices import usable_device
-from tools.hf.import_config import read_config
+from tools.hf.import_config import read_config, refuse_run
 from tools.tasks.rows import load_tasks, task_manager
 from tools.tasks.suites import SEED, entries_of
 
@@ -50,12 +50,10 @@ def is_model(path):
 
 
 def model_problems(flag, path):
-    """Sentences if ``path`` is no model that can be evaluated. Raises ConfigError for what is no configuration."""
+    """Sentences if ``path`` is no model that can be evaluated. Raises ConfigError for a run, or no configuration."""
     if not path.exists():
         return [f"{flag} {path}: does not exist; give an export of tools/export_hf.py, or another model"]
-    if (path / "checkpoints").is_dir() or (path / "manifest.json").is_file():
-        export = f"python tools/export_hf.py --checkpoint {path} --output DIR"
-        return [f"{flag} {path}: is a run, not an export; export it first: {export}"]
+    refuse_run(flag, path)
     if not is_model(path):
         return [f"{flag} {path}: has no config.json; give an export of tools/export_hf.py, or another model"]
     is_export(path)

@@ -15,7 +15,7 @@ from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import read_value
 from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.hub import model_directory
-from tools.hf.import_config import model_config, own_heads, read_config
+from tools.hf.import_config import model_config, own_heads, read_config, refuse_run
 from tools.hf.import_step import output_problems, write_step
 from tools.hf.import_vocabulary import new_rows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
@@ -33,6 +33,7 @@ def run(arguments):
     if problems:
         raise ConfigError(problems)
     arguments.model = model_directory(arguments.model)
+    refuse_run("--model", arguments.model)
     values = read_config(arguments.model)
     old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
     try:
