@@ -86,7 +86,7 @@ def nearest(name, names):
     """A sentence with what ``name`` may stand for: what it is the beginning or the initials of, or looks like."""
     found = [known for known in names if known.startswith(name)]
     found = found or sorted((known for known in names if initials(known).startswith(name.strip("-"))), key=initials)
-    found = found or difflib.get_close_matches(name, names, n=1)
+    found = found or difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f"did you mean {' or '.join(found[:3])}?" if found else "--help lists what there is"
 
 
