@@ -40,9 +40,10 @@ from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_batches, describe_model
 from moh_lm.data.files import flush
 from moh_lm.data.loader import MicroBatch
-from moh_lm.flags import Parser, parse_config
+from moh_lm.flags import parse_config
 from moh_lm.parallel.agreement import from_rank_0, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.parser import Parser
 from moh_lm.run.launch import leave, say, start_process_group
 from moh_lm.training.engine import make_engine
 
@@ -78,7 +79,7 @@ def main():
 
 
 def parse_arguments(texts):
-    parser = Parser(prog="python benchmarks/checkpoint.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="python benchmarks/checkpoint.py", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=1, help="ranks to start (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of every measurement (default: %(default)s)")
     parser.add_argument("--directory", type=Path, help="where to write (default: where temporary files go)")

@@ -29,7 +29,7 @@ from data_prep.tiktoken_model import is_tiktoken
 from data_prep.training_sample import add_sample_flags, read_sample, sample_sentences, sampled_units, size
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
-from moh_lm.flags import Parser
+from moh_lm.parser import Parser
 
 HELD_OUT = 50  # one line in so many is not trained on
 OLD_BYTES = 16 << 20  # of the old kind of text
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
 
 def read_flags(arguments):
     what = "Add tokens for another kind of text to a vocabulary, whose ids stay as they are."
-    parser = Parser(prog="python data_prep/tokenize.py extend", description=what, allow_abbrev=False)
+    parser = Parser(prog="python data_prep/tokenize.py extend", description=what)
     add = parser.add_argument
     add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece BPE model, or LLaMA-3's tokenizer.model")
     which = parser.add_mutually_exclusive_group(required=True)

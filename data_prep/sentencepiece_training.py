@@ -18,7 +18,7 @@ from data_prep.output import check_model_file
 from data_prep.training_sample import LONGEST_SENTENCE, add_sample_flags, read_sample, size
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
-from moh_lm.flags import Parser
+from moh_lm.parser import Parser
 
 BYTES_AND_CONTROLS = 256 + 3  # pieces that every model has
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
 
 def read_flags(arguments):
     what = "Train a SentencePiece BPE model with byte fallback, as LLaMA's, on a sample of the documents."
-    parser = Parser(prog="python data_prep/tokenize.py train", description=what, allow_abbrev=False)
+    parser = Parser(prog="python data_prep/tokenize.py train", description=what)
     add_sample_flags(parser)
     parser.add_argument("--vocab-size", metavar="N", type=size, default="65536", help="pieces (default: 65536)")
     parser.add_argument("--output", metavar="MODEL", required=True, help="the model file to write")

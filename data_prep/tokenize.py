@@ -27,14 +27,15 @@ from data_prep.encoding import Options, Tokenizer
 from data_prep.inputs import Source, named_source, recognized_sources, source_patterns, standard_input
 from data_prep.output import finished_sidecar, sweep
 from data_prep.report import outlook, plan_line, print_summary, progress_bar, room
-from data_prep.training_sample import argument, size
+from data_prep.training_sample import size
 from data_prep.units import Unit, divide
 from data_prep.workers import run_units
 from data_prep.writing import too_many_bad
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
 from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
-from moh_lm.flags import Parser
+from moh_lm.parser import Parser
+from moh_lm.quantities import at_least, real
 
 
 def main(arguments: list[str]) -> int:
@@ -131,7 +132,6 @@ def read_flags(arguments):
         prog="python data_prep/tokenize.py",
         description="Encode text into token shards; docs/data.md tells more.",
         epilog="To train a SentencePiece model: python data_prep/tokenize.py train --help",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(
@@ -151,7 +151,7 @@ def read_flags(arguments):
     add("--only", metavar="NAME", nargs="+", default=[], help="of the sources that --recognize finds, these alone")
     add("--output", metavar="DIR", required=True, help="data directory; sources that it has already stay")
     cores = len(os.sched_getaffinity(0))
-    add("--workers", metavar="N", type=size, default=cores, help="processes (default: one per core)")
+    add("--workers", metavar="N", type=at_least(1), default=cores, help="processes (default: one per core)")
     add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
     add("--no-shuffle", action="store_true", help="keep the documents in order instead of shuffling each shard")
     add(
@@ -170,9 +170,8 @@ def read_flags(arguments):
     return flags
 
 
-@argument
 def fraction(text):
-    value = float(text)
+    value = real(text)
     if not 0 <= value <= 1:
         raise ValueError("must be between 0 and 1")
     return value

@@ -9,7 +9,7 @@ those of others left out, evenly. The same inputs and options give the same samp
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tqdm import tqdm
 
@@ -37,26 +37,13 @@ def add_sample_flags(parser: argparse.ArgumentParser):
         help="in place of --input: a source and its files; may be repeated",
     )
     add(
-        "--data-mix", metavar="NAME=WEIGHT", nargs="+", default=[], type=argument(name_and_weight),
+        "--data-mix", metavar="NAME=WEIGHT", nargs="+", default=[], type=name_and_weight,
         help="the shares of the sources in the sample (default: in proportion to their size)",
     )
     add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
     add("--sample-bytes", metavar="BYTES", type=size, default="256M", help="text to train on, at most (default: 256M)")
 
 
-def argument(read: Callable[[str], object]) -> Callable[[str], object]:
-    """``read`` as a type of argparse: what its ValueError says of a text is shown."""
-
-    def convert(text):
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
-
-    return convert
-
-
-@argument
 def size(text: str) -> int:
     value = quantity(1024)(text)
     if value < 1:
@@ -69,7 +56,7 @@ def read_sample(flags: argparse.Namespace) -> list[bytes]:
     sources = sampled_sources(flags)
     total = sum(weight for weight, _ in sources.values())
     drawn, problems = {}, []
-    with tqdm(total=flags.sample_bytes, desc="sampling", unit="B", unit_scale=True, leave=False) as bar:
+    with tqdm(total=flags.sample_bytes, desc="sampling", unit="B", unit_scale=True, leave=False, disable=None) as bar:
         for name, (weight, globs) in sources.items():
             option = "--input " if flags.input else f"--source {name or 'NAME'}="
             units = sampled_units(option, name, globs, flags.text_key)

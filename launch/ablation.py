@@ -1,6 +1,6 @@
 """Trains every variant of the ablation with every seed, several at a time, and has the report made.
 
-    python -m launch.ablation OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--jobs N] [--ranks N] [FLAGS]
+    python launch/ablation.py OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--jobs N] [--ranks N] [FLAGS]
 
 ``launch/ablation.sh`` calls it. FLAGS of moh_lm.pretrain win over those of the table and of a variant. Runs of one seed
 have the same initial weights where they have the same parameters, and the same samples in the same order, so that they
@@ -9,14 +9,22 @@ can be compared in pairs. OUT/runs/NAME-SEED is the directory of a run (launch/r
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """
 
-import argparse
 import signal
 import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from dataclasses import dataclass
 
-import launch.ablation_report as report
-from launch.runs import Run, add_flags, check_flags, exit_code, train_all
+from launch.flags import add_flags
+from moh_lm.config import ConfigError
+from moh_lm.parser import Parser
+from moh_lm.quantities import at_least
+from tools.command import run
 
+FLAGS = "and the flags of python -m moh_lm.pretrain --help, which win over those of the table"  # the end of --help
 COMMON = (
     "--hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
     "--micro-batch-size 8 --precision fp32 --learning-rate 2e-3 --min-learning-rate 2e-4 --warmup-iters 40 "
@@ -61,6 +69,7 @@ def numbers(values):
     return [str(value) for value in (values if len(set(values)) > 1 else values[:1])]
 
 
+SHARES = (13.9, 27.6, 31.3, 35.9, 37.5, 40.5, 46.8, 60.4, 74.0)  # of Table 7, in percent of the heads that a token uses
 VARIANTS = (
     Variant("dense", None),
     Variant("moh-75", 4, 2),
@@ -82,7 +91,7 @@ VARIANTS = (
     # Table 6: shared heads, then the second stage
     Variant("moh-75-shared-0", 0, 6, table="table6"),
     Variant("moh-75-one-stage", 4, 2, "--two-stage false", table="table6"),
-    *(Variant(f"moh-75-share-{share}", 0.06 * share, 6 - 0.06 * share, table="table7") for share in report.SHARES),
+    *(Variant(f"moh-75-share-{share}", 0.06 * share, 6 - 0.06 * share, table="table7") for share in SHARES),
     # the number of heads at equal width, as in Table 3 (A) of "Attention Is All You Need"
     *(Variant(f"dense-heads-{heads}", None, 0, f"--num-attention-heads {heads}", "heads") for heads in (1, 4, 16, 32)),
     # Mixture of Attention heads: the selected heads share one key/value head, none is always on, gates add up to 1
@@ -92,39 +101,27 @@ VARIANTS = (
 )
 
 
-def main(arguments):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def main(texts):
+    return run("ablation", parse_arguments, texts, work="launch.work.ablation")
+
+
+def parse_arguments(texts):
+    """The flags of the table; ``others``: those of moh_lm.pretrain. Raises ConfigError."""
+    parser = Parser(prog="python launch/ablation.py", description=__doc__.splitlines()[0], epilog=FLAGS)
     add_flags(parser, VARIANTS)
-    parser.add_argument("--num-attention-heads", type=int, default=8, help="a multiple of 8 (default: 8)")
-    parser.add_argument("--num-layers", type=int, default=4, help="of each model (default: 4)")
-    parser.add_argument("--train-iters", type=int, default=600, help="iterations of each run (default: 600)")
-    flags, others = parser.parse_known_args(arguments)
-    if flags.num_attention_heads % 8:
-        parser.error(f"--num-attention-heads {flags.num_attention_heads}: must be a multiple of 8")
-    if "--train-tokens" in others:
-        parser.error("--train-tokens: give --train-iters, which tells complete runs from others")
-    chosen = [variant for variant in VARIANTS if {variant.name, variant.table} & set(flags.variants)]
-    planned = [run_of(variant, seed, flags, others) for seed in flags.seeds for variant in chosen]
-    check_flags(planned)
-    waiting = [run for run in planned if not run.is_complete()]
-    for run in planned:
-        if run not in waiting:
-            print(f"already there: {run.name}", flush=True)
-    codes = train_all(lambda busy, codes: waiting.pop(0) if waiting else None, flags.jobs, flags.ranks)
-    report.write(flags.out, [variant.name for variant in VARIANTS])
-    return exit_code(codes)
-
-
-def run_of(variant, seed, flags, others):
-    """One run of the table."""
-    iterations, layers = flags.train_iters, flags.num_layers
-    length = ["--num-layers", str(layers), "--train-iters", str(iterations)]
-    length += ["--eval-interval", str(max(1, iterations // 6))]
-    name = f"{variant.name}-{seed}"
-    directory = flags.out / "runs" / name
-    own = ["--seed", str(seed), "--data-dir", str(flags.data_dir), "--checkpoint-dir", str(directory)]
-    flags_of_run = [*COMMON, *length, *variant.arguments(flags.num_attention_heads, layers), *others, *own]
-    return Run(name, directory, iterations, flags_of_run)
+    add = parser.add_argument
+    add("--num-attention-heads", type=at_least(8), metavar="N", default=8, help="a multiple of 8 (default: 8)")
+    add("--num-layers", type=at_least(1), metavar="N", default=4, help="of each model (default: 4)")
+    add("--train-iters", type=at_least(1), metavar="N", default=600, help="iterations of each run (default: 600)")
+    flags, flags.others = parser.parse_known_args(texts)
+    problems = parser.all_problems()
+    if not problems and flags.num_attention_heads % 8:
+        problems = [f"--num-attention-heads {flags.num_attention_heads}: must be a multiple of 8"]
+    if "--train-tokens" in flags.others:
+        problems.append("--train-tokens: give --train-iters, which tells complete runs from others")
+    if problems:
+        raise ConfigError(problems)
+    return flags
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trains the forms of routing and gating at three sizes, the most informative runs first, within a budget of hours.
 
-    python -m launch.atlas OUT --data-dir DIR [--hours H] [--sizes s m l] [--variants NAME ...] [--seeds N ...] [FLAGS]
+    python launch/atlas.py OUT --data-dir DIR [--hours H] [--sizes s m l] [--variants NAME ...] [--seeds N ...] [FLAGS]
 
 ``launch/atlas.sh`` calls it; docs/atlas.md has the protocol. FLAGS of moh_lm.pretrain win over its own. The directories
 OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs (launch/runs.py).
@@ -8,272 +8,52 @@ OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs 
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """
 
-import argparse
-import math
 import signal
 import sys
-import time
-from statistics import mean, median
-from typing import NamedTuple
+from pathlib import Path
 
-import launch.atlas_report as report
-from launch.ablation_report import final_evaluation, metrics
-from launch.atlas_forms import COMMON, SIZES, TUNING_SEED, VARIANTS, Form, Size
-from launch.runs import DIVERGED, Run, add_flags, check_flags, exit_code, refuse, train_all
-from moh_lm.checks import config_problems, schedule_problems
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import math
+
+from launch.ablation import FLAGS
+from launch.atlas_forms import SIZES, TUNING_SEED, VARIANTS
+from launch.flags import add_flags
 from moh_lm.config import ConfigError
-from moh_lm.cost.flops import flops_per_token
-from moh_lm.cost.memory import parameter_counts
-from moh_lm.data.shards import ShardError, read_manifest
-from moh_lm.flags import parse_config
-
-MOST_RATES = 6  # tried for one form, if the best is always at the edge
-ENOUGH_TOKENS = 20_000_000  # of text; with less, larger sizes read it several times
-OVERHEAD = 1.1  # evaluations and the start of a run, over its training
-RECENT = 100  # intervals of the log that tell the speed: a machine may be busier on one day than on another
-PROBE_STEPS = 20  # of a first run of a size, which tells its speed
+from moh_lm.parser import Parser
+from moh_lm.quantities import above_0
+from tools.command import run
 
 
-class Trial(NamedTuple):
-    """A run that the atlas wants; factor: of the learning rate, None as long as the tuning has not told it."""
-
-    size: Size
-    variant: Form
-    factor: float | None
-    seed: int
+def main(texts):
+    return run("atlas", parse_arguments, texts, work="launch.work.atlas")
 
 
-def main(arguments):
-    flags, others = read_arguments(arguments)
-    atlas = Atlas(flags, others)
-    describe_data(flags.data_dir)
-    for variant, reason in atlas.refused.items():
-        print(f"left out: {variant}: {reason}")
-    if not atlas.variants:
-        refuse("no variant is left")
-    atlas.check_flags()
-    atlas.measure_speeds()
-    atlas.describe_plan()
-    if flags.plan:
-        return 0
-    codes = train_all(atlas.next_run, flags.jobs, flags.ranks)
-    report.write(flags.out)
-    return exit_code(codes)
-
-
-def read_arguments(arguments):
-    """(flags of the atlas, flags of moh_lm.pretrain)."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def parse_arguments(texts):
+    """The flags of the atlas; ``others``: those of moh_lm.pretrain. Raises ConfigError."""
+    parser = Parser(prog="python launch/atlas.py", description=__doc__.splitlines()[0], epilog=FLAGS)
     add, sizes = parser.add_argument, [size.name for size in SIZES]
     add_flags(parser, VARIANTS)
-    add("--hours", type=float, default=math.inf, help="no run begins that would end later (default: no limit)")
+    add("--hours", type=above_0, metavar="X", default=math.inf, help="no run begins that would end later (default: no "
+        "limit)")  # fmt: skip
     add("--sizes", nargs="+", metavar="NAME", default=sizes, choices=sizes, help="s, m, l (default: all)")
-    add("--rates", type=float, nargs="+", default=[0.5, 1, 2], help="factors of the learning rate (default: 0.5 1 2)")
-    add("--tokens-per-parameter", type=float, default=6, help="of the dense model, embeddings included (default: 6)")
+    add("--rates", type=above_0, metavar="X", nargs="+", default=[0.5, 1, 2], help="factors of the learning rate "
+        "(default: 0.5 1 2)")  # fmt: skip
+    add("--tokens-per-parameter", type=above_0, metavar="X", default=6, help="of the dense model, embeddings included "
+        "(default: 6)")  # fmt: skip
     add("--plan", action="store_true", help="say what would be trained, and end")
-    flags, others = parser.parse_known_args(arguments)
+    flags, flags.others = parser.parse_known_args(texts)
+    problems = parser.all_problems()
     if TUNING_SEED in flags.seeds:
-        parser.error(f"--seeds {TUNING_SEED}: tunes the learning rates, so it cannot judge them; choose others")
-    given = {text.partition("=")[0] for text in others}
-    for wrong in given & {"--train-iters", "--train-tokens", "--learning-rate", "--seed"}:
-        parser.error(f"{wrong}: the atlas sets it; give --tokens-per-parameter, --rates or --seeds")
-    for name in ("jobs", "ranks", "hours", "tokens_per_parameter"):
-        if not getattr(flags, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(flags, name)}: must be above 0")
-    if not min(flags.rates) > 0:
-        parser.error(f"--rates {min(flags.rates)}: must be above 0")
-    return flags, others
-
-
-def describe_data(directory):
-    """Print the tokens of each source, and whether they are enough; end the program if there are none."""
-    try:
-        sources = read_manifest(directory)["sources"]
-    except ShardError as error:
-        refuse(f"--data-dir {directory}: {error}; give a directory that data_prep/tokenize.py has finished")
-    tokens = {name: sum(unit["tokens"] for unit in source["units"].values()) for name, source in sources.items()}
-    found = sum(tokens.values())
-    print(f"text: {found:,} tokens: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
-    if found < ENOUGH_TOKENS:
-        print(f"text: fewer than {ENOUGH_TOKENS:,} tokens; the atlas goes on, and reads them more often")
-
-
-class Atlas:
-    """What is wanted, what of it is there, and what comes next; ``refused``: {variant: why it cannot be trained}."""
-
-    def __init__(self, flags, others):
-        self.flags, self.others, self.begun = flags, others, time.monotonic()
-        self.sizes = [size for size in SIZES if size.name in flags.sizes]
-        self.refused, self.variants = {}, []
-        for variant in (variant for variant in VARIANTS if variant.name in flags.variants):
-            try:
-                configs = [self.config(size, variant) for size in self.sizes]
-                problems = [problem for config in configs for problem in config_problems(config, world_size=1)]
-            except ConfigError as error:
-                problems = error.problems
-            if problems:
-                self.refused[variant.name] = problems[0]
-            else:
-                self.variants.append(variant)
-
-    def model_arguments(self, size, variant):
-        """Flags that say what is trained, without those of its budget, rate and seed."""
-        return [*COMMON, *size.flags.split(), *variant.arguments(size.heads)]
-
-    def config(self, size, variant):
-        """The ``Config`` of the variant with a budget that leaves room for any schedule. Raises ConfigError."""
-        place = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "1000000"]
-        return parse_config([*self.model_arguments(size, variant), *place, *self.others])[0]
-
-    def iterations(self, size, variant):
-        """Those in which the size's dense model sees so many tokens per parameter, for all of its variants."""
-        config = self.config(size, VARIANTS[0])
-        tokens = self.flags.tokens_per_parameter * parameter_counts(config.model)["total"] * variant.tokens
-        return math.ceil(tokens / config.run.tokens_per_iteration)
-
-    def run(self, trial):
-        size, variant, factor, seed = trial
-        steps = self.iterations(size, variant)
-        name = f"{size.name}/{variant.name}/rate-{factor:g}-seed-{seed}"
-        directory = self.flags.out / "runs" / name
-        schedule = {
-            "train-iters": steps,
-            "warmup-iters": max(1, steps // 20),
-            "eval-interval": max(1, steps // 8),
-            "save-interval": max(1, steps // 8),
-            "learning-rate": f"{factor * size.rate:g}",
-            "min-learning-rate": f"{factor * size.rate / 10:g}",
-        }
-        own = {"seed": seed, "data-dir": self.flags.data_dir, "checkpoint-dir": directory}
-        arguments = [*self.model_arguments(size, variant), *as_flags(schedule), *self.others, *as_flags(own)]
-        return Run(name, directory, steps, arguments)
-
-    def trials(self, diverged=()):
-        """All that is wanted, the most informative first: by tier; forms are tuned, then compared size by size."""
-        best = {}
-        for tier in sorted({variant.tier for variant in self.variants}):
-            variants = [variant for variant in self.variants if variant.tier == tier]
-            for variant in variants:
-                if variant.form not in best:
-                    tuned = next(first for first in VARIANTS if first.form == variant.form)
-                    wanted, best[variant.form] = tuning(self.tuning_losses(tuned, diverged), self.flags.rates)
-                    yield from (Trial(SIZES[0], tuned, factor, TUNING_SEED) for factor in wanted)
-            for size in self.sizes:
-                for seed in self.flags.seeds:
-                    yield from (Trial(size, variant, best[variant.form], seed) for variant in variants)
-
-    def tuning_losses(self, variant, diverged):
-        """{factor: final loss} of the runs of seed 0 that have ended."""
-        folder = self.flags.out / "runs" / SIZES[0].name / variant.name
-        steps, found = self.iterations(SIZES[0], variant), {}
-        for path in folder.glob(f"rate-*-seed-{TUNING_SEED}/"):
-            losses = final_evaluation(path, steps)
-            if losses or path in diverged:
-                bad = not losses or None in losses.values()
-                found[float(path.name.split("-")[1])] = math.inf if bad else mean(losses.values())
-        return found
-
-    def next_run(self, busy, codes):
-        """For ``train_all``: the first run that can begin and would end within the hours."""
-        left = self.flags.hours - (time.monotonic() - self.begun) / 3600
-        speeds = {size: self.speed(size) for size in SIZES}
-        for trial in self.trials([path for path, code in codes.items() if code == DIVERGED]):
-            if trial.factor is None:
-                continue
-            run = self.run(trial)
-            begun = run.directory in busy or run.directory in codes or run.is_complete()
-            if not begun and self.hours(trial, speeds[trial.size]) <= left:
-                return run
-        return None
-
-    def check_flags(self):
-        """End the program if a run of the plan has no room for its schedule, or was begun with other flags."""
-        runs = [self.run(trial) for trial in self.trials() if trial.factor is not None]
-        for run in runs:
-            if problems := schedule_problems(parse_config(run.arguments)[0]):
-                refuse(f"{run.name}: {problems[0]}")
-        check_flags(runs)
-
-    # --- What it costs ---
-
-    def measure_speeds(self):
-        """Know the dense model's tokens per second at every size: from runs that are there, or from a few steps."""
-        for size in dict.fromkeys((SIZES[0], *self.sizes)):
-            if self.speed(size) is None:
-                steps = {"train-iters": PROBE_STEPS, "warmup-iters": 1, "eval-interval": 0, "log-interval": 5}
-                directory = self.flags.out / "probes" / size.name
-                own = {"data-dir": self.flags.data_dir, "checkpoint-dir": directory}
-                arguments = [*self.model_arguments(size, VARIANTS[0]), *as_flags(steps), *self.others, *as_flags(own)]
-                probes = [Run(f"the first steps of size {size.name}", directory, PROBE_STEPS, arguments)]
-                codes = train_all(lambda busy, codes, probes=probes: probes.pop() if probes else None, 1)
-                if any(codes.values()):
-                    sys.exit(f"the first steps of size {size.name} failed: see {directory}.log")
-
-    def speed(self, size):
-        """Tokens per second, the median over the last intervals; None if there is no run yet. All count as dense."""
-        patterns = (f"probes/{size.name}/metrics.jsonl", f"runs/{size.name}/*/*/metrics.jsonl")
-        found = [path for pattern in patterns for path in self.flags.out.glob(pattern)]
-        newest_last = sorted(found, key=lambda path: path.stat().st_mtime)
-        rows = [row for path in newest_last for row in metrics(path.parent)]
-        speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-        return median(speeds[-RECENT:]) if speeds else None
-
-    def hours(self, trial, speed):
-        """How long a run takes from where it is, about; FLOPs tell how much slower than the dense model it is."""
-        run, config = self.run(trial._replace(factor=trial.factor or 1)), self.config(trial.size, trial.variant)
-        cost, dense = (flops_per_token(each.model, each.run.seq_length)["active"]
-                       for each in (config, self.config(trial.size, VARIANTS[0])))  # fmt: skip
-        done = max((row["step"] for row in metrics(run.directory)), default=0)
-        tokens = max(0, run.iterations - done) * config.run.tokens_per_iteration
-        return OVERHEAD * tokens * cost / dense / speed / 3600
-
-    def describe_plan(self):
-        """Print what is there, what fits into the hours, and what is left out."""
-        there, planned, left_out = 0, {}, {}
-        free = [0.0] * self.flags.jobs  # when each job ends
-        speeds = {size: self.speed(size) for size in SIZES}
-        for trial in self.trials():
-            cell = f"{trial.size.name} {trial.variant.name}" + (" (tuning)" if trial.seed == TUNING_SEED else "")
-            if trial.factor is not None and self.run(trial).is_complete():
-                there += 1
-                continue
-            hours = self.hours(trial, speeds[trial.size])
-            free.sort()
-            fits = free[0] + hours <= self.flags.hours
-            if fits:
-                free[0] += hours
-            (planned if fits else left_out).setdefault(cell, []).append(hours)
-        for title, cells in (("planned", planned), (f"left out of --hours {self.flags.hours:g}", left_out)):
-            if not cells:
-                continue
-            total = sum(map(sum, cells.values()))
-            print(f"{title}: {sum(map(len, cells.values()))} runs, {total:.1f} hours of one job")
-            for cell, hours in cells.items():
-                print(f"    {cell:<28}{len(hours)} x {mean(hours):.2f} h")
-        print(f"complete already: {there} runs. Hours are estimated from the speeds seen up to now.")
-
-
-def tuning(losses, rates):
-    """(factors to try, the best one or None): of {factor: loss} so far and the ``rates`` to begin with.
-
-    One rate needs no trial. While the best is the lowest or the highest tried, half or twice of it is added. A factor
-    that diverged has the loss inf.
-    """
-    if len(rates) == 1:
-        return [], rates[0]
-    wanted = list(rates)
-    while len(wanted) < MOST_RATES and losses.keys() >= set(wanted):
-        best = min(wanted, key=losses.get)
-        if min(wanted) < best < max(wanted):
-            break
-        wanted.append(best / 2 if best == min(wanted) else best * 2)
-    known = losses.keys() >= set(wanted) and min(map(losses.get, wanted)) < math.inf
-    return wanted, min(wanted, key=losses.get) if known else None
-
-
-def as_flags(values):
-    """{name: value} as --name value."""
-    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+        judge = "tunes the learning rates, so it cannot judge them; choose others"
+        problems.append(f"--seeds {TUNING_SEED}: {judge}")
+    given = {text.partition("=")[0] for text in flags.others}
+    for wrong in sorted(given & {"--train-iters", "--train-tokens", "--learning-rate", "--seed"}):
+        problems.append(f"{wrong}: the atlas sets it; give --tokens-per-parameter, --rates or --seeds")
+    if problems:
+        raise ConfigError(problems)
+    return flags
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Text for the atlas: three kinds of technical English that every environment of this project holds.
 
-    python -m launch.atlas_corpus OUTPUT_DIRECTORY
+    python launch/atlas_corpus.py OUTPUT_DIRECTORY
 
 - docstrings: what a module says of itself, its classes and functions; a document per module
 - prose: Markdown, reStructuredText and text files, descriptions of packages, topics of ``help()``; and the comments of
@@ -12,20 +12,26 @@ that the tail of a file, which a run holds out, is a sample of all packages. One
 bytes; corpus.json names its packages and the hash.
 """
 
-import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import ast
 import hashlib
 import json
-import sys
 import sysconfig
 import tokenize
 import warnings
 from email import message_from_string
 from importlib.metadata import distributions
-from pathlib import Path
 
 from launch.quickstart_corpus import size, split_docstrings, topics, write
+from moh_lm.parser import Parser
+from tools import command
 
+FAILURES = OSError
 KINDS = ("docstrings", "prose", "code")
 LEFT_OUT = {"test", "tests", "testing", "_vendor", "vendor", "vendored", "third_party", "externals", "site-packages",
             "dist-packages", "idlelib", "encodings", "pydoc_data", "lib2to3", "__pycache__"}  # fmt: skip
@@ -36,10 +42,18 @@ SMALLEST, LARGEST = 200, 300_000  # characters of a document
 LONG_LINE = 30  # characters; shorter lines are alike in documents that are not
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("output", type=Path, help="directory for the three files")
-    output = parser.parse_args().output
+def main(texts):
+    return command.run("atlas_corpus", parse_arguments, texts, work="launch.atlas_corpus")
+
+
+def parse_arguments(texts):
+    parser = Parser(prog="python launch/atlas_corpus.py", description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory for the three files")
+    return parser.parse_args(texts)
+
+
+def run(arguments):
+    output = arguments.output
     documents, unread = read_environment(environment_roots())
     output.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
@@ -161,4 +175,4 @@ def fingerprint(text):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -11,28 +11,43 @@ held-out part of one source is not learned from another. Modules are parsed, nev
 paths: one Python version always gives the same bytes.
 """
 
-import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import ast
 import gzip
 import importlib
 import json
-import sys
 import sysconfig
 import tokenize
-from pathlib import Path
 
 import zstandard
 
+from moh_lm.parser import Parser
+from tools import command
+
+FAILURES = OSError
 FILES = {"topics": "topics.jsonl", "docstrings": "docstrings.jsonl.zst", "library": "library.json.gz"}
 # Absent from many installations, tables of character sets, another source, or not the standard library.
 LEFT_OUT = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 SMALLEST = 200_000  # characters per source: with less, too few windows could be held out
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("output", type=Path, help="directory for the three files")
-    output = parser.parse_args().output
+def main(texts):
+    return command.run("quickstart_corpus", parse_arguments, texts, work="launch.quickstart_corpus")
+
+
+def parse_arguments(texts):
+    parser = Parser(prog="python launch/quickstart_corpus.py", description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory for the three files")
+    return parser.parse_args(texts)
+
+
+def run(arguments):
+    output = arguments.output
     sources = make_sources()
     missing = [f"{name}: {size(texts):,} characters of text, expected {SMALLEST:,} or more"
                for name, texts in sources.items() if size(texts) < SMALLEST]
@@ -105,4 +120,4 @@ def write(path, texts):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,10 @@ begin() {
         echo "usage: bash launch/$1.sh [OUT ...]; got OUT = $out" >&2
         exit 2
     fi
-    mkdir -p -- "$out"
+    if ! { mkdir -p -- "$out" && [[ -d $out && -w $out ]]; } 2>/dev/null; then
+        echo "launch/$1.sh: OUT $out: cannot be written; give another directory" >&2
+        exit 2
+    fi
     out=$(cd -- "$out" && pwd)
     cd -- "$root"
 }

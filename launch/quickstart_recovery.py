@@ -1,109 +1,33 @@
 """The recovery curve: how much of a dense model's quality a Mixture-of-Head model made of it regains, and how soon.
 
-    python -m launch.quickstart_recovery --mixture RUN --control RUN [--output PREFIX]
+    python launch/quickstart_recovery.py --mixture RUN --control RUN [--output PREFIX]
 
 Both runs began with the same dense model and were trained on the same samples. docs/continue.md defines the shares that
 are recovered, of the mean over sources and of each source. PREFIX.csv receives every figure, PREFIX.png the curve if
 matplotlib is installed. Exit code 2 if the runs cannot be compared.
 """
 
-import argparse
-import csv
 import sys
 from pathlib import Path
 
-from launch.ablation_report import metrics, pyplot
-from moh_lm.config import Config
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from moh_lm.parser import Parser
+from tools.command import run
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--mixture", type=Path, required=True, help="run directory of the mixture")
-    parser.add_argument("--control", type=Path, required=True, help="run directory of the dense model")
-    parser.add_argument("--output", type=Path, help="PREFIX of the files to write")
-    arguments = parser.parse_args()
-    mixture, control = evaluations(arguments.mixture), evaluations(arguments.control)
-    if 0 not in mixture or mixture.keys() != control.keys() or mixture[0].keys() != control[0].keys():
-        print("quickstart_recovery: the runs were not evaluated at the same steps on the same sources", file=sys.stderr)
-        sys.exit(2)
-    tokens = Config.load(arguments.mixture / "config.json").run.batch_tokens
-    rows = [row(step * tokens, mixture[0], control[0], mixture[step], control[step]) for step in sorted(mixture)]
-    print_table(rows, list(mixture[0]))
-    if arguments.output:
-        write_table(arguments.output.with_suffix(".csv"), rows)
-        if pyplot is None:
-            print("no picture: matplotlib is not installed")
-        else:
-            draw(arguments.output.with_suffix(".png"), rows, list(mixture[0]))
+def main(texts):
+    return run("quickstart_recovery", parse_arguments, texts, work="launch.work.quickstart_recovery")
 
 
-def evaluations(run):
-    """{step: {source, and "mean": validation loss}} of a run."""
-    rows = [row for row in metrics(run) if "evaluation" in row]
-    return {row["step"]: {"mean": row["evaluation_mean"], **row["evaluation"]} for row in rows}
-
-
-def row(tokens, mixture_0, control_0, mixture, control):
-    """The figures after ``tokens`` tokens: losses and shares, each of the mean and of every source."""
-    found = {"tokens": tokens}
-    for name in mixture:
-        regained = mixture_0[name] - mixture[name]
-        found[f"loss/{name}"] = mixture[name]
-        found[f"control/{name}"] = control[name]
-        found[f"recovered/{name}"] = share(regained, mixture_0[name] - control_0[name])
-        found[f"against_control/{name}"] = share(regained, mixture_0[name] - control[name])
-    return found
-
-
-def share(regained, lost):
-    """A share of what was lost; nothing was lost if the mixture begins as good as the dense model."""
-    return regained / lost if lost > 0 else float("nan")
-
-
-def print_table(rows, names):
-    sources = [name for name in names if name != "mean"]
-    first = rows[0]
-    print("validation loss per token     " + "".join(f"{name:>12}" for name in names))
-    for title, kind, figures in (
-        ("dense, end of stage 1", "control", first),
-        ("mixture before training", "loss", first),
-        ("mixture after training", "loss", rows[-1]),
-        ("dense, trained as long", "control", rows[-1]),
-    ):
-        print(f"{title:<30}" + "".join(f"{figures[f'{kind}/{name}']:>12.4f}" for name in names))
-    print()
-    print(f"{'tokens':>10}{'loss':>9}{'dense':>9}{'recovered':>11}{'against control':>17}  recovered of each source")
-    for figures in rows:
-        each = "  ".join(f"{name} {figures[f'recovered/{name}']:7.1%}" for name in sources)
-        print(
-            f"{figures['tokens']:>10,}{figures['loss/mean']:>9.4f}{figures['control/mean']:>9.4f}"
-            f"{figures['recovered/mean']:>11.1%}{figures['against_control/mean']:>17.1%}  {each}"
-        )
-
-
-def write_table(path, rows):
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"wrote {path}")
-
-
-def draw(path, rows, names):
-    """The curves of ``recovered``: thick for the mean, thin for each source; dashed against the control."""
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    tokens = [row["tokens"] / 1e6 for row in rows]
-    for name in names:
-        style = dict(linewidth=2.5, color="black") if name == "mean" else dict(linewidth=1)
-        axes.plot(tokens, [100 * row[f"recovered/{name}"] for row in rows], label=name, **style)
-    strict = [100 * row["against_control/mean"] for row in rows]
-    axes.plot(tokens, strict, "--", color="black", label="mean, against control")
-    axes.axhline(100, color="gray", linewidth=0.8)
-    axes.set(xlabel="tokens of stage 2 (millions)", ylabel="share of the dense model's quality regained (%)")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    print(f"wrote {path}")
+def parse_arguments(texts):
+    parser = Parser(prog="python launch/quickstart_recovery.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--mixture", type=Path, metavar="RUN", required=True, help="run directory of the mixture")
+    parser.add_argument("--control", type=Path, metavar="RUN", required=True, help="run directory of the dense model")
+    parser.add_argument("--output", type=Path, metavar="PREFIX", help="of the files to write")
+    return parser.parse_args(texts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

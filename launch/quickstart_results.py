@@ -5,46 +5,25 @@
 Reads OUT/run/metrics.jsonl, whose first evaluation precedes training, and the exported model in OUT/hf.
 """
 
-import argparse
-import json
+import sys
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-PROMPTS = ("The built-in function", "Return the", "    def __init__(self")
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("out", type=Path, help="directory that launch/quickstart.sh made")
-    out = parser.parse_args().out
-    print_losses(out / "run" / "metrics.jsonl")
-    print_samples(out / "hf")
+from moh_lm.parser import Parser
+from tools.command import run
 
 
-def print_losses(path):
-    """The table of validation losses per source, in nats per token."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if "evaluation" in row]
-    first, last = rows[0], rows[-1]
-    print(f"{'validation loss':<20} {'untrained':>10} {'step ' + str(last['step']):>10}")
-    for source, loss in first["evaluation"].items():
-        print(f"{source:<20} {loss:>10.3f} {last['evaluation'][source]:>10.3f}")
+def main(texts):
+    return run("quickstart_results", parse_arguments, texts, work="launch.work.quickstart_results", code=2, extra="hf")
 
 
-def print_samples(directory):
-    """Continuations of PROMPTS, drawn with a fixed seed."""
-    disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
-    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
-    torch.manual_seed(0)
-    for prompt in PROMPTS:
-        inputs = tokenizer(prompt, return_tensors="pt")
-        tokens = model.generate(**inputs, max_new_tokens=60, do_sample=True, temperature=0.7, top_k=50)
-        print(f"\n--- {prompt!r} continued by the model:\n{tokenizer.decode(tokens[0], skip_special_tokens=True)}")
+def parse_arguments(texts):
+    parser = Parser(prog="python launch/quickstart_results.py", description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory that launch/quickstart.sh made")
+    return parser.parse_args(texts)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

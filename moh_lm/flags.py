@@ -1,39 +1,61 @@
 """Command-line flags, made from the fields of the configuration.
 
 Every field becomes one flag of its name (``num_layers`` -> ``--num-layers``), grouped by section in ``--help``. A
-later flag wins over an earlier one, so that arguments appended to a launch script override it. All unknown flags and
-unreadable values are collected and shown together.
+later flag wins over an earlier one, so that arguments appended to a launch script override it. ``--config`` stands for
+the flags of a file, in its place. All unknown flags and unreadable values are collected and shown together.
 """
 
 import argparse
-import difflib
-from itertools import pairwise
+from dataclasses import fields
+from pathlib import Path
+
+import yaml
 
 from moh_lm.checkpoint.directory import newest_model
-from moh_lm.config import Config, ConfigError, flag, walk
-from moh_lm.quantities import duration, quantity
+from moh_lm.config import SPREAD, Config, ConfigError, HeadsConfig, flag, walk
+from moh_lm.parser import Parser, nearest
+from moh_lm.quantities import duration, integer, quantity, real
+
+MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
+BUDGETS = ("num_shared_heads", "num_active_routed_heads")
+ROUTER_ONLY = ("router_learning_rate_scale", "router_gradient_clipping")  # of the optimizer
 
 
 def parse_config(arguments):
-    """(Config, dry_run) from command-line arguments. Raises ConfigError; exits by itself only for ``--help``.
+    """(Config, dry_run) from command-line arguments. Raises ConfigError; exits by itself only for ``--help``."""
+    given = parse_flags(make_parser(), arguments)
+    return config_of(given), given.dry_run
 
-    What is not given of the model is that of the newest checkpoint in --checkpoint-dir, if there is one.
+
+def parse_flags(parser, arguments):
+    """What ``arguments`` say: a namespace whose ``values`` are {field: value} of the configuration's flags among them.
+
+    parser: with ``add_config_flags``. Raises ConfigError.
     """
-    namespace, unknown = make_parser().parse_known_args(arguments)
-    options = {flag(entry.name): entry for _, entry in walk(Config())}
-    problems = [unknown_argument(text, before, options) for before, text in pairwise(["", *unknown])]
-    problems = [problem for problem in problems if problem]
-    values = {}
-    for name, entry in options.items():
+    namespace, unknown = parser.parse_known_args(arguments)
+    problems = parser.all_problems(unknown)
+    namespace.values = {}
+    for _, entry in walk(Config()):
         texts = getattr(namespace, entry.name)
         if texts is not None:
             try:
-                values[entry.name] = read_value(entry, texts)
+                namespace.values[entry.name] = read_value(entry, texts)
             except ValueError as error:
-                problems.append(f"{name} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
+                shown = texts if isinstance(texts, str) else " ".join(texts)
+                problems.append(f"{flag(entry.name)} {shown}: {error}")
+    if getattr(namespace, "save_config", None) and not namespace.dry_run:
+        problems.append(f"--save-config {namespace.save_config}: goes with --dry-run; add it")
     if problems:
         raise ConfigError(problems)
-    return Config.from_dict({**model_of_run(values.get("checkpoint_dir")), **values}), namespace.dry_run
+    return namespace
+
+
+def config_of(given):
+    """The ``Config`` of what ``parse_flags`` gave.
+
+    What is not given of the model is that of the newest checkpoint in --checkpoint-dir, if there is one.
+    """
+    return Config.from_dict({**model_of_run(given.values.get("checkpoint_dir")), **given.values})
 
 
 def model_of_run(directory):
@@ -42,9 +64,25 @@ def model_of_run(directory):
     return {} if model is None else {entry.name: getattr(section, entry.name) for section, entry in walk(model)}
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ConfigError([message])
+def idle_flags(given, config):
+    """Sentences for flags that were given and have no effect: a dense baseline follows the flags of a mixture."""
+    selection = config.model.heads.head_selection
+    used = {"all": (), "static": (*BUDGETS, *SPREAD)}.get(selection)
+    if used is None:
+        return []
+    of_routers = [entry.name for entry in fields(HeadsConfig)] + [*ROUTER_ONLY]
+    idle = [flag(name) for name in of_routers if name in given.values and name not in ("head_selection", *used)]
+    return [f"note: --head-selection {selection} makes no use of {', '.join(idle)}"] if idle else []
+
+
+def save_config(given, path):
+    """Write what was said, for ``--config``. Raises ConfigError."""
+    values = {name: dict(value) if name in MIXES else value for name, value in given.values.items()}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    try:
+        Path(path).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"--save-config {path}: cannot be written ({error.strerror}); give another file"]) from error
 
 
 def make_parser():
@@ -52,8 +90,17 @@ def make_parser():
         prog="python -m moh_lm.pretrain",
         usage="%(prog)s [flags]",
         description="Pretrain a Mixture-of-Head language model. The scripts in launch/ hold the paper's values.",
-        allow_abbrev=False,
     )
+    add_config_flags(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
+    parser.add_argument("--save-config", metavar="FILE.yaml", help="of --dry-run: write the flags there, for --config")
+    # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    return parser
+
+
+def add_config_flags(parser):
+    """A flag for each field of the configuration, in groups; and --config."""
     groups = {}
     for section, entry in walk(Config()):
         title = type(section).__doc__
@@ -68,10 +115,7 @@ def make_parser():
             metavar=placeholder(entry),
             help=help_text(entry),
         )
-    parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
-    # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    return parser
+    parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="flags from a file, NAME: VALUE each")
 
 
 class LaterWins(argparse.Action):
@@ -85,6 +129,36 @@ class LaterWins(argparse.Action):
         setattr(namespace, self.dest, values)
         if self.replaces:
             setattr(namespace, self.replaces, None)
+
+
+class FlagsOfFile(argparse.Action):
+    """Take the flags of a YAML file, as if they stood on the command line in its place. Raises ConfigError."""
+
+    def __call__(self, parser, namespace, path, option_string=None):
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError([f"--config {path}: cannot be read ({reason}); give a file of --save-config"]) from error
+        if not isinstance(values, dict):
+            raise ConfigError([f"--config {path}: write NAME: VALUE on each line, such as num_layers: 12"])
+        actions = {action.dest: action for action in parser._actions if isinstance(action, LaterWins)}
+        if unknown := [name for name in values if name not in actions]:
+            given = f"--config {path}"
+            raise ConfigError([f"{given}: {name} is unknown: {nearest(str(name), actions)}" for name in unknown])
+        for name, value in values.items():
+            if value is not None:
+                actions[name](parser, namespace, as_texts(value, actions[name].nargs == "+"))
+
+
+def as_texts(value, is_list):
+    """What stands for a value of YAML on the command line: a text, or texts."""
+    if isinstance(value, dict):
+        return [f"{name}={weight}" for name, weight in value.items()]
+    if isinstance(value, list):
+        return list(map(str, value))
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return [text] if is_list else text
 
 
 def read_value(entry, texts):
@@ -108,24 +182,10 @@ def value_parser(entry):
         return quantity(1024 if entry.metadata["binary"] else 1000)
     if "duration" in entry.metadata:
         return duration
-    if entry.name in ("data_mix", "decay_mix"):
+    if entry.name in MIXES:
         return name_and_weight
     parse = entry.metadata.get("parse", entry.type)
     return {bool: boolean, int: integer, float: real}.get(parse, parse)
-
-
-def integer(text):
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("write a whole number") from None
-
-
-def real(text):
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("write a number such as 3e-4") from None
 
 
 def boolean(text):
@@ -141,15 +201,6 @@ def name_and_weight(text):
     return name, weight
 
 
-def unknown_argument(text, before, options):
-    """A sentence for an argument that no flag takes; None for what belongs to the unknown flag ``before`` it."""
-    if not text.startswith("--"):
-        return None if before.startswith("--") else f"argument {text!r} belongs to no flag: remove it"
-    name = text.split("=")[0]
-    near = difflib.get_close_matches(name, [*options, "--dry-run"], n=1)
-    return f"flag {name} is unknown: " + (f"did you mean {near[0]}?" if near else "--help lists the flags")
-
-
 def placeholder(entry):
     if "choices" in entry.metadata:
         return "{" + ",".join(map(str, entry.metadata["choices"])) + "}"
@@ -157,7 +208,9 @@ def placeholder(entry):
         return "{true,false}"
     if "duration" in entry.metadata:
         return "TIME"
-    return "NAME=WEIGHT" if value_parser(entry) is name_and_weight else "PATH" if entry.type is str else "N"
+    if entry.name in MIXES:
+        return "NAME=WEIGHT"
+    return {str: "PATH", float: "X"}.get(entry.metadata.get("parse", entry.type), "N")
 
 
 def help_text(entry):

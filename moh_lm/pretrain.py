@@ -1,111 +1,36 @@
-"""The program of every rank: configuration, groups, model, data, and the loop.
+"""The program of every rank: its flags first, then the imports that take seconds, then the run.
 
     python -m moh_lm.pretrain --help        the launch/ scripts call it with the paper's values
 
 docs/checkpoints.md has the exit codes.
 """
 
+import importlib
 import os
 import socket
 import sys
-import traceback
-from pathlib import Path
 
-import torch.distributed as dist
-
-from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
-from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
-from moh_lm.cost.summary import describe_configuration, describe_run
-from moh_lm.data.dataset import Dataset
-from moh_lm.data.files import ShardError
-from moh_lm.flags import parse_config
-from moh_lm.monitor.tasks import Tasks
-from moh_lm.run.directory import lock_run_directory, make_run_directory
-from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group
-from moh_lm.run.loop import run_steps
-from moh_lm.run.resume import contradictions
-from moh_lm.run.stop import INTERRUPTED, StopRequest
-from moh_lm.run.watchdog import MARGIN, UNAVAILABLE, Watchdog
-from moh_lm.training.guard import BadNumbers
-
-COMPLETE, WRONG, BROKEN, NOT_WRITTEN, STOPPED = 0, 2, 70, 74, 75  # 70, 74, 75: EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL
+from moh_lm.flags import make_parser, parse_flags
 
 
 def main():
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    code, problems, speaker = COMPLETE, [], 0
     try:
-        config, dry_run = parse_config(sys.argv[1:])
-        problems = config_problems(config, world_size) + contradictions(config, dry_run)
-        dataset = open_dataset(config, problems, dry_run)
-        if not dry_run:
-            make_run_directory(config.run.checkpoint_dir)
-            refuse_foreign_launcher()
-        if rank == 0:
-            lines = describe_configuration(config) if dry_run else []
-            print("\n".join([*lines, *describe_run(config, dataset, world_size)]), flush=True)
-        if not dry_run:
-            lock = lock_run_directory(config.run.checkpoint_dir) if rank == 0 else None  # noqa: F841 - held to the end
-            device = start_process_group(config.reliability.hang_timeout + MARGIN)
-            code = COMPLETE if train(config, dataset, device) else STOPPED
+        given = parse_flags(make_parser(), sys.argv[1:])
     except ConfigError as error:
-        code, problems, speaker = WRONG, error.problems, error.local_rank
-    except (NonFiniteState, BadNumbers) as error:
-        code, problems = BROKEN, str(error).splitlines()
-    except CheckpointError as error:
-        code, problems = NOT_WRITTEN, error.problems
-    except KeyboardInterrupt:  # before the training, which stops by itself
-        code = INTERRUPTED
-    if int(os.environ.get("LOCAL_RANK", rank)) == speaker:  # once per node: it may be wrong on one of them only
-        where = f" on {socket.gethostname()}" if rank else ""
-        for text in problems:
-            print(f"moh_lm.pretrain{where}: {text}", file=sys.stderr, flush=True)
-    leave(code, together=code in (COMPLETE, STOPPED))
+        tell(error.problems)
+        sys.exit(2)
+    importlib.import_module("moh_lm.run.program").main(given, tell)
 
 
-def open_dataset(config, problems, dry_run):
-    """The shards of the run; raises ConfigError with every problem of configuration and data together."""
-    dataset = None
-    absent = config.data.data_dir and not Path(config.data.data_dir).exists()
-    if config.data.data_dir and config.run.seq_length > 0 and not (dry_run and absent):
-        try:
-            dataset = Dataset.open(
-                config.data,
-                seq_length=config.run.seq_length,
-                seed=config.run.seed,
-                vocab_size=config.model.vocab_size,
-                decay_begins=config.decay_begins(),
-            )
-        except ConfigError as error:
-            problems = problems + error.problems
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    if dataset:
-        Tasks(config, dataset.tokenizer_path)  # so that what is wrong with them is said now
-    return dataset
-
-
-def train(config, dataset, device):
-    """The whole run under a watchdog; False if it was asked to stop before its last step."""
-    stop = StopRequest(config.reliability.exit_after)
-    watchdog = Watchdog(config.reliability.hang_timeout)
-    try:
-        return run_steps(config, dataset, device, stop, watchdog)
-    except (ConfigError, CheckpointError, BadNumbers):
-        raise
-    except ShardError as error:  # found by the rank that reads there; the others see it leave
-        remedy = "" if "; " in str(error) else "; restore the file"
-        print(f"moh_lm.pretrain: rank {dist.get_rank()}: {error}{remedy}", file=sys.stderr, flush=True)
-        leave(WRONG)
-    except Exception:
-        trace = traceback.format_exc()
-        if watchdog.blame():  # then the trace would only show where this rank was waiting
-            leave(UNAVAILABLE)
-        print(trace, file=sys.stderr, end="")
-        leave(1)
-    finally:
-        watchdog.stop()
+def tell(problems, speaker=0):
+    """Print what is wrong once per node, by its rank ``speaker``: it may be wrong on one node only."""
+    rank = int(os.environ.get("RANK", 0))
+    if int(os.environ.get("LOCAL_RANK", rank)) != speaker:
+        return
+    where = f" on {socket.gethostname()}" if rank else ""
+    for text in problems:
+        print(f"moh_lm.pretrain{where}: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

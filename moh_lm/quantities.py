@@ -1,5 +1,6 @@
 """Numbers as people write and read them: 4M tokens, 3h50m, 1.25B parameters, 2.00 GiB."""
 
+import math
 import re
 from decimal import Decimal, InvalidOperation
 
@@ -30,6 +31,46 @@ def duration(text):
     if not text or not parts:
         raise ValueError("write seconds, or days, hours, minutes and seconds such as 3h50m")
     return sum(int(part or 0) * seconds for part, seconds in zip(parts.groups(), (86400, 3600, 60, 1), strict=True))
+
+
+def integer(text):
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("write a whole number") from None
+
+
+def real(text):
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("write a number such as 3e-4") from None
+
+
+def at_least(least):
+    """A reader of whole numbers from ``least`` on."""
+
+    def read(text):
+        value = integer(text)
+        if value < least:
+            raise ValueError(f"must be {least} or above")
+        return value
+
+    return read
+
+
+def above_0(text):
+    value = real(text)
+    if not 0 < value < math.inf:
+        raise ValueError("must be above 0, and finite")
+    return value
+
+
+def share(text):
+    value = real(text)
+    if not 0 < value <= 1:
+        raise ValueError("must be above 0 and at most 1")
+    return value
 
 
 def short(number):

@@ -10,7 +10,7 @@ from moh_lm.checks import config_problems, model_problems, tensor_problems
 from moh_lm.config import Config, ConfigError, walk
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import write_json
-from moh_lm.flags import make_parser, parse_config
+from moh_lm.flags import config_of, idle_flags, make_parser, parse_config, parse_flags, save_config
 
 REQUIRED = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
 TINY = ["--vocab-size", "64", "--seq-length", "16", "--validation-fraction", "0"]
@@ -236,3 +236,27 @@ def test_ranks_of_a_launcher_that_sets_no_rank_are_refused(tmp_path, capsys, mon
 
 def test_config_error_keeps_every_sentence():
     assert ConfigError(["one", "two"]).problems == ["one", "two"]
+
+
+def test_a_configuration_file_stands_for_its_flags_and_later_flags_win(tmp_path):
+    said = "--num-layers 3 --learning-rate 3e-5 --num-shared-heads 4 6 2 --data-mix a=4.24 b=1e1 --train-tokens 1M"
+    flags = [*said.split(), *"--batch-tokens 4K --two-stage false --qk-norm --exit-after 2h --routing relu".split()]
+    path = str(tmp_path / "run.yaml")
+    save_config(parse_flags(make_parser(), flags), path)
+    assert parse_config(["--config", path]) == parse_config(flags)
+    assert parse_config(["--num-layers", "9", "--config", path])[0].model.num_layers == 3
+    assert parse_config(["--config", path, "--num-shared-heads", "5"])[0].model.heads.num_shared_heads == (5, 5, 5)
+    later = parse_config(["--config", path, "--train-iters", "7"])[0].run
+    assert (later.train_iters, later.train_tokens) == (7, 7 * 4096)
+
+
+def test_flags_of_a_mixture_before_those_of_a_dense_baseline_are_named():
+    def note(flags):
+        given = parse_flags(make_parser(), flags.split())
+        return "".join(idle_flags(given, config_of(given)))
+
+    assert note("--num-shared-heads 3 --router-gumbel-noise 1") == ""
+    found = note("--num-shared-heads 3 --router-gumbel-noise 1 --head-selection all --router-gradient-clipping 1")
+    assert found.startswith("note: --head-selection all makes no use of --num-shared-heads, --router-gumbel-noise, ")
+    assert found.endswith("--router-gradient-clipping")
+    assert note("--num-shared-heads 3 --routing relu --head-selection static").endswith(" use of --routing")

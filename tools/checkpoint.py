@@ -9,293 +9,49 @@ Exit codes: 0 done, or sound, or equal; 1 `verify` found damage, or `diff` a dif
 has to be mended, or a file could not be written, and nothing was.
 """
 
-import os
 import sys
-
-if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-import json
-import time
 from pathlib import Path
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.checkpoint.directory import STEP_NAME, list_steps
-from moh_lm.checkpoint.manifest import read_entries
-from moh_lm.config import Config, ConfigError
-from moh_lm.cost.summary import describe_configuration
-from moh_lm.flags import Parser
-from tools.checkpoints import read
-from tools.checkpoints.read import KINDS, Step, locate
-from tools.checkpoints.write import WRITABLE, consolidate, copy
-from tools.command import exit_code
-
-POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "data")  # of state.json: what goes on
+from moh_lm.parser import Parser
+from moh_lm.quantities import at_least
+from tools.command import run
 
 
-def main():
-    sys.exit(exit_code("checkpoint", run, sys.argv[1:], failures=OSError, code=2))
-
-
-def run(texts):
-    arguments = parse_arguments(texts)
-    return arguments.command(arguments)
+def main(texts):
+    return run("checkpoint", parse_arguments, texts, code=2)
 
 
 def parse_arguments(texts):
-    parser = Parser(prog="checkpoint.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = Parser(prog="python tools/checkpoint.py", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
 
     def add(command, help, *paths):
-        added = commands.add_parser(command.__name__.removeprefix("run_"), help=help, description=help)
-        added.set_defaults(command=command)
+        added = commands.add_parser(command, help=help, description=help)
         for path in paths:
             added.add_argument(path.lower(), metavar=path, type=Path)
         return added
 
-    lists = add(run_list, "all checkpoints of a run, damaged and half-written ones too; looks at sizes only", "RUN")
-    verifies = add(run_verify, "read every byte, and check that the model is there whole and finite", "RUN_OR_STEP")
+    lists = add("list", "all checkpoints of a run, damaged and half-written ones too; looks at sizes only", "RUN")
+    verifies = add("verify", "read every byte, and check that the model is there whole and finite", "RUN_OR_STEP")
     verifies.add_argument("--all", action="store_true", help="every step of the run (default: the newest)")
-    shows = add(run_show, "configuration, position, data, files, and the hash of the state", "RUN_OR_STEP")
+    shows = add("show", "configuration, position, data, files, and the hash of the state", "RUN_OR_STEP")
     shows.add_argument("--parameters", action="store_true", help="shape and norms of every parameter too")
     shows.add_argument("--quick", action="store_true", help="only what needs no reading of the large files")
-    compares = add(run_diff, "compare configuration, position, weights and moments of two checkpoints", "A", "B")
-    compares.add_argument("--top", type=int, default=20, help="parameters listed; 0: all (default: %(default)s)")
+    compares = add("diff", "compare configuration, position, weights and moments of two checkpoints", "A", "B")
+    listed = "parameters listed; 0: all (default: %(default)s)"
+    compares.add_argument("--top", type=at_least(0), default=20, metavar="N", help=listed)
     for command in (lists, shows, compares):
         command.add_argument("--json", action="store_true", help="everything, as one JSON object")
-    add(run_copy, "copy a step, verified on both sides, into a run or another directory", "STEP", "DEST")
-    joins = add(run_consolidate, "the whole parameters, under their Hugging Face names, in one file", "STEP", "FILE")
+    add("copy", "copy a step, verified on both sides, into a run or another directory", "STEP", "DEST")
+    joins = add("consolidate", "the whole parameters, under their Hugging Face names, in one file", "STEP", "FILE")
     joins.add_argument("--moments", action="store_true", help="add exp_avg/NAME and exp_avg_sq/NAME, in float32")
-    joins.add_argument("--dtype", default="float32", choices=WRITABLE, help="of the weights (default: %(default)s)")
+    dtypes = ("float32", "bfloat16")
+    joins.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
     return parser.parse_args(texts)
 
 
-def run_list(arguments):
-    directory = arguments.run / "checkpoints"
-    if not directory.is_dir():
-        raise ConfigError([f"{arguments.run}: no run directory: it has no checkpoints/"])
-    pointer = directory / "latest"
-    latest = pointer.read_text(errors="replace").strip() if pointer.is_file() else None
-    entries = sorted(directory.iterdir(), key=lambda path: (len(path.name), path.name))
-    rows = [describe_entry(entry, latest) for entry in entries if entry != pointer]
-    steps = [step.name for step in list_steps(directory)]
-    if arguments.json:
-        print(json.dumps({"directory": str(directory), "latest": latest, "checkpoints": rows}, indent=1))
-        return 0
-    print(f"{'name':<20}{'bytes':>18}  {'written (UTC)':<21}{'layout':<28}state")
-    for row in rows:
-        print(f"{row['name']:<20}{row['bytes']:>18,}  {row['written']:<21}{words(row['layout']):<28}{row['state']}")
-    goes_on = f"a run goes on from {steps[0]}, if it is sound" if steps else "there is nothing to go on from"
-    if latest not in steps[:1]:
-        print(f"latest names {latest}; {goes_on}" if latest else f"there is no latest; {goes_on}")
-    return 0
-
-
-def describe_entry(entry, latest):
-    """A row of the table, for anything that lies in checkpoints/."""
-    files = [path for path in entry.rglob("*") if path.is_file()] if entry.is_dir() else [entry]
-    return {
-        "name": entry.name,
-        "bytes": sum(path.stat().st_size for path in files),
-        "written": when(entry / "manifest.json" if (entry / "manifest.json").exists() else entry),
-        "layout": layout_of(entry),
-        "latest": entry.name == latest,
-        "state": describe_state(entry) + (", latest" if entry.name == latest else ""),
-    }
-
-
-def describe_state(entry):
-    if entry.name.endswith(".tmp"):
-        return "leftover of a save or a removal that was cut short"
-    if not entry.is_dir():
-        return "does not belong here"
-    aside = "" if STEP_NAME.fullmatch(entry.name) else "set aside; "
-    try:
-        expected = {name: content["bytes"] for name, content in read_entries(entry).items()}
-    except ValueError as error:
-        return f"{aside}{str(error).removeprefix(f'{entry}/')}"
-    except OSError as error:
-        return f"{aside}cannot be read ({error.strerror})"
-    files = [path for path in entry.iterdir() if not path.name.startswith(".") and path.name != "manifest.json"]
-    present = {path.name: path.stat().st_size if path.is_file() else None for path in files}
-    wrong = sorted(name for name in present.keys() | expected if present.get(name) != expected.get(name))
-    return aside + (f"wrong size, absent or foreign: {', '.join(wrong)}" if wrong else "sizes are right")
-
-
-def layout_of(step):
-    """``layout``, or None where it cannot be told."""
-    try:
-        return read.layout(Config.load(step / "config.json"), [path.name for path in step.iterdir()])
-    except (ConfigError, OSError, TypeError, AttributeError):
-        return None
-
-
-def words(found):
-    if found is None:
-        return "-"
-    return "tp {} x pp {} x dp {}, ZeRO-{}".format(*found.values())
-
-
-def when(path):
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(path.stat().st_mtime))
-
-
-def run_verify(arguments):
-    steps, code = locate(arguments.run_or_step), 0
-    for path in steps if arguments.all else steps[:1]:
-        problems = read.find_damage(path)
-        if not problems:
-            try:
-                step = Step(path, hashed=False)
-                problems = list(read.find_gaps(step))
-            except ConfigError as error:
-                problems = error.problems
-        for problem in problems:
-            print(f"DAMAGED {problem}")
-        if problems:
-            code = 1
-        else:
-            size = sum(entry["bytes"] for entry in step.entries.values())
-            print(f"sound   {path}: {len(step.entries)} files, {size:,} bytes, {len(step.shapes)} parameters")
-    return code
-
-
-def run_show(arguments):
-    step = Step(locate(arguments.run_or_step)[0], hashed=not arguments.quick)
-    state, run = step.state, step.config.run
-    content = {
-        "path": str(step.path),
-        "step": state["step"],
-        "written": when(step.path / "manifest.json"),
-        "layout": step.layout(),
-        "consumed_samples": state["consumed_samples"],
-        "tokens": state["consumed_samples"] * run.seq_length,
-        "optimizer_steps": state["optimizer_steps"],
-        "skipped_steps": state["step"] - state["optimizer_steps"],
-        "recently_skipped": step.skipped,
-        "data": state["data"],
-        "imported": state.get("imported"),
-        "config": step.config.to_dict(),
-        "files": {name: entry["bytes"] for name, entry in sorted(step.entries.items())},
-        "num_parameters": len(step.shapes),
-        "elements": step.bytes() // 12,
-    }
-    if arguments.parameters:
-        content["parameters"] = read.norms(step)
-    if not arguments.quick:
-        content["state_sha256"] = read.state_hash(step)
-    if arguments.json:
-        print(json.dumps(content, indent=1))
-    else:
-        print("\n".join(describe_step(step, content)))
-    return 0
-
-
-def describe_step(step, content):
-    """Lines for what ``run_show`` has gathered."""
-    yield from describe_configuration(step.config)
-    skipped = f"; {content['skipped_steps']} skipped"
-    if content["recently_skipped"]:
-        skipped += f", lately {', '.join(map(str, content['recently_skipped']))}"
-    yield f"checkpoint        {step.path}"
-    begins = content["imported"] and content["step"] == 0
-    writer = "tools/import_hf.py" if begins else f"{words(content['layout'])}, {step.config.run.precision}"
-    yield f"written           {content['written']} UTC by {writer}"
-    budget = step.config.run.train_iters
-    yield f"step              {content['step']:,}" + (f" of {budget:,}" if budget is not None else "")
-    if content["imported"]:
-        yield f"imported from     {content['imported']['source']}" + ("; no moments yet" if begins else "")
-    yield f"consumed          {content['consumed_samples']:,} samples, {content['tokens']:,} tokens"
-    yield f"optimizer steps   {content['optimizer_steps']:,}{skipped}"
-    for segment in step.segments:
-        yield f"data              from sample {segment['first_sample']:,}: {shares(segment)}; seed {segment['seed']}"
-    yield f"files             {len(content['files'])}, {sum(content['files'].values()):,} bytes"
-    yield from (f"  {name:<32}{size:>18,}" for name, size in content["files"].items())
-    yield f"parameters        {content['num_parameters']}, {content['elements']:,} elements"
-    for name, facts in content.get("parameters", {}).items():
-        shape = " x ".join(map(str, facts["shape"]))
-        yield f"  {name:<56}{shape:>18}" + "".join(f"  {kind} {facts[kind]:<10.4g}" for kind in KINDS)
-    if "state_sha256" in content:
-        yield f"state hash        {content['state_sha256']}"
-
-
-def shares(segment):
-    total = sum(segment["weights"].values())
-    return ", ".join(f"{name} {weight / total:.2%}" for name, weight in segment["weights"].items())
-
-
-def run_diff(arguments):
-    if arguments.top < 0:
-        raise ConfigError([f"--top {arguments.top}: must be 0 or more"])
-    first, second = (Step(locate(path)[0]) for path in (arguments.a, arguments.b))
-    configs = first.config.to_dict(), second.config.to_dict()
-    rows = read.changes(first, second)
-    shapes = {name: [step.shapes.get(name) for step in (first, second)] for name in (*first.shapes, *second.shapes)}
-    content = {
-        "a": str(first.path),
-        "b": str(second.path),
-        "config": {key: [values, configs[1][key]] for key, values in configs[0].items() if values != configs[1][key]},
-        "position": {
-            key: [first.state[key], second.state[key]] for key in POSITION if first.state[key] != second.state[key]
-        },
-        "shapes": {name: [a, b] for name, (a, b) in shapes.items() if a != b},
-        "parameters": rows,
-    }
-    content["equal"] = not content["position"] and not content["shapes"] and all(map(is_equal, rows))
-    if arguments.json:
-        print(json.dumps(content, indent=1))
-    else:
-        print("\n".join(describe_difference(content, arguments.top)))
-    return 0 if content["equal"] else 1
-
-
-def is_equal(row):
-    return all(row[kind]["equal"] for kind in KINDS)
-
-
-def describe_difference(content, top):
-    """Lines for what ``run_diff`` has gathered."""
-    yield f"a  {content['a']}"
-    yield f"b  {content['b']}"
-    for title, key in (("configuration (does not count as a difference)", "config"), ("position", "position")):
-        if content[key]:
-            yield title
-        for name, (a, b) in content[key].items():
-            shown = f"{a} -> {b}"
-            yield f"  {name}: {shown if len(shown) < 200 else 'differs'}"
-    for name, (a, b) in content["shapes"].items():
-        yield f"{name}: " + (f"shape {list(a)} -> {list(b)}" if a and b else f"only in {'a' if a else 'b'}")
-    changed = [row for row in content["parameters"] if not is_equal(row)]
-    if changed:
-        yield "largest change, and in brackets over the largest element of a"
-        yield f"  {'parameter':<56}" + "".join(f"{kind:<24}" for kind in KINDS).rstrip()
-    for row in changed[: top or None]:
-        yield f"  {row['name']:<56}" + "".join(f"{describe_change(row[kind]):<24}" for kind in KINDS).rstrip()
-    if len(changed) > top > 0:
-        yield f"  and {len(changed) - top} more parameters that changed"
-    if len(content["parameters"]) > len(changed):
-        yield f"equal to the bit in weights and both moments: {len(content['parameters']) - len(changed)} parameters"
-    yield "equal" if content["equal"] else "different"
-
-
-def describe_change(found):
-    if found["equal"]:
-        return "equal to the bit"
-    shown = ("not finite" if found[key] is None else f"{found[key]:.3g}" for key in ("absolute", "relative"))
-    return "{} ({})".format(*shown)
-
-
-def run_copy(arguments):
-    print(f"copied to {copy(arguments.step, arguments.dest)}; what was read and what was written has the right hashes")
-    return 0
-
-
-def run_consolidate(arguments):
-    size = consolidate(arguments.step, arguments.file, arguments.moments, WRITABLE[arguments.dtype])
-    print(f"wrote {arguments.file}, {size:,} bytes")
-    return 0
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

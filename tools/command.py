@@ -1,23 +1,51 @@
-"""How every command ends: what has to be mended in one line each on standard error, and its exit code."""
+"""How every command begins and ends: its arguments, then the imports that take seconds, then the work; its exit code.
 
+A command's own file reads the arguments, and imports nothing slow. ``run`` imports the module that does the work when
+the arguments are right. So --help, and what is wrong, is there at once.
+"""
+
+import importlib
+import os
+import re
 import sys
 
 from moh_lm.config import ConfigError
 
+OURS = ("moh_lm", "tools", "data_prep", "launch")
 
-def exit_code(name, command, *arguments, failures=(), code=1, remark=""):
-    """What ``command`` returns, or 0; 2 if it raises ConfigError, ``code`` for one of the ``failures``.
 
-    name: of the command, which begins every line. remark: the end of the line of a failure.
+def run(name, parse, texts, work=None, code=1, remark="", extra=None):
+    """The exit code of a command: what its work returns, or 0; 2 for what has to be mended; ``code`` if it failed.
+
+    name: of the command, which begins every line on standard error. parse: a function of ``texts``, the arguments.
+    work: the module (default: tools.work.NAME) whose ``run`` is called with what ``parse`` returns. Its FAILURES are
+    exceptions that need no traceback; ``remark`` ends their line. extra: of setup.py, with the packages it needs.
     """
+    failures = ()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
     try:
-        return command(*arguments) or 0
+        arguments = parse(texts)
+        module = importlib.import_module(work or f"tools.work.{name}")
+        failures = module.FAILURES
+        return module.run(arguments) or 0
     except ConfigError as error:
         print("\n".join(f"{name}: {problem}" for problem in error.problems), file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if extra is None or error.name.startswith(OURS):
+            raise
+        print(f"{name}: the package {error.name} is not installed: pip install -e '.[{extra}]'", file=sys.stderr)
         return 2
     except failures as error:
         print(f"{name}: {reason(error)}{remark}", file=sys.stderr)
         return code
+
+
+def device(text):
+    """A reader of --device; tools/devices.py looks whether there is one."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise ValueError("write cpu, cuda, or cuda:N")
+    return text
 
 
 def reason(error):

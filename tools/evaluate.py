@@ -18,212 +18,48 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import contextlib
-import json
-import math
 import re
-import subprocess
-import tempfile
 
-from data_prep.report import table
 from moh_lm.config import ConfigError
-from moh_lm.flags import Parser
-from tools.command import exit_code
-from tools.hf.import_config import read_config
+from moh_lm.parser import Parser
+from moh_lm.quantities import at_least
+from tools.command import device, run
 from tools.tasks.flags import add_task_flags, task_problems
 
-with contextlib.suppress(ImportError):  # ``add_task_flags`` says so
-    import lm_eval
-    import torch
-    import transformers
-    from lm_eval.models.huggingface import HFLM
 
-    from tools.tasks.suites import SEED, entries_of, load_tasks, task_manager
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
-
-
-def main():
-    sys.exit(exit_code("evaluate", run, sys.argv[1:], failures=(OSError, ValueError, RuntimeError)))
-
-
-def run(texts):
-    arguments = parse_arguments(texts)
-    if arguments.compare:
-        files = {path: result_in(path, arguments) for path in arguments.compare if not is_model(path)}
-        models = [arguments.model, *arguments.compare]
-        print_table([files.get(model) or result_of(model, arguments) for model in models], arguments)
-        return
-    with contextlib.redirect_stdout(sys.stderr):  # the harness prints beside the table
-        result = evaluate(arguments)
-    print_table([result], arguments)
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+def main(texts):
+    return run("evaluate", parse_arguments, texts, extra="eval")
 
 
 def parse_arguments(texts):
-    parser = Parser(prog="evaluate.py", description="The tasks of the paper's tables.", allow_abbrev=False)
-    parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="an export, or another model")
+    parser = Parser(prog="python tools/evaluate.py", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", required=True, type=Path, metavar="DIR", help="an export, or another model")
     add_task_flags(parser)
-    parser.add_argument("--batch-size", default="8", help="sequences per forward pass, or auto (default: %(default)s)")
-    parser.add_argument("--max-length", type=int, metavar="N", help="tokens of prompt and answer; what is longer "
-                        "loses its beginning (default: the model's sequence length)")  # fmt: skip
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="to compute in")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write table and all metrics, of one model")
-    parser.add_argument("--compare", nargs="+", type=Path, default=[], metavar="DIR_OR_FILE", help="other models, or "
-                        "files of --output, for the same table")  # fmt: skip
+    add("--batch-size", default="8", type=batch_size, metavar="N", help="sequences per forward pass, or auto (default: "
+        "%(default)s)")  # fmt: skip
+    add("--max-length", type=at_least(1), metavar="N", help="tokens of prompt and answer; what is longer loses its "
+        "beginning (default: the model's sequence length)")  # fmt: skip
+    dtypes = ("auto", "float32", "bfloat16")
+    add("--dtype", default="auto", choices=dtypes, help="to compute in; auto: that of the weights (default: auto)")
+    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
+    add("--output", type=Path, metavar="FILE.json", help="write table and all metrics, of one model")
+    add("--compare", nargs="+", type=Path, default=[], metavar="DIR_OR_FILE", help="other models, or files of "
+        "--output, for the same table")  # fmt: skip
     arguments = parser.parse_args(texts)
-    problems = [f"--model {arguments.model}: has no config.json" for _ in [0] if not is_model(arguments.model)]
-    problems += [
-        f"--compare {path}: is neither a model nor a file of --output"
-        for path in arguments.compare
-        if not is_model(path) and not path.is_file()
-    ]
+    problems = task_problems(arguments)
     if arguments.compare and arguments.output:
         problems.append("--output: is the file of one model; leave --compare out")
-    for path in filter(is_model, [arguments.model, *arguments.compare]):
-        is_export(path)  # refuses what is no configuration
-        if not any((path / name).is_file() for name in TOKENIZERS):
-            problems.append(f"{path}: has no tokenizer.json, nor a tokenizer in another form; add the one of the model")
-    if not re.fullmatch(r"auto(:[1-9]\d*)?|0*[1-9]\d*", arguments.batch_size):
-        problems.append(f"--batch-size {arguments.batch_size}: write a number from 1 on, auto, or auto:TIMES")
-    problems += task_problems(arguments)
     if problems:
         raise ConfigError(problems)
     return arguments
 
 
-def is_model(path):
-    return (path / "config.json").is_file()
-
-
-def evaluate(arguments):
-    """The table row of one model as a JSON-able dictionary."""
-    entries = entries_of(arguments.suite, arguments.tasks)
-    with tempfile.TemporaryDirectory() as scratch:
-        manager = task_manager(entries, arguments.data, Path(scratch))
-        tasks = load_tasks(manager, entries, arguments.data, Path(scratch))
-        model = HFLM(
-            pretrained=str(arguments.model),
-            trust_remote_code=is_export(arguments.model),
-            dtype=arguments.dtype,
-            device=arguments.device,
-            batch_size=arguments.batch_size,
-            max_length=arguments.max_length,
-        )
-        harness = {}
-        for shots in sorted({entry.shots for entry in entries}):  # the harness takes one number for all of its tasks
-            names = [task for entry in entries if entry.shots == shots for task in entry.tasks]
-            try:
-                output = lm_eval.simple_evaluate(
-                    model=model,
-                    tasks=[tasks[name]["groups"].get(name) or tasks[name]["tasks"][name] for name in names],
-                    num_fewshot=shots,
-                    fewshot_random_seed=SEED,
-                    limit=arguments.limit,
-                    log_samples=False,
-                    bootstrap_iters=1000,  # of the perplexity of LAMBADA; errors of accuracies need none
-                    task_manager=manager,
-                )
-            except AssertionError as error:  # the harness's way to say that an answer does not fit
-                asked = f"{', '.join(names)}: cannot be asked with sequences of {model.max_length} tokens"
-                remedy = "give a larger --max-length, or choose other --tasks"
-                raise ConfigError([f"{asked} ({str(error) or 'an answer alone is longer'}); {remedy}"]) from error
-            harness |= output["results"]
-    rows = [table_row(entry, harness) for entry in entries]
-    return {
-        "model": str(arguments.model),
-        "suite": arguments.suite,
-        "limit": arguments.limit,
-        "tasks": rows,
-        "average": sum(row["value"] for row in rows) / len(rows),
-        "average_stderr": math.sqrt(sum(row["stderr"] ** 2 for row in rows)) / len(rows),
-        "versions": {module.__name__: module.__version__ for module in (lm_eval, transformers, torch)},
-        "dtype": arguments.dtype,
-        "batch_size": arguments.batch_size,
-        "max_length": model.max_length,
-        "harness": harness,
-    }
-
-
-def is_export(model):
-    return read_config(model).get("model_type") == "moh_llama"
-
-
-def table_row(entry, harness):
-    """One number of the table, in percent. harness: {task or group: what the harness gives for it}."""
-    name, _, extraction = entry.metric.partition(",")
-    values = {task: 100 * harness[task][entry.metric] for task in entry.tasks}
-    errors = [harness[task].get(f"{name}_stderr,{extraction}") for task in entry.tasks]
-    errors = [100 * error if isinstance(error, float) else 0.0 for error in errors]  # "N/A" for a single question
-    return {
-        "column": entry.column,
-        "task": entry.task,
-        "shots": entry.shots,
-        "metric": entry.metric,
-        "value": sum(values.values()) / len(values),
-        "stderr": sum(errors) / len(errors),
-        **({"parts": values} if entry.parts else {}),
-    }
-
-
-def result_in(path, arguments):
-    """The result in a file of --output. Raises ConfigError if it is not of the tasks and questions asked for."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        found = [(row["task"], row["shots"], row["metric"]) for row in result["tasks"]]
-        suite, limit = result["suite"], result["limit"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError([f"--compare {path}: is neither a model nor a file of --output"]) from error
-    if suite != arguments.suite:
-        raise ConfigError([f"--compare {path}: is no result of --suite {arguments.suite}"])
-    if found != [(entry.task, entry.shots, entry.metric) for entry in entries_of(arguments.suite, arguments.tasks)]:
-        tasks = " ".join(task for task, _, _ in found)
-        raise ConfigError([f"--compare {path}: has other columns, those of --tasks {tasks}; give the same --tasks"])
-    if limit != arguments.limit:
-        given = f"--limit {limit}" if limit else "no --limit"
-        raise ConfigError([f"--compare {path}: was made with {given}; a table needs the same questions for all"])
-    return result
-
-
-def result_of(path, arguments):
-    """The result of a model evaluated in a process of its own with the same arguments."""
-    with tempfile.TemporaryDirectory() as scratch:
-        output = Path(scratch) / "result.json"
-        given = {"suite": arguments.suite, "data": arguments.data, "limit": arguments.limit, "dtype": arguments.dtype}
-        given |= {"batch-size": arguments.batch_size, "max-length": arguments.max_length, "device": arguments.device}
-        given |= {"model": path, "output": output}
-        flags = [text for name, value in given.items() if value is not None for text in (f"--{name}", str(value))]
-        tasks = ["--tasks", *arguments.tasks] if arguments.tasks else []
-        finished = subprocess.run([sys.executable, __file__, *flags, *tasks], stdout=subprocess.DEVNULL, check=False)
-        if finished.returncode:
-            raise RuntimeError(f"{path} could not be evaluated (exit code {finished.returncode})")
-        return json.loads(output.read_text(encoding="utf-8"))
-
-
-def print_table(results, arguments):
-    """Every model's numbers in percent, and below them their standard errors."""
-    columns = [row["column"] + (f" ({row['shots']})" if row["shots"] else "") for row in results[0]["tasks"]]
-    lines = [["model", *columns, "Average"]]
-    for result in results:
-        values = [(row["value"], row["stderr"]) for row in result["tasks"]]
-        values.append((result["average"], result["average_stderr"]))
-        lines.append([result["model"], *(f"{value:.1f}" for value, _ in values)])
-        lines.append(["", *(f"±{stderr:.1f}" for _, stderr in values)])
-    print("\n".join(table(lines[0], lines[1:])))
-    for result in results:
-        for row in result["tasks"]:
-            if "parts" in row:
-                shown = ", ".join(f"{task} {value:.1f}" for task, value in row["parts"].items())
-                print(f"{row['column']} of {result['model']} is the mean of {shown}")
-    lengths = {result["model"]: result["max_length"] for result in results}
-    if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{length or 'unknown'} of {model}" for model, length in lengths.items())
-        print(f"the models saw different lengths: at most {shown}; --max-length gives all the same")
-    if arguments.limit:
-        print(f"of the first {arguments.limit} questions of each task only")
+def batch_size(text):
+    if not re.fullmatch(r"auto(:[1-9]\d*)?|0*[1-9]\d*", text):
+        raise ValueError("write a number from 1 on, auto, or auto:TIMES")
+    return text
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

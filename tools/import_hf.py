@@ -12,60 +12,41 @@ Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the 
 not be written, and nothing is there under the final name.
 """
 
-import os
 import sys
-
-if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
-
-import math
-import time
-from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.checkpoint.manifest import describe
-from moh_lm.config import TRAINING_ONLY, Config, ConfigError, HeadsConfig, RunConfig, flag
-from moh_lm.cost.summary import describe_model
-from moh_lm.data.files import read_json
-from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
-from moh_lm.flags import Parser, is_list, placeholder, read_value
-from moh_lm.quantities import quantity
-from tools.command import exit_code
-from tools.heads.importance import ranked, sample_shards, sample_text
-from tools.hf.import_config import model_config, own_heads, read_config
-from tools.hf.import_step import output_problems, write_step
-from tools.hf.import_vocabulary import new_rows, read_tokenizer, spelled
-from tools.hf.import_weights import Source, plan
-from tools.hf.keys import ARCHITECTURES
+from dataclasses import fields
 
-RELEASED = {  # half of the heads shared and a quarter routed, which is the default, stands in their code alone
-    "moh-llama3-8b": {"head_selection": "mixture", "routing": "query_norm", "routing_dtype": "bf16"},
-}
+from moh_lm.config import HeadsConfig, flag
+from moh_lm.flags import is_list, placeholder
+from moh_lm.parser import Parser
+from moh_lm.quantities import at_least, quantity
+from tools.command import run
 
 
-def main():
+def main(texts):
     try:
-        sys.exit(exit_code("import_hf", run, sys.argv[1:], failures=OSError, code=2, remark="; nothing is left"))
+        return run("import_hf", parse_arguments, texts, code=2, remark="; nothing is left")
     except KeyboardInterrupt:
         print("import_hf: stopped; nothing is left", file=sys.stderr)
-        sys.exit(130)
+        return 130
 
 
 def parse_arguments(texts):
-    parser = Parser(prog="import_hf.py", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="python tools/import_hf.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py")
+    add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py; "
+        "or OWNER/NAME on the hub")  # fmt: skip
     add("--output", required=True, type=Path, metavar="RUN", help="run directory to make")
     heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
     for entry in fields(HeadsConfig):
         nargs = "+" if is_list(entry) else "?" if entry.type is bool else None
         shown = {"metavar": placeholder(entry), "help": entry.metadata["help"]}
         heads.add_argument(flag(entry.name), nargs=nargs, const="true" if nargs == "?" else None, **shown)
-    heads.add_argument("--released", choices=tuple(RELEASED), help="of a model of the authors, as their code has them")
+    heads.add_argument("--released", choices=("moh-llama3-8b",), help="of the authors' model, as their code has them")
     heads.add_argument(
         "--allow-routing-change", action="store_true", help="a mixture may become --head-selection all or static"
     )
@@ -73,180 +54,13 @@ def parse_arguments(texts):
     add("--sample-data", type=Path, metavar="DIR", help="of --select-shared importance: shards in the model's tokens")
     add("--sample-text", type=Path, metavar="FILE", help="or text, for the model's tokenizer.model")
     add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="read of it (default: 16K)")
-    add("--extend-vocab", type=int, metavar="N", help="rows of the vocabulary, old and new")
+    add("--extend-vocab", type=at_least(1), metavar="N", help="rows of the vocabulary, old and new")
     add("--tokenizer", type=Path, metavar="MODEL", help="of the data to come (default: the model's, if there is one)")
     add("--old-tokenizer", type=Path, metavar="MODEL", help="of the model, to spell new tokens (default: the same)")
-    add("--seed", type=int, default=1234, help="of router weights and new rows (default: %(default)s)")
+    add("--seed", type=at_least(0), default=1234, metavar="N", help="of routers and new rows (default: %(default)s)")
     add("--dry-run", action="store_true", help="print what would be read and written, and exit")
     return parser.parse_args(texts)
 
 
-def run(texts):
-    """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
-    arguments = parse_arguments(texts)
-    values = read_config(arguments.model)
-    problems = output_problems(arguments.output)
-    old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
-    try:
-        config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)
-        if vocab_size < old_vocab_size:
-            problems.append(f"--extend-vocab {vocab_size}: the model has {old_vocab_size} rows already")
-        problems += sample_problems(arguments, config)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    config = replace(config, vocab_size=vocab_size)
-    source = Source(arguments.model)
-    old, new, tokenizer = find_tokenizers(arguments, vocab_size)
-    pieces = spelled(old, new, old_vocab_size, vocab_size) if old and new and vocab_size > old_vocab_size else {}
-    router_seed = arguments.seed if own_heads(values).head_selection == "all" else None
-    trained = replace(config, heads=own_heads(values))
-    plan(config, source, old_vocab_size, {}, None, router_seed, trained)  # refuses what cannot be read
-    length = values.get("max_position_embeddings", 2048)  # LlamaConfig's own default
-    orders, measured = {}, None
-    if arguments.select_shared == "importance":
-        tokens = find_sample(arguments, old_vocab_size, min(length, 2048), old)
-        with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
-            orders, measured = ranked(config, source, tokens, bar.update)
-    extend = partial(new_rows, source, pieces, arguments.seed)
-    parts = plan(config, source, old_vocab_size, orders, extend, router_seed, trained)
-    facts = {
-        "source": str(arguments.model),
-        "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
-        "dtypes": ", ".join(source.dtypes),
-        "vocabulary": describe_vocabulary(old_vocab_size, vocab_size, len(pieces)),
-        "token_ids": token_ids(arguments.model, values),
-        "seed": arguments.seed,
-        "shared_heads": arguments.select_shared,
-        **({"head_importance": measured} if measured else {}),
-    }
-    say_plan(config, source, parts, facts, new or ("tokenizer.json" in tokenizer and "tokenizer.json of the model"))
-    if arguments.dry_run:
-        return
-    started = time.perf_counter()
-    whole = Config(model=config, run=RunConfig(seq_length=length, seed=arguments.seed))
-    total = sum(4 * math.prod(part.shape) for part in parts)
-    with tqdm(desc="importing", total=total, unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        step = write_step(arguments.output, whole, parts, facts, tokenizer, bar.update)
-    print(f"imported {arguments.model} as {step}: {total:,} bytes of weights in {time.perf_counter() - started:.0f} s")
-    print("to train it (the model's flags are taken from there; any that contradicts it is refused):")
-    flags = f"--checkpoint-dir {arguments.output} --data-dir DATA --seq-length {length}"
-    print(f"    python -m moh_lm.pretrain {flags} ...")
-
-
-def wanted_heads(arguments, values):
-    """The HeadsConfig of the flags that were given, the others as they are in the source. Raises ConfigError."""
-    given, problems = dict(RELEASED.get(arguments.released, {})), []
-    for entry in fields(HeadsConfig):
-        texts = getattr(arguments, entry.name)
-        if texts is not None:
-            try:
-                given[entry.name] = read_value(entry, texts)
-            except ValueError as error:
-                problems.append(f"{flag(entry.name)} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
-    if problems:
-        raise ConfigError(problems)
-    if values.get("model_type") not in ARCHITECTURES:
-        return HeadsConfig(head_selection="all")  # refused by ``model_config``, with all else that is wrong
-    own = own_heads(values)
-    if own.head_selection == "all":
-        idle = sorted(given.keys() - {"head_selection"})
-        if idle and given.get("head_selection", "all") == "all":
-            raise ConfigError([f"{flag(idle[0])}: a model with all heads has none; add --head-selection mixture"])
-        return replace(own, **given)
-    is_gated = own.routing == "sigmoid" and set(own.num_shared_heads) == {values.get("num_attention_heads")}
-    if is_gated and given.get("head_selection") == "gated":
-        del given["head_selection"]  # it is short for what is there
-    changed = {}
-    for key, value in given.items():
-        there = getattr(own, key)
-        if isinstance(value, tuple) and len(value) == 1:
-            value *= len(there)
-        dropped = key == "head_selection" and there == "mixture" and value in ("all", "static")
-        if key in TRAINING_ONLY or (dropped and arguments.allow_routing_change):
-            changed[key] = value
-        elif value != there:
-            hint = ", or give --allow-routing-change" if dropped else ""
-            raise ConfigError([f"{flag(key)} {value}: the source is trained with {there}; leave the flag out{hint}"])
-    return replace(own, **changed)
-
-
-def sample_problems(arguments, config):
-    """Sentences for a choice of shared heads that cannot be made."""
-    given = [name for name in ("sample_data", "sample_text") if getattr(arguments, name)]
-    if arguments.select_shared == "first":
-        return [f"{flag(name)}: is only read by --select-shared importance" for name in given]
-    if config.heads.head_selection == "all":
-        return ["--select-shared importance: all heads are on; give --head-selection mixture, or leave it out"]
-    if len(given) != 1:
-        return ["--select-shared importance: give the text to measure on, by one of --sample-data and --sample-text"]
-    return []
-
-
-def find_sample(arguments, vocab_size, length, tokenizer):
-    """Tokens int64 [b, s] on which the heads are measured. Raises ConfigError."""
-    if arguments.sample_data:
-        return sample_shards(arguments.sample_data, vocab_size, length, arguments.sample_tokens, arguments.seed)
-    if tokenizer is None:
-        raise ConfigError(["--sample-text: the model has no tokenizer.model; give it by --old-tokenizer"])
-    return sample_text(arguments.sample_text, tokenizer, length, arguments.sample_tokens)
-
-
-def find_tokenizers(arguments, vocab_size):
-    """(path of the model's tokenizer, path of that of the data to come, {name: bytes} of files for the step).
-
-    A model without tokenizer.model has no path of its own, and its tokenizer in Hugging Face form is kept unread.
-    """
-    places = [arguments.model / TOKENIZER_FILES[0], arguments.model / "original" / TOKENIZER_FILES[0]]
-    old = arguments.old_tokenizer or next((path for path in places if path.is_file()), None)
-    new = arguments.tokenizer or (None if arguments.extend_vocab else old)
-    named = "--tokenizer" if arguments.tokenizer else "tokenizer of the model,"
-    if new:
-        return old, new, read_tokenizer(new, vocab_size, named)
-    kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
-    return old, new, {path.name: path.read_bytes() for path in kept}
-
-
-def token_ids(directory, values):
-    """{"bos", "eos", "pad"} -> id of config.json's ``values`` or of generation_config.json, or None."""
-    path = directory / "generation_config.json"
-    try:
-        more = read_json(path) if path.is_file() else {}
-    except ValueError as error:
-        raise ConfigError([f"{path}: cannot be read ({error}); mend it, or delete it"]) from error
-    keys = {name: f"{name}_token_id" for name in ("bos", "eos", "pad")}
-    return {name: more.get(key) if values.get(key) is None else values[key] for name, key in keys.items()}
-
-
-def describe_vocabulary(old, new, num_spelled):
-    if new == old:
-        return f"{old} rows"
-    return (
-        f"{old} rows and {new - old} new ones, near the mean of all old rows; in the embedding {num_spelled} of them "
-        "near the mean of the old tokens that spell them"
-    )
-
-
-def say_plan(config, source, parts, facts, tokenizer):
-    """Print the model, where its parameters come from, and sizes."""
-    print("\n".join(describe_model(config)))
-    print(f"source     {facts['source']}: {len(source.shapes)} tensors, {facts['dtypes']}")
-    print(f"vocabulary {facts['vocabulary']}")
-    if "head_importance" in facts:
-        measured = facts["head_importance"]
-        shares = {name.replace("_", " "): f"{share:.1%}" for name, share in measured["share_of_shared_heads"].items()}
-        shown = ", ".join(f"{name} {share}" for name, share in shares.items())
-        print(f"shared     by importance on {measured['tokens']:,} tokens; their part of it: {shown}")
-    none = "no tokenizer.model there: give that of the data by --tokenizer, or training takes what its data have"
-    print(f"tokenizer  {tokenizer or none}")
-    for part in parts:
-        if not part.name.startswith("model.layers.") or part.name.startswith("model.layers.0."):
-            shape = " x ".join(map(str, part.shape))
-            print(f"  {part.name:<50}{shape:>16}  {part.origin}")
-    print(f"  layers 1 to {config.num_layers - 1} like layer 0" if config.num_layers > 1 else "")
-    print(f"size       {4 * sum(math.prod(part.shape) for part in parts):,} bytes", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

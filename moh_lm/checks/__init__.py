@@ -14,6 +14,7 @@ from moh_lm.checks.run import (
     frozen_problems,
     optimizer_problems,
     reliability_problems,
+    router_problems,
     run_problems,
     schedule_problems,
 )
@@ -33,6 +34,7 @@ def config_problems(config, world_size):
         *optimizer_problems(config.optimizer),
         *schedule_problems(config),
         *frozen_problems(config),
+        *router_problems(config),
         *run_problems(config.run),
         *backend_problems(config),
         *compile_problems(config),

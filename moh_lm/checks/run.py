@@ -19,7 +19,7 @@ def optimizer_problems(optimizer):
     peak = optimizer.learning_rate
     if not 0 < peak < math.inf:
         found.append(f"--learning-rate {peak:g}: must be above 0, such as 3e-4")
-    for key in ("min_learning_rate", "warmup_init_lr"):
+    for key in ("min_learning_rate", "warmup_init_lr") if 0 < peak < math.inf else ():
         if not 0 <= getattr(optimizer, key) <= peak:
             found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be between 0 and --learning-rate {peak:g}")
     optional = ("embedding_weight_decay", "matrix_weight_decay")
@@ -51,6 +51,18 @@ def frozen_problems(config):
     ]
 
 
+def router_problems(config):
+    """Settings of the weights of routers where these have none."""
+    heads, optimizer = config.model.heads, config.optimizer
+    if heads.head_selection != "mixture" or not FORMS[heads.routing].reads_queries:
+        return []
+    return [
+        f"{flag(key)} {getattr(optimizer, key):g}: --routing {heads.routing} has no router weights; leave it out"
+        for key in ("router_learning_rate_scale", "router_gradient_clipping")
+        if getattr(optimizer, key) != getattr(OptimizerConfig(), key)
+    ]
+
+
 def schedule_problems(config):
     """What the numbers of iterations of a run contradict."""
     iterations, train_iters = config.model.heads.dense_warmup_iters, config.run.train_iters
@@ -74,6 +86,8 @@ def decay_problems(config):
         return []
     decay = optimizer.decay(train_iters)
     most = train_iters - optimizer.warmup_iters
+    if decay == 0 and config.data.decay_mix:
+        return ["--decay-mix: the decay has no iteration; give --decay-iters above 0, or leave the mix out"]
     if not 0 <= decay <= most:
         return [
             f"--decay-iters {decay}: must be between 0 and {max(0, most)}, the {train_iters} iterations of the run "

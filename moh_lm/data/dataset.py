@@ -264,6 +264,11 @@ class Dataset:
         consumed_samples: of the checkpoint.
         """
         newest, before = self.newest_mixture(consumed_samples), state["segments"][-1]
+        if self.decay and newest is self.mixture:
+            begins, later = self.decay
+            if before["weights"] == self.fingerprint(later)["weights"]:
+                began = f"began at sample {before['first_sample']} and would begin at {begins}"
+                return [f"--decay-mix {began}: the run is longer now; give its --train-iters as they were"]
         found = changes(before, state["units"], self.fingerprint(newest), self.state()["units"])
         if not found and newest is not self.mixture and before["first_sample"] != newest.first_sample:
             began = f"began at sample {before['first_sample']} and begins at sample {newest.first_sample}"

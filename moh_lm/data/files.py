@@ -11,13 +11,12 @@ Files of version 2 have no seal.
 import hashlib
 import json
 import os
+import sys
 import zlib
 from array import array
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
-
-import numpy as np
 
 VERSION = 3  # of the sidecar and of the manifest
 UNSEALED = 2  # the version before, which is read too
@@ -151,12 +150,15 @@ def check_facts(path: Path, facts, expected: dict, where: str = ""):
             raise ShardError(f"{path}: is damaged: {where}{key} is {value!r:.60}; {REMEDY}")
 
 
-def block_sums(facts: dict) -> np.ndarray:
+def block_sums(facts: dict) -> array:
     """The CRC-32 of each block, uint32, from what a sidecar says of a file."""
-    return np.frombuffer(bytes.fromhex(facts["crc32"]), ">u4").astype(np.uint32)
+    sums = array("I", bytes.fromhex(facts["crc32"]))
+    if sys.byteorder == "little":  # the digits of a number begin with the largest
+        sums.byteswap()
+    return sums
 
 
-def read_range(file: BinaryIO, start: int, stop: int, sums: np.ndarray | None) -> memoryview:
+def read_range(file: BinaryIO, start: int, stop: int, sums: array | None) -> memoryview:
     """Bytes ``start`` to ``stop`` - 1 of an open file. Raises ShardError if it ends before, or if the CRC-32 of a
     block is not that in ``sums``; None compares nothing.
     """

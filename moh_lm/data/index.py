@@ -14,6 +14,7 @@ never read in full to find a document: the offsets ascend, so a binary search re
 
 import os
 import struct
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
@@ -78,7 +79,7 @@ class DocumentStarts(Sequence):
     ``sums``: CRC-32 of the blocks of the index, or None. Raises ShardError for what cannot be read or be true.
     """
 
-    def __init__(self, file: BinaryIO, counts: Counts, sums: np.ndarray | None):
+    def __init__(self, file: BinaryIO, counts: Counts, sums: array | None):
         self.file, self.counts, self.sums = file, counts, sums
         self.pointers = HEADER.size + 4 * counts.sequences
         self.bounds = HEADER.size + 12 * counts.sequences

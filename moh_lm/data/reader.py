@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ FILE = {"bytes": int, "sha256": str, "crc32": str}
 class Sums(NamedTuple):
     """The CRC-32 of the blocks of both files, uint32; None for a shard without a sidecar."""
 
-    bin: np.ndarray | None
-    idx: np.ndarray | None
+    bin: array | None
+    idx: array | None
 
 
 @dataclass(eq=False, slots=True)
@@ -156,7 +157,7 @@ def verify_shard(shard: Shard, report: Callable[[int], None] = lambda num_bytes:
 def damaged_file(path, recorded, actual) -> str:
     if len(actual) != len(recorded):
         return f"{path}: {len(actual)} blocks of {BLOCK} bytes, but its sidecar has the checksums of {len(recorded)}"
-    differ = np.flatnonzero(recorded != actual)
+    differ = np.flatnonzero(np.not_equal(recorded, actual))
     if not len(differ):
         return f"{path}: its SHA-256 is not that of the sidecar, though the CRC-32 of every block is"
     more = f"; {len(differ) - 1} more blocks are damaged" if len(differ) > 1 else ""

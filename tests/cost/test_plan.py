@@ -237,7 +237,7 @@ def test_the_tool_says_what_is_wrong_in_one_line():
     command = [sys.executable, str(ROOT / "tools/plan.py"), "--gpus", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert done.returncode == 2
-    assert done.stderr == "plan: --gpus 0: must be above 0\n"
+    assert done.stderr == "plan: --gpus 0: must be 1 or above\n"
 
 
 def test_layouts_of_continued_training_are_accepted_at_full_size():

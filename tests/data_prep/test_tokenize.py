@@ -89,9 +89,9 @@ def test_every_mistake_of_usage_is_one_clear_line_and_exit_code_2(model, tmp_pat
         ({"--recognize": tmp_path / "absent"}, "is no directory"),
         ({"--only": "pile"}, "give that too"),
         ({"--output": tmp_path / "a.txt" / "out"}, "cannot be written"),
-        ({"--workers": "0"}, "--workers: '0': must be at least 1"),
-        ({"--unit-size": "many"}, "--unit-size: 'many': write a whole number"),
-        ({"--max-bad-fraction": "2"}, "--max-bad-fraction: '2': must be between 0 and 1"),
+        ({"--workers": "0"}, "--workers 0: must be 1 or above"),
+        ({"--unit-size": "many"}, "--unit-size many: write a whole number"),
+        ({"--max-bad-fraction": "2"}, "--max-bad-fraction 2: must be between 0 and 1"),
         ({"--unknown": "1"}, "--unknown"),
     ]
     for change, words in mistakes:

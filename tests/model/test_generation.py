@@ -249,7 +249,7 @@ def test_what_cannot_be_generated_is_said(run, tmp_path, monkeypatch, capsys):
         (("--model", tmp_path / "no", "--prompt", "a"), "no such directory"),
         (("--model", run, "--prompt", "a", "--max-new-tokens", 500), "500 new ones; the model was trained on 32"),
         (("--model", run, "--prompt", ""), "has no token"),
-        (("--model", run, "--prompt", "a", "--top-p", 0), "--top-p above 0"),
+        (("--model", run, "--prompt", "a", "--top-p", 0), "--top-p 0: must be above 0"),
         (loops, "--attention-backend loops: needs a CPU, and --device is cuda; choose auto"),
         (triton, "--attention-backend triton: needs a CUDA GPU, and --device is cpu; choose auto"),
     ]:

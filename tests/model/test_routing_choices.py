@@ -169,7 +169,7 @@ def test_a_bias_follows_the_loads_of_whole_steps_and_an_export_selects_by_it(dat
         name = f"model.layers.{layer}.self_attn.router.bias_steps"
         assert state(tmp_path / "run", 3)[f"master/{name}"].tolist() == expected
         assert exported[name].dtype == torch.int32 and exported[name].tolist() == expected
-    import_hf.run(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")])
+    assert import_hf.main(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 0
     assert parameters(tmp_path / "in")[name].tolist() == expected
 
 
@@ -273,7 +273,7 @@ def test_an_export_has_the_keys_its_card_the_words_and_an_import_the_model(tmp_p
     assert "| routing | released, whole key/value groups of 2, top-p 0.6 |" in card
     assert "| layer | shared groups | routed groups per token |" in card
     assert "| 0 | 1 | at most 1 of 1 | 50.0% | 40.0% | 60.0% |" in card
-    import_hf.run(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")])
+    assert import_hf.main(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 0
     assert Config.load(find_step(tmp_path / "in") / "config.json").model == model
 
 
@@ -289,6 +289,6 @@ def exporter(monkeypatch):
     """tools/export_hf.py in this process."""
     def call(checkpoint, output, *more):
         arguments = ["--checkpoint", str(checkpoint), "--output", str(output), *more]
-        export_hf.export(arguments)
+        assert export_hf.main(arguments) == 0
 
     return call

@@ -6,7 +6,6 @@ import json
 import pickle
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +57,7 @@ def tool(monkeypatch, capsys):
     monkeypatch.setattr(read, "CHUNK", 997)
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["checkpoint.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            checkpoint.main()
-        return stop.value.code, *capsys.readouterr()
+        return checkpoint.main(list(map(str, arguments))), *capsys.readouterr()
 
     return call
 
@@ -530,10 +526,10 @@ def test_nothing_that_is_read_is_unpickled_and_no_damage_ends_in_a_traceback(too
     "arguments, named",
     [
         ((), "COMMAND"),
-        (("lst", "."), "choose from"),
+        (("lst", "."), "choose one of"),
         (("list", "/nowhere"), "/nowhere: no run directory"),
         (("verify", "/nowhere"), "/nowhere: no checkpoint here"),
-        (("diff", "."), "required: B"),
+        (("diff", "."), "B: must be given"),
         (("consolidate", ".", "x.safetensors", "--dtype", "int8"), "int8"),
     ],
 )

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,9 @@ pytest.importorskip("accelerate")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_prep.encoding import Tokenizer
-from moh_lm import pretrain
 from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
+from moh_lm.run import program
 from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
 from tests.tools.test_export import PAPER, make_weights, write_checkpoint
@@ -29,6 +28,9 @@ from tools import evaluate, evaluate_prepare, export_hf, head_report
 from tools.heads.task_text import task_domains
 from tools.hf import export_check
 from tools.tasks import suites
+from tools.tasks.rows import task_manager
+from tools.work import evaluate as evaluate_work
+from tools.work import evaluate_prepare as prepare_work
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 WORDS = "the model of a text head token layer attends to words and numbers in data trained with care 7 12".split()
@@ -106,13 +108,7 @@ def programs():
 
 def call(program, *arguments):
     """The exit code of a program that runs in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [program.__name__, *map(str, arguments)])
-        try:
-            program.main()
-        except SystemExit as stop:
-            return stop.code
-    return 0
+    return program.main(list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +135,7 @@ def requests(programs, data, suite, names, shots, scratch):
     """{task: (task object of the harness, its requests)} on local rows."""
     tasks = suites
     columns = {entry.task for entry in tasks.SUITES[suite] if set(entry.tasks) & set(names)}
-    manager = tasks.task_manager(tasks.entries_of(suite, columns), data, scratch)
+    manager = task_manager(tasks.entries_of(suite, columns), data, scratch)
     found = {}
     for name, task in manager.load(names)["tasks"].items():
         task.set_config("num_fewshot", shots)
@@ -165,7 +161,7 @@ def test_scores_of_the_harness_and_the_table_are_those_of_the_trainers_model(
 ):
     original = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     trainer, truthful = make_weights(PAPER), {}
-    loaded = programs["evaluate"].HFLM(
+    loaded = evaluate_work.HFLM(
         pretrained=str(model), trust_remote_code=True, dtype="float32", device="cpu", batch_size=8
     )
     for name, (task, instances) in requests(programs, data, "llm6", LLM6, 0, tmp_path).items():
@@ -208,7 +204,7 @@ def test_arc_easy_of_the_table_of_the_appendix_is_scored_as_by_the_harness_itsel
     given = ["--suite", "llama14e", "--tasks", "arc_easy", "--data", data, "--dtype", "float32", "--device", "cpu"]
     assert call(programs["evaluate"], "--model", model, *given, "--output", output) == 0
     (row,) = json.loads(output.read_text())["tasks"]
-    loaded = programs["evaluate"].HFLM(
+    loaded = evaluate_work.HFLM(
         pretrained=str(model), trust_remote_code=True, dtype="float32", device="cpu", batch_size=1
     )
     task, instances = requests(programs, data, "llama14e", ["arc_easy"], 0, tmp_path)["arc_easy"]
@@ -244,17 +240,17 @@ def test_the_questions_of_a_run_with_examples_are_those_that_the_harness_asks(
 ):
     asked = []
 
-    class Recorder(programs["evaluate"].HFLM):
+    class Recorder(evaluate_work.HFLM):
         def loglikelihood(self, requests, **_):
             asked.extend((request.doc_id, *request.args) for request in requests)
             return [(0.0, False) for _ in requests]
 
-    monkeypatch.setattr(programs["evaluate"], "HFLM", Recorder)
+    monkeypatch.setattr(evaluate_work, "HFLM", Recorder)
     prepare, path = evaluate_prepare, tmp_path / "tasks.jsonl"
     given = ["--suite", "llama14", "--tasks", "arc_challenge", "--data", data]
     assert call(programs["evaluate"], "--model", model, "--device", "cpu", *given) == 0
     assert call(prepare, "--tokenizer", tokenizer, "--output", path, *given) == 0
-    encode = prepare.encoder(tokenizer)
+    encode = prepare_work.encoder(tokenizer)
     expected = {}
     for doc_id, context, continuation in asked:
         expected.setdefault(doc_id, []).append(list(encode(context, continuation)))
@@ -266,11 +262,10 @@ def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, 
     other = {**result, "model": "somewhere/other", "average": 12.34, "max_length": 256}
     for name, content in (("one", result), ("two", other)):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    program = programs["evaluate"]
-    given = program.parse_arguments(
+    given = evaluate.parse_arguments(
         ["--model", str(model), "--suite", "llm6", "--compare", str(tmp_path / "one.json"), str(tmp_path / "two.json")]
     )
-    program.print_table([program.result_in(path, given) for path in given.compare], given)
+    evaluate_work.print_table([evaluate_work.result_in(path, given) for path in given.compare], given)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["model", *(row["column"] for row in result["tasks"]), "Average"]
     assert lines[1].split()[0] == str(model) and lines[3].split()[0] == "somewhere/other"
@@ -308,13 +303,13 @@ def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_
     cases = [
         (["--model", tmp_path / "bare", "--suite", "llm6"], ["bare: has no tokenizer.json"]),
         (["--model", tmp_path, "--suite", "llm6"], ["has no config.json"]),
-        ([*good, "--limit", "0", "--batch-size", "few"], ["--batch-size few: write", "--limit 0: must be at least 1"]),
+        ([*good, "--limit", "0", "--batch-size", "few"], ["--limit 0: must be 1 or above", "--batch-size few: write"]),
         ([*good, "--batch-size", "0"], ["--batch-size 0: write a number from 1 on"]),
         ([*good, "--batch-size", "autofoo"], ["--batch-size autofoo: write a number from 1 on"]),
         ([*good, "--tasks", "mmlu", "--compare", model], ["mmlu: is not in llm6"]),  # before a model is evaluated
         ([*good, "--data", data, "--tasks", "mmlu"], ["mmlu: is not in llm6"]),
         ([*good, "--data", tmp_path, "--tasks", "sciq", "piqa"], ["line 1 has no support, correct", "piqa/validation"]),
-        ([*good, "--compare", tmp_path], ["is neither a model nor"]),
+        ([*good, "--compare", tmp_path], [f"--compare {tmp_path}: has no config.json"]),
         ([*good, "--output", tmp_path / "absent/a.json"], ["there is no directory"]),
         (["--model", model, "--suite", "llama14", "--data", data, "--tasks", "boolq"], ["validation", "boolq/train"]),
     ]
@@ -428,7 +423,7 @@ def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_d
     for changes, message in cases:
         config, _ = parse_config([*flags, *changes, "--checkpoint-dir", str(tmp_path)])
         with pytest.raises(ConfigError, match=message):
-            pretrain.open_dataset(config, [], False)
+            program.open_dataset(config, [], False)
 
 
 def test_the_prompts_of_tasks_are_the_domains_of_a_head_report(model, data, tmp_path):
@@ -440,7 +435,7 @@ def test_the_prompts_of_tasks_are_the_domains_of_a_head_report(model, data, tmp_
     assert [(domain["name"], domain["tokens"]) for domain in report["domains"]] == [("SciQ", 64), ("WinoGrande", 64)]
     assert report["load"].keys() == {"SciQ", "WinoGrande"} and len(report["similarity"]) == 2
     with pytest.raises(ConfigError, match="one of --data and --suite"):
-        head_report.run(arguments[5:])
+        head_report.parse_arguments(arguments[5:])
 
 
 def test_the_text_of_a_task_is_its_prompts_in_order(model, data, tokenizer):

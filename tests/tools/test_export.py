@@ -23,8 +23,9 @@ from moh_lm.model.transformer import CausalLM
 from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer
-from tools import export_hf
+from tools import export_hf as command
 from tools.hf import export_check
+from tools.work import export_hf
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 STEP, SEQUENCES = 7, 70
@@ -123,13 +124,7 @@ def run(tokenizer, tmp_path_factory):
 def export(monkeypatch, capsys):
     """A function that runs the program in this process: arguments -> (exit code, stdout, stderr)."""
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["export_hf.py", *map(str, arguments)])
-        try:
-            export_hf.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+        return command.main(list(map(str, arguments))), *capsys.readouterr()
 
     return call
 
@@ -483,8 +478,8 @@ def test_wrong_arguments_are_one_line_each_and_write_nothing(run, tmp_path, expo
         (["--checkpoint", run, "--output", tmp_path / "mine", "--overwrite"], ["is not empty and no export"]),
         (["--checkpoint", run, "--output", tmp_path / "file"], ["is no readable directory"]),
         (["--checkpoint", run, "--output", tmp_path / "file" / "hf"], ["cannot be written"]),
-        ([*good, "--dtype", "int8"], ["'int8' (choose from"]),
-        ([*good, "--max-shard-size", "5"], ["5: write a size such as"]),
+        ([*good, "--dtype", "int8"], ["--dtype int8: choose one of float32"]),
+        ([*good, "--max-shard-size", "5"], ["--max-shard-size 5: write a size such as"]),
         ([*good, "--bogus"], ["--bogus"]),
         (["--checkpoint", run], ["--output"]),
     ]

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.distributed import run_ranks
 from tests.tokenizing import json_lines, train_model
 from tests.tools.test_export import PAPER, write_checkpoint
 from tools import head_report
+from tools.work import head_report as report
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 NAMES = ("ablation", "findings", "importance", "measures", "page", "text")
@@ -28,7 +30,7 @@ NAMES = ("ablation", "findings", "importance", "measures", "page", "text")
 @pytest.fixture(scope="module")
 def tools():
     """The program and the modules of tools/heads/."""
-    return {name: importlib.import_module(f"tools.heads.{name}") for name in NAMES} | {"report": head_report}
+    return {name: importlib.import_module(f"tools.heads.{name}") for name in NAMES} | {"report": report}
 
 
 def domain(tools, name, windows):
@@ -518,7 +520,7 @@ def run(tokenizer, tmp_path_factory):
 
 
 def call(tools, capsys, *arguments):
-    code = tools["report"].main(list(map(str, arguments)))
+    code = head_report.main(list(map(str, arguments)))
     return code, *capsys.readouterr()
 
 
@@ -553,7 +555,7 @@ def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys
 
 @pytest.mark.parametrize("name", ["static", "dense, tied"])
 def test_models_without_a_router_are_told_by_attention_and_importance(tools, name, texts):
-    arguments = tools["report"].parse_arguments(["--model", "m", "--data", "d=x", "--output", "o"])
+    arguments = head_report.parse_arguments(["--model", "m", "--data", "d=x", "--output", "o"])
     tokenizer = type("Tokenizer", (), {"eos_id": 0})
     report, pictures = tools["report"].report_of(arguments, random_model(name), tokenizer, texts)
     page = tools["page"].page(report, pictures, lambda ids: " ".join(map(str, ids)))
@@ -567,7 +569,7 @@ def test_models_without_a_router_are_told_by_attention_and_importance(tools, nam
 
 def test_one_domain_has_loads_and_no_comparison(tools, planted):
     domains, model, _ = planted
-    arguments = tools["report"].parse_arguments(["--model", "m", "--data", "d=x", "--output", "o"])
+    arguments = head_report.parse_arguments(["--model", "m", "--data", "d=x", "--output", "o"])
     tokenizer = type("Tokenizer", (), {"eos_id": 0})
     report, pictures = tools["report"].report_of(arguments, model, tokenizer, domains[:1])
     page = tools["page"].page(report, pictures, lambda ids: " ".join(map(str, ids)))
@@ -583,9 +585,11 @@ def test_what_has_to_be_mended_is_said(tools, capsys, run, corpus, tmp_path, mon
     ]:
         code, _, err = call(tools, capsys, *flags, *more)
         assert code == 2 and words in err and err.startswith("head_report: ")
-    monkeypatch.setattr(head_report, "head_map", None)
+    for module in ("tools.work.head_report", "tools.heads.pictures"):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # so that its import fails
     code, _, err = call(tools, capsys, *flags)
-    assert code == 2 and "pip install matplotlib" in err
+    assert code == 2 and "pip install -e '.[plot]'" in err
 
 
 def test_a_report_that_cannot_be_written_is_one_line(tools, capsys, run, corpus, tmp_path, monkeypatch):

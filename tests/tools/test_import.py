@@ -74,13 +74,7 @@ def tool(monkeypatch, capsys):
 
     def call(name, *arguments):
         program = importlib.import_module(f"tools.{name}")
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
-        try:
-            program.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
+        return program.main(list(map(str, arguments))), *capsys.readouterr()
 
     return call
 
@@ -616,7 +610,7 @@ def flags(data_dir, directory, *more):
 def straight(llama, data_dir, tmp_path_factory):
     """A run from an import, never stopped; the model is nowhere in its flags."""
     directory = tmp_path_factory.mktemp("straight")
-    import_hf.run(["--model", str(llama[0]), "--output", str(directory), *MIXTURE])
+    assert import_hf.main(["--model", str(llama[0]), "--output", str(directory), *MIXTURE]) == 0
     shutil.copytree(directory, directory.with_name("pristine"))
     run_ranks(run, 1, flags(data_dir, directory))
     return directory

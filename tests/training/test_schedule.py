@@ -73,7 +73,7 @@ def test_a_branch_is_the_run_that_was_to_end_there(data_dir, tmp_path, capsys):
         ("wsd", 7, 2, "branch", "--at 7: the rate of the run is stable from step 2 to 6"),
         ("wsd", 5, 2, "branch", "checkpoints has no such step; it has 1, 4, 6, 7"),
         ("wsd", 6, 2, "branch", "--at 6: the run had decayed at step 5; give a step before that"),
-        ("wsd", 4, 0, "branch", "--decay-iters 0: must be at least 1"),
+        ("wsd", 4, 0, "branch", "--decay-iters 0: must be 1 or above"),
         ("wsd", 4, 2, "checkpoints/branch", "checkpoints/branch: lies among the checkpoints of RUN"),
         ("wsd", 4, 2, "checkpoints", "checkpoints: lies among the checkpoints of RUN"),
         ("cosine", 4, 2, "branch", "was trained with --schedule cosine; only wsd has branches"),

@@ -18,7 +18,7 @@ from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.config import Config
 from moh_lm.flags import parse_config
 from moh_lm.monitor.log import RunLog
-from moh_lm.run import launch
+from moh_lm.run import launch, program
 from moh_lm.run.directory import make_run_directory
 from moh_lm.run.launch import start_process_group
 from moh_lm.training.engine import Engine
@@ -54,7 +54,7 @@ def run(flags, stop_after=None):
     config, _ = parse_config(flags)
     make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
-        return pretrain.train(config, pretrain.open_dataset(config, [], False), start_process_group(900))
+        return program.train(config, program.open_dataset(config, [], False), start_process_group(900))
 
 
 def rows(directory):

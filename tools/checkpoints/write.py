@@ -16,7 +16,6 @@ from moh_lm.run.directory import lock_run_directory
 from moh_lm.training.optimizer import MOMENTS
 from tools.checkpoints.read import Step, find_damage, locate, progress
 
-WRITABLE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HEADER_BYTES = 1 << 20  # room for what is written besides the tensors, generously
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tools.generate import UNFINISHED
 from tools.heads import ablation, findings, measures
+from tools.work.generate import UNFINISHED
 
 NEWLINE = "\N{DOWNWARDS ARROW WITH TIP LEFTWARDS}"
 MOST_PLACES = 48  # heads of a class that are listed

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from tools.heads.text import Domain, windows_of
-from tools.tasks.suites import SEED, entries_of, load_tasks, task_manager
+from tools.tasks.rows import load_tasks, task_manager
+from tools.tasks.suites import SEED, entries_of
 
 SHORT = 8  # tokens of a prompt at least, by which the number of questions that are read is limited
 

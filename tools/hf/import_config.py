@@ -46,6 +46,13 @@ def read_config(directory):
     return values
 
 
+def refuse_run(flag, directory):
+    """Raise ConfigError if ``directory`` is a run or a step of one, where a model in Hugging Face form is wanted."""
+    if (directory / "checkpoints").is_dir() or (directory / "manifest.json").is_file():
+        export = f"python tools/export_hf.py --checkpoint {directory} --output DIR"
+        raise ConfigError([f"{flag} {directory}: is a run, not an export; export it first: {export}"])
+
+
 def model_config(values, heads=None, code_is_known=False):
     """The ModelConfig that config.json's ``values`` describe. heads: a HeadsConfig instead of that of the file.
 
@@ -89,7 +96,7 @@ def own_heads(values):
     if values["model_type"] != "moh_llama":
         return HeadsConfig(head_selection="all")
     given = {entry.field: values[entry.key] for entry in HEADS if entry.key in values}
-    if values["head_selection"] == "all":  # every head counts as shared there
+    if values.get("head_selection") == "all":  # every head counts as shared there
         given = {"head_selection": "all"}
     choices = {entry.name: entry.metadata["choices"] for entry in fields(HeadsConfig) if "choices" in entry.metadata}
     wrong = [f"{key} {given[key]!r}: choose one of {', '.join(choices[key])}" for key in choices.keys() & given.keys()

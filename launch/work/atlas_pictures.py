@@ -5,8 +5,8 @@ table: {size: {variant: {seed: run}}} of launch/atlas_report.py; forms keep thei
 
 from statistics import mean
 
-from launch.ablation_report import draw_curves, finish, pyplot
 from launch.atlas_forms import VARIANTS
+from launch.work.ablation_report import draw_curves, finish, pyplot
 
 HEAD_FIGURES = {  # of the rows of metrics.jsonl, as docs/monitoring.md defines them
     "entropy": "entropy of the load, 1 = all alike",

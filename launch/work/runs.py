@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.ablation_report import final_evaluation
+from launch.work.ablation_report import final_evaluation
+from moh_lm.config import ConfigError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
 
 
@@ -33,30 +34,12 @@ class Run(NamedTuple):
         return bool(final_evaluation(self.directory, self.iterations))
 
 
-def add_flags(parser, variants):
-    """The flags of every table of runs."""
-    add, tables = parser.add_argument, sorted({variant.table for variant in variants} - {""})
-    names, usual = [variant.name for variant in variants], [variant.name for variant in variants if not variant.table]
-    add("out", type=lambda text: Path(text).resolve(), help="directory for runs and report")
-    add("--data-dir", type=lambda text: Path(text).resolve(), required=True, help="written by data_prep/tokenize.py")
-    words = f"by name{', or all of ' if tables else ''}{', '.join(tables)} (default: {usual[0]} to {usual[-1]})"
-    add("--variants", nargs="+", metavar="NAME", default=usual, choices=names + tables, help=words)
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and order of samples (default: 1 2 3)")
-    add("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    add("--ranks", type=int, default=1, help="processes of each run, one per GPU (default: 1)")
-
-
-def refuse(problem):
-    """End the program: the arguments have to be mended."""
-    print(problem, file=sys.stderr)
-    sys.exit(2)
-
-
 def check_flags(runs):
-    """End the program if one of ``runs`` was begun with other flags than those wanted now."""
+    """Raise ConfigError if one of ``runs`` was begun with other flags than those wanted now."""
     for run in runs:
         if run.log.exists() and run.log.read_text(encoding="utf-8").splitlines()[:1] != [" ".join(run.arguments)]:
-            refuse(f"{run.log}: its run has other flags, which stand in its first line; choose another OUT")
+            advice = "which stand in its first line; choose another OUT"
+            raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
 
 
 def train_all(next_run, jobs, ranks=1):

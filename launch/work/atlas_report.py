@@ -1,0 +1,199 @@
+"""The work of launch/atlas_report.py: reads the runs of an atlas, and says what they tell."""
+
+import math
+from itertools import pairwise
+from statistics import mean
+
+from launch.atlas_forms import SIZES, TUNING_SEED, VARIANTS
+from launch.work import ablation_report as runs_report
+from launch.work.ablation_report import differences, final_loss, flops, interval, read_run, table
+from launch.work.atlas_pictures import draw
+from moh_lm.cost.memory import parameter_counts
+
+# 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
+STUDENT_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
+DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
+FAILURES = OSError
+
+
+def run(arguments):
+    write(arguments.out)
+
+
+def write(out):
+    """Write OUT/REPORT.md and its pictures."""
+    found = read_runs(out / "runs")
+    sizes = {size: compared(variants) for size, variants in found.items()}
+    sizes = {size: variants for size, variants in sizes.items() if variants}
+    text = markdown(sizes, tuning_losses(found.get(SIZES[0].name, {})))
+    (out / "REPORT.md").write_text(text, encoding="utf-8")
+    print(text)
+    draw(out, sizes, {size: multipliers(variants) for size, variants in sizes.items()})
+
+
+def read_runs(directory):
+    """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the atlas."""
+    found = {}
+    for size in SIZES:
+        for variant in VARIANTS:
+            for path in sorted((directory / size.name / variant.name).glob("rate-*-seed-*/config.json")):
+                run, (factor, seed) = read_run(path.parent), path.parent.name.removeprefix("rate-").split("-seed-")
+                if run:
+                    factors = found.setdefault(size.name, {}).setdefault(variant.name, {})
+                    factors.setdefault(float(factor), {})[int(seed)] = run
+    return found
+
+
+def compared(variants):
+    """{variant: {seed: run}} of the seeds that are compared, at the factor that has most of them."""
+    found = {}
+    for name, factors in variants.items():
+        seeds = [{seed: run for seed, run in runs.items() if seed != TUNING_SEED} for runs in factors.values()]
+        found[name] = max(seeds, key=len)
+    return {name: dict(sorted(seeds.items())) for name, seeds in found.items() if seeds}
+
+
+def tuning_losses(variants):
+    """{variant: {factor: final loss}} of the seed that tunes."""
+    found = {
+        name: {factor: final_loss(runs[TUNING_SEED]) for factor, runs in sorted(factors.items()) if TUNING_SEED in runs}
+        for name, factors in variants.items()
+    }
+    return {name: losses for name, losses in found.items() if losses}
+
+
+def tokens_of(run):
+    return run["config"].run.train_iters * run["config"].run.tokens_per_iteration
+
+
+def tokens_of_dense(points, loss):
+    """(T at which the dense model ends at ``loss``, whether it lies between the points); None if they tell nothing.
+
+    points: {T: loss} of dense runs, at least two, lower with more tokens. Linear in ln T between neighbours, and
+    beyond the first and the last two.
+    """
+    ordered = sorted(points.items())
+    if len(ordered) < 2 or any(more >= less for (_, less), (_, more) in pairwise(ordered)):
+        return None
+    for (tokens, left), (next_tokens, right) in pairwise(ordered):  # noqa: B007 (the last stays, if none is left)
+        if loss >= right:
+            break
+    place = (left - loss) / (left - right)
+    return tokens * (next_tokens / tokens) ** place, ordered[-1][1] <= loss <= ordered[0][1]
+
+
+def multipliers(variants):
+    """{variant: (multiplier in tokens, low, high of its 90% interval, whether every seed lies between dense runs)}."""
+    dense = [variants.get(name, {}) for name in LENGTHS]
+    found = {}
+    for name, runs in variants.items():
+        if name in LENGTHS:
+            continue
+        told = []
+        for seed, run in runs.items():
+            points = {tokens_of(of[seed]): final_loss(of[seed]) for of in dense if seed in of}
+            told.append(tokens_of_dense(points, final_loss(run)))
+        logs = [math.log(told_[0] / tokens_of(run)) for told_, run in zip(told, runs.values(), strict=True) if told_]
+        if logs:
+            center, width = interval(logs, STUDENT_90)
+            bounds = (math.exp(center + side) if width < math.inf else None for side in (-width, width))
+            found[name] = (math.exp(center), *bounds, all(told_[1] for told_ in told if told_))
+    return found
+
+
+def markdown(sizes, tuned):
+    """The whole report. sizes: {size: {variant: {seed: run}}}. tuned: of ``tuning_losses``."""
+    lines = ["# Atlas", "", *(summary(sizes) if sizes else ["Nothing is compared yet."]), ""]
+    for size, variants in sizes.items():
+        lines += [*size_section(size, variants), ""]
+    lines += [
+        "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. To dense, to static:",
+        "mean of the differences seed by seed with its 90% interval of Student's distribution, to all heads and to as",
+        "many heads that are always the same. Seeds are all that it takes into account: not another corpus, size or",
+        "length of training. Of ten comparisons where nothing differs, one is told apart by chance; one seed tells",
+        "nothing apart. Tokens x: tokens with which the dense model ends at this loss, over the tokens of the run,",
+        "with its 90% interval; *: a seed lies beyond the dense runs of half and twice the tokens. FLOPs x: the same",
+        "in FLOPs of training, with the heads that tokens use.",
+        "",
+        *tuning_section(tuned),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def summary(sizes):
+    """Of each form and size, the difference to dense and the multiplier in tokens."""
+    factors, rows = {size: multipliers(variants) for size, variants in sizes.items()}, []
+    for name in dict.fromkeys(name for variants in sizes.values() for name in variants if name not in LENGTHS):
+        rows.append([name])
+        for size, variants in sizes.items():
+            rows[-1].append(difference(variants.get(name, {}), variants.get(DENSE, {})))
+            rows[-1].append(shown(factors[size][name], 1) if name in factors[size] else "")
+    return table(["", *(title for size in sizes for title in (f"{size}: to dense", "tokens x"))], rows)
+
+
+def size_section(size, variants):
+    first = next(iter(next(iter(variants.values())).values()))
+    model, dense = first["config"].model, variants.get(DENSE, {})
+    found, whole = multipliers(variants), [flops(run) for run in dense.values()][:1]
+
+    def outside(name, runs):
+        counts = parameter_counts(runs[0]["config"].model)
+        return f"{counts['total'] - counts['embedding']:,}"
+
+    def in_flops(name, runs):
+        return shown(found[name], whole[0] / mean(map(flops, runs))) if name in found and whole else ""
+
+    before = {
+        "peak rate": lambda name, runs: f"{runs[0]['config'].optimizer.learning_rate:g}",
+        "parameters outside the embeddings": outside,
+        "tokens": lambda name, runs: f"{tokens_of(runs[0]) / 1e6:.1f}M",
+    }
+    after = {
+        "to dense": lambda name, runs: difference(variants[name], dense) if name not in LENGTHS else "",
+        "to static": lambda name, runs: difference(variants[name], static_of(variants, name)),
+        "tokens x": lambda name, runs: shown(found[name], 1) if name in found else "",
+        "FLOPs x": in_flops,
+    }
+    yield (
+        f"## Size {size}: {model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads of "
+        f"{model.head_dim}, {sum(map(len, variants.values()))} runs"
+    )
+    yield ""
+    yield from runs_report.results_table(variants, DENSE, before, after)
+
+
+def static_of(variants, name):
+    """The runs with the same number of heads, which are always the same; none of static itself and of all heads."""
+    form, _, share = name.partition("-")
+    return variants.get(f"static-{share}", {}) if form != "static" else {}
+
+
+def difference(runs, against):
+    """The difference of the losses seed by seed, in words; empty if no seed is in both."""
+    found = differences(runs, against)
+    return ", ".join(runs_report.told_apart(found, STUDENT_90)) if found else ""
+
+
+def shown(found, factor):
+    """A multiplier times ``factor``, with its interval."""
+    center, low, high, inside = found
+    limits = "" if low is None else f" [{low * factor:.2f}, {high * factor:.2f}]"
+    return f"{center * factor:.2f}{limits}" + ("" if inside else "*")
+
+
+def tuning_section(tuned):
+    """Of each form, the final loss at every factor of the learning rate that was tried; the best in bold."""
+    if not tuned:
+        return
+    size, factors = SIZES[0], sorted({factor for losses in tuned.values() for factor in losses})
+    yield f"## Learning rates: size {size.name}, seed {TUNING_SEED}"
+    yield ""
+    rows = []
+    for name, losses in tuned.items():
+        cells = {factor: f"{losses[factor]:.4f}" if factor in losses else "" for factor in factors}
+        best = min(losses, key=losses.get)
+        cells[best] = f"**{cells[best]}**"
+        rows.append([name, *cells.values()])
+    yield from table(["", *(f"{factor * size.rate:g}" for factor in factors)], rows)
+    yield ""
+    yield "The best factor of a form is used at every size, times the size's own rate, and with every other seed."

@@ -1,0 +1,93 @@
+"""The work of launch/quickstart_recovery.py: losses of both runs, the shares regained, the curve."""
+
+import csv
+
+from launch.work.ablation_report import metrics, pyplot
+from moh_lm.config import Config, ConfigError
+
+FAILURES = OSError
+
+
+def run(arguments):
+    mixture, control = evaluations(arguments.mixture), evaluations(arguments.control)
+    if 0 not in mixture:
+        raise ConfigError([f"--mixture {arguments.mixture}: was not evaluated before its first step; give another run"])
+    if mixture.keys() != control.keys() or mixture[0].keys() != control[0].keys():
+        raise ConfigError(["--control: was not evaluated at the same steps on the same sources as --mixture"])
+    tokens = Config.load(arguments.mixture / "config.json").run.batch_tokens
+    rows = [row(step * tokens, mixture[0], control[0], mixture[step], control[step]) for step in sorted(mixture)]
+    print_table(rows, list(mixture[0]))
+    if arguments.output:
+        write_table(arguments.output.with_suffix(".csv"), rows)
+        if pyplot is None:
+            print("no picture: matplotlib is not installed")
+        else:
+            draw(arguments.output.with_suffix(".png"), rows, list(mixture[0]))
+
+
+def evaluations(run):
+    """{step: {source, and "mean": validation loss}} of a run."""
+    rows = [row for row in metrics(run) if "evaluation" in row]
+    return {row["step"]: {"mean": row["evaluation_mean"], **row["evaluation"]} for row in rows}
+
+
+def row(tokens, mixture_0, control_0, mixture, control):
+    """The figures after ``tokens`` tokens: losses and shares, each of the mean and of every source."""
+    found = {"tokens": tokens}
+    for name in mixture:
+        regained = mixture_0[name] - mixture[name]
+        found[f"loss/{name}"] = mixture[name]
+        found[f"control/{name}"] = control[name]
+        found[f"recovered/{name}"] = share(regained, mixture_0[name] - control_0[name])
+        found[f"against_control/{name}"] = share(regained, mixture_0[name] - control[name])
+    return found
+
+
+def share(regained, lost):
+    """A share of what was lost; nothing was lost if the mixture begins as good as the dense model."""
+    return regained / lost if lost > 0 else float("nan")
+
+
+def print_table(rows, names):
+    sources = [name for name in names if name != "mean"]
+    first = rows[0]
+    print("validation loss per token     " + "".join(f"{name:>12}" for name in names))
+    for title, kind, figures in (
+        ("dense, end of stage 1", "control", first),
+        ("mixture before training", "loss", first),
+        ("mixture after training", "loss", rows[-1]),
+        ("dense, trained as long", "control", rows[-1]),
+    ):
+        print(f"{title:<30}" + "".join(f"{figures[f'{kind}/{name}']:>12.4f}" for name in names))
+    print()
+    print(f"{'tokens':>10}{'loss':>9}{'dense':>9}{'recovered':>11}{'against control':>17}  recovered of each source")
+    for figures in rows:
+        each = "  ".join(f"{name} {figures[f'recovered/{name}']:7.1%}" for name in sources)
+        print(
+            f"{figures['tokens']:>10,}{figures['loss/mean']:>9.4f}{figures['control/mean']:>9.4f}"
+            f"{figures['recovered/mean']:>11.1%}{figures['against_control/mean']:>17.1%}  {each}"
+        )
+
+
+def write_table(path, rows):
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"wrote {path}")
+
+
+def draw(path, rows, names):
+    """The curves of ``recovered``: thick for the mean, thin for each source; dashed against the control."""
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    tokens = [row["tokens"] / 1e6 for row in rows]
+    for name in names:
+        style = dict(linewidth=2.5, color="black") if name == "mean" else dict(linewidth=1)
+        axes.plot(tokens, [100 * row[f"recovered/{name}"] for row in rows], label=name, **style)
+    strict = [100 * row["against_control/mean"] for row in rows]
+    axes.plot(tokens, strict, "--", color="black", label="mean, against control")
+    axes.axhline(100, color="gray", linewidth=0.8)
+    axes.set(xlabel="tokens of stage 2 (millions)", ylabel="share of the dense model's quality regained (%)")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")

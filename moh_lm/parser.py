@@ -1,0 +1,95 @@
+"""How every command reads its arguments: by argparse, but each mistake is one line, with the value and the remedy."""
+
+import argparse
+import difflib
+import re
+from itertools import pairwise
+
+from moh_lm.config import ConfigError
+from moh_lm.quantities import integer, real
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of argparse that raises ConfigError: a line with the flag, its value, what is allowed and the remedy."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings, allow_abbrev=False)
+        self.problems = []
+        self.register("type", int, integer)
+        self.register("type", float, real)
+
+    def parse_args(self, texts):
+        arguments, unknown = self.parse_known_args(texts)
+        if problems := self.all_problems(unknown):
+            raise ConfigError(problems)
+        return arguments
+
+    def all_problems(self, unknown=()):
+        """Sentences for values that cannot be read and for ``unknown`` arguments."""
+        parsers = [self, *(parser for action in self._actions for parser in commands(action))]
+        shown = [name for parser in parsers for name, action in parser._option_string_actions.items()
+                 if action.help != argparse.SUPPRESS and action.dest != "help"]  # fmt: skip
+        return [*(problem for parser in parsers for problem in parser.problems), *unknown_arguments(unknown, shown)]
+
+    def parse_known_args(self, texts=None, namespace=None):
+        self.texts = texts
+        return super().parse_known_args(texts, namespace)
+
+    def error(self, message):
+        """argparse's way to say what is missing, or that flags exclude each other."""
+        message = message.removeprefix("argument ").replace("not allowed with argument ", "excludes ")
+        message = re.sub("expected (one|at least one) argument", "needs a value", message)
+        _, required, names = message.partition("the following arguments are required: ")
+        misspelt = [text for text in self.texts if required and difflib.get_close_matches(text, names.split(", "))]
+        if problems := unknown_arguments(misspelt, names.split(", ")):
+            raise ConfigError([*self.all_problems(), *problems])
+        message = f"{names.replace(', ', ' and ')}: must be given" if required else message
+        raise ConfigError([*self.all_problems(), f"{message}; --help says what is allowed"])
+
+    def _get_value(self, action, text):
+        try:
+            return self._registry_get("type", action.type, action.type)(text)
+        except ValueError as error:
+            self.problems.append(f"{argument_name(action)} {text}: {error}")
+            return text
+
+    def _check_value(self, action, value):
+        if action.choices is not None and value not in action.choices:
+            allowed = ", ".join(map(str, action.choices))
+            self.problems.append(f"{argument_name(action)} {value}: choose one of {allowed}")
+            if commands(action):  # the rest of the line is for the command
+                raise ConfigError(self.all_problems())
+
+
+def commands(action):
+    """The parsers of the commands that an action chooses from, if it does."""
+    return action.choices.values() if isinstance(action, argparse._SubParsersAction) else ()
+
+
+def argument_name(action):
+    return action.option_strings[-1] if action.option_strings else action.metavar or action.dest
+
+
+def unknown_arguments(unknown, flags):
+    """Sentences for ``unknown``, arguments that none of the ``flags`` takes; a value is its unknown flag's."""
+    problems = []
+    for before, text in pairwise(["", *unknown]):
+        if text.startswith("--"):
+            name = text.split("=")[0]
+            problems.append(f"flag {name} is unknown: {nearest(name, flags)}")
+        elif not before.startswith("--"):
+            problems.append(f"argument {text!r} belongs to no flag: remove it")
+    return problems
+
+
+def nearest(name, names):
+    """A sentence with what ``name`` may stand for: what it is the beginning or the initials of, or looks like."""
+    found = [known for known in names if known.startswith(name)]
+    found = found or sorted((known for known in names if initials(known).startswith(name.strip("-"))), key=initials)
+    found = found or difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    return f"did you mean {' or '.join(found[:3])}?" if found else "--help lists what there is"
+
+
+def initials(name):
+    """lr of --learning-rate and of learning_rate."""
+    return "".join(word[:1] for word in re.split("[-_]", name.strip("-")))

@@ -1,0 +1,60 @@
+"""tools/hf/hub.py against a stand-in for the hub's client: what is asked of the hub, and what is said if it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from moh_lm.config import ConfigError
+from tools.hf import hub
+
+
+class Api:
+    """The methods of huggingface_hub.HfApi that are called; ``refuses``: the one that fails."""
+
+    calls, refuses = [], ""
+
+    def __getattr__(self, name):
+        def answer(*arguments, **named):
+            self.calls.append((name, arguments, named))
+            if name == self.refuses:
+                raise RuntimeError("401: no\nentry")
+            return {"snapshot_download": "/cache/model", "create_repo": "https://hub/me/moh"}.get(name)
+
+        return answer
+
+
+@pytest.fixture
+def api(monkeypatch):
+    monkeypatch.setattr(Api, "calls", [])
+    monkeypatch.setattr(hub, "HfApi", Api)
+    return Api
+
+
+def test_a_name_is_downloaded_and_a_directory_is_not(api, tmp_path):
+    assert hub.model_directory(tmp_path) == tmp_path and not api.calls
+    assert hub.model_directory(Path("org/some-model")) == Path("/cache/model")
+    assert api.calls == [("snapshot_download", ("org/some-model",), {"allow_patterns": hub.FILES})]
+    assert not any("*.bin" in pattern or "*.py" in pattern for pattern in hub.FILES)  # nothing that can run
+
+
+def test_an_export_is_pushed_to_a_repository_that_may_be_there(api, tmp_path):
+    hub.check_login("me/moh")
+    assert hub.push(tmp_path, "me/moh") == "https://hub/me/moh"
+    assert api.calls == [
+        ("whoami", (), {}),
+        ("create_repo", ("me/moh",), {"exist_ok": True}),
+        ("upload_folder", (), {"repo_id": "me/moh", "folder_path": str(tmp_path)}),
+    ]
+
+
+@pytest.mark.parametrize("refuses, call, error, words", [
+    ("snapshot_download", lambda: hub.model_directory(Path("org/model")), ConfigError, "hf download org/model"),
+    ("whoami", lambda: hub.check_login("me/moh"), ConfigError, "hf auth login"),
+    ("", lambda: hub.check_login("moh"), ConfigError, "--push-to-hub moh: write OWNER/NAME"),
+    ("upload_folder", lambda: hub.push("out", "me/moh"), hub.UploadError, "out is complete, but not on the hub"),
+])  # fmt: skip
+def test_what_the_hub_refuses_is_one_line_with_the_remedy(api, monkeypatch, refuses, call, error, words):
+    monkeypatch.setattr(Api, "refuses", refuses)
+    with pytest.raises(error) as raised:
+        call()
+    assert words in str(raised.value) and "\n" not in str(raised.value)

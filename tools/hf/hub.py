@@ -1,0 +1,64 @@
+"""The Hugging Face hub: a model that is imported by its name, and an export that is published there."""
+
+import re
+import textwrap
+from pathlib import Path
+
+from moh_lm.config import ConfigError
+
+try:
+    from huggingface_hub import HfApi
+except ImportError:  # it comes with transformers
+    HfApi = None
+
+NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+FILES = ["*.json", "*.safetensors", "tokenizer.model", "original/tokenizer.model"]  # of a model that is imported
+
+
+class UploadError(Exception):
+    """An export that is in its directory, but not on the hub."""
+
+
+def model_directory(model: Path) -> Path:
+    """``model`` itself, or where its files are, once downloaded, if it is OWNER/NAME on the hub. Raises ConfigError."""
+    name = str(model)
+    if model.exists():
+        return model
+    given, by_hand = f"--model {name}: there is no such directory", f"hf download {name} --local-dir DIR"
+    if not NAME.fullmatch(name):
+        raise ConfigError([f"{given}; give a model in Hugging Face form, or its OWNER/NAME on the hub"])
+    if HfApi is None:
+        raise ConfigError([f"{given}; to have it from the hub: pip install huggingface_hub, and {by_hand}"])
+    print(f"downloading {name} from the Hugging Face hub", flush=True)
+    try:
+        return Path(HfApi().snapshot_download(name, allow_patterns=FILES))
+    except Exception as error:  # of the client of the hub, or its HTTP library
+        raise ConfigError([f"{given}, and the hub does not give it ({words(error)}); try {by_hand}"]) from error
+
+
+def check_login(name):
+    """Raise ConfigError if nothing can be published as ``name``."""
+    given = f"--push-to-hub {name}"
+    if not NAME.fullmatch(name):
+        raise ConfigError([f"{given}: write OWNER/NAME"])
+    if HfApi is None:
+        raise ConfigError([f"{given}: the package huggingface_hub is not installed: pip install huggingface_hub"])
+    try:
+        HfApi().whoami()
+    except Exception as error:  # of the client of the hub, or its HTTP library
+        raise ConfigError([f"{given}: the hub does not know you ({words(error)}); try hf auth login"]) from error
+
+
+def push(directory, name):
+    """Publish the files of ``directory`` in the repository ``name``, which is made if it is absent; its address."""
+    try:
+        address = HfApi().create_repo(name, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=str(directory))
+    except Exception as error:  # of the client of the hub, or its HTTP library
+        again = f"hf upload {name} {directory} ."
+        raise UploadError(f"{directory} is complete, but not on the hub ({words(error)}); try {again}") from error
+    return address
+
+
+def words(error):
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 120, placeholder=" ...")

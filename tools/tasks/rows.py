@@ -1,0 +1,168 @@
+"""The tasks of a suite for lm-evaluation-harness, with their rows: of the hub, or local files (docs/evaluation.md).
+
+Prompts, choices and metrics are those of the harness's own task files. Rows come from the data sets on the hub that
+these name. ``datasets`` no longer runs those that are scripts there (LogiQA); of them the hub's conversion to Parquet
+is read, CONFIGURATION/SPLIT/*.parquet in the branch refs/convert/parquet.
+
+Local files: DATA/TASK/SPLIT.jsonl, one row of the official data set per line, with its own fields (``Entry.fields``).
+TASK is the harness's name, of each subject for mmlu, ceval-valid and cmmlu (mmlu_anatomy, ...); SPLIT is the name that
+the task file gives the split that is scored (test, else validation) and, with examples in the prompt, that of the
+examples (dev or train). MC1 of TruthfulQA reads the rows of MC2. A small file per task includes the official one by its
+path and replaces where rows come from.
+"""
+
+import json
+from pathlib import Path
+
+import lm_eval
+import yaml
+from lm_eval.tasks import TaskManager
+
+from moh_lm.config import ConfigError
+
+SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
+
+
+def task_manager(entries, data, scratch):
+    """The harness's TaskManager of ``entries``, with their rows in ``data`` unless it is None.
+
+    Only the folders of the entries are read: to read all of its files takes many seconds. Raises ConfigError.
+    """
+    tasks = Path(lm_eval.__file__).parent / "tasks"
+    folders = sorted({tasks / entry.folder for entry in entries})
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    missing = [task for entry in entries for task in entry.tasks if task not in manager.task_index]
+    if missing:
+        raise ConfigError([f"lm_eval {lm_eval.__version__} has no task {', '.join(missing)}; install lm_eval 0.4.13"])
+    if data is None:
+        return manager
+    write_local_tasks(entries, data, manager.task_index, scratch)
+    local = TaskManager(include_path=scratch, include_defaults=False)
+    manager.task_index.update(local.task_index)
+    return manager
+
+
+def load_tasks(manager, entries, data, scratch):
+    """{task of the harness: what ``manager.load`` gives for it}, all rows read. Raises RuntimeError if some cannot be.
+
+    manager: of ``task_manager(entries, data, scratch)``.
+    """
+    loaded = {}
+    for task in (task for entry in entries for task in entry.tasks):
+        try:
+            loaded[task] = load_task(manager, task, scratch)
+        except Exception as error:  # of datasets, the client of the hub, its HTTP library, or the harness
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            remedy = "give the rows with --data, or choose other --tasks" if data is None else "mend the rows in --data"
+            raise RuntimeError(f"{task}: its rows cannot be read ({reason}); {remedy}") from error
+    return loaded
+
+
+def load_task(manager, task, scratch):
+    try:
+        return manager.load([task])
+    except RuntimeError as error:
+        if "Dataset scripts are no longer supported" not in str(error):
+            raise
+        script = error
+    index = manager.task_index
+    for leaf in leaves(index, task):
+        write_task(converted_task(leaf, index[leaf].cfg, index[leaf].yaml_path), scratch)
+    index.update(TaskManager(include_path=scratch, include_defaults=False).task_index)
+    try:
+        return manager.load([task])
+    except (OSError, ValueError) as problem:
+        raise RuntimeError(f"{script}; of the hub's conversion: {problem}") from problem
+
+
+def leaves(index, name):
+    """Names of the tasks that a task, tag or group of the harness's ``index`` consists of."""
+    entry = index[name]
+    if entry.kind.name == "TAG":
+        return sorted(entry.tags)
+    if entry.kind.name == "GROUP":
+        members = [member if isinstance(member, str) else member.get("task", member.get("group"))
+                   for member in entry.cfg["task"]]  # fmt: skip
+        return [leaf for member in members for leaf in leaves(index, member)]
+    return [name]
+
+
+def write_local_tasks(entries, data, index, directory):
+    """Write a task file for every leaf of ``entries`` into ``directory``, with its rows in ``data``.
+
+    index: of the harness. Raises ConfigError for all files that are missing or have not the official fields.
+    """
+    problems, files = [], {}
+    for entry in entries:
+        for leaf in (leaf for task in entry.tasks for leaf in leaves(index, task)):
+            config, rows = index[leaf].cfg, data / (entry.parts[-1] if entry.parts else leaf)
+            found, wanted = splits_of(config, entry.shots, rows)
+            problems += [f"{rows / split}.jsonl: is missing" for split in wanted if split not in found]
+            problems += [problem for path in found.values() for problem in row_problems(path, entry.fields.split())]
+            files[leaf] = local_task(leaf, config, index[leaf].yaml_path, found, directory)
+    if problems:
+        problems = list(dict.fromkeys(problems))  # parts share their rows
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise ConfigError([*(f"--data: {problem}" for problem in problems[:8]), *more])
+    for content in files.values():
+        write_task(content, directory)
+
+
+def write_task(content, directory):
+    (directory / f"{content['task']}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+
+
+def splits_of(config, shots, directory):
+    """{split: file} that ``directory`` has of a task's splits, and the splits that must be there."""
+    scored = config.get("test_split") or config.get("validation_split")
+    names = [config[key] for key in SPLITS if config.get(key)]
+    found = {name: directory / f"{name}.jsonl" for name in names if (directory / f"{name}.jsonl").is_file()}
+    wanted = [scored]
+    if shots and not isinstance((config.get("fewshot_config") or {}).get("samples"), list):
+        wanted.append(config.get("fewshot_split") or config.get("training_split") or scored)
+    return found, list(dict.fromkeys(wanted))
+
+
+def local_task(leaf, config, official, found, directory):
+    """Content of a task file: the ``official`` one but for its rows."""
+    absent = {key: None for key in SPLITS if config.get(key) and config[key] not in found}
+    return {
+        "include": str(official),
+        "task": leaf,
+        "tag": None,  # the groups know the official task by this name already
+        "dataset_path": "json",
+        "dataset_name": None,
+        **absent,
+        "dataset_kwargs": {
+            "data_files": {split: str(path.resolve()) for split, path in found.items()},
+            "cache_dir": str(directory / "cache"),
+        },
+    }
+
+
+def converted_task(leaf, config, official):
+    """Content of a task file: the ``official`` one with the rows of the hub's conversion."""
+    folder = f"hf://datasets/{config['dataset_path']}@refs/convert/parquet/{config.get('dataset_name') or 'default'}"
+    splits = sorted({config[key] for key in SPLITS if config.get(key)})
+    return {
+        "include": str(official),
+        "task": leaf,
+        "tag": None,
+        "dataset_path": "parquet",  # under its own name the cache of datasets would hide next time that it is a script
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: f"{folder}/{split}/*.parquet" for split in splits}},
+    }
+
+
+def row_problems(path, fields):
+    """Sentences if a local file has other rows than the data set: a prompt would silently lack what is absent."""
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                missing = [field for field in fields if field not in row]
+            except (ValueError, TypeError) as error:
+                return [f"{path}: line {number} is no JSON object ({error})"]
+            if missing:
+                return [f"{path}: line {number} has no {', '.join(missing)}"]
+    return []

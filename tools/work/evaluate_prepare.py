@@ -1,0 +1,74 @@
+"""The work of tools/evaluate_prepare.py: questions of the harness as token ids."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from data_prep.encoding import Tokenizer, model_files
+from moh_lm.config import ConfigError
+from moh_lm.data.files import publish, sha256_of
+from tools.tasks.rows import load_tasks, task_manager
+from tools.tasks.suites import SEED, entries_of
+
+FAILURES = (RuntimeError, OSError)
+
+
+def run(arguments):
+    entries = entries_of(arguments.suite, arguments.tasks)
+    encode = encoder(arguments.tokenizer)
+    header = {"tokenizer": sha256_of(next(iter(model_files(arguments.tokenizer).values())))}
+    lines, counts = [json.dumps(header)], {}
+    with tempfile.TemporaryDirectory() as scratch:
+        manager = task_manager(entries, arguments.data, Path(scratch))
+        tasks = load_tasks(manager, entries, arguments.data, Path(scratch))
+        for entry in entries:
+            for name in entry.tasks:
+                for task in tasks[name]["tasks"].values():
+                    if task.OUTPUT_TYPE != "multiple_choice":
+                        continue
+                    rows = questions(task, entry, encode, arguments.limit)
+                    lines += [json.dumps({"task": name, **row}) for row in rows]
+                    counts[name] = counts.get(name, 0) + len(rows)
+    if not counts:
+        raise ConfigError(["--tasks: none of them has choices; choose others"])
+    publish(arguments.output, ("\n".join(lines) + "\n").encode())
+    for name in (name for entry in entries for name in entry.tasks):
+        print(f"{name}: {counts.get(name, 'no choices, left out')}")
+
+
+def encoder(path):
+    """(context, continuation) -> their ids, as the harness splits them; EOS stands for an empty context."""
+    tokenizer = Tokenizer(str(path))
+
+    def ids(text):
+        return list(map(int, tokenizer.model.encode(text)))
+
+    def encode(context, continuation):
+        if not context:
+            return [tokenizer.eos_id], ids(continuation)
+        before = ids(context.rstrip())  # spaces at its end belong to the continuation
+        return before, ids(context + continuation)[len(before) :]
+
+    return encode
+
+
+def questions(task, entry, encode, limit):
+    """The rows of moh_lm/monitor/tasks.py for a ``task`` of the harness, without its name."""
+    task.set_config("num_fewshot", entry.shots)
+    task.set_fewshot_seed(SEED)
+    task.build_all_requests(limit=limit, rank=0, world_size=1)
+    normed = any(metric["metric"] == "acc_norm" for metric in task.config.metric_list)
+    rows = {}
+    for request in task.instances:
+        row = rows.setdefault(request.doc_id, {"gold": gold(task, request.doc), "choices": []})
+        text = task.doc_to_choice(request.doc)[len(row["choices"])]
+        row["choices"].append([*encode(*request.args), len(text) if normed else None])
+    return list(rows.values())
+
+
+def gold(task, doc):
+    """The number of the right choice, or 0 and 1 for each where several are."""
+    if task.config.task == "truthfulqa_mc2":
+        return doc["mc2_targets"]["labels"]
+    answer = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    return task.doc_to_choice(doc).index(answer) if isinstance(answer, str) else int(answer)

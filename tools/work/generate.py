@@ -1,0 +1,133 @@
+"""The work of tools/generate.py: a model and its tokenizer, and text from them."""
+
+import importlib.util
+import json
+import sys
+import time
+
+import torch
+
+from data_prep.encoding import Tokenizer
+from moh_lm.checkpoint.fragments import full_parameters, step_config
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.config import ConfigError
+from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
+from moh_lm.model.generation import generate
+from moh_lm.model.transformer import CausalLM, saved_tensors
+from tools.devices import usable_device
+from tools.hf.export_files import exported_files
+from tools.hf.import_config import model_config, read_config
+
+FAILURES = ()
+UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet
+
+
+@torch.no_grad()
+def run(arguments):
+    model, limit, encoder = load(arguments, arguments.attention_backend)
+    tokenizer = encoder.model
+    prompts = [tokenizer.encode(prompt, out_type=int) for prompt in arguments.prompt]
+    check_lengths(arguments, prompts, limit)
+    write(arguments, model, tokenizer, prompts)
+
+
+def load(arguments, attention_backend="auto"):
+    """(model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
+    directory = arguments.model
+    if not directory.is_dir():
+        raise ConfigError([f"--model {directory}: no such directory; give a run, a step or an export"])
+    values = read_config(directory) if (directory / "config.json").exists() else {}
+    if "model_type" in values:
+        config, limit = model_config(values), values.get("max_position_embeddings")
+        if not isinstance(limit, int):
+            raise ConfigError([f"--model {directory}: config.json has no max_position_embeddings; add it"])
+        parameters = ((name, file.get_tensor(name)) for name, file in exported_files(directory).items())
+    else:
+        directory = find_step(directory)
+        run = step_config(directory)
+        config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
+    if attention_backend == "loops" and (arguments.device or "cpu") != "cpu":
+        raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {arguments.device}; choose auto"])
+    device = usable_device(arguments.device)
+    if attention_backend == "triton":
+        check_triton(device, config.head_dim)
+    try:
+        tokenizer = Tokenizer(str(directory))
+    except ConfigError as error:
+        advice = "copy that of its data there"
+        raise ConfigError([f"--model {directory}: has no tokenizer that can be read; {advice}"]) from error
+    with torch.device("meta"):
+        model = CausalLM(config).to(getattr(torch, arguments.dtype))
+    model.to_empty(device=device)
+    wanted = dict(saved_tensors(model))
+    with torch.no_grad():
+        for name, tensor in parameters:
+            wanted.pop(name).copy_(tensor)
+    if wanted:
+        raise ConfigError([f"--model {directory}: has no {', '.join(wanted)}; export it again"])
+    return model.eval(), limit, tokenizer
+
+
+def check_triton(device, head_dim):
+    problems = []
+    if torch.device(device).type != "cuda":
+        problems.append(f"needs a CUDA GPU, and --device is {device}; choose auto")
+    if importlib.util.find_spec("triton") is None:
+        problems.append("the package triton is not installed; pip install triton, or choose auto")
+    if head_dim not in TRITON_HEAD_DIMS:
+        allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
+        problems.append(f"has no kernels for head dimension {head_dim}, only for {allowed}; choose auto")
+    if problems:
+        raise ConfigError([f"--attention-backend triton: {problem}" for problem in problems])
+
+
+def check_lengths(arguments, prompts, limit):
+    problems = []
+    for text, prompt in zip(arguments.prompt, prompts, strict=True):
+        if not len(prompt):
+            problems.append(f"--prompt {text!r}: has no token; give some text")
+        elif len(prompt) + arguments.max_new_tokens > limit:
+            length = f"{len(prompt)} tokens and {arguments.max_new_tokens} new ones"
+            problems.append(f"--prompt {text[:20]!r}...: {length}; the model was trained on {limit} together")
+    if problems:
+        raise ConfigError(problems)
+
+
+def write(arguments, model, tokenizer, prompts):
+    prompts = [list(map(int, prompt)) for prompt in prompts]
+    stream = len(prompts) == 1 and not arguments.json
+    new, shown = [[] for _ in prompts], ""
+    if stream:
+        print(arguments.prompt[0], end="", flush=True)
+    started, first = time.perf_counter(), None
+    settings = (
+        arguments.temperature, arguments.top_p, arguments.seed, tokenizer.vocab_size(), arguments.attention_backend,
+    )  # fmt: skip
+    for tokens in generate(model, prompts, arguments.max_new_tokens, tokenizer.eos_id(), *settings):
+        first = first or time.perf_counter()
+        for row, token in enumerate(tokens):
+            if token is not None:
+                new[row].append(token)
+        if stream:
+            text = continuation(tokenizer, prompts[0], new[0])
+            if text.startswith(shown) and not text.endswith(UNFINISHED):
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+    done = time.perf_counter()
+    texts = [continuation(tokenizer, prompt, tokens) for prompt, tokens in zip(prompts, new, strict=True)]
+    if stream:
+        print(texts[0][len(shown) :])
+    for prompt, text, tokens in zip(arguments.prompt, texts, new, strict=True):
+        if arguments.json:
+            print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens}))
+        elif not stream:
+            print(f"--- {prompt}{text}")
+    read, made = sum(map(len, prompts)), sum(map(len, new))
+    later = made - sum(map(bool, new))  # the first ones come out of the prompts
+    rate = f", then {later} in {done - first:.2f} s: {later / (done - first):.1f} tokens/s" if later else ""
+    print(f"read {read} tokens in {first - started:.2f} s{rate}", file=sys.stderr)
+
+
+def continuation(tokenizer, prompt, tokens):
+    """What ``tokens`` add to the text of ``prompt``: a token may be a part of a character, or lead with a space."""
+    return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

@@ -1,0 +1,167 @@
+"""The work of tools/head_report.py: measures of the heads, the pictures, and the page."""
+
+import json
+import math
+
+import numpy as np
+from tqdm import tqdm
+
+from data_prep.output import writable_directory
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError, publish
+from tools.heads import findings
+from tools.heads.ablation import measure_ablation, measure_pruning
+from tools.heads.findings import CLASSES, routed_mask, used_heads
+from tools.heads.measures import SEGMENT, measure_prefix, measure_rare, measure_text
+from tools.heads.page import page, picture_of
+from tools.heads.pictures import class_map, curves, head_map, head_panels
+from tools.heads.text import SHORTEST, frequency_ranks, read_domains, repeated_sequences
+from tools.work.generate import load
+
+try:
+    from tools.heads.task_text import task_domains
+except ModuleNotFoundError:
+    task_domains = None  # no lm-evaluation-harness
+
+FAILURES = (ShardError, RuntimeError, OSError)
+LONGEST_WINDOW = 1024  # tokens, unless --seq-length says otherwise
+ABLATION_TOKENS = 2048  # of a model without routers, unless --ablation-tokens says otherwise
+PANELS = 4  # layers whose loads are shown by domain
+
+
+def run(arguments):
+    if arguments.tokens < SHORTEST:
+        raise ConfigError([f"--tokens {arguments.tokens}: must be {SHORTEST} or above, such as 16384"])
+    if arguments.suite and task_domains is None:
+        raise ConfigError([f"--suite {arguments.suite}: pip install -e '.[eval]' for its tasks"])
+    writable_directory(arguments.output)
+    model, limit, tokenizer = load(arguments)
+    length = arguments.seq_length or min(limit, LONGEST_WINDOW)
+    if not SEGMENT <= length <= limit:
+        raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, the length of training"])
+    vocab_size = model.model.embed_tokens.weight.shape[0]
+    domains = read_domains(arguments.data, tokenizer, vocab_size, length, arguments.tokens, arguments.text_key)
+    if arguments.suite:
+        of_tasks = arguments.suite, arguments.tasks, arguments.task_data
+        domains += task_domains(*of_tasks, tokenizer, length, arguments.tokens)
+    report, pictures = report_of(arguments, model, tokenizer, domains)
+    text = page(report, pictures, tokenizer.model.decode)
+    files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
+    files |= {"heads.json": json.dumps(plain(report)).encode() + b"\n", "index.html": text.encode()}
+    for name, content in files.items():
+        publish(arguments.output / name, content)
+    print(f"{arguments.output / 'index.html'}: {len(text) / 1e6:.1f} MB, {len(pictures)} pictures")
+
+
+def report_of(arguments, model, tokenizer, domains):
+    """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}})."""
+    kinds = findings.kinds_of(model)
+    routed, num_layers = routed_mask(kinds), len(kinds)
+    tokens = arguments.ablation_tokens
+    if tokens is None:
+        tokens = 0 if routed.any() else ABLATION_TOKENS
+    with tqdm(total=num_layers * (2 if tokens else 1), desc="layers", unit="layer", disable=None) as bar:
+        measures = measure_text(model, domains, bar.update)
+        ranks, counts = frequency_ranks(domains, model.model.embed_tokens.weight.shape[0])
+        measures["prefix"] = measure_prefix(model, repeated_sequences(ranks, counts, tokenizer.eos_id))
+        measures["rare"], chance = measure_rare(model, domains, ranks)
+        used, ablation = used_heads(measures), {}
+        if tokens:
+            losses, rises = measure_ablation(model, domains, tokens, bar.update)
+            curve = measure_pruning(model, domains, tokens, rises, used)
+            ablation = {"ablation": {"tokens": tokens, "loss": losses, "rise": rises, "pruning": curve}}
+    near, which = findings.nearest(measures["cka"], used)
+    report = {
+        "model": str(arguments.model),
+        "description": describe(kinds),
+        "active": float(np.mean([load.sum(1).mean() for load in measures["load"].values()])),
+        "seq_length": max(len(domain.windows[0]) for domain in domains),
+        "domains": [{"name": d.name, "tokens": sum(map(len, d.windows)), "dropped": dict(d.dropped)} for d in domains],
+        "routed": bool(routed.any()),
+        "kind": kinds,
+        "class": findings.classes_of(measures),
+        "rare_chance": chance,
+        "nearest_cka": near,
+        "nearest_head": which,
+        "alike": findings.alike(measures["cka"], used, 10),
+        **{key: values for key, values in measures.items() if key not in ("gates", "half_load")},
+        **ablation,
+    }
+    if routed.any():
+        report |= compare_domains(arguments, measures, domains, routed)
+    return report, draw_pictures(report, used)
+
+
+def compare_domains(arguments, measures, domains, routed):
+    """What the report says of routed heads over the domains."""
+    bits = findings.specialisation(measures["load"], routed)
+    found = {"similarity": findings.similarities(measures, routed), "specialisation": bits}
+    layers = np.flatnonzero(routed.any(1))
+    picked = np.unique(np.linspace(0, len(layers) - 1, PANELS).round().astype(int))
+    found["panel_layers"] = layers[picked].tolist()
+    sizes = sum(sum(map(len, domain.windows)) for domain in domains)
+    found["specialisation_chance"] = (len(domains) - 1) / (2 * sizes * math.log(2))
+    seen = routed & used_heads(measures)
+    most = findings.ranked(bits, seen, min(arguments.examples, seen.sum()))
+    rest = seen.copy()
+    for place in most:
+        rest[place.layer, place.head] = False
+    for key, places in (("most", most), ("least", findings.ranked(bits, rest, arguments.examples, largest=False))):
+        found[key] = [
+            {
+                **place._asdict(),
+                "largest_gate": max(
+                    float(gates[:, :, place.layer, place.head].max()) for gates in measures["gates"].values()
+                ),
+                "excerpts": findings.excerpts(measures, domains, place.layer, place.head, 3),
+            }
+            for place in places
+        ]
+    return found
+
+
+def describe(kinds):
+    """A sentence on the heads, such as "4 layers of 8 heads: 4 shared, 4 routed"."""
+    counts = {name: [row.count(name) for row in kinds] for name in ("shared", "routed", "on", "off")}
+    spans = {name: sorted({min(of), max(of)}) for name, of in counts.items() if any(of)}
+    parts = ", ".join(f"{' to '.join(map(str, span))} {name}" for name, span in spans.items())
+    return f"{len(kinds)} layers of {len(kinds[0])} heads: {parts}"
+
+
+def draw_pictures(report, used):
+    kinds, layers = report["kind"], range(len(report["kind"]))
+    pictures = {"classes": class_map(report["class"], list(CLASSES), kinds)}
+    pictures["redundancy"] = head_map(report["nearest_cka"], layers, "highest CKA", 0, 1, kinds)
+    if report["routed"]:
+        loads = [np.where(routed_mask(kinds), 100 * load, np.nan) for load in report["load"].values()]
+        panels = [(f"layer {layer}", np.stack([load[layer] for load in loads])) for layer in report["panel_layers"]]
+        pictures["load_layers"] = head_panels(panels, list(report["load"]), "load in percent", 0, 100)
+        for index, (name, load_of_domain) in enumerate(zip(report["load"], loads, strict=True)):
+            name = picture_of("load", index, name)
+            pictures[name] = head_map(load_of_domain, layers, "load in percent", 0, 100, kinds)
+        bits = 1000 * report["specialisation"]
+        pictures["specialisation"] = head_map(bits, layers, "millibits", 0, max(1e-3, np.nanmax(bits)), kinds)
+    for index, (name, rises) in enumerate(report.get("ablation", {"rise": {}})["rise"].items()):
+        shown = np.where(used, 1000 * rises, np.nan)
+        low, high = min(0, np.nanmin(shown)), max(1e-3, np.nanmax(shown))
+        name = picture_of("importance", index, name)
+        pictures[name] = head_map(shown, layers, "0.001 nats per token", low, high, kinds)
+    if "ablation" in report:
+        kept, losses = report["ablation"]["pruning"].values()
+        pictures["pruning"] = curves(100 * np.array(kept), losses, "heads kept in percent", "loss in nats per token")
+    return pictures
+
+
+def plain(value):
+    """JSON-able: arrays as lists, NaN as null, numbers with six digits."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return None if math.isnan(value) else float(f"{value:.6g}")
+    return value

@@ -1,0 +1,137 @@
+"""The work of tools/plan.py: memory and seconds of every legal layout."""
+
+import json
+from dataclasses import replace
+
+from moh_lm.checks import below, layout_problems, model_problems, optimizer_problems
+from moh_lm.config import ConfigError
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts, stage_shares
+from moh_lm.cost.summary import describe_cache
+from moh_lm.quantities import short
+
+USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
+DAY = 24 * 3600
+FAILURES = ()
+
+
+def run(machine):
+    config = machine.config
+    problems = [*model_problems(config.model), *optimizer_problems(config.optimizer)]
+    problems += below(config.run, 1, "seq_length")
+    if problems:
+        raise ConfigError(problems)
+    show = show_json if machine.json else show_table
+    show(config, machine, rank_layouts(config, machine))
+
+
+def rank_layouts(config, machine):
+    """Plans of all legal layouts, those that fit first, the fastest first; raises ConfigError if no layout is legal."""
+    plans = [plan for variant in legal_variants(config, machine.gpus) for plan in [make_plan(variant, machine)]]
+    if not plans:
+        problems = layout_problems(config, machine.gpus) or ["no layout is legal for this batch and these heads"]
+        raise ConfigError([f"{machine.gpus} GPUs: {problem}" for problem in problems])
+    return sorted(plans, key=lambda plan: (not plan["fits"], plan["seconds_per_step"], plan["memory_gib"]))
+
+
+def legal_variants(config, gpus):
+    """``config`` in every layout that the trainer accepts on ``gpus`` processes."""
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for tp in divisors:
+        for pp in divisors:
+            for zero in (1, 2, 3):
+                parallel = replace(config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, zero_stage=zero)
+                for micro_batch in (2**n for n in range(7) if 2**n <= config.run.global_batch_size):
+                    for recompute in (False, True):
+                        run = replace(config.run, micro_batch_size=micro_batch, recompute=recompute)
+                        variant = replace(config, parallel=parallel, run=run)
+                        if not layout_problems(variant, gpus):
+                            yield variant
+
+
+def make_plan(config, machine):
+    """The figures of one layout."""
+    parallel, run, gpus = config.parallel, config.run, machine.gpus
+    memory = {part: size / 2**30 for part, size in memory_estimate(config, gpus).items()}
+    seconds = step_seconds(config, machine)
+    step, tokens = sum(seconds.values()), run.tokens_per_iteration
+    flops = flops_per_token(config.model, run.seq_length)["dense"] * tokens
+    return {
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "data_parallel_size": config.data_parallel_size(gpus),
+        "zero_stage": parallel.zero_stage,
+        "micro_batch_size": run.micro_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps(gpus),
+        "recompute": run.recompute,
+        "memory_gib": sum(memory.values()),
+        "memory_gib_by_part": memory,
+        "fits": sum(memory.values()) <= USABLE * machine.gpu_memory,
+        "seconds_per_step": step,
+        "seconds_by_part": seconds,
+        "tokens_per_second_per_gpu": tokens / step / gpus,
+        "mfu": flops / step / gpus / (machine.gpu_tflops * 1e12),
+        "days": None if run.train_iters is None else run.train_iters * step / DAY,
+    }
+
+
+def step_seconds(config, machine):
+    """Seconds of a step by part."""
+    model, run, parallel = config.model, config.run, config.parallel
+    tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.data_parallel_size(machine.gpus)
+    micro_batches = config.gradient_accumulation_steps(machine.gpus)
+    width = 2 if run.precision == "bf16" else 4
+    tokens = run.micro_batch_size * run.seq_length
+    compute_share, parameter_share, layers = stage_shares(model, run.seq_length, pp)
+
+    def bandwidth(ranks_spanned):
+        return 1e9 * (machine.intra_node if ranks_spanned <= machine.gpus_per_node else machine.inter_node)
+
+    flops = flops_per_token(model, run.seq_length)["dense"] * (4 / 3 if run.recompute else 1)
+    micro_batch = flops * tokens * compute_share / tp / (machine.gpu_tflops * 1e12 * machine.efficiency)
+    activation = width * tokens * model.hidden_size
+    gathers = (12 if run.recompute else 8) * layers
+    weights = parameter_counts(model)["total"] * parameter_share / tp
+    sums = micro_batches if parallel.zero_stage > 1 else 1
+    gathered = (3 if run.recompute else 2) * micro_batches if parallel.zero_stage == 3 else 1
+    gradient_bytes = (1 if parallel.zero_stage > 1 else 2) * 4 * weights * sums
+    return {
+        "compute": micro_batch * micro_batches,
+        "bubble": micro_batch * (pp - 1),
+        "tensor": gathers * micro_batches * activation * (tp - 1) / tp / bandwidth(tp),
+        "data": (gradient_bytes + width * weights * gathered) * (dp - 1) / dp / bandwidth(tp * dp),
+        "pipeline": (pp > 1) * 2 * micro_batches * activation / tp / bandwidth(tp * dp * pp),
+    }
+
+
+def show_json(config, machine, plans):
+    width = 2 if config.run.precision == "bf16" else 4
+    content = {
+        "parameters": parameter_counts(config.model),
+        "flops_per_token": flops_per_token(config.model, config.run.seq_length),
+        "cache_bytes_per_token": cache_bytes(config.model, config.run.seq_length, width),
+        "layouts": plans,
+    }
+    print(json.dumps(content, indent=1))
+
+
+def show_table(config, machine, plans):
+    counts, flops = parameter_counts(config.model), flops_per_token(config.model, config.run.seq_length)
+    fitting = sum(plan["fits"] for plan in plans)
+    print(f"parameters       {short(counts['total'])} ({counts['total']:,})")
+    dense, active = (f"{flops[kind] / 1e9:.3f}e9" for kind in ("dense", "active"))
+    most = "" if config.model.heads.routing_top_p is None else "at most "
+    print(f"FLOPs per token  {dense} with every head, {most}{active} with active")
+    width = 2 if config.run.precision == "bf16" else 4
+    print(f"cache            {describe_cache(config.model, config.run.seq_length, width)}")
+    print(f"layouts          {len(plans)} legal on {machine.gpus} GPUs, {fitting} fit into {machine.gpu_memory:g} GiB")
+    print("  tp  pp    dp  zero  micro  accumulate  recompute     GiB  s/step  tokens/s/GPU    MFU    days")
+    for plan in plans[: machine.top]:
+        days = "-" if plan["days"] is None else f"{plan['days']:.2f}"
+        print(
+            f"{plan['tensor_parallel_size']:>4}{plan['pipeline_parallel_size']:>4}{plan['data_parallel_size']:>6}"
+            f"{plan['zero_stage']:>6}{plan['micro_batch_size']:>7}{plan['gradient_accumulation_steps']:>12}"
+            f"{'yes' if plan['recompute'] else 'no':>11}{plan['memory_gib']:>8.1f}{plan['seconds_per_step']:>8.2f}"
+            f"{plan['tokens_per_second_per_gpu']:>14,.0f}{plan['mfu']:>7.1%}{days:>8}"
+            f"{'' if plan['fits'] else '  does not fit'}"
+        )
