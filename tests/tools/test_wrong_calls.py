@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from moh_lm import pretrain
+from moh_lm import console, pretrain
 from moh_lm.config import Config
 from tests.tokenizing import ROOT
 
@@ -336,6 +336,14 @@ print(*{"torch", "deepspeed", "transformers", "pyarrow", "numpy", "matplotlib"} 
     command = [sys.executable, "-c", program, *modules]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "\n", "")
+
+
+def test_an_installed_command_runs_the_script_that_it_is_named_after(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/moh-export-hf", "--output", "out"])
+    with pytest.raises(SystemExit, match="2"):
+        console.main()
+    assert capsys.readouterr().err.startswith("export_hf: --checkpoint: must be given")
 
 
 def test_every_command_is_in_the_table():
