@@ -28,7 +28,8 @@ COMMANDS = {
 def main(texts: list[str]) -> int:
     parse, work = COMMANDS.get(texts[0] if texts else "", (tokenize_flags, "data_prep.tokenization"))
     try:
-        return run("tokenize.py", parse, texts[parse is not tokenize_flags :], work)
+        arguments = texts[parse is not tokenize_flags :]
+        return run("tokenize.py", parse, arguments, work, remark="; nothing was written")
     except KeyboardInterrupt:
         print("\ntokenize.py: stopped; the same command goes on from here", file=sys.stderr)
         return 130
