@@ -1,8 +1,13 @@
-from setuptools import find_packages, setup
+from pathlib import Path
+
+from setuptools import find_namespace_packages, find_packages, setup
 
 EVAL = ["lm_eval~=0.4.13", "accelerate", "transformers>=4.46"]
 PLOT = ["matplotlib", "jinja2"]
 TRITON = ["triton; platform_system == 'Linux'"]  # CUDA builds of torch bring the version that they need
+COMMANDS = find_namespace_packages(include=["tools", "tools.*", "data_prep", "data_prep.*"])  # see moh_lm/console.py
+PARTS = ("command", "devices")  # of tools/, not commands themselves
+NAMES = ["tokenize", *sorted(path.stem for path in Path("tools").glob("*.py") if path.stem not in PARTS)]
 
 setup(
     name="moh-lm",
@@ -12,12 +17,25 @@ setup(
     license_files=["LICENSE"],
     classifiers=["License :: OSI Approved :: Apache Software License"],
     python_requires=">=3.10",
-    packages=find_packages(include=["moh_lm", "moh_lm.*"]),
-    package_data={"moh_lm.kernels": ["measured.json"], "moh_lm.monitor.report": ["page.html"]},
+    packages=[*find_packages(include=["moh_lm", "moh_lm.*"]), *(f"moh_lm.commands.{name}" for name in COMMANDS)],
+    package_dir={f"moh_lm.commands.{name}": name.replace(".", "/") for name in COMMANDS},
+    package_data={
+        "moh_lm.kernels": ["measured.json"],
+        "moh_lm.monitor.report": ["page.html"],
+        "moh_lm.commands.tools.heads": ["page.html"],
+        "moh_lm.commands.data_prep.recipes": ["moh.mix"],
+    },
+    entry_points={
+        "console_scripts": [
+            "moh-pretrain = moh_lm.pretrain:main",
+            *(f"moh-{name.replace('_', '-')} = moh_lm.console:main" for name in NAMES),
+        ]
+    },
     install_requires=[
         "torch>=2.8",
         "deepspeed~=0.19.8",  # its optimizers are read through private attributes, so not any newer series
         "sentencepiece",
+        "pyyaml",  # files of --config
         "protobuf",  # for sentencepiece_model_pb2, which sentencepiece brings without it
         "numpy",
         "pyarrow",

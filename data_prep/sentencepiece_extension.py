@@ -20,17 +20,18 @@ import numpy as np
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from data_prep import bpe_continuation as bpe
+from data_prep.containers import InputError
 from data_prep.encoding import Tokenizer, model_files
 from data_prep.hugging_face_model import HuggingFaceModel
 from data_prep.output import check_model_file
 from data_prep.report import table
 from data_prep.tiktoken_extension import extended_ranks
 from data_prep.tiktoken_model import is_tiktoken
-from data_prep.training_sample import add_sample_flags, read_sample, sample_sentences, sampled_units, size
+from data_prep.training_sample import read_sample, sample_sentences, sampled_units
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
-from moh_lm.parser import Parser
 
+FAILURES = (InputError, OSError)  # of text that cannot be read, of a model that cannot be written
 HELD_OUT = 50  # one line in so many is not trained on
 OLD_BYTES = 16 << 20  # of the old kind of text
 COVERAGE = 0.9995  # of the occurrences of new characters
@@ -39,9 +40,8 @@ BATCH = 10_000  # lines
 OUTSIDE, SPACE, LETTER, EASTERN, DIGIT, OTHER = range(6)  # kinds of characters; tokens that join nothing are OUTSIDE
 
 
-def main(arguments: list[str]) -> int:
-    """The command, from the arguments after ``extend``; the exit code. Raises ConfigError."""
-    flags = read_flags(arguments)
+def run(flags) -> int:
+    """The command; its exit code. Raises ConfigError."""
     output = Path(flags.output)
     old = Tokenizer(flags.tokenizer)
     if isinstance(old.model, HuggingFaceModel):
@@ -72,23 +72,6 @@ def main(arguments: list[str]) -> int:
     changes = [[name, *change(lines, old, new)] for name, lines in measured.items() if lines]
     print("\n".join(table(["text", "bytes", "tokens before", "tokens after", "lines that change"], changes)))
     return 0
-
-
-def read_flags(arguments):
-    what = "Add tokens for another kind of text to a vocabulary, whose ids stay as they are."
-    parser = Parser(prog="python data_prep/tokenize.py extend", description=what)
-    add = parser.add_argument
-    add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece BPE model, or LLaMA-3's tokenizer.model")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--vocab-size", metavar="N", type=size, help="tokens after the extension, old and new")
-    which.add_argument("--add-pieces", metavar="FILE", help="new pieces of a SentencePiece model, a line each")
-    add("--output", metavar="MODEL", required=True, help="the file to write")
-    add(
-        "--old-input", metavar="GLOB", nargs="+", default=[],
-        help="files with text of the old kind, which is to change little",
-    )
-    add_sample_flags(parser)
-    return parser.parse_args(arguments)
 
 
 def change(lines: list[bytes], old: Tokenizer, new: Tokenizer) -> list:

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import sentencepiece
 
+from data_prep.containers import InputError
 from data_prep.output import check_model_file
-from data_prep.training_sample import LONGEST_SENTENCE, add_sample_flags, read_sample, size
+from data_prep.training_sample import LONGEST_SENTENCE, read_sample
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
-from moh_lm.parser import Parser
 
+FAILURES = (InputError, OSError)  # of text that cannot be read, of a model that cannot be written
 BYTES_AND_CONTROLS = 256 + 3  # pieces that every model has
 
 
-def main(arguments: list[str]) -> int:
-    """The command, from the arguments after ``train``; the exit code. Raises ConfigError."""
-    flags = read_flags(arguments)
+def run(flags) -> int:
+    """The command; its exit code. Raises ConfigError."""
     output = Path(flags.output)
     check_model_file(output)
     sentences = read_sample(flags)
@@ -33,15 +33,6 @@ def main(arguments: list[str]) -> int:
     publish(output, train(sentences, flags.vocab_size))
     print(f"wrote {output}")
     return 0
-
-
-def read_flags(arguments):
-    what = "Train a SentencePiece BPE model with byte fallback, as LLaMA's, on a sample of the documents."
-    parser = Parser(prog="python data_prep/tokenize.py train", description=what)
-    add_sample_flags(parser)
-    parser.add_argument("--vocab-size", metavar="N", type=size, default="65536", help="pieces (default: 65536)")
-    parser.add_argument("--output", metavar="MODEL", required=True, help="the model file to write")
-    return parser.parse_args(arguments)
 
 
 def train(sentences: list[bytes], vocab_size: int) -> bytes:

@@ -19,36 +19,9 @@ from data_prep.inputs import source_patterns
 from data_prep.units import Unit, plan_units
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.mixture import data_problems
-from moh_lm.flags import name_and_weight
-from moh_lm.quantities import quantity
 
 SAMPLED_UNIT = 16 << 20  # bytes of input from whose beginning the sample takes its share
 LONGEST_SENTENCE = 4096  # bytes; SentencePiece would skip longer ones
-
-
-def add_sample_flags(parser: argparse.ArgumentParser):
-    add = parser.add_argument
-    add(
-        "--input", metavar="GLOB", nargs="+", default=[],
-        help="files, of any kind that can be tokenized, in proportion to their size",
-    )
-    add(
-        "--source", metavar="NAME=GLOB", action="append", default=[],
-        help="in place of --input: a source and its files; may be repeated",
-    )
-    add(
-        "--data-mix", metavar="NAME=WEIGHT", nargs="+", default=[], type=name_and_weight,
-        help="the shares of the sources in the sample (default: in proportion to their size)",
-    )
-    add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
-    add("--sample-bytes", metavar="BYTES", type=size, default="256M", help="text to train on, at most (default: 256M)")
-
-
-def size(text: str) -> int:
-    value = quantity(1024)(text)
-    if value < 1:
-        raise ValueError("must be at least 1")
-    return value
 
 
 def read_sample(flags: argparse.Namespace) -> list[bytes]:

@@ -18,7 +18,6 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from dataclasses import dataclass
 
-from launch.flags import add_flags
 from moh_lm.config import ConfigError
 from moh_lm.parser import Parser
 from moh_lm.quantities import at_least
@@ -122,6 +121,27 @@ def parse_arguments(texts):
     if problems:
         raise ConfigError(problems)
     return flags
+
+
+def add_flags(parser, variants=()):
+    """Those of every table of runs; ``variants``: what it compares with several seeds."""
+    add = parser.add_argument
+    add("out", type=whole_path, metavar="OUT", help="directory for runs and report")
+    add("--data-dir", type=whole_path, metavar="DIR", required=True, help="written by data_prep/tokenize.py")
+    if variants:
+        tables = sorted({variant.table for variant in variants} - {""})
+        names = [variant.name for variant in variants]
+        usual = [variant.name for variant in variants if not variant.table]
+        words = f"by name{', or all of ' if tables else ''}{', '.join(tables)} (default: {usual[0]} to {usual[-1]})"
+        add("--variants", nargs="+", metavar="NAME", default=usual, choices=names + tables, help=words)
+        add("--seeds", type=at_least(0), metavar="N", nargs="+", default=[1, 2, 3], help="of weights and order of "
+            "samples (default: 1 2 3)")  # fmt: skip
+    add("--jobs", type=at_least(1), metavar="N", default=1, help="runs at a time (default: 1)")
+    add("--ranks", type=at_least(1), metavar="N", default=1, help="processes of each run, one per GPU (default: 1)")
+
+
+def whole_path(text):
+    return Path(text).resolve()
 
 
 if __name__ == "__main__":

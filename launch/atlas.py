@@ -17,9 +17,8 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 import math
 
-from launch.ablation import FLAGS
+from launch.ablation import FLAGS, add_flags
 from launch.atlas_forms import SIZES, TUNING_SEED, VARIANTS
-from launch.flags import add_flags
 from moh_lm.config import ConfigError
 from moh_lm.parser import Parser
 from moh_lm.quantities import above_0

@@ -40,10 +40,12 @@ class Parser(argparse.ArgumentParser):
         message = message.removeprefix("argument ").replace("not allowed with argument ", "excludes ")
         message = re.sub("expected (one|at least one) argument", "needs a value", message)
         _, required, names = message.partition("the following arguments are required: ")
-        misspelt = [text for text in self.texts if required and difflib.get_close_matches(text, names.split(", "))]
-        if problems := unknown_arguments(misspelt, names.split(", ")):
+        missing = names.split(", ") if required else []
+        given = [text for text in self.texts if text.startswith("--") and text not in self._option_string_actions]
+        misspelt = [text for text in given if difflib.get_close_matches(text, missing, cutoff=0.7)]
+        if problems := unknown_arguments(misspelt, missing):
             raise ConfigError([*self.all_problems(), *problems])
-        message = f"{names.replace(', ', ' and ')}: must be given" if required else message
+        message = f"{' and '.join(missing)}: must be given" if required else message
         raise ConfigError([*self.all_problems(), f"{message}; --help says what is allowed"])
 
     def _get_value(self, action, text):

@@ -22,7 +22,8 @@ def run(name, parse, texts, work=None, code=1, remark="", extra=None):
     exceptions that need no traceback; ``remark`` ends their line. extra: of setup.py, with the packages it needs.
     """
     failures = ()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
+    if work is None:  # not for runs that a command starts
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
     try:
         arguments = parse(texts)
         module = importlib.import_module(work or f"tools.work.{name}")

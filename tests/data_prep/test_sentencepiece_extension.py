@@ -11,7 +11,8 @@ from sentencepiece import sentencepiece_model_pb2
 
 from data_prep.bpe_continuation import LETTERS, joined_tokens
 from data_prep.encoding import Tokenizer
-from data_prep.sentencepiece_extension import main
+from data_prep.flags import extend_flags
+from data_prep.sentencepiece_extension import run
 from data_prep.tiktoken_model import read_ranks
 from moh_lm.config import ConfigError
 from tests.data_prep.test_encoding import nasty_texts, small_ranks, write_ranks
@@ -42,7 +43,7 @@ def texts(tmp_path_factory):
 
 
 def extend(old, output, *flags):
-    assert main(["--tokenizer", str(old), "--output", str(output), *map(str, flags)]) == 0
+    assert run(extend_flags(["--tokenizer", str(old), "--output", str(output), *map(str, flags)])) == 0
     return output
 
 
@@ -190,7 +191,7 @@ def test_mistakes_are_refused_with_the_remedy(old, texts, tmp_path):
         (["--tokenizer", old, "--add-pieces", tmp_path / "none.txt"], "none.txt"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            main([str(flag) for flag in mistake + flags])
+            run(extend_flags([str(flag) for flag in mistake + flags]))
     assert not (tmp_path / "m.model").exists()
 
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from moh_lm import pretrain
+from moh_lm import console, pretrain
 from moh_lm.config import Config
 from tests.tokenizing import ROOT
 
@@ -332,13 +332,21 @@ for name in sys.argv[1:]:
     assert shown.getvalue().startswith("usage: python "), name
 print(*{"torch", "deepspeed", "transformers", "pyarrow", "numpy", "matplotlib"} & sys.modules.keys())
 """
-    modules = [name.removesuffix(".py").replace("/", ".") for name in CALLS if name != "data_prep/tokenize.py"]
+    modules = [name.removesuffix(".py").replace("/", ".") for name in CALLS]
     command = [sys.executable, "-c", program, *modules]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "\n", "")
 
 
+def test_an_installed_command_runs_the_script_that_it_is_named_after(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/moh-export-hf", "--output", "out"])
+    with pytest.raises(SystemExit, match="2"):
+        console.main()
+    assert capsys.readouterr().err.startswith("export_hf: --checkpoint: must be given")
+
+
 def test_every_command_is_in_the_table():
     files = {str(path.relative_to(ROOT)) for folder in ("tools", "launch") for path in (ROOT / folder).glob("*.py")}
-    parts = {"tools/command.py", "tools/devices.py", "launch/flags.py", "launch/atlas_forms.py"}
+    parts = {"tools/command.py", "tools/devices.py", "launch/atlas_forms.py"}
     assert files - parts <= CALLS.keys()

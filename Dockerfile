@@ -1,0 +1,17 @@
+# MoH-LM on NVIDIA GPUs. The wheels of torch bring CUDA; the machine needs its driver and the container toolkit.
+#
+#     docker build -t moh-lm .
+#     docker run --rm --gpus all --ipc host -v "$PWD/data:/moh-lm/data" -v "$PWD/runs:/moh-lm/runs" moh-lm \
+#         deepspeed launch/pretrain_llm_s.sh
+FROM python:3.12-slim
+
+# Triton compiles with gcc while it runs; the deepspeed launcher reaches other nodes by pdsh and ssh.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ git openssh-client pdsh \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /moh-lm
+COPY launch/environment.sh launch/
+RUN pip install --no-cache-dir "torch==$(sed -n 's/^TORCH_VERSION=//p' launch/environment.sh)"
+COPY . .
+RUN pip install --no-cache-dir --editable '.[hf,gpu]'
+CMD ["python", "-m", "moh_lm.pretrain", "--help"]

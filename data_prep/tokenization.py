@@ -1,0 +1,174 @@
+"""The work of data_prep/tokenize.py: which units there are, the shards that are missing, and what became of them."""
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from data_prep import output as data_directory
+from data_prep.containers import InputError
+from data_prep.encoding import Options, Tokenizer
+from data_prep.inputs import Source, named_source, recognized_sources, source_patterns, standard_input
+from data_prep.output import finished_sidecar, sweep
+from data_prep.report import outlook, plan_line, print_summary, progress_bar, room
+from data_prep.units import Unit, divide
+from data_prep.workers import run_units
+from data_prep.writing import too_many_bad
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError, publish
+from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
+
+FAILURES = OSError  # of a tokenizer that cannot be read
+
+
+def run(flags) -> int:
+    tokenizer = Tokenizer(flags.tokenizer)
+    sources, from_stdin, failures = find_sources(flags)
+    output = data_directory.writable_directory(flags.output)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(data_directory.only_run(output))
+            sweep(output, sources)
+            if from_stdin:
+                try:
+                    sources[from_stdin].pieces.append(stack.enter_context(standard_input(output / from_stdin)))
+                except InputError as error:
+                    failures[from_stdin].append(str(error))
+            fill(output, sources, tokenizer, flags, failures)
+    except OSError as error:
+        failures[""].append(f"{error.filename or output}: {error.strerror or error}, {room(output)}")
+    for sentence in sum(failures.values(), []):
+        print(f"tokenize.py: failed: {sentence}", file=sys.stderr)
+    return 1 if any(failures.values()) else 0
+
+
+def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, failures: dict[str, list[str]]):
+    """Bring the data directory to the state that ``sources`` ask for. Raises ConfigError, and OSError."""
+    options = Options(text_key=flags.text_key, shuffle=not flags.no_shuffle)
+    units = plan(sources, output, flags.unit_size, tokenizer, options)
+    for name, source in sources.items():
+        failures[name] += source.unreadable
+    replaced = data_directory.replaced_shards(output, sources, units, tokenizer)
+    for name in TOKENIZER_FILES:
+        if name in tokenizer.files:
+            publish(output / name, tokenizer.files[name].read_bytes())
+        else:  # of shards that were removed
+            (output / name).unlink(missing_ok=True)
+    for name in sources:
+        (output / name).mkdir(exist_ok=True)
+        data_directory.record_groups(output / name, [unit for unit in units if unit.source == name])
+    finished = {unit: sidecar for unit in units if (sidecar := finished_sidecar(output, unit))}
+    for name, source in sources.items():
+        print(plan_line(name, source, [unit in finished for unit in units if unit.source == name]), flush=True)
+
+    make_shards(units, finished, failures, flags, options)
+    absent = judge(units, finished, failures, flags)
+    nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
+    incomplete = {unit.source for unit in units if unit not in finished} | {name for name in sources if failures[name]}
+    doubled = data_directory.doubled_shards([path for path in replaced if path.parent.name in incomplete], finished)
+    replaced = [path for path in replaced if path.parent.name not in incomplete]
+    for path in replaced + nothing:
+        path.unlink()  # the sidecar; what is without one, the sweep removes
+    sweep(output, sources, failed=[unit for unit in units if unit not in finished])
+    try:
+        if doubled:
+            raise ShardError(
+                f"{doubled[0]} holds text that new shards hold too, and stays until all files of its source can be "
+                f"read: {output / 'manifest.json'} is left as it was; mend the files that failed, or leave them out"
+            )
+        write_manifest(output)
+    except ShardError as error:
+        failures[""].append(str(error))
+
+    if replaced:
+        print(f"replaced {len(replaced)} shards that an earlier run made of the same inputs")
+    for name in absent:
+        print(f"{name}: no document of these files belongs to it")
+    print_summary([name for name in sources if name not in absent], finished)
+
+
+def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[str]]]:
+    """Name -> files of each source; the name of that of standard input; name -> sentences for what cannot be read.
+
+    The empty name has the sentences that belong to no source. Raises ConfigError.
+    """
+    patterns = source_patterns(flags.source)
+    from_stdin = [name for name, globs in patterns.items() for pattern in globs if pattern == "-"]
+    problems = ["--source NAME=-: standard input can be read only once"] if len(from_stdin) > 1 else []
+    sources = {}
+    for name, globs in patterns.items():
+        try:
+            sources[name] = named_source(f"--source {name}=", [pattern for pattern in globs if pattern != "-"])
+        except ConfigError as error:
+            problems += error.problems
+    if from_stdin and sys.stdin.isatty():
+        problems.append(f"--source {from_stdin[0]}=-: standard input is a terminal; write ... | python data_prep/...")
+    if problems:
+        raise ConfigError(problems)
+    unreadable = []
+    if flags.recognize:
+        named = {os.path.realpath(path) for source in sources.values() for path in source.paths}
+        found, unreadable, remarks = recognized_sources(flags.recognize, flags.text_key, named, flags.only)
+        for name, pieces in found.items():
+            sources.setdefault(name, Source()).pieces += pieces
+        for remark in remarks:
+            print(remark)
+    return sources, from_stdin[0] if from_stdin else None, {"": unreadable, **{name: [] for name in sources}}
+
+
+def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
+    """The units of all sources. Raises ConfigError."""
+    units = []
+    identity = {"tokenizer": tokenizer.identity, **vars(options)}
+    for name, source in sources.items():
+        source.arrange()
+        units += divide(
+            name, source, text_key=options.text_key, unit_size=unit_size, identity=identity,
+            groups=data_directory.recorded_groups(output / name),
+            finished=lambda unit: finished_sidecar(output, unit) is not None,
+        )
+    return units
+
+
+def make_shards(units, finished, failures, flags, options):
+    """Make the shards that are not ``finished``, and enter them there, or in ``failures``."""
+    missing = [unit for unit in units if unit not in finished]
+    tokens, start, no_room = 0, time.monotonic(), ""
+    with progress_bar("tokenizing", sum(unit.num_bytes for unit in missing)) as bar:
+        work = run_units(missing, flags.workers, flags.tokenizer, options, flags.output, flags.max_bad_fraction)
+        for unit, event, value in work:
+            if event == "progress":
+                tokens += value[1]
+                rate = tokens / max(1e-9, time.monotonic() - start)
+                bar.set_postfix_str(f"{tokens:,} tokens, {rate:,.0f}/s", refresh=False)
+                bar.update(value[0])
+            elif event == "done":
+                finished[unit] = value
+            elif event == "failed":
+                failures[unit.source].append(f"{unit.source}/{unit.name}: {value}")
+            else:
+                no_room = f"{flags.output}/{unit.source}/{unit.name}: {value}, {room(flags.output)}"
+    if no_room:
+        failures[""].append(f"{no_room}; {outlook(units, finished)}")
+
+
+def judge(units, finished, failures, flags) -> list[str]:
+    """Enter in ``failures`` what is wrong with finished shards; returns the sources of which mixed files hold none."""
+    for unit, sidecar in finished.items():
+        if problem := too_many_bad(sidecar["dropped"], sidecar["documents"], flags.max_bad_fraction):
+            remedy = f"raise it, or remove {flags.output}/{unit.source}/{unit.name}.json to have the shard removed"
+            failures[unit.source].append(f"{unit.source}/{unit.name}: {problem}; {remedy}")
+    absent = []
+    for name in failures:
+        made = [unit for unit in units if unit.source == name]
+        complete = made and not failures[name] and all(unit in finished for unit in made)
+        if not complete or any(finished[unit]["documents"] for unit in made):
+            continue
+        mixed = all(piece.source for unit in made for piece in unit.pieces)
+        if mixed and name not in flags.only:
+            absent.append(name)
+        else:
+            remedy = "no document of these files belongs to it" if mixed else "is --text-key right?"
+            failures[name].append(f"{name}: holds no document; {remedy}")
+    return absent

@@ -1,0 +1,19 @@
+"""The commands that ``pip install`` makes: moh-export-hf is tools/export_hf.py, moh-tokenize is data_prep/tokenize.py.
+
+An installed package holds both folders in moh_lm/commands/, where no other package finds a module of theirs; a checkout
+has them in its root.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+INSTALLED = Path(__file__).with_name("commands")
+PLACE = INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1]
+
+
+def main():
+    """Run the script that the command is named after."""
+    name = Path(sys.argv[0]).name.removeprefix("moh-").replace("-", "_")
+    sys.argv[0] = next(str(path) for path in PLACE.glob(f"*/{name}.py") if path.parent.name in ("tools", "data_prep"))
+    runpy.run_path(sys.argv[0], run_name="__main__")
