@@ -1,11 +1,16 @@
 """What is wrong with the sizes of a model, its positions, its windows and its heads."""
 
 import math
+from dataclasses import fields
 
 from moh_lm.checks.ranges import below, divisors
 from moh_lm.config import flag
 from moh_lm.model.rotary import NEEDS
 from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
+
+OF_POSITION = {  # setting -> its kind of positions
+    "cope_max_position": "cope", "learned_positions": "learned", "rotary_fraction": "rotary", "rope_type": "rotary",
+}  # fmt: skip
 
 
 def model_problems(model):
@@ -19,8 +24,7 @@ def model_problems(model):
             f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
             f"choose one of {divisors(model.hidden_size, 64)}, or give --head-dim"
         )
-    elif model.head_dim < 2 or model.head_dim % 2:
-        found.append(f"--head-dim {model.head_dim}: rotary embeddings pair features; choose an even number")
+    found += position_problems(model)
     if heads % key_value_heads:
         found.append(
             f"--num-key-value-heads {key_value_heads}: must divide --num-attention-heads {heads}; "
@@ -54,6 +58,44 @@ def model_problems(model):
 
 def per_layer(model):
     return f"give one for all layers, or one for each of --num-layers {model.num_layers}"
+
+
+def position_problems(model):
+    """The kinds of positions, and what each of them needs; settings of a kind that no layer has say nothing."""
+    kinds = {*model.position}
+    known = {entry.name: entry for entry in fields(model)}
+    allowed = known["position"].metadata["choices"]
+    found = [f"--position {kind}: choose one of {', '.join(allowed)}" for kind in sorted(kinds - {*allowed})]
+    if len(model.position) != model.num_layers:
+        found.append(f"--position has {len(model.position)} names: {per_layer(model)}")
+    if "learned" in kinds and len(kinds) > 1:
+        found.append("--position learned: its table serves all layers; give learned alone")
+    found += [
+        f"{flag(key)} {getattr(model, key)}: has no meaning with --position {' '.join(sorted(kinds))}; leave it out"
+        for key, kind in OF_POSITION.items()
+        if kind not in kinds and getattr(model, key) != known[key].default
+    ]
+    if "cope" in kinds:
+        found += below(model, 1, "cope_max_position")
+    if "learned" in kinds and model.learned_positions is None:
+        found.append("--learned-positions is missing: --position learned needs it, at least --seq-length")
+    elif "learned" in kinds:
+        found += below(model, 1, "learned_positions")
+    turned, share = model.head_dim * model.rotary_fraction, f"--rotary-fraction {model.rotary_fraction:g}"
+    if not 0 < model.rotary_fraction <= 1:
+        found.append(f"{share}: must be above 0 and at most 1, such as 0.5")
+    elif "rotary" in kinds and (turned < 2 or int(turned) % 2):
+        given = f"--head-dim {model.head_dim}" + f" and {share}" * (model.rotary_fraction != 1)
+        found.append(f"{given}: rotary embeddings pair features; choose an even number of them")
+    return found
+
+
+def table_problems(config):
+    """A table of positions must have one for each token of a sequence."""
+    rows, length = config.model.learned_positions, config.run.seq_length
+    if rows is None or rows >= length:
+        return []
+    return [f"--learned-positions {rows}: --seq-length {length} goes beyond; choose at least {length}"]
 
 
 def rope_problems(model):

@@ -27,7 +27,7 @@ def parameter_counts(model):
         sizes = {name: parameter.numel() for name, parameter in CausalLM(model).named_parameters()}
     return {
         "total": sum(sizes.values()),
-        "embedding": sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name),
+        "embedding": sum(size for name, size in sizes.items() if ".embed_" in name or "lm_head" in name),
         "router": sum(size for name, size in sizes.items() if ".router." in name),
     }
 

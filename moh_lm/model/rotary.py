@@ -11,6 +11,8 @@
               (1 - r) f_i + r f_i / factor,  r = (i - floor c(32)) / (ceil c(1) - floor c(32)), between 0 and 1;
               cos and sin are multiplied by 0.1 ln(factor) + 1, and so the scores by its square
 
+With --rotary-fraction the first features of a head turn, as if they were all of it (e above), and the others stay.
+
 Shapes: s sequence, b batch, e head dimension.
 """
 
@@ -31,7 +33,8 @@ NEEDS = {  # type -> the fields of ``Rotary`` that it needs besides theta
 class Rotary(NamedTuple):
     """The position encoding of a layer: what a head's query and key become at a position.
 
-    Its fields are those of ``ModelConfig`` without their prefix ``rope_``; the frequencies follow from them.
+    Its fields are those of ``ModelConfig`` without their prefix ``rope_``; the frequencies follow from them. head_dim:
+    the features of a head that turn, which are its first ones.
     """
 
     head_dim: int
@@ -51,12 +54,15 @@ class Rotary(NamedTuple):
 
     def turn(self, x, table):
         """The features of queries or keys [s, b, heads, e] at their positions."""
-        return rotate(x, table)
+        if x.shape[-1] == self.head_dim:
+            return rotate(x, table)
+        return torch.cat((rotate(x[..., : self.head_dim], table), x[..., self.head_dim :]), dim=-1)
 
 
 def rotary_of(config):
     """The ``Rotary`` of a ``ModelConfig``."""
-    return Rotary(config.head_dim, *(getattr(config, f"rope_{name}") for name in Rotary._fields[1:]))
+    width = int(config.head_dim * config.rotary_fraction)  # rounded as transformers does
+    return Rotary(width, *(getattr(config, f"rope_{name}") for name in Rotary._fields[1:]))
 
 
 def inverse_frequencies(rotary, dtype, device=None):
