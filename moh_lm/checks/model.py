@@ -24,6 +24,9 @@ def model_problems(model):
             f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
             f"choose one of {divisors(model.hidden_size, 64)}, or give --head-dim"
         )
+    elif model.head_dim < 1 or turns_odd_number(model):
+        share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
+        found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
     found += position_problems(model)
     if heads % key_value_heads:
         found.append(
@@ -81,13 +84,17 @@ def position_problems(model):
         found.append("--learned-positions is missing: --position learned needs it, at least --seq-length")
     elif "learned" in kinds:
         found += below(model, 1, "learned_positions")
-    turned, share = model.head_dim * model.rotary_fraction, f"--rotary-fraction {model.rotary_fraction:g}"
     if not 0 < model.rotary_fraction <= 1:
-        found.append(f"{share}: must be above 0 and at most 1, such as 0.5")
-    elif "rotary" in kinds and (turned < 2 or int(turned) % 2):
-        given = f"--head-dim {model.head_dim}" + f" and {share}" * (model.rotary_fraction != 1)
-        found.append(f"{given}: rotary embeddings pair features; choose an even number of them")
+        found.append(f"--rotary-fraction {model.rotary_fraction:g}: must be above 0 and at most 1, such as 0.5")
     return found
+
+
+def turns_odd_number(model):
+    """Whether rotary layers would turn no features, or an odd number."""
+    if "rotary" not in model.position or not 0 < model.rotary_fraction <= 1:
+        return False
+    turned = int(model.head_dim * model.rotary_fraction)
+    return turned < 2 or turned % 2 == 1
 
 
 def table_problems(config):

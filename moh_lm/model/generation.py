@@ -23,10 +23,12 @@ class Cache:
     """Keys and values of every layer and row, and how many tokens of each row were read.
 
     max_length: room for a prompt and what follows it. lengths: int32 [rows], where the keys are, so that a step copies
-    nothing from the host.
+    nothing from the host. Raises ValueError for more tokens than the model has positions.
     """
 
     def __init__(self, model, rows, max_length):
+        if model.model.embed_positions is not None:
+            model.model.embed_positions.check(max_length)
         weight = model.model.embed_tokens.weight
         self.max_length = max_length
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=weight.device)

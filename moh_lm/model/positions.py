@@ -47,11 +47,14 @@ class LearnedPositions(nn.Module):
     def forward(self, x, positions=None):
         """Embeddings x [s/tp, b, d] with their positions added. positions: int64 [b, s], or None for those of the
         documents, or 0 to s - 1. Raises ValueError for a sequence that is longer than the table."""
-        length, rows = x.shape[0] * group_size(self.group), self.rows
+        length = x.shape[0] * group_size(self.group)
         positions = self.documents.positions if positions is None else positions
         if positions is None:
-            if length > rows:
-                raise ValueError(f"a sequence of {length} tokens: the model has --learned-positions {rows}")
+            self.check(length)
             positions = torch.arange(length, device=x.device)[None]
         mine = positions.tensor_split(group_size(self.group), dim=1)[group_rank(self.group)]  # [b, s/tp]
         return x + F.embedding(mine.t(), replicate(self.weight, self.group))
+
+    def check(self, length):
+        if length > self.rows:
+            raise ValueError(f"a sequence of {length} tokens: the model has --learned-positions {self.rows}")

@@ -13,13 +13,15 @@ from dataclasses import fields
 
 from moh_lm.checks import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
+from moh_lm.config.fields import as_tuples
 from tools.hf.keys import (
     ARCHITECTURES,
     FIXED,
     FULL,
     HEADS,
     MODEL,
-    NORMS,
+    OURS,
+    PARTIAL,
     REQUIRED,
     ROPE,
     ROPE_TYPES,
@@ -71,7 +73,7 @@ def model_config(values, heads=None, code_is_known=False):
         raise ConfigError([f"config.json: {problem}" for problem in problems])
     try:
         model = ModelConfig(
-            **{entry.field: values.get(entry.key, entry.absent) for entry in (*MODEL, *NORMS)},
+            **{entry.field: as_tuples(values.get(entry.key, entry.absent)) for entry in (*MODEL, *OURS)},
             heads=heads or own_heads(values),
             window=read_window(values),
             **rope,
@@ -143,6 +145,9 @@ def rope_fields(values):
         ])
     if rope != {**new, **old}:
         raise ConfigError([f"rope_parameters {new} and rope_theta, rope_scaling {old} contradict each other"])
+    turned = PARTIAL.absent
+    if values.get("model_type") == "moh_llama":
+        turned = rope.pop(PARTIAL.key, turned)
     kind = rope.pop("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ConfigError([f"rope_type {kind!r}: only {', '.join(ROPE_TYPES)} can be read"])
@@ -156,7 +161,8 @@ def rope_fields(values):
         ])
     numbers = {fields[key]: rope[key] for key in ROPE_TYPES[kind]}
     whole = "rope_original_length"
-    return {"rope_type": kind, **{key: int(n) if key == whole else float(n) for key, n in numbers.items()}}
+    numbers = {key: int(n) if key == whole else float(n) for key, n in numbers.items()}
+    return {"rope_type": kind, PARTIAL.field: turned, **numbers}
 
 
 def normal_rope(rope):
