@@ -231,8 +231,9 @@ class Attention(nn.Module):
         return {"dense": always + config.num_attention_heads * per_head, "active": always + active * per_head}
 
     @staticmethod
-    def kept_bytes(config, width, tp):
-        """Bytes that autograd keeps for a token on one rank; numbers of ``width`` bytes.
+    def kept_bytes(config, width, tp, counted=0):
+        """Bytes that autograd keeps for a token on one rank; numbers of ``width`` bytes. counted: keys whose positions
+        are counted by CoPE, which keeps seven numbers for each score, and the queries and keys of its products.
 
         The gathered input; of the rank's heads q, k, v, context and gated context; for a form that reads queries their
         norms, in fp32; with --qk-norm what it normalises, in fp32, and normalised.
@@ -244,6 +245,8 @@ class Attention(nn.Module):
         if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
             heads += 4 * h * e
         heads += config.qk_norm * (4 + width) * (h + k) * e
+        if counted:
+            heads += h * (28 * counted + 8 * config.cope_max_position + 12 * e) + 2 * width * (h - k) * e
         return heads / tp + width * d
 
 

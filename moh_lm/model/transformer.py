@@ -127,14 +127,14 @@ class DecoderLayer(nn.Module):
         return {kind: value + mlp for kind, value in attention.items()}
 
     @staticmethod
-    def kept_bytes(config, width, tp):
-        """Bytes that autograd keeps for a token on one rank; numbers of ``width`` bytes.
+    def kept_bytes(config, width, tp, counted=0):
+        """Bytes that autograd keeps for a token on one rank; width, counted: as of ``Attention.kept_bytes``.
 
         Besides those of attention and MLP, of the slice of the sequence: the inputs of both norms in fp32, and
         normalised.
         """
         norms = (2 * 4 + 2 * width) * config.hidden_size / tp
-        return norms + Attention.kept_bytes(config, width, tp) + MLP.kept_bytes(config, width, tp)
+        return norms + Attention.kept_bytes(config, width, tp, counted) + MLP.kept_bytes(config, width, tp)
 
 
 class Decoder(nn.Module):
