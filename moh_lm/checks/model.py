@@ -19,12 +19,13 @@ def model_problems(model):
     if found:
         return found
     heads, key_value_heads = model.num_attention_heads, model.num_key_value_heads
+    turned = model.head_dim * model.rotary_fraction
     if model.hidden_size % heads and model.head_dim == model.hidden_size // heads:
         found.append(
             f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
             f"choose one of {divisors(model.hidden_size, 64)}, or give --head-dim"
         )
-    elif model.head_dim < 1 or turns_odd_number(model):
+    elif model.head_dim < 1 or ("rotary" in model.position and (turned < 2 or turned // 1 % 2)):
         share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
     found += position_problems(model)
@@ -65,44 +66,33 @@ def per_layer(model):
 
 def position_problems(model):
     """The kinds of positions, and what each of them needs; settings of a kind that no layer has say nothing."""
-    kinds = {*model.position}
-    known = {entry.name: entry for entry in fields(model)}
-    allowed = known["position"].metadata["choices"]
-    found = [f"--position {kind}: choose one of {', '.join(allowed)}" for kind in sorted(kinds - {*allowed})]
+    kinds, known = {*model.position}, {entry.name: entry for entry in fields(model)}
+    allowed, given = known["position"].metadata["choices"], f"--position {' '.join(sorted(kinds))}"
+    if not kinds <= {*allowed}:
+        return [f"{given}: choose among {', '.join(allowed)}"]
+    found = below(model, 1, "cope_max_position")
     if len(model.position) != model.num_layers:
         found.append(f"--position has {len(model.position)} names: {per_layer(model)}")
     if "learned" in kinds and len(kinds) > 1:
-        found.append("--position learned: its table serves all layers; give learned alone")
+        found.append(f"{given}: the table of learned serves all layers; give learned alone")
+    if "learned" in kinds and (model.learned_positions or 0) < 1:
+        found.append(f"--learned-positions {model.learned_positions}: {given} needs a number, at least --seq-length")
     found += [
-        f"{flag(key)} {getattr(model, key)}: has no meaning with --position {' '.join(sorted(kinds))}; leave it out"
+        f"{flag(key)} {getattr(model, key)}: has no meaning with {given}; leave it out"
         for key, kind in OF_POSITION.items()
         if kind not in kinds and getattr(model, key) != known[key].default
     ]
-    if "cope" in kinds:
-        found += below(model, 1, "cope_max_position")
-    if "learned" in kinds and model.learned_positions is None:
-        found.append("--learned-positions is missing: --position learned needs it, at least --seq-length")
-    elif "learned" in kinds:
-        found += below(model, 1, "learned_positions")
     if not 0 < model.rotary_fraction <= 1:
         found.append(f"--rotary-fraction {model.rotary_fraction:g}: must be above 0 and at most 1, such as 0.5")
     return found
 
 
-def turns_odd_number(model):
-    """Whether rotary layers would turn no features, or an odd number."""
-    if "rotary" not in model.position or not 0 < model.rotary_fraction <= 1:
-        return False
-    turned = int(model.head_dim * model.rotary_fraction)
-    return turned < 2 or turned % 2 == 1
-
-
 def table_problems(config):
     """A table of positions must have one for each token of a sequence."""
     rows, length = config.model.learned_positions, config.run.seq_length
-    if rows is None or rows >= length:
+    if rows is None or rows < 1 or rows >= length:
         return []
-    return [f"--learned-positions {rows}: --seq-length {length} goes beyond; choose at least {length}"]
+    return [f"--learned-positions {rows}: --seq-length {length} needs as many; choose at least {length}"]
 
 
 def rope_problems(model):

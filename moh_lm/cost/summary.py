@@ -74,17 +74,12 @@ def describe_window(model):
 
 
 def describe_positions(model):
-    """Layers by how they know where tokens are, such as: rotary in 3 of 4 layers, none in 1 of 4 layers; "" if all
-    features turn in all of them."""
-    if {*model.position} == {"rotary"} and model.rotary_fraction == 1:
-        return ""
-    facts = {
-        "rotary": f"rotary, {model.rotary_fraction:g} of the features" if model.rotary_fraction < 1 else "rotary",
-        "cope": f"CoPE up to {model.cope_max_position}",
-        "learned": f"a learned table of {model.learned_positions}",
-    }
-    counts = Counter(facts.get(kind, kind) for kind in model.position)
-    return ", ".join(f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items())
+    """Layers by positions, such as: rotary in 3 of 4 layers, none in 1 of 4 layers; "" if all features turn in all."""
+    rotary = f"rotary, {model.rotary_fraction:g} of the features" if model.rotary_fraction < 1 else "rotary"
+    more = {"rotary": rotary, "cope": f"CoPE up to {model.cope_max_position}", "learned": "a learned table"}
+    counts = Counter(more.get(kind, kind) for kind in model.position)
+    parts = [f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items()]
+    return "" if [*counts] == ["rotary"] else ", ".join(parts)
 
 
 def describe_heads(model):

@@ -26,8 +26,8 @@ from torch import nn
 
 from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.documents import mean_keys, narrow
-from moh_lm.model.cope import ContextualPositions
-from moh_lm.model.positions import encoding_of
+from moh_lm.model.positions import ContextualPositions
+from moh_lm.model.rotary import rotary_of
 from moh_lm.model.router import HeadRouter, Routed
 from moh_lm.model.routing import FORMS
 from moh_lm.model.row_path import output_of_rows
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         self.backend = backend
         self.active_share = config.active_heads(layer_index) / config.num_attention_heads
         self.head_dim = config.head_dim
-        self.positions = positions or encoding_of(config, layer_index)
+        self.positions = positions or rotary_of(config, layer_index)
         self.causal = causal
         self.window = config.window[layer_index]
         self.selection = config.heads.head_selection

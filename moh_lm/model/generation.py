@@ -28,7 +28,7 @@ class Cache:
 
     def __init__(self, model, rows, max_length):
         if model.model.embed_positions is not None:
-            model.model.embed_positions.check(max_length)
+            model.model.embed_positions.within(max_length)
         weight = model.model.embed_tokens.weight
         self.max_length = max_length
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=weight.device)

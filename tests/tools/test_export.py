@@ -354,7 +354,7 @@ def test_an_export_sees_what_the_windows_of_the_model_show(kind, heads, tmp_path
     [
         (HeadsConfig(head_selection="all"), dict(position=("cope", "none")), "CoPE up to 64 in 1 of 2 layers"),
         (HeadsConfig(head_selection="all"), dict(rotary_fraction=0.5), "rotary, 0.5 of the features in 2 of 2 layers"),
-        (HEADS, dict(position=("learned",), learned_positions=40), "a learned table of 40 in 2 of 2 layers"),
+        (HEADS, dict(position=("learned",), learned_positions=40), "a learned table in 2 of 2 layers"),
     ],
 )
 def test_positions_that_no_llama_has_are_exported_with_our_class(heads, positions, said, tmp_path, export):

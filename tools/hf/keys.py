@@ -85,11 +85,7 @@ def ours(model):
     """The keys of what a Llama has not."""
     plain = ModelConfig(num_layers=model.num_layers)
     changed = [entry for entry in OURS if getattr(model, entry.field) != getattr(plain, entry.field)]
-    return {entry.key: listed(getattr(model, entry.field)) for entry in changed}
-
-
-def listed(value):
-    return list(value) if isinstance(value, tuple) else value
+    return {entry.key: getattr(model, entry.field) for entry in changed}
 
 
 def written(model):
@@ -103,8 +99,7 @@ def written(model):
     if model.heads.head_selection == "all":
         return keys | {"head_selection": "all"}
     heads = {entry: getattr(model.heads, entry.field) for entry in HEADS}
-    said = {entry.key: value for entry, value in heads.items() if value != entry.absent}
-    return keys | {key: listed(value) for key, value in said.items()}
+    return keys | {entry.key: value for entry, value in heads.items() if value != entry.absent}
 
 
 def written_window(model):
