@@ -384,6 +384,8 @@ def rewrite(source, target, absent=(), **changes):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": {**LLAMA3, "factor": None}}, "rope_type 'llama3' without factor"),
         ({"rope_parameters": {**LLAMA3, "attention_factor": 2.0}}, "attention_factor 2.0"),
+        ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 of rope_type"),
+        ({"layer_positions": ["none", "rotary"]}, "layer_positions ['none', 'rotary']: has no counterpart here"),
         ({"rope_parameters": None}, 'write "rope_theta": 10000.0 into the file'),
         ({"rope_theta": 7.0}, "contradict each other"),
         ({"num_key_value_heads": 3}, "--num-key-value-heads 3: must divide"),

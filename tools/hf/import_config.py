@@ -120,7 +120,8 @@ def foreign(values, code_is_known=False):
         for key, usual in USUAL.items()
         if values.get(key) not in (None, usual)
     ]
-    found += [f"{key} {values[key]!r}: has no counterpart here" for key in FOREIGN if values.get(key)]
+    names = FOREIGN if kind == "moh_llama" else (*FOREIGN, *(entry.key for entry in OURS))
+    found += [f"{key} {values[key]!r}: has no counterpart here" for key in names if values.get(key)]
     if kind == "llama" and values.get("sliding_window"):
         found.append(f"sliding_window {values['sliding_window']!r}: LlamaForCausalLM has none; a mistral has")
     allowed = {"llama": {FULL}, "mistral": {SLIDING}}.get(kind, {FULL, SLIDING})
@@ -145,9 +146,8 @@ def rope_fields(values):
         ])
     if rope != {**new, **old}:
         raise ConfigError([f"rope_parameters {new} and rope_theta, rope_scaling {old} contradict each other"])
-    turned = PARTIAL.absent
-    if values.get("model_type") == "moh_llama":
-        turned = rope.pop(PARTIAL.key, turned)
+    is_ours = values.get("model_type") == "moh_llama"
+    turned = rope.pop(PARTIAL.key, PARTIAL.absent) if is_ours else PARTIAL.absent
     kind = rope.pop("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ConfigError([f"rope_type {kind!r}: only {', '.join(ROPE_TYPES)} can be read"])
