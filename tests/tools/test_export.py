@@ -352,11 +352,13 @@ def test_an_export_sees_what_the_windows_of_the_model_show(kind, heads, tmp_path
 @pytest.mark.parametrize(
     "heads, positions, said",
     [
-        (HeadsConfig(head_selection="all"), dict(position=("cope", "none")), "CoPE up to 64 in 1 of 2 layers"),
-        (HeadsConfig(head_selection="all"), dict(rotary_fraction=0.5), "rotary, 0.5 of the features in 2 of 2 layers"),
+        (
+            HeadsConfig(head_selection="all"), dict(position=("cope", "rotary"), rotary_fraction=0.5),
+            "CoPE up to 64 in 1 of 2 layers, rotary, 0.5 of the features in 1 of 2 layers",
+        ),
         (HEADS, dict(position=("learned",), learned_positions=40), "a learned table in 2 of 2 layers"),
     ],
-)
+)  # fmt: skip
 def test_positions_that_no_llama_has_are_exported_with_our_class(heads, positions, said, tmp_path, export):
     pytest.importorskip("transformers")
     model = replace(PAPER, heads=heads, **positions)
