@@ -5,7 +5,7 @@ once.
 """
 
 from moh_lm.checks.layout import layout_problems, tensor_problems
-from moh_lm.checks.model import model_problems
+from moh_lm.checks.model import model_problems, table_problems
 from moh_lm.checks.ranges import below
 from moh_lm.checks.run import (
     alarm_problems,
@@ -30,6 +30,7 @@ def config_problems(config, world_size):
     """Sentences for what is wrong with ``config`` on ``world_size`` processes; empty if the run can start."""
     return [
         *model_problems(config.model),
+        *table_problems(config),
         *data_problems(config.data),
         *optimizer_problems(config.optimizer),
         *schedule_problems(config),

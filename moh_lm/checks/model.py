@@ -1,11 +1,16 @@
 """What is wrong with the sizes of a model, its positions, its windows and its heads."""
 
 import math
+from dataclasses import fields
 
 from moh_lm.checks.ranges import below, divisors
 from moh_lm.config import flag
 from moh_lm.model.rotary import NEEDS
 from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
+
+OF_POSITION = {  # setting -> its kind of positions
+    "cope_max_position": "cope", "learned_positions": "learned", "rotary_fraction": "rotary", "rope_type": "rotary",
+}  # fmt: skip
 
 
 def model_problems(model):
@@ -14,13 +19,16 @@ def model_problems(model):
     if found:
         return found
     heads, key_value_heads = model.num_attention_heads, model.num_key_value_heads
+    turned = model.head_dim * model.rotary_fraction
     if model.hidden_size % heads and model.head_dim == model.hidden_size // heads:
         found.append(
             f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
             f"choose one of {divisors(model.hidden_size, 64)}, or give --head-dim"
         )
-    elif model.head_dim < 2 or model.head_dim % 2:
-        found.append(f"--head-dim {model.head_dim}: rotary embeddings pair features; choose an even number")
+    elif model.head_dim < 1 or ("rotary" in model.position and (turned < 2 or turned // 1 % 2)):
+        share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
+        found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
+    found += position_problems(model)
     if heads % key_value_heads:
         found.append(
             f"--num-key-value-heads {key_value_heads}: must divide --num-attention-heads {heads}; "
@@ -54,6 +62,37 @@ def model_problems(model):
 
 def per_layer(model):
     return f"give one for all layers, or one for each of --num-layers {model.num_layers}"
+
+
+def position_problems(model):
+    """The kinds of positions, and what each of them needs; settings of a kind that no layer has say nothing."""
+    kinds, known = {*model.position}, {entry.name: entry for entry in fields(model)}
+    allowed, given = known["position"].metadata["choices"], f"--position {' '.join(sorted(kinds))}"
+    if not kinds <= {*allowed}:
+        return [f"{given}: choose among {', '.join(allowed)}"]
+    found = below(model, 1, "cope_max_position")
+    if len(model.position) != model.num_layers:
+        found.append(f"--position has {len(model.position)} names: {per_layer(model)}")
+    if "learned" in kinds and len(kinds) > 1:
+        found.append(f"{given}: the table of learned serves all layers; give learned alone")
+    if "learned" in kinds and (model.learned_positions or 0) < 1:
+        found.append(f"--learned-positions {model.learned_positions}: {given} needs a number, at least --seq-length")
+    found += [
+        f"{flag(key)} {getattr(model, key)}: has no meaning with {given}; leave it out"
+        for key, kind in OF_POSITION.items()
+        if kind not in kinds and getattr(model, key) != known[key].default
+    ]
+    if not 0 < model.rotary_fraction <= 1:
+        found.append(f"--rotary-fraction {model.rotary_fraction:g}: must be above 0 and at most 1, such as 0.5")
+    return found
+
+
+def table_problems(config):
+    """A table of positions must have one for each token of a sequence."""
+    rows, length = config.model.learned_positions, config.run.seq_length
+    if rows is None or rows < 1 or rows >= length:
+        return []
+    return [f"--learned-positions {rows}: --seq-length {length} needs as many; choose at least {length}"]
 
 
 def rope_problems(model):

@@ -120,6 +120,8 @@ def backend_problems(config):
         return []
     given = f"--attention-backend {backend}"
     found = []
+    if "cope" in config.model.position:
+        found.append(f"{given}: --position cope makes all scores; choose dense, or auto, which is dense in its layers")
     if backend == "cpu_sparse" and torch.cuda.is_available():
         found.append(f"{given}: is for machines without a GPU; choose auto")
     if backend != "cpu_sparse" and not torch.cuda.is_available():

@@ -81,6 +81,16 @@ class ModelConfig:
     num_key_value_heads: int | None = option(None, "key/value heads (default: one per query head)", parse=int)
     head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)", parse=int)
     vocab_size: int = option(65_536, "rows of the embedding; at least the tokenizer's pieces")
+    position: tuple[str, ...] = option(
+        (),
+        "where tokens are: by rotary embeddings, by counts of the keys that matter (CoPE), by a learned table, or by "
+        "nothing but the causal mask; one kind, or one per layer (default: rotary)",
+        choices=("rotary", "cope", "learned", "none"),
+        parse=str,
+    )
+    cope_max_position: int = option(64, "of cope: the largest position")
+    learned_positions: int | None = option(None, "of learned: rows of the table, for tokens of a sequence", parse=int)
+    rotary_fraction: float = option(1.0, "of rotary: share of the features of a head that turn, which are the first")
     rope_theta: float = option(10_000.0, "base of the rotary frequencies")
     rope_type: str = option(
         "default",
@@ -123,8 +133,9 @@ class ModelConfig:
         }
         per_layer = {key: value * self.num_layers if len(value) == 1 else value for key, value in budgets.items()}
         object.__setattr__(self, "heads", replace(self.heads, **per_layer))
-        window = self.window or (0,)
-        object.__setattr__(self, "window", window * self.num_layers if len(window) == 1 else window)
+        for key, default in (("window", 0), ("position", "rotary")):
+            value = getattr(self, key) or (default,)
+            object.__setattr__(self, key, value * self.num_layers if len(value) == 1 else value)
 
     def leading_heads(self, layer):
         """Heads of ``layer`` that are always on, at the front of the order: the shared, or the static, ones."""

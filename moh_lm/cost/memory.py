@@ -27,7 +27,7 @@ def parameter_counts(model):
         sizes = {name: parameter.numel() for name, parameter in CausalLM(model).named_parameters()}
     return {
         "total": sum(sizes.values()),
-        "embedding": sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name),
+        "embedding": sum(size for name, size in sizes.items() if ".embed_" in name or "lm_head" in name),
         "router": sum(size for name, size in sizes.items() if ".router." in name),
     }
 
@@ -67,7 +67,9 @@ def stage_memory(config, world_size):
         if config.optimizer.train_only == "router":
             trained, of_muon = parameter_counts(model)["router"], 0
         in_flight = min(pp - stage, micro_batches)  # 1F1B: what stage 0 has started before its first backward pass
-        layer_bytes = tokens * DecoderLayer.kept_bytes(model, width, tp)
+        share = model.position.count("cope") / model.num_layers  # with --recompute one such layer decides
+        counted = run.seq_length * (share > 0 if run.recompute else share)
+        layer_bytes = tokens * DecoderLayer.kept_bytes(model, width, tp, counted)
         input_bytes = tokens * width * model.hidden_size / tp
         kept = blocks * input_bytes * in_flight + layer_bytes if run.recompute else blocks * layer_bytes * in_flight
         is_last = stage == pp - 1

@@ -51,6 +51,8 @@ def describe_model(model):
     yield f"heads      {describe_heads(model)}"
     if any(model.window):
         yield f"window     {describe_window(model)}"
+    if positions := describe_positions(model):
+        yield f"positions  {positions}"
     if norms := describe_norms(model):
         yield f"norms      {norms}"
     if model.heads.head_budget is not None and model.heads.head_selection in ("mixture", "static"):
@@ -69,6 +71,15 @@ def describe_window(model):
     """Layers by what they see, such as: 512 tokens in 3 of 4 layers, the whole sequence in 1."""
     counts = Counter(f"{width} tokens" if width else "the whole sequence" for width in model.window)
     return ", ".join(f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items())
+
+
+def describe_positions(model):
+    """Layers by positions, such as: rotary in 3 of 4 layers, none in 1 of 4 layers; "" if all features turn in all."""
+    rotary = f"rotary, {model.rotary_fraction:g} of the features" if model.rotary_fraction < 1 else "rotary"
+    more = {"rotary": rotary, "cope": f"CoPE up to {model.cope_max_position}", "learned": "a learned table"}
+    counts = Counter(more.get(kind, kind) for kind in model.position)
+    parts = [f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items()]
+    return "" if [*counts] == ["rotary"] else ", ".join(parts)
 
 
 def describe_heads(model):
@@ -131,13 +142,13 @@ def describe_attention(config):
     heads = model.num_attention_heads
     queries = (run.seq_length, run.micro_batch_size, heads // config.parallel.tensor_parallel_size, model.head_dim)
     shares = [
-        model.active_heads(index) / heads * share_of_scores(run.seq_length, width)
-        for index, width in enumerate(model.window)
+        (model.active_heads(index) / heads * share_of_scores(run.seq_length, width), kind != "cope")
+        for index, (width, kind) in enumerate(zip(model.window, model.position, strict=True))
     ]
     if device.type == "cpu" and run.compile:
         yield "attention  auto: dense in every layer, since cpu_sparse cannot be compiled"
         return
-    backends = Counter(choose_backend("auto", device, dtype, queries, share) for share in shares)
+    backends = Counter(choose_backend("auto", device, dtype, queries, *share) for share in shares)
     chosen = ", ".join(f"{backend} in {count} of {len(shares)} layers" for backend, count in backends.items())
     found = measurement(device, dtype)
     if found:

@@ -21,7 +21,7 @@ import torch
 class Boundaries(NamedTuple):
     """starts, ends: int32 [b, s], positions of the first token that each token sees, such as the first one of its
     document, and of the first one after it that does not see it. mask: bool [b or 1, 1, s, s], of ``document_mask``,
-    for layers that compute densely; None: each makes it."""
+    for layers that compute densely, or what they add to their scores, [b, heads, s, s]; None: each makes it."""
 
     starts: torch.Tensor
     ends: torch.Tensor
@@ -82,14 +82,15 @@ class Documents:
 
     ``feed`` takes the positions of micro-batches to come, in the order of their forward passes; each pass begins with
     ``advance``. Without boundaries ``boundaries`` is None, and attention is causal over the whole sequence.
-    ``samples``: int64 [b], numbers of the sequences in the run, or None.
+    ``positions``: int64 [b, s], of each token in its document, or None. ``samples``: int64 [b], numbers of the
+    sequences in the run, or None.
     attention_backend: of ``choose_backend``; one that is sparse in every layer needs no mask.
     """
 
     def __init__(self, attention_backend="auto"):
         self.masked = attention_backend in ("auto", "dense")
         self.waiting = deque()
-        self.boundaries = self.samples = None
+        self.boundaries = self.positions = self.samples = None
 
     def feed(self, positions, samples=None):
         """positions: for each micro-batch int64 [b, s], of each token in its document, or None. samples: for each of
@@ -99,6 +100,7 @@ class Documents:
     def advance(self, device):
         positions, samples = self.waiting.popleft() if self.waiting else (None, None)
         self.samples = None if samples is None else samples.to(device, non_blocking=True)
-        self.boundaries = None
+        self.boundaries = self.positions = None
         if positions is not None:
-            self.boundaries = boundaries(positions.to(device, non_blocking=True), self.masked)
+            self.positions = positions.to(device, non_blocking=True)
+            self.boundaries = boundaries(self.positions, self.masked)

@@ -26,6 +26,7 @@ from torch import nn
 
 from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.documents import mean_keys, narrow
+from moh_lm.model.positions import ContextualPositions
 from moh_lm.model.rotary import rotary_of
 from moh_lm.model.router import HeadRouter, Routed
 from moh_lm.model.routing import FORMS
@@ -69,12 +70,14 @@ class Attention(nn.Module):
         self.backend = backend
         self.active_share = config.active_heads(layer_index) / config.num_attention_heads
         self.head_dim = config.head_dim
-        self.positions = positions or rotary_of(config)
+        self.positions = positions or rotary_of(config, layer_index)
         self.causal = causal
         self.window = config.window[layer_index]
         self.selection = config.heads.head_selection
         self.group = group
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
+        cope = config.position[layer_index] == "cope"
+        self.cope = ContextualPositions(config, init_std, self.heads) if cope else None
         d, e = config.hidden_size, self.head_dim
         query_size, key_size = config.num_attention_heads * e, config.num_key_value_heads * e
         shared_by = config.num_attention_heads // config.num_key_value_heads
@@ -102,7 +105,8 @@ class Attention(nn.Module):
         shape = (length, x.shape[1], self.heads.num_heads // group_size(self.group), self.head_dim)  # of the queries
         resting = self.router is not None and self.router.resting  # all heads are in use
         share = (1.0 if resting else self.active_share) * share_of_scores(length, self.window)
-        backend = choose_backend(self.backend, x.device, x.dtype, shape, share, self.causal)
+        in_a_range = self.causal and self.cope is None  # else the backend is dense
+        backend = choose_backend(self.backend, x.device, x.dtype, shape, share, in_a_range)
         if backend == "cpu_sparse" and self.selects_first and not resting:
             gates, selected, routed = self.route(x, recall)
             return output_of_rows(self, x, gates, selected, documents), routed
@@ -161,12 +165,16 @@ class Attention(nn.Module):
 
     def attend(self, projected, documents=None, backend="dense"):
         """g_i H_i of every head: [s, b, h/tp, e]. documents: ``Boundaries``, or None. backend: any but ``auto``."""
-        seen = self.sees(documents, projected.query, backend)
+        seen = self.sees(documents, projected.query, backend, projected.key)
         return moh_attention(*projected[:5], self.heads.num_leading, seen, backend, self.causal)
 
-    def sees(self, documents, x, backend):
-        """``Boundaries`` of what tokens x [s, b, ...] see of ``documents`` in the window of the layer, or None."""
-        return narrow(documents, self.window, x, masked=backend == "dense")
+    def sees(self, documents, x, backend, key=None):
+        """``Boundaries`` of what tokens x [s, b, ...] see of ``documents`` in the window of the layer, or None.
+
+        Where positions are counted, x is their queries, and the mask what is added to the scores.
+        """
+        seen = narrow(documents, self.window, x, masked=backend == "dense")
+        return self.cope.narrow(x, key, seen) if self.cope else seen
 
     def output(self, context):
         """The sum over heads of W_O_i: [s, b, h/tp, e] -> [s/tp, b, d]."""
@@ -214,6 +222,8 @@ class Attention(nn.Module):
         active = config.active_heads(layer_index) if active_heads is None else active_heads
         seen = mean_keys(seq_length, config.window[layer_index])
         per_head = 2 * d * e + 2 * seen * e  # query and output projections; scores, and their sum
+        if config.position[layer_index] == "cope":
+            per_head += (seen + config.cope_max_position + 1) * e  # gates; what each position adds
         always = 2 * d * config.num_key_value_heads * e
         if config.heads.head_selection == "mixture":
             form = FORMS[config.heads.routing](config.routed_layer(layer_index), config.heads.two_stage)
@@ -221,8 +231,9 @@ class Attention(nn.Module):
         return {"dense": always + config.num_attention_heads * per_head, "active": always + active * per_head}
 
     @staticmethod
-    def kept_bytes(config, width, tp):
-        """Bytes that autograd keeps for a token on one rank; numbers of ``width`` bytes.
+    def kept_bytes(config, width, tp, counted=0):
+        """Bytes that autograd keeps for a token on one rank; numbers of ``width`` bytes. counted: keys whose positions
+        are counted by CoPE, which keeps seven numbers for each score, and the queries and keys of its products.
 
         The gathered input; of the rank's heads q, k, v, context and gated context; for a form that reads queries their
         norms, in fp32; with --qk-norm what it normalises, in fp32, and normalised.
@@ -234,6 +245,8 @@ class Attention(nn.Module):
         if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
             heads += 4 * h * e
         heads += config.qk_norm * (4 + width) * (h + k) * e
+        if counted:
+            heads += h * (28 * counted + 8 * config.cope_max_position + 12 * e) + 2 * width * (h - k) * e
         return heads / tp + width * d
 
 

@@ -23,10 +23,12 @@ class Cache:
     """Keys and values of every layer and row, and how many tokens of each row were read.
 
     max_length: room for a prompt and what follows it. lengths: int32 [rows], where the keys are, so that a step copies
-    nothing from the host.
+    nothing from the host. Raises ValueError for more tokens than the model has positions.
     """
 
     def __init__(self, model, rows, max_length):
+        if model.model.embed_positions is not None:
+            model.model.embed_positions.within(max_length)
         weight = model.model.embed_tokens.weight
         self.max_length = max_length
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=weight.device)
@@ -72,22 +74,24 @@ def read_token(model, cache, tokens, attention_backend="auto"):
         keys[rows, :, slots], values[rows, :, slots] = heads.key[0], heads.value[0]
         gates = heads.gates if heads.gates is None else heads.gates[0]
         active = heads.in_use()[0]
-        return decode_attention(heads.query[0], keys, values, held, active, gates, attention_backend)[None]
+        added = attention.cope and attention.cope.of_cache(heads.query[0], keys, lengths)
+        return decode_attention(heads.query[0], keys, values, held, active, gates, attention_backend, added)[None]
 
-    logits = last_logits(model, tokens[:, None], attend)
+    logits = last_logits(model, tokens[:, None], attend, positions[:, None])
     cache.lengths += 1
     return logits
 
 
-def last_logits(model, tokens, attend):
-    """Logits of the last of the tokens [b, s], [b, vocab]. ``attend(attention, layer, x)`` gives g_i H_i."""
+def last_logits(model, tokens, attend, positions=None):
+    """Logits of the last of the tokens [b, s], [b, vocab]. ``attend(attention, layer, x)`` gives g_i H_i. positions: as
+    of ``Decoder.embed``."""
     numbers = itertools.count()
 
     def step(layer, x):
         attention, number = layer.self_attn, next(numbers)
         return layer.block(x, attend=lambda x: (attention.output(attend(attention, number, x)), None))[0]
 
-    return model.logits(model.model(tokens, step)[-1])
+    return model.logits(model.model(tokens, step, positions)[-1])
 
 
 def wide(tensor):

@@ -14,6 +14,7 @@ from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
 from moh_lm.kernels.documents import Documents
+from moh_lm.model.positions import LearnedPositions
 from moh_lm.model.transformer import (
     INIT_STD,
     CausalLM,
@@ -86,7 +87,10 @@ def layer_list(config, seq_length, group, micro_batches, recompute, documents=No
         embedding = LayerSpec(Embedding, config, group)
         head = ("", LayerSpec(Head, config, group))
     norm = ("model.", LayerSpec(Norm, config, group), 0)
-    return [("model.", embedding, 0), *blocks, norm, (*head, CausalLM.head_cost(config))]
+    first = [("model.", embedding, 0)]
+    if "learned" in config.position:
+        first.append(("model.embed_positions.", LayerSpec(LearnedPositions, config, INIT_STD, group, documents), 0))
+    return [*first, *blocks, norm, (*head, CausalLM.head_cost(config))]
 
 
 def stage_bounds(layers, num_stages):

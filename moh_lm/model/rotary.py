@@ -11,6 +11,9 @@
               (1 - r) f_i + r f_i / factor,  r = (i - floor c(32)) / (ceil c(1) - floor c(32)), between 0 and 1;
               cos and sin are multiplied by 0.1 ln(factor) + 1, and so the scores by its square
 
+With --rotary-fraction the first features of a head turn, as if they were all of it (e above), and the others stay. In
+layers whose --position is another than rotary, none turns.
+
 Shapes: s sequence, b batch, e head dimension.
 """
 
@@ -31,7 +34,8 @@ NEEDS = {  # type -> the fields of ``Rotary`` that it needs besides theta
 class Rotary(NamedTuple):
     """The position encoding of a layer: what a head's query and key become at a position.
 
-    Its fields are those of ``ModelConfig`` without their prefix ``rope_``; the frequencies follow from them.
+    Its fields are those of ``ModelConfig`` without their prefix ``rope_``; the frequencies follow from them. head_dim:
+    the features of a head that turn, which are its first ones.
     """
 
     head_dim: int
@@ -51,12 +55,16 @@ class Rotary(NamedTuple):
 
     def turn(self, x, table):
         """The features of queries or keys [s, b, heads, e] at their positions."""
-        return rotate(x, table)
+        if self.head_dim in (0, x.shape[-1]):
+            return rotate(x, table) if self.head_dim else x
+        return torch.cat((rotate(x[..., : self.head_dim], table), x[..., self.head_dim :]), dim=-1)
 
 
-def rotary_of(config):
-    """The ``Rotary`` of a ``ModelConfig``."""
-    return Rotary(config.head_dim, *(getattr(config, f"rope_{name}") for name in Rotary._fields[1:]))
+def rotary_of(config, layer_index=0):
+    """The ``Rotary`` of a layer of a ``ModelConfig``."""
+    share = config.rotary_fraction if config.position[layer_index] == "rotary" else 0
+    width = int(config.head_dim * share)  # rounded as transformers does
+    return Rotary(width, *(getattr(config, f"rope_{name}") for name in Rotary._fields[1:]))
 
 
 def inverse_frequencies(rotary, dtype, device=None):

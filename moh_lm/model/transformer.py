@@ -16,6 +16,7 @@ from moh_lm.kernels.break_even import fastest
 from moh_lm.kernels.documents import Documents
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import attach_loss
+from moh_lm.model.positions import LearnedPositions
 from moh_lm.model.router import Recall
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import (
@@ -126,14 +127,14 @@ class DecoderLayer(nn.Module):
         return {kind: value + mlp for kind, value in attention.items()}
 
     @staticmethod
-    def kept_bytes(config, width, tp):
-        """Bytes that autograd keeps for a token on one rank; numbers of ``width`` bytes.
+    def kept_bytes(config, width, tp, counted=0):
+        """Bytes that autograd keeps for a token on one rank; width, counted: as of ``Attention.kept_bytes``.
 
         Besides those of attention and MLP, of the slice of the sequence: the inputs of both norms in fp32, and
         normalised.
         """
         norms = (2 * 4 + 2 * width) * config.hidden_size / tp
-        return norms + Attention.kept_bytes(config, width, tp) + MLP.kept_bytes(config, width, tp)
+        return norms + Attention.kept_bytes(config, width, tp, counted) + MLP.kept_bytes(config, width, tp)
 
 
 class Decoder(nn.Module):
@@ -146,18 +147,26 @@ class Decoder(nn.Module):
         super().__init__()
         self.documents = Documents(attention_backend)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, INIT_STD, group)
+        self.embed_positions = None
+        if "learned" in config.position:
+            self.embed_positions = LearnedPositions(config, INIT_STD, group, self.documents)
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, loss_terms, recompute, group, self.documents, attention_backend)
             for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
 
-    def forward(self, tokens, step=DecoderLayer.__call__):
+    def forward(self, tokens, step=DecoderLayer.__call__, positions=None):
         self.documents.advance(tokens.device)
-        x = self.embed_tokens(tokens)
+        x = self.embed(tokens, positions)
         for layer in self.layers:
             x = step(layer, x)
         return self.norm(x)
+
+    def embed(self, tokens, positions=None):
+        """What the first layer reads of tokens [b, s]. positions: as of ``LearnedPositions``."""
+        x = self.embed_tokens(tokens)
+        return x if self.embed_positions is None else self.embed_positions(x, positions)
 
 
 class CausalLM(nn.Module):

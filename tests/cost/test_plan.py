@@ -71,6 +71,18 @@ def test_a_window_saves_the_scores_that_it_hides():
     assert few < many  # layers of a stage: those with a window cost less
 
 
+def test_counted_positions_cost_their_gates_and_tables_and_memory():
+    counted = ["--position", "cope", *["none"] * 23, "--cope-max-position", "99"]
+    plain, cope = (parse(LLM_B, *flags) for flags in (["--position", "none"], counted))
+    more = flops_per_token(cope.model, 2048)["dense"] - flops_per_token(plain.model, 2048)["dense"]
+    assert more == 6 * (1024 + 100) * 1536
+    heads = cope.model.num_attention_heads
+    tables = heads * 100 * 1536 // heads
+    assert parameter_counts(cope.model)["total"] - parameter_counts(plain.model)["total"] == tables
+    kept = [memory_estimate(config, 1)["activations"] for config in (plain, cope)]
+    assert kept[1] - kept[0] >= 28 * heads * 2048**2 * cope.run.micro_batch_size  # of one layer
+
+
 def test_parameters_of_llama3_8b_by_hand():
     per_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     assert parameter_counts(parse(LLAMA3_8B).model)["total"] == 32 * per_layer + 2 * 160896 * 4096 + 4096
@@ -101,15 +113,20 @@ def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "flags", ["--head-selection all", "", "--routing query_norm", "--num-key-value-heads 2 --qk-norm", "--post-norm"]
-)
+    "flags",
+    [
+        "--head-selection all", "", "--routing query_norm", "--num-key-value-heads 2 --qk-norm", "--post-norm",
+        "--position cope --num-key-value-heads 2",
+    ],
+)  # fmt: skip
 def test_the_activation_estimate_is_what_autograd_keeps(flags, dtype):
     sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
     config = parse(f"{sizes} {flags}").model
     model = CausalLM(config).to(dtype)
     model.initialize(1)
+    counted = 128 * ("cope" in config.position)
     kept = kept_by_second_layer(model, tokens=torch.randint(0, 64, (2, 128)))
-    assert kept / 256 == pytest.approx(DecoderLayer.kept_bytes(config, dtype.itemsize, tp=1), rel=0.03)
+    assert kept / 256 == pytest.approx(DecoderLayer.kept_bytes(config, dtype.itemsize, 1, counted), rel=0.03)
 
 
 def kept_by_second_layer(model, tokens):

@@ -48,11 +48,16 @@ MODELS = {
 }
 
 
+POSITIONS = {"paper": dict(position=("cope", "rotary"), rotary_fraction=0.5)}
+POSITIONS["query norm, groups"] = dict(position=("learned",), learned_positions=8)
+
+
 def compute(name, backend, heads=8, key_value_heads=4):
     """(output, [(gradient, partition) by parameter]) of a model in float64, on the ranks of this world."""
     config = ModelConfig(
         num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=heads, qk_norm=name == "paper",
         num_key_value_heads=key_value_heads, head_dim=4, vocab_size=36, heads=HeadsConfig(**MODELS[name]),
+        **POSITIONS.get(name, {}),
     )  # fmt: skip
     group = dist.group.WORLD if dist.is_initialized() else None
     model = CausalLM(config, group, attention_backend=backend)

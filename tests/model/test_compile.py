@@ -37,10 +37,10 @@ HEADS = {
 }
 
 
-def make_model(recompute=False, backend="auto", head_dim=4, window=(), **heads):
+def make_model(recompute=False, backend="auto", head_dim=4, window=(), position=(), **heads):
     config = ModelConfig(
         num_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=head_dim, vocab_size=50, window=window, heads=HeadsConfig(**heads),
+        head_dim=head_dim, vocab_size=50, window=window, position=position, heads=HeadsConfig(**heads),
     )  # fmt: skip
     model = CausalLM(config, recompute=recompute, attention_backend=backend)
     model.initialize(seed=3)
@@ -106,8 +106,9 @@ def test_what_is_recomputed_keeps_the_selection_though_rounding_would_choose_oth
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_documents_windows_and_the_shares_of_the_step_before_reach_the_graph():
-    plain, compiled = (make_model(**HEADS["global balance"], window=(0, 3, 3)) for _ in range(2))
+@pytest.mark.parametrize("position", [(), ("none", "rotary", "cope")])
+def test_documents_windows_and_the_shares_of_the_step_before_reach_the_graph(position):
+    plain, compiled = (make_model(**HEADS["global balance"], window=(0, 3, 3), position=position) for _ in range(2))
     compile_layers(compiled, backend="aot_eager")
     positions = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
     before = step(plain, 0)

@@ -48,6 +48,12 @@ MODELS = {
     "12.5%": (dict(num_shared_heads=(0,), num_active_routed_heads=(1,)), dict(num_key_value_heads=2)),
     "all, tied, more norms": (dict(head_selection="all"), dict(tie_embeddings=True, qk_norm=True, post_norm=True)),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
+    "CoPE in a window, a part turned": (
+        dict(num_shared_heads=(2,)),
+        dict(position=("cope", "rotary"), window=(5, 0), num_key_value_heads=4, rotary_fraction=0.5),
+    ),
+    "CoPE": (dict(routing="query_norm"), dict(position=("none", "cope"), cope_max_position=3)),
+    "a table": (dict(routing="sigmoid"), dict(position=("learned",), learned_positions=13)),
 }  # fmt: skip
 
 
@@ -98,6 +104,14 @@ def test_logits_with_a_cache_are_those_of_the_whole_text_in_rows_of_any_length(m
 def test_a_cache_keeps_no_more_tokens_than_a_window_shows():
     cache = Cache(make_model("windows"), 3, max_length=12)
     assert [layer.shape[2] for layer in (*cache.keys, *cache.values)] == [5, 12, 5, 12]
+
+
+def test_a_text_longer_than_the_table_of_positions_is_refused():
+    model = make_model("a table")
+    with pytest.raises(ValueError, match="--learned-positions 13"):
+        Cache(model, 1, 14)
+    with pytest.raises(ValueError, match="a sequence of 14 tokens: the model has --learned-positions 13"):
+        model(torch.zeros(1, 14, dtype=torch.long))
 
 
 def test_all_heads_computed_give_the_same_whatever_lies_behind_the_last_token(model):

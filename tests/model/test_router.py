@@ -77,12 +77,29 @@ CASES = {
     "window, top-p": dict(shared=3, active=4, top_p=0.7, window=4),
     "window, all heads": dict(shared=3, active=2, selection="all", window=4),
     "top-p, groups": dict(shared=2, active=6, top_p=0.7, key_value_heads=4, unit="key_value_group"),
+    "no positions": dict(shared=3, active=2, position="none"),
+    "no positions, query norm, grouped queries": dict(
+        shared=4, active=2, key_value_heads=2, routing="query_norm", position="none"
+    ),
+    "a third of the features": dict(shared=3, active=2, rotary_fraction=0.4),
+    "two thirds of the features, all heads": dict(shared=3, active=2, selection="all", rotary_fraction=0.67),
+    "CoPE": dict(shared=3, active=2, position="cope", cope_max_position=2),
+    "CoPE, all positions": dict(shared=3, active=2, position="cope", cope_max_position=9, routing="released"),
+    "CoPE, one position": dict(shared=0, active=3, position="cope", cope_max_position=1, routing="sigmoid"),
+    "CoPE, query norm, one key": dict(shared=3, active=2, position="cope", key_value_heads=1, routing="query_norm"),
+    "CoPE, relu": dict(shared=3, active=2, position="cope", routing="relu"),
+    "CoPE, top-p, window": dict(shared=3, active=4, position="cope", top_p=0.7, window=3),
+    "CoPE, groups, window": dict(
+        shared=2, active=2, position="cope", cope_max_position=1, key_value_heads=4, unit="key_value_group", window=5
+    ),
+    "CoPE, all heads": dict(shared=3, active=2, position="cope", cope_max_position=3, selection="all"),
+    "CoPE, static": dict(shared=3, active=2, position="cope", cope_max_position=3, selection="static"),
 }
 
 
 def make_config(
     shared, active, routing="paper", two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence",
-    unit="head", top_p=None, window=0, bias=None,
+    unit="head", top_p=None, window=0, bias=None, position="rotary", **positions,
 ):  # fmt: skip
     heads = HeadsConfig(
         head_selection=selection,
@@ -104,6 +121,8 @@ def make_config(
         num_key_value_heads=key_value_heads,
         head_dim=HEAD_DIM,
         window=(window,),
+        position=(position,),
+        **positions,
         heads=heads,
     )
 
@@ -188,15 +207,33 @@ def reference_gates(config, x, queries, weights, bias=None):
     return [gate for gate in gates for _ in range(size)], probabilities, selected, scores
 
 
-def rotate(vector, position):
-    """Rotary embedding of one head's vector: the pair (i, i + e/2) turns by position * theta^(-2i/e)."""
-    half = HEAD_DIM // 2
+def rotate(config, vector, position):
+    """Rotary embedding of one head's vector: the pair (i, i + r/2) of the first r features turns by position *
+    theta^(-2i/r)."""
+    if config.position[0] != "rotary":
+        return vector
+    width = int(HEAD_DIM * config.rotary_fraction)
+    half = width // 2
     turned = []
-    for i in range(HEAD_DIM):
-        angle = position * 10_000.0 ** (-2 * (i % half) / HEAD_DIM)
+    for i in range(width):
+        angle = position * 10_000.0 ** (-2 * (i % half) / width)
         partner = -vector[i + half] if i < half else vector[i - half]
         turned.append(vector[i] * math.cos(angle) + partner * math.sin(angle))
-    return torch.stack(turned)
+    return torch.stack([*turned, *vector[width:]])
+
+
+def counted(table, query, keys):
+    """What CoPE adds to the scores of the ``keys`` that a query sees, the last of them its own."""
+    position, added = 0, []
+    for key in reversed(keys):
+        position = position + 1 / (1 + (-(query @ key)).exp())
+        below, last = int(position), len(table) - 1
+        if below >= last:
+            added.append(query @ table[last])
+        else:
+            rest = position - below
+            added.append((1 - rest) * (query @ table[below]) + rest * (query @ table[below + 1]))
+    return added[::-1]
 
 
 def reference_attention(config, layer, x, bias=None):
@@ -214,9 +251,13 @@ def reference_attention(config, layer, x, bias=None):
         for t in range(LENGTH):
             total = torch.zeros(D).double()
             for i in range(HEADS):
-                q = rotate(queries[t][i], t)
+                q = rotate(config, queries[t][i], t)
                 seen = range(max(0, t - window + 1), t + 1)
-                scores = [q @ rotate(keys[u][i // group], u) / math.sqrt(HEAD_DIM) for u in seen]
+                seen_keys = [rotate(config, keys[u][i // group], u) for u in seen]
+                scores = [q @ key / math.sqrt(HEAD_DIM) for key in seen_keys]
+                if layer.cope is not None:
+                    more = counted(layer.cope.weight[i], q, seen_keys)
+                    scores = [score + added for score, added in zip(scores, more, strict=True)]
                 head = sum(w * values[u][i // group] for u, w in zip(seen, softmax(scores), strict=True))
                 columns = layer.o_proj.weight[:, i * HEAD_DIM : (i + 1) * HEAD_DIM]
                 total = total + routes[t][0][i] * (columns @ head)

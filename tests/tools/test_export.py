@@ -25,6 +25,7 @@ from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer
 from tools import export_hf as command
 from tools.hf import export_check
+from tools.hf.import_config import model_config
 from tools.work import export_hf
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -341,6 +342,28 @@ def test_an_export_sees_what_the_windows_of_the_model_show(kind, heads, tmp_path
     assert config.get("layer_windows") == {"moh_llama": [6, 3]}.get(kind)
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "| sliding window | 6 tokens in " in card and ("ordinary `Mistral" in card) == (kind == "mistral")
+
+
+@pytest.mark.parametrize(
+    "heads, positions, said",
+    [
+        (
+            HeadsConfig(head_selection="all"), dict(position=("cope", "rotary"), rotary_fraction=0.5),
+            "CoPE up to 64 in 1 of 2 layers, rotary, 0.5 of the features in 1 of 2 layers",
+        ),
+        (HEADS, dict(position=("learned",), learned_positions=40), "a learned table in 2 of 2 layers"),
+    ],
+)  # fmt: skip
+def test_positions_that_no_llama_has_are_exported_with_our_class(heads, positions, said, tmp_path, export):
+    pytest.importorskip("transformers")
+    model = replace(PAPER, heads=heads, **positions)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
+    code, printed, errors = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of transformers" in printed, errors
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["architectures"] == ["MoHLlamaForCausalLM"] and model_config(config).position == model.position
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert f"| positions | {said}" in card and ("| rotary embedding |" in card) == ("rotary" in model.position)
 
 
 def test_a_tokenizer_of_tiktoken_is_copied_and_converted(tmp_path, export):

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.model.transformer import CausalLM
 from tests.distributed import run_ranks
 from tests.tokenizing import json_lines, train_model
-from tests.tools.test_export import PAPER, write_checkpoint
+from tests.tools.test_export import PAPER, make_weights, write_checkpoint
 from tools import head_report
 from tools.work import head_report as report
 
@@ -190,6 +191,21 @@ def attended(model, tokens):
     for handle in handles:
         handle.remove()
     return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("position", [("cope", "none"), ("learned",)])
+def test_the_attention_that_is_measured_makes_the_output_whatever_the_positions(tools, position):
+    model = make_weights(replace(PAPER, position=position, learned_positions=16, window=(0, 5))).double()
+    tokens, measures = torch.arange(16)[None], tools["measures"]
+    x = model.model.embed(tokens)
+    for layer in model.model.layers:
+        heads, value = measures.read_heads(layer, x), layer.self_attn.project(layer.input_layernorm(x)).value
+        for head in range(4):
+            output = torch.einsum("bqk,kbe->qbe", heads.attention(head), value[:, :, head // 2])
+            torch.testing.assert_close(heads.output[:, :, head], output)
+        x = measures.finish(layer, x, heads.weighted())
+    torch.testing.assert_close(model.model.norm(x), model.model(tokens))
 
 
 def test_offsets_and_loads_are_counts_over_the_attention_of_the_model(tools, model, texts):

@@ -31,6 +31,8 @@ from tests.tokenizing import hugging_face_tokenizer
 from tests.training.test_training import losses, rows, run
 from tools import import_hf
 from tools.hf import export_check, import_step, import_weights
+from tools.hf.configuration_moh import MoHLlamaConfig
+from tools.hf.modeling_moh import MoHLlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA3 = {
@@ -376,6 +378,8 @@ def rewrite(source, target, absent=(), **changes):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": {**LLAMA3, "factor": None}}, "rope_type 'llama3' without factor"),
         ({"rope_parameters": {**LLAMA3, "attention_factor": 2.0}}, "attention_factor 2.0"),
+        ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 of rope_type"),
+        ({"layer_positions": ["none", "rotary"]}, "layer_positions ['none', 'rotary']: has no counterpart here"),
         ({"rope_parameters": None}, 'write "rope_theta": 10000.0 into the file'),
         ({"rope_theta": 7.0}, "contradict each other"),
         ({"num_key_value_heads": 3}, "--num-key-value-heads 3: must divide"),
@@ -519,9 +523,24 @@ def importance_by_transformers(model, tokens):
     ])
 
 
-@pytest.mark.parametrize("key_value_heads", [8, 4, 2])
-def test_important_heads_come_first_and_the_model_computes_the_same(imported, data_dir, tmp_path, key_value_heads):
-    model = make_llama(tmp_path / "hf", num_key_value_heads=key_value_heads)
+PARTIAL = {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}
+
+
+@pytest.mark.parametrize(
+    "key_value_heads, positions",
+    [
+        (8, None),
+        (4, None),
+        (2, None),
+        (2, {"layer_positions": ["cope", "rotary"], "cope_max_position": 7, **PARTIAL}),
+        (4, {"layer_positions": ["learned"] * 2, "learned_positions": 64, "rope_parameters": BASE_ONLY}),
+    ],
+)
+def test_important_heads_come_first_and_the_model_computes_the_same(
+    imported, data_dir, tmp_path, key_value_heads, positions
+):
+    ours = {"kind": (MoHLlamaForCausalLM, MoHLlamaConfig), "head_selection": "all"} | positions if positions else {}
+    model = make_llama(tmp_path / "hf", num_key_value_heads=key_value_heads, **ours)
     flags = "--head-selection mixture --routing query_norm --num-shared-heads 4 --num-active-routed-heads 4".split()
     sample = ("--select-shared", "importance", "--sample-data", str(data_dir), "--sample-tokens", "256")
     run_directory = imported(tmp_path / "hf", *flags, *sample)

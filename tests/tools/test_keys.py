@@ -35,20 +35,24 @@ MODELS = {
     "all, window in one layer": replace(MODEL, window=(7, 0), heads=HeadsConfig(head_selection="all")),
     "window in one layer": replace(MODEL, window=(0, 7)),
     "two windows": replace(MODEL, window=(7, 3)),
+    "positions": replace(MODEL, position=("none", "cope"), cope_max_position=9),
+    "all, CoPE": replace(MODEL, position=("cope",), heads=HeadsConfig(head_selection="all")),
+    "a table": replace(MODEL, position=("learned",), learned_positions=70),
+    "all, a part turned": replace(MODEL, rotary_fraction=0.4, heads=HeadsConfig(head_selection="all")),
 }
 TYPES = {"all": "llama", "all, window": "mistral"}  # of the others: moh_llama
 
 
 def test_every_field_of_a_model_has_its_key():
     model = {entry.name for entry in fields(ModelConfig)} - {"heads", "rope_type", "window"}
-    assert model == {entry.field for entry in (*keys.MODEL, *keys.NORMS, *keys.ROPE)}
+    assert model == {entry.field for entry in (*keys.MODEL, *keys.OURS, *keys.ROPE, keys.PARTIAL)}
     heads = {entry.name for entry in fields(HeadsConfig)}
     assert heads - {entry.field for entry in keys.HEADS} <= {*TRAINING_ONLY, *SPREAD}
 
 
 def test_the_remote_configuration_has_every_key_with_the_default_of_the_table():
     arguments = inspect.signature(MoHLlamaConfig.__init__).parameters
-    written = {entry.key for entry in (*keys.MODEL, *keys.NORMS, *keys.HEADS)} | {"rope_theta", "rope_scaling"}
+    written = {entry.key for entry in (*keys.MODEL, *keys.OURS, *keys.HEADS)} | {"rope_theta", "rope_scaling"}
     assert written | keys.FIXED.keys() <= arguments.keys()
     assert {kind: set(needed) - {"rope_theta"} for kind, needed in keys.ROPE_TYPES.items()} == {
         kind: set(needed) for kind, needed in ROPE_KEYS.items()
@@ -79,8 +83,9 @@ def test_what_is_written_is_read_again_and_understood_by_the_remote_configuratio
     remote = MoHLlamaConfig(**{"head_selection": "all"} | values)
     for entry in keys.MODEL:
         assert getattr(remote, entry.key) == values[entry.key]
-    for entry in keys.NORMS:
-        assert getattr(remote, entry.key) == getattr(model, entry.field)
+    for entry in keys.OURS:
+        value = getattr(remote, entry.key)
+        assert (tuple(value) if isinstance(value, list) else value) == getattr(model, entry.field)
     for entry in keys.HEADS if routed else ():
         value = getattr(remote, entry.key)
         assert (tuple(value) if isinstance(value, list) else value) == getattr(model.heads, entry.field)

@@ -153,21 +153,39 @@ def rotated(vector, position, theta):
     return turned
 
 
+def counted(table, query, keys):
+    """What CoPE adds to the scores of ``keys``, the last of which is the query's own: positions count from there."""
+    position, added = 0.0, []
+    for key in reversed(keys):
+        position = min(position + 1 / (1 + math.exp(-query @ key)), len(table) - 1)
+        below, rest = math.floor(position), position % 1
+        added.append(query @ ((1 - rest) * table[below] + rest * table[min(below + 1, len(table) - 1)]))
+    return added[::-1]
+
+
 def reference_attention(config, layer, weights, inputs):
     """inputs [s, d], normalised -> [s, d]."""
     heads, dim = config.num_attention_heads, config.head_dim
     group, window = heads // config.num_key_value_heads, config.layer_windows[layer]
     split = {name: [(weights[f"{name}_proj"] @ x).reshape(-1, dim) for x in inputs] for name in "qkv"}
     router = {key.split(".")[1]: value for key, value in weights.items() if key.startswith("router.")}
+    turned = int(dim * config.rope_parameters.get("partial_rotary_factor", 1)) * (
+        config.layer_positions[layer] == "rotary"
+    )
+
+    def placed(vector, position):
+        return np.concatenate([rotated(vector[:turned], position, config.rope_theta), vector[turned:]])
+
     outputs = []
     for t, x in enumerate(inputs):
         gates = reference_gates(config, layer, router, x, split["q"][t])
         weighted = []
         for head in range(heads):
-            query = rotated(split["q"][t][head], t, config.rope_theta)
+            query = placed(split["q"][t][head], t)
             first = max(0, t - window + 1) if window else 0
-            keys = [rotated(split["k"][u][head // group], u, config.rope_theta) for u in range(first, t + 1)]
-            attention = softmax([query @ key / math.sqrt(dim) for key in keys])
+            keys = [placed(split["k"][u][head // group], u) for u in range(first, t + 1)]
+            more = counted(weights["cope"][head], query, keys) if "cope" in weights else [0.0] * len(keys)
+            attention = softmax([query @ key / math.sqrt(dim) + added for key, added in zip(keys, more, strict=True)])
             output = sum(a * split["v"][u][head // group] for u, a in enumerate(attention, start=first))
             weighted.append(gates[head] * output)
         outputs.append(weights["o_proj"] @ np.concatenate(weighted))
@@ -182,6 +200,8 @@ def reference_logits(model, tokens):
         return weight * x / np.sqrt(np.mean(x * x) + config.rms_norm_eps)
 
     hidden = [state["model.embed_tokens.weight"][token] for token in tokens]
+    if "learned" in config.layer_positions:
+        hidden = [x + state["model.embed_positions.weight"][t] for t, x in enumerate(hidden)]
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
         own = {k.removeprefix(prefix).removesuffix(".weight"): v for k, v in state.items() if k.startswith(prefix)}
@@ -238,13 +258,21 @@ WINDOWS = {
         "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"], "head_selection": "all",
     },
     "of two sizes": {"layer_windows": [5, 2], "routing": "query_norm"},
+    "of counted positions": {
+        "layer_windows": [4, 0], "layer_positions": ["cope", "cope"], "num_key_value_heads": 2, "cope_max_position": 3,
+    },
+    "of positions in one layer": {"layer_windows": [0, 4], "layer_positions": ["cope", "rotary"], "routing": "relu"},
+    "none, but a table": {"layer_positions": ["learned"] * 2, "learned_positions": 22},
+    "none, a part turned": {
+        "layer_positions": ["none", "rotary"], "rope_parameters": {"partial_rotary_factor": 0.67, "rope_theta": 50.0},
+    },
 }  # fmt: skip
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("changes", WINDOWS.values(), ids=WINDOWS)
-def test_a_window_shows_the_last_tokens_with_a_cache_and_without(changes, attention, tmp_path):
+def test_windows_and_positions_are_those_of_the_equations_with_a_cache_and_without(changes, attention, tmp_path):
     model, tokens = make_model(attention=attention, **changes), random_tokens(2, 14)
     assert_equals_reference(model, tokens[0])
     whole = model(tokens, use_cache=False).logits
@@ -262,7 +290,9 @@ def test_a_window_shows_the_last_tokens_with_a_cache_and_without(changes, attent
         tokens = torch.cat((tokens, next_tokens), dim=1)
     assert torch.equal(texts, tokens)
     model.config.save_pretrained(tmp_path)
-    assert MoHLlamaConfig.from_pretrained(tmp_path).layer_windows == model.config.layer_windows
+    read = MoHLlamaConfig.from_pretrained(tmp_path)
+    for key in ("layer_windows", "layer_positions", "cope_max_position", "learned_positions", "rope_parameters"):
+        assert getattr(read, key) == getattr(model.config, key)
 
 
 @pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
@@ -571,8 +601,16 @@ CASES = [
 ]
 
 
+COUNTED = {"num_key_value_heads": 2, "layer_positions": ["cope", "none"], "cope_max_position": 5}
+
+
+def test_positions_are_counted_only_where_all_scores_are_made():
+    with pytest.raises(ValueError, match="attn_implementation flex_attention: .* choose sdpa or eager"):
+        make_model(attention="flex_attention", **COUNTED)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("changes", CASES)
+@pytest.mark.parametrize("changes", [*CASES, COUNTED])
 @torch.no_grad()
 def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention):
     model, tokens = make_model(attention=attention, **changes), random_tokens(2, 12)
@@ -595,7 +633,7 @@ def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention
         torch.testing.assert_close(logits[row, -length:], whole[row, :length], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("changes", CASES)
+@pytest.mark.parametrize("changes", [*CASES, COUNTED])
 @torch.no_grad()
 def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(changes):
     model, tokens = make_model(**changes), random_tokens(2, 7)

@@ -30,7 +30,7 @@ def measure_ablation(model, domains, num_tokens, progress):
     shape = (len(layers), layers[0].self_attn.heads.num_heads)
     losses, rises = {}, {domain.name: np.zeros(shape) for domain in domains}
     texts = {domain.name: [window.to(device)[None] for window in sample(domain, num_tokens)] for domain in domains}
-    states = {name: [model.model.embed_tokens(tokens[:, :-1]) for tokens in of] for name, of in texts.items()}
+    states = {name: [model.model.embed(tokens[:, :-1]) for tokens in of] for name, of in texts.items()}
     for name, xs in states.items():
         losses[name] = [loss_of(model, x, layers, tokens) for x, tokens in zip(xs, texts[name], strict=True)]
     for index, layer in enumerate(layers):

@@ -23,7 +23,7 @@ from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
 from moh_lm.kernels.documents import Documents
 from moh_lm.model.transformer import DecoderLayer
-from tools.hf.import_weights import EMBEDDING
+from tools.hf.import_weights import EMBEDDING, POSITIONS
 
 
 def sample_shards(data_dir, vocab_size, seq_length, num_tokens, seed):
@@ -59,6 +59,8 @@ def measure(config, source, tokens, progress):
     progress: called after each layer.
     """
     x = F.embedding(tokens.t(), source.whole(EMBEDDING))  # [s, b, d]
+    if "learned" in config.position:
+        x = x + source.rows(POSITIONS, 0, len(x)).unsqueeze(1)
     found = []
     for layer in range(config.num_layers):
         block = read_layer(config, source, layer)

@@ -67,6 +67,8 @@ class Heads(NamedTuple):
         query, key = (part.to(wide(part)).transpose(0, 1) for part in (query, key))  # [b, s, e]
         scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+        if self.seen is not None and self.seen.mask.is_floating_point():  # added to scores, head by head
+            return (scores + self.seen.mask[:, head]).softmax(-1)
         hidden = hidden if self.seen is None else ~self.seen.mask[:, 0]
         return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
 
@@ -75,7 +77,7 @@ class Heads(NamedTuple):
 def sweep(model, batches):
     """Run ``model`` over batches of tokens, int64 [b, s] each, layer after layer: yields (layer, batch, ``Heads``)."""
     device = model.model.embed_tokens.weight.device
-    states = [model.model.embed_tokens(tokens.to(device)) for tokens in batches]  # [s, b, d]
+    states = [model.model.embed(tokens.to(device)) for tokens in batches]  # [s, b, d]
     for index, layer in enumerate(model.model.layers):
         for number, x in enumerate(states):
             heads = read_heads(layer, x)
@@ -87,7 +89,7 @@ def read_heads(layer, x):
     attention = layer.self_attn
     heads = attention.project(layer.input_layernorm(x))
     gates = heads.query.new_ones(heads.query.shape[:-1]) if heads.gates is None else heads.gates
-    seen = attention.sees(None, x, "dense")
+    seen = attention.sees(None, heads.query, "dense", heads.key)
     return Heads(heads.query, heads.key, dense_heads(*heads[:3], documents=seen), gates, heads.in_use(), seen)
 
 

@@ -13,6 +13,10 @@ The keys are those of ``LlamaConfig`` and these:
     routing_unit             head, or key_value_group: all heads of a key/value head are selected together
     qk_norm                  RMSNorm of each head's query and key, with one weight for all heads, before their positions
     post_norm                norms after attention and MLP instead of before them
+    layer_positions          one kind per layer: rotary; cope, positions that queries count (arXiv 2405.18719); none;
+                             or in all layers learned, a table added to the embedding
+    cope_max_position        the largest position that is counted
+    learned_positions        rows of the learned table
     load_balance_bias_rate   select by a bias too, of this size for each of the router's bias_steps; 0: no bias
     routing_top_p            use the fewest routed heads whose probabilities add up to this, at most K; null: always K
     layer_windows            one number per layer: W, token i sees the keys i - W + 1 to i; 0: all before it. Left out
@@ -20,6 +24,7 @@ The keys are those of ``LlamaConfig`` and these:
 
 The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
 (transformers 5); both ``rope_theta`` and ``rope_parameters`` are kept, so that every version reads what any wrote.
+``partial_rotary_factor`` in ``rope_parameters`` is the share of a head's features, its first ones, that turn.
 ``output_router_gates`` makes the model return the gates and selections of every layer. ``output_router_logits`` makes
 it return the scores of the routed heads and their load-balance loss; with labels, that loss times
 ``router_aux_loss_coef`` is added to the loss (Eq. 8).
@@ -31,6 +36,7 @@ HEAD_SELECTIONS = ("all", "mixture", "static")
 ROUTINGS = ("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu")
 ROUTING_UNITS = ("head", "key_value_group")
 ROUTING_DTYPES = ("fp32", "bf16")
+POSITIONS = ("rotary", "cope", "learned", "none")
 ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
     "default": (),
     "linear": ("factor",),
@@ -92,6 +98,9 @@ class MoHLlamaConfig(PretrainedConfig):
         sliding_window=None,
         layer_types=None,
         layer_windows=None,
+        layer_positions=None,
+        cope_max_position=64,
+        learned_positions=None,
         qk_norm=False,
         post_norm=False,
         load_balance_bias_rate=0.0,
@@ -134,6 +143,10 @@ class MoHLlamaConfig(PretrainedConfig):
         if any(self.layer_windows):  # read by caches, and by vLLM
             self.sliding_window = max(self.layer_windows)
             self.layer_types = ["sliding_attention" if width else "full_attention" for width in self.layer_windows]
+
+        self.layer_positions = list(layer_positions or ["rotary"] * num_hidden_layers)
+        self.cope_max_position = cope_max_position
+        self.learned_positions = learned_positions
 
         self.head_selection = head_selection
         self.routing = routing
@@ -198,7 +211,13 @@ class MoHLlamaConfig(PretrainedConfig):
             raise ValueError(
                 f"load_balance_bias_rate {self.load_balance_bias_rate}: must be 0 with routing_top_p and routing relu"
             )
-        for key in ("num_shared_heads", "num_active_routed_heads", "layer_windows"):
+        kinds = set(self.layer_positions)
+        if not kinds <= set(POSITIONS) or ("learned" in kinds and (len(kinds) > 1 or not self.learned_positions)):
+            raise ValueError(
+                f"layer_positions {self.layer_positions}: must be of {', '.join(POSITIONS)}; learned in all layers or "
+                "none, with learned_positions"
+            )
+        for key in ("num_shared_heads", "num_active_routed_heads", "layer_windows", "layer_positions"):
             budget = getattr(self, key)
             if len(budget) != self.num_hidden_layers:
                 raise ValueError(f"{key} {budget}: must have {self.num_hidden_layers} numbers, one per layer")

@@ -108,6 +108,8 @@ def trainer_logits(config, read, tokens):
     rest = {"model.embed_tokens.": model.model.embed_tokens, "model.norm.": model.model.norm}
     if not config.tie_embeddings:
         rest["lm_head."] = model.lm_head
+    if model.model.embed_positions is not None:
+        rest["model.embed_positions."] = model.model.embed_positions
     for prefix, module in rest.items():
         fill(module, prefix=prefix, read=read)
     return model(tokens).numpy()
@@ -175,7 +177,8 @@ def compute_logits(export, tokens):
     model.eval()
     for module in model.modules():
         module.in_bf16 = False  # as ``in_fp32``
-    for module in (model.model.embed_tokens, *model.model.layers, model.model.norm, model.lm_head):
+    ends = (model.model.embed_tokens, getattr(model.model, "embed_positions", None), model.model.norm, model.lm_head)
+    for module in (*filter(None, ends), *model.model.layers):
         module.register_forward_pre_hook(widen)
         module.register_forward_hook(functools.partial(narrow, dtype=model.dtype))
     return model(tokens).logits.transpose(0, 1).numpy()

@@ -13,13 +13,15 @@ from dataclasses import fields
 
 from moh_lm.checks import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
+from moh_lm.config.fields import as_tuples
 from tools.hf.keys import (
     ARCHITECTURES,
     FIXED,
     FULL,
     HEADS,
     MODEL,
-    NORMS,
+    OURS,
+    PARTIAL,
     REQUIRED,
     ROPE,
     ROPE_TYPES,
@@ -78,7 +80,7 @@ def model_config(values, heads=None, code_is_known=False):
         raise ConfigError([f"config.json: {problem}" for problem in problems])
     try:
         model = ModelConfig(
-            **{entry.field: values.get(entry.key, entry.absent) for entry in (*MODEL, *NORMS)},
+            **{entry.field: as_tuples(values.get(entry.key, entry.absent)) for entry in (*MODEL, *OURS)},
             heads=heads or own_heads(values),
             window=read_window(values),
             **rope,
@@ -125,7 +127,8 @@ def foreign(values, code_is_known=False):
         for key, usual in USUAL.items()
         if values.get(key) not in (None, usual)
     ]
-    found += [f"{key} {values[key]!r}: has no counterpart here" for key in FOREIGN if values.get(key)]
+    names = FOREIGN if kind == "moh_llama" else (*FOREIGN, *(entry.key for entry in OURS))
+    found += [f"{key} {values[key]!r}: has no counterpart here" for key in names if values.get(key)]
     if kind == "llama" and values.get("sliding_window"):
         found.append(f"sliding_window {values['sliding_window']!r}: LlamaForCausalLM has none; a mistral has")
     allowed = {"llama": {FULL}, "mistral": {SLIDING}}.get(kind, {FULL, SLIDING})
@@ -150,6 +153,8 @@ def rope_fields(values):
         ])
     if rope != {**new, **old}:
         raise ConfigError([f"rope_parameters {new} and rope_theta, rope_scaling {old} contradict each other"])
+    is_ours = values.get("model_type") == "moh_llama"
+    turned = rope.pop(PARTIAL.key, PARTIAL.absent) if is_ours else PARTIAL.absent
     kind = rope.pop("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise ConfigError([f"rope_type {kind!r}: only {', '.join(ROPE_TYPES)} can be read"])
@@ -163,7 +168,8 @@ def rope_fields(values):
         ])
     numbers = {fields[key]: rope[key] for key in ROPE_TYPES[kind]}
     whole = "rope_original_length"
-    return {"rope_type": kind, **{key: int(n) if key == whole else float(n) for key, n in numbers.items()}}
+    numbers = {key: int(n) if key == whole else float(n) for key, n in numbers.items()}
+    return {"rope_type": kind, PARTIAL.field: turned, **numbers}
 
 
 def normal_rope(rope):

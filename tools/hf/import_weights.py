@@ -32,7 +32,7 @@ RELEASED = {  # parameters of the routers in the authors' code -> here
     "self_attn.wg_0.weight": "self_attn.router.w_type",
     "self_attn.wg_1.weight": "self_attn.router.w_shared",
 }
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, POSITIONS, HEAD = "model.embed_tokens.weight", "model.embed_positions.weight", "lm_head.weight"
 
 
 class Source:
@@ -195,6 +195,8 @@ def arranged(source, name, order, config):
                 yield block.unflatten(1, (-1, e))[:, order].flatten(1)
 
         return columns, "heads reordered"
+    if kind == "cope":
+        return lambda: (source.rows(name, head, head + 1) for head in order), "heads reordered"
     if kind not in ("q_proj", "k_proj", "v_proj"):
         return None, "as it is"
     heads = order if kind == "q_proj" else [head // shared_by for head in order[::shared_by]]

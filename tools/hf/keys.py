@@ -8,6 +8,7 @@ A model with all heads is a Llama, or with one window in all layers a Mistral; a
 
 from typing import NamedTuple
 
+from moh_lm.config import ModelConfig
 from moh_lm.model.rotary import NEEDS
 
 REQUIRED = object()
@@ -38,7 +39,13 @@ MODEL = (
     Key("rms_norm_eps", "rms_norm_eps", 1e-6),  # LlamaConfig's own default
     Key("tie_word_embeddings", "tie_embeddings", False),
 )
-NORMS = (Key("qk_norm", "qk_norm", False), Key("post_norm", "post_norm", False))  # of a moh_llama only
+OURS = (  # of a moh_llama only, and only if it is another than by default
+    Key("qk_norm", "qk_norm", False),
+    Key("post_norm", "post_norm", False),
+    Key("layer_positions", "position", ()),
+    Key("cope_max_position", "cope_max_position", 64),
+    Key("learned_positions", "learned_positions", None),
+)
 HEADS = (  # of a moh_llama only; what is as it would be if it were absent is left out
     Key("head_selection", "head_selection"),
     Key("routing", "routing"),
@@ -58,6 +65,7 @@ ROPE = (  # inside of rope_parameters (transformers 5), or rope_theta and rope_s
     Key("high_freq_factor", "rope_high_freq_factor"),
     Key("original_max_position_embeddings", "rope_original_length"),
 )
+PARTIAL = Key("partial_rotary_factor", "rotary_fraction", 1.0)  # there too, of a moh_llama only
 ROPE_TYPES = {  # rope_type -> the keys that it needs
     kind: ("rope_theta", *(entry.key for entry in ROPE if entry.field.removeprefix("rope_") in needed))
     for kind, needed in NEEDS.items()
@@ -68,9 +76,16 @@ FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # of
 def model_type(model):
     """That of a ModelConfig's export."""
     widths = {*model.window}
-    if model.heads.head_selection != "all" or len(widths) > 1 or any(getattr(model, entry.field) for entry in NORMS):
+    if model.heads.head_selection != "all" or len(widths) > 1 or ours(model) or model.rotary_fraction != PARTIAL.absent:
         return "moh_llama"
     return "mistral" if any(widths) else "llama"
+
+
+def ours(model):
+    """The keys of what a Llama has not."""
+    plain = ModelConfig(num_layers=model.num_layers)
+    changed = [entry for entry in OURS if getattr(model, entry.field) != getattr(plain, entry.field)]
+    return {entry.key: getattr(model, entry.field) for entry in changed}
 
 
 def written(model):
@@ -80,12 +95,11 @@ def written(model):
         keys |= written_window(model)
     if model_type(model) != "moh_llama":
         return keys
-    keys |= {entry.key: True for entry in NORMS if getattr(model, entry.field)}
+    keys |= ours(model)
     if model.heads.head_selection == "all":
         return keys | {"head_selection": "all"}
     heads = {entry: getattr(model.heads, entry.field) for entry in HEADS}
-    said = {entry.key: value for entry, value in heads.items() if value != entry.absent}
-    return keys | {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
+    return keys | {entry.key: value for entry, value in heads.items() if value != entry.absent}
 
 
 def written_window(model):
@@ -110,6 +124,8 @@ def written_rope(model):
     needed = [entry for entry in ROPE if entry.key in ROPE_TYPES[model.rope_type]]
     rope = {"rope_type": model.rope_type, **{entry.key: getattr(model, entry.field) for entry in needed}}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if model.rotary_fraction != PARTIAL.absent:
+        rope[PARTIAL.key] = model.rotary_fraction
     return {
         "rope_theta": model.rope_theta,
         "rope_scaling": None if model.rope_type == "default" else scaling,

@@ -9,7 +9,7 @@ neither data nor losses. Losses are rounded to what no layout changes.
 from collections import Counter
 from pathlib import Path
 
-from moh_lm.cost.summary import describe_cache, describe_norms, describe_window, routing_facts
+from moh_lm.cost.summary import describe_cache, describe_norms, describe_positions, describe_window, routing_facts
 from moh_lm.data.mixture import sample_counts
 from moh_lm.monitor.head_load import fair_load
 from moh_lm.monitor.journal import complete_rows
@@ -63,7 +63,8 @@ def model_facts(model, dtype, parameters, seq_length):
         f"vocabulary {model.vocab_size:,}",
         "attention": f"{model.num_attention_heads} heads of {model.head_dim}, "
         f"{model.num_key_value_heads} key/value heads",
-        "rotary embedding": rope,
+        **({"positions": positions} if (positions := describe_positions(model)) else {}),
+        **({"rotary embedding": rope} if "rotary" in model.position else {}),
         **({"sliding window": describe_window(model)} if any(model.window) else {}),
         "key/value cache": describe_cache(model, seq_length, dtype.itemsize),
         "head selection": heads.head_selection,
@@ -190,7 +191,7 @@ KINDS = {  # model_type, or head selection -> title, what the model is
     ),
     "all": (
         "A language model with all attention heads",
-        "Every token uses all attention heads. `modeling_moh.py` computes windows or norms that Llama has not.",
+        "Every token uses all attention heads. `modeling_moh.py` has windows, norms or positions unlike Llama's.",
     ),
     "llama": (
         "A language model in the form of Llama",

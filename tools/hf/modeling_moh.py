@@ -36,6 +36,7 @@ Shapes: b batch, s new tokens, k cached and new tokens, h heads, d hidden size. 
 the form of ``MoHLlamaAttention.forward`` follow the transformers interface, which vLLM's Transformers backend reads.
 """
 
+import copy
 import functools
 import inspect
 import math
@@ -214,9 +215,12 @@ def query_norm_routing(
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding in Llama's half-split form: x [b, h, s, head_dim], feature i pairs with i + head_dim / 2."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
+    """Rotary embedding in Llama's half-split form: x [b, h, s, head_dim], feature i pairs with i + r / 2, where the
+    first r features turn and the others stay."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def repeat_key_value(x, groups):
@@ -253,6 +257,32 @@ if not ALL_ATTENTION_FUNCTIONS:
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
 
 
+class MoHLlamaContextualPositions(nn.Module):
+    """Contextual position encoding, CoPE (arXiv 2405.18719).
+
+    Key j counts sigmoid(q_i k_j) for query i. Its position p is the sum of what the keys from j to i count, at most P.
+    q_i e[p] is added to its score, where e is a table of each head, interpolated between whole positions.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.most = config.cope_max_position
+        self.weight = nn.Parameter(torch.empty(config.num_attention_heads, self.most + 1, config.head_dim))
+
+    def forward(self, query, key, attention_mask):
+        """What is added to the scores, [b, h, s, k]. attention_mask [b, 1, s, k]: true, or 0, for what is seen."""
+        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        wide = torch.promote_types(query.dtype, torch.float32)
+        key = repeat_key_value(key, query.shape[1] // key.shape[1])
+        gates = (query @ key.transpose(2, 3)).to(wide).sigmoid() * visible
+        position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.most)
+        below = position.detach().floor().clamp(max=self.most - 1).long()
+        table = local_heads(self.weight.movedim(0, -1), query.shape[1]).movedim(-1, 0)
+        whole = torch.einsum("bhse,hpe->bhsp", query, table).to(wide)  # at whole positions
+        added = whole.gather(-1, below) + whole.diff(dim=-1).gather(-1, below) * (position - below)
+        return added.to(query.dtype).masked_fill(~visible, torch.finfo(query.dtype).min)
+
+
 class MoHLlamaAttention(nn.Module):
     """Self-attention whose heads are weighted by gates, Eq. 4."""
 
@@ -278,6 +308,8 @@ class MoHLlamaAttention(nn.Module):
         self.q_norm, self.k_norm = (
             MoHLlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
+        self.rotary = config.layer_positions[layer_idx] == "rotary"
+        self.cope = MoHLlamaContextualPositions(config) if config.layer_positions[layer_idx] == "cope" else None
         self.router = None
         if config.head_selection == "mixture" and (config.routing != "query_norm" or config.load_balance_bias_rate):
             self.router = MoHLlamaRouter(config, layer_idx)
@@ -309,11 +341,14 @@ class MoHLlamaAttention(nn.Module):
         value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
         gates, selected, scores = self.route(hidden_states, query)
 
-        query = rotate(self.q_norm(query).transpose(1, 2), *position_embeddings)  # [b, h, s, head_dim]
-        key = rotate(self.k_norm(key).transpose(1, 2), *position_embeddings)
+        query, key = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2)  # [b, h, s, head_dim]
+        if self.rotary:
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         value = value.transpose(1, 2)
         if past_key_values is not None:  # transformers 4 finds the slots of a static cache by cache_position
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
+        if self.cope is not None:
+            attention_mask = self.cope(query, key, attention_mask)
 
         # vLLM recognises the attention by this assignment, and by the one call of the name that it assigns.
         attention_interface = eager_attention_forward
@@ -382,12 +417,13 @@ class MoHLlamaDecoderLayer(nn.Module):
 
 
 def rotary_frequencies(rope, head_dim, device):
-    """Angle per position of each pair of features, fp32 [head_dim / 2]. rope: ``config.rope_parameters``.
+    """Angle per position of each pair of features that turns, fp32 [r / 2]. rope: ``config.rope_parameters``.
 
     linear divides the frequencies by ``factor``; llama3 divides the low ones only: those whose wavelength fits into the
     original context fewer than low_freq_factor times wholly, those that fit high_freq_factor times or more not at all.
     yarn divides the pairs wholly that turn less than once in the original context, and none that turn 32 times.
     """
+    head_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
     frequencies = 1.0 / rope["rope_theta"] ** exponent
     if rope["rope_type"] == "linear":
@@ -413,7 +449,7 @@ def rotary_magnitude(rope):
 
 
 class MoHLlamaRotaryEmbedding(nn.Module):
-    """cos and sin [b, s, head_dim]. No buffer: transformers 5 leaves one uninitialised when it loads a model."""
+    """cos and sin [b, s, r]. No buffer: transformers 5 leaves one uninitialised when it loads a model."""
 
     def __init__(self, config):
         super().__init__()
@@ -422,7 +458,7 @@ class MoHLlamaRotaryEmbedding(nn.Module):
     def forward(self, x, position_ids):
         with torch.autocast(device_type=x.device.type, enabled=False):
             frequencies = rotary_frequencies(self.config.rope_parameters, self.config.head_dim, x.device)
-            angles = position_ids[..., None].float() * frequencies  # [b, s, head_dim / 2]
+            angles = position_ids[..., None].float() * frequencies  # [b, s, r / 2]
             angles = torch.cat((angles, angles), dim=-1)
             magnitude = rotary_magnitude(self.config.rope_parameters)
             return (angles.cos() * magnitude).to(x.dtype), (angles.sin() * magnitude).to(x.dtype)
@@ -489,6 +525,8 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
         elif isinstance(module, MoHLlamaRouter):
             for weight in module.parameters(recurse=False):
                 nn.init.normal_(weight, std=std) if weight.is_floating_point() else nn.init.zeros_(weight)
+        elif isinstance(module, MoHLlamaContextualPositions):
+            nn.init.normal_(module.weight, std=std)
         elif isinstance(module, MoHLlamaRMSNorm):
             nn.init.ones_(module.weight)
 
@@ -545,7 +583,17 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         super().__init__(config)
         if config._attn_implementation == "vllm" and len({*config.layer_windows} - {0}) > 1:
             raise ValueError(f"layer_windows {config.layer_windows}: vLLM has one window for all layers that have one")
+        if "cope" in config.layer_positions and config._attn_implementation not in ("eager", "sdpa"):
+            given = config._attn_implementation
+            raise ValueError(f"attn_implementation {given}: cannot count positions (cope); choose sdpa or eager")
+        self.config_of_masks = None
+        if "cope" in config.layer_positions:  # its layers need to know what is seen
+            self.config_of_masks = copy.copy(config)
+            self.config_of_masks._attn_implementation = "eager"
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = None
+        if "learned" in config.layer_positions:
+            self.embed_positions = nn.Embedding(config.learned_positions, config.hidden_size)
         self.layers = nn.ModuleList(MoHLlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = MoHLlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = MoHLlamaRotaryEmbedding(config)
@@ -584,8 +632,11 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             cache_position = torch.arange(x.shape[1], device=x.device) + past
         if position_ids is None:
             position_ids = cache_position.unsqueeze(0)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(position_ids)
+        seen = (self.config_of_masks or config, x, attention_mask, past_key_values, cache_position, position_ids)
         masks = {
-            window: causal_mask(config, x, attention_mask, past_key_values, cache_position, position_ids, window)
+            window: causal_mask(*seen, window)
             for window in {*config.layer_windows}
         }
         position_embeddings = self.rotary_emb(x, position_ids)
