@@ -40,6 +40,7 @@ def model_problems(model):
     found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient", "router_z_loss")
     found += below(model.heads, 0, "router_gumbel_noise", "load_balance_bias_rate")
     found += bias_problems(model)
+    found += own_keys_problems(model)
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads)
         form = FORMS[model.heads.routing]
@@ -132,6 +133,13 @@ def spread_problems(model):
             "share, or leave out --num-shared-heads or --num-active-routed-heads"
         ]
     return []
+
+
+def own_keys_problems(model):
+    mixture = model.heads.head_selection == "mixture"
+    if model.heads.routed_keys == "all" or (mixture and (budget_problems(model) or model.routed_layers())):
+        return []
+    return ["--routed-keys selected: no layer has routed heads; leave it out"]
 
 
 def bias_problems(model):

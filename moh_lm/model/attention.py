@@ -72,7 +72,7 @@ class Attention(nn.Module):
         self.positions = positions or rotary_of(config)
         self.causal = causal
         self.window = config.window[layer_index]
-        self.selection = config.heads.head_selection
+        self.selection, self.own_keys = config.heads.head_selection, config.own_keys(layer_index)
         self.group = group
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
         d, e = config.hidden_size, self.head_dim
@@ -102,11 +102,11 @@ class Attention(nn.Module):
         shape = (length, x.shape[1], self.heads.num_heads // group_size(self.group), self.head_dim)  # of the queries
         resting = self.router is not None and self.router.resting  # all heads are in use
         share = (1.0 if resting else self.active_share) * share_of_scores(length, self.window)
-        backend = choose_backend(self.backend, x.device, x.dtype, shape, share, self.causal)
+        backend = choose_backend(self.backend, x.device, x.dtype, shape, share, self.causal, self.own_keys)
         if backend == "cpu_sparse" and self.selects_first and not resting:
             gates, selected, routed = self.route(x, recall)
             return output_of_rows(self, x, gates, selected, documents), routed
-        projected = self.project(x, recall=recall, needs_selection=backend != "dense")
+        projected = self.project(x, recall=recall, needs_selection=self.own_keys or backend != "dense")
         return self.output(self.attend(projected, documents, backend)), projected.routed
 
     def project(self, x, positions=None, length=None, recall=None, needs_selection=True):
@@ -162,7 +162,8 @@ class Attention(nn.Module):
     def attend(self, projected, documents=None, backend="dense"):
         """g_i H_i of every head: [s, b, h/tp, e]. documents: ``Boundaries``, or None. backend: any but ``auto``."""
         seen = self.sees(documents, projected.query, backend)
-        return moh_attention(*projected[:5], self.heads.num_leading, seen, backend, self.causal)
+        own_keys = self.own_keys and projected.selected is not None
+        return moh_attention(*projected[:5], self.heads.num_leading, seen, backend, self.causal, own_keys)
 
     def sees(self, documents, x, backend):
         """``Boundaries`` of what tokens x [s, b, ...] see of ``documents`` in the window of the layer, or None."""

@@ -77,6 +77,30 @@ def test_no_backend_sees_beyond_a_document(lengths, shape, routing, uncompiled_f
     torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-12)
 
 
+OWN_KEYS = {  # shape, routing, lengths of documents, window
+    "heads of their own": ((150, 2, 6, 6, 16, 2), "odd_routing", None, 0),
+    "documents and a window": ((97, 2, 4, 2, 8, 0), "odd_routing", DOCUMENTS["some, other ones in each sequence"], 30),
+    "a window": ((150, 1, 6, 3, 12, 2), "varying_routing", None, 40),
+    "short documents": ((65, 2, 8, 2, 8, 5), "varying_routing", DOCUMENTS["short ones"], 0),
+    "no head": ((40, 1, 4, 4, 8, 0), "nothing", None, 0),
+    "all heads": ((130, 1, 4, 2, 8, 0), "everything", None, 0),
+    "one token": ((1, 2, 6, 6, 8, 2), "odd_routing", None, 0),
+}
+
+
+@pytest.mark.parametrize("shape, routing, lengths, window", OWN_KEYS.values(), ids=OWN_KEYS)
+def test_heads_that_keep_their_own_tokens_see_no_others(shape, routing, lengths, window):
+    *sizes, num_shared = shape
+    *tensors, upstream, selected = make_inputs(*sizes, routing)
+    more = (num_shared, lengths, window, True)
+    expected = with_gradients(lambda *t: reference(*t, selected, *more), *tensors, upstream)
+    for backend in BACKENDS:
+        seen = make_boundaries(lengths, *sizes[:2], backend == "dense", window) if lengths or window else None
+        arguments = (selected, num_shared, seen, backend, True, True)
+        got = with_gradients(lambda *t, a=arguments: moh_attention(*t, *a), *tensors, upstream)
+        assert_all_close(got, expected, 1e-12)
+
+
 WINDOWS = {  # keys, and the lengths of documents
     "one key": (1, None),
     "some keys": (40, None),
