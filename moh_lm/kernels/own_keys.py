@@ -18,11 +18,16 @@ import torch.nn.functional as F
 ALIGNED = 8  # features: kernels of GPUs want multiples of it
 
 
+def marked_features(e, r):
+    """How many features the marks take."""
+    return r + -(e + r) % ALIGNED
+
+
 def with_marks(query, key, value, used):
     """Query [s, b, h, e'], key and value [s, b, kv, e'] with such features. used: [s, b, h], bool or 0 and 1."""
     of_key = used.to(query.dtype).unflatten(2, (key.shape[2], -1))  # [s, b, kv, r]
     r, e = of_key.shape[3], query.shape[3]
-    room = r + -(e + r) % ALIGNED
+    room = marked_features(e, r)
     hidden = -min(torch.finfo(query.dtype).max / 4, 2.0**100)
     asks = of_key.unsqueeze(-1) * torch.eye(r, room, dtype=query.dtype, device=query.device)  # [s, b, kv, r, room]
     hides = F.pad((1 - of_key) * hidden, (0, room - r))

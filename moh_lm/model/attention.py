@@ -26,6 +26,7 @@ from torch import nn
 
 from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.documents import mean_keys, narrow
+from moh_lm.kernels.own_keys import marked_features
 from moh_lm.model.rotary import rotary_of
 from moh_lm.model.router import HeadRouter, Routed
 from moh_lm.model.routing import FORMS
@@ -187,10 +188,11 @@ class Attention(nn.Module):
         return rows, self.k_proj.weight.shape[0] // self.head_dim, min(self.window or length, length), self.head_dim
 
     @staticmethod
-    def share_read(config, layer_index):
-        """Share of its key/value heads that a token reads on average, if all routed heads are selected equally often.
+    def cache_shares(config, layer_index):
+        """Shares, of the keys and values of all tokens and heads: (kept, read by a token) on average, if all routed
+        heads are selected equally often.
 
-        With top-p it is the most. r query heads share a key/value head, which is read if one of them is selected: of E
+        With top-p it is the most. r query heads share a key/value head, which is used if one of them is selected: of E
         routed heads K are, none of r with a chance of (E - r over K) / (E over K).
         """
         heads, unit = config.num_attention_heads, config.heads_per_expert
@@ -198,40 +200,50 @@ class Attention(nn.Module):
         r, of_shared = heads // config.num_key_value_heads, -(-always * config.num_key_value_heads // heads)
         others = config.num_key_value_heads - of_shared
         if not others:
-            return 1.0
+            return 1.0, 1.0
         experts, active = (heads - always) // unit, (config.active_heads(layer_index) - always) // unit
-        unread = math.comb(experts - r // unit, active) / math.comb(experts, active)
-        return (of_shared + others * (1 - unread)) / config.num_key_value_heads
+        used = 1 - math.comb(experts - r // unit, active) / math.comb(experts, active)
+        kept = used if config.own_keys(layer_index) else 1.0
+        return tuple((of_shared + others * share) / config.num_key_value_heads for share in (kept, kept * used))
 
     @staticmethod
     def cost(config, layer_index, seq_length, active_heads=None):
         """Multiplications of a token on average in the forward pass: {"dense", "active"}.
 
         "dense" counts every head. "active" leaves out the queries, scores and outputs of the heads that a token does
-        not use; active_heads: how many it does use, by default the most that it may. How much of the sequence a head
-        sees is said by ``mean_keys``.
+        not use, and where heads keep their own tokens only the keys and values that it does not keep, and the scores of
+        tokens that it does not see. active_heads: how many it uses, by default the most that it may. How much of the
+        sequence a head sees is said by ``mean_keys``.
         """
         d, e = config.hidden_size, config.head_dim
         active = config.active_heads(layer_index) if active_heads is None else active_heads
         seen = mean_keys(seq_length, config.window[layer_index])
-        per_head = 2 * d * e + 2 * seen * e  # query and output projections; scores, and their sum
-        always = 2 * d * config.num_key_value_heads * e
+        per_head, scores = 2 * d * e, 2 * seen * e  # query and output projections; scores, and their sum
+        keys, always = 2 * d * config.num_key_value_heads * e, 0
         if config.heads.head_selection == "mixture":
             form = FORMS[config.heads.routing](config.routed_layer(layer_index), config.heads.two_stage)
             always += d * sum(rows for rows, _ in form.weights(0, d).values())
-        return {"dense": always + config.num_attention_heads * per_head, "active": always + active * per_head}
+        dense = always + keys + config.num_attention_heads * (per_head + scores)
+        if not config.own_keys(layer_index):
+            return {"dense": dense, "active": always + keys + active * (per_head + scores)}
+        leading = config.leading_heads(layer_index)
+        seeing = leading + (active - leading) ** 2 / (config.num_attention_heads - leading)
+        kept, _ = Attention.cache_shares(config, layer_index)
+        return {"dense": dense, "active": always + kept * keys + active * per_head + seeing * scores}
 
     @staticmethod
     def kept_bytes(config, width, tp):
         """Bytes that autograd keeps for a token on one rank; numbers of ``width`` bytes.
 
         The gathered input; of the rank's heads q, k, v, context and gated context; for a form that reads queries their
-        norms, in fp32; with --qk-norm what it normalises, in fp32, and normalised.
+        norms, in fp32; with --qk-norm what it normalises, in fp32, and normalised. With marks (own_keys.py) all but the
+        gated context are wider.
         """
         d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
         gated = config.heads.head_selection != "all"
         keys = k if k >= tp else tp if k == 1 else h  # of all ranks: see ``key_runs``
-        heads = width * (2 * h + 2 * keys + gated * h) * e
+        marks = any(map(config.own_keys, range(config.num_layers))) * marked_features(e, h // k)
+        heads = width * ((2 * h + 2 * keys) * (e + marks) + gated * h * e)
         if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
             heads += 4 * h * e
         heads += config.qk_norm * (4 + width) * (h + k) * e

@@ -26,6 +26,7 @@ from tests.attention_cases import (
     everything,
     make_boundaries,
     make_inputs,
+    random_routing,
     reference,
     with_gradients,
 )
@@ -366,6 +367,19 @@ def test_executed_tiles_are_within_a_tenth_of_the_activation_rate(length, shared
     share = mean_keys(length, 1024) / mean_keys(length, 0)
     for whole, windowed in zip(area(selected, 64, 64), in_window, strict=True):
         assert share * whole < windowed <= (share + 0.1) * whole  # the window and the heads both save
+
+
+def test_own_keys_leave_a_third_of_the_dense_scores_at_half_of_the_heads():
+    for shared, active, most in ((4, 4, 0.36), (0, 8, 0.27)):
+        selected = torch.ones(2048, 1, 16)
+        selected[..., shared:] = random_routing(2048, 1, 16 - shared, active, torch.Generator().manual_seed(0))
+        area = {}
+        for own in (True, False):
+            rows = SelectedRows(selected, own_keys=own)
+            chunks = [chunk for *_, chunks in rows.chunks(1) for chunk in chunks]
+            area[own] = sum((stop - start) * (end - first) for start, stop, (first, *_, end) in chunks)
+        dense = 16 * 64 * 64 * sum(range(1, 2048 // 64 + 1))
+        assert area[True] / dense <= most < 0.5 <= area[False] / dense <= 0.53
 
 
 def test_everything_but_the_triton_backend_works_where_triton_is_not_installed():
