@@ -98,7 +98,7 @@ def load(arguments, attention_backend="auto"):
         run = step_config(directory)
         config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
     if attention_backend == "triton":
-        check_triton(arguments.device, config.head_dim)
+        check_triton(arguments.device, config)
     if attention_backend == "loops" and torch.device(arguments.device).type != "cpu":
         raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {arguments.device}; choose auto"])
     try:
@@ -123,8 +123,10 @@ def load(arguments, attention_backend="auto"):
     return model.eval(), limit, tokenizer
 
 
-def check_triton(device, head_dim):
-    problems = []
+def check_triton(device, config):
+    problems, head_dim = [], config.head_dim
+    if any(map(config.own_keys, range(config.num_layers))):
+        problems.append("cannot leave out keys, which the heads of this model do; choose auto or dense")
     if torch.device(device).type != "cuda":
         problems.append(f"needs a CUDA GPU, and --device is {device}; choose auto")
     if importlib.util.find_spec("triton") is None:

@@ -28,16 +28,19 @@ BACKENDS = ("auto", "dense", "loops", "triton")
 WORTH_IT, SHARE = 2**19, 0.24
 
 
-def decode_attention(query, keys, values, lengths, active, gates=None, backend="auto"):
+def decode_attention(query, keys, values, lengths, active, gates=None, backend="auto", used=None):
     """g_i H_i of Eq. 4 of one token per row, before the output projection: [b, h, e] in the dtype of ``query``.
 
     query: [b, h, e]. keys, values: the cache, [b, k, T, e]; consecutive query heads share a key/value head. lengths:
     int32 [b], the tokens that each row sees, its own the last of them. active: bool [b, h], the heads that the token
-    uses. gates: [b, h], 0 where not active; None for 1, if all are. backend: see above. Nothing waits for a GPU.
+    uses. gates: [b, h], 0 where not active; None for 1, if all are. backend: see above. used: bool [b, h, T], the heads
+    that use each token, if they see no others; then the backend is dense. Nothing waits for a GPU.
     Raises ValueError and RuntimeError if the backend asked for by name is none, or cannot run here.
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend}: choose one of {', '.join(BACKENDS)}")
+    if used is not None and backend in ("loops", "triton"):
+        raise RuntimeError(f"attention backend {backend}: cannot leave out keys of a whole cache; choose auto or dense")
     if backend == "triton":
         if triton_decode is None:
             raise RuntimeError("attention backend triton: the package triton is not installed; install it, or auto")
@@ -45,10 +48,12 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
     if backend == "loops" and query.device.type != "cpu":
         raise RuntimeError(f"attention backend loops: the tensors are on {query.device}, not on a CPU; choose auto")
     if backend == "auto" and query.device.type == "cpu":
-        backend = "loops" if worth_looping(keys, lengths, active) else "dense"
+        backend = "loops" if used is None and worth_looping(keys, lengths, active) else "dense"
         keys, values = (cache[:, :, : lengths.max()] for cache in (keys, values))
-    attend = attend_selected if backend == "loops" else attend_all
-    context = attend(query, keys, values, lengths, active)
+    if backend == "loops":
+        context = attend_selected(query, keys, values, lengths, active)
+    else:
+        context = attend_all(query, keys, values, lengths, active, used)
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 
@@ -58,11 +63,16 @@ def worth_looping(keys, lengths, active):
     return bool(unread >= WORTH_IT and needless.float().mean() >= SHARE)
 
 
-def attend_all(query, keys, values, lengths, active=None):
+def attend_all(query, keys, values, lengths, active, used=None):
     """H of every head, [b, h, e]. The query heads of a key/value head are rows of one product: no key is copied."""
-    visible = torch.arange(keys.shape[2], device=keys.device) < lengths[:, None]  # [b, T]
+    visible = (torch.arange(keys.shape[2], device=keys.device) < lengths[:, None])[:, None]  # [b, 1, T]
+    if used is not None:  # a head that the token does not use sees all: its gate is 0
+        visible = visible & (used[:, :, : keys.shape[2]] | ~active.unsqueeze(-1))
+        visible = visible.unflatten(1, (keys.shape[1], -1))  # [b, k, h / k, T]
+    else:
+        visible = visible.unsqueeze(1)
     queries = query.unflatten(1, (keys.shape[1], -1))  # [b, k, h / k, e]
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible[:, None, None]).flatten(1, 2)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible).flatten(1, 2)
 
 
 def attend_selected(query, keys, values, lengths, active):
