@@ -142,7 +142,8 @@ def own_keys(shape, percent, unit, inputs, active, gates):
     for own, cache in zip(kept, caches, strict=True):
         for row, (keys, values) in enumerate(zip(*cache, strict=True)):
             own.add(row, keys.transpose(0, 1), values.transpose(0, 1), used, 0)
-    return lambda: [own.attend(query, active, lengths - 1) * gates.unsqueeze(-1) for own in kept], active * used.float().mean(0)
+    share = active * used.float().mean(0)  # of the tokens, that a head reads
+    return lambda: [own.attend(query, active, lengths - 1) * gates.unsqueeze(-1) for own in kept], share
 
 
 def report(title, functions, rounds, device):
