@@ -74,13 +74,10 @@ class SelectedRows:
     def pieces(self, kv_heads):
         """[(number of the first key row, chunks), ...] of ``chunks``: key rows are ordered by sequence, key/value head
         and position, or are those of the queries."""
-        found = self.chunks(self.shape[2] // kv_heads)
-        length, own = self.shape[0], self.own_keys
-        return [
-            (chunks[0][0] if own else (sequence * kv_heads + head) * length, chunks)
-            for head, sequence, chunks in found
-            if chunks
-        ]
+        found, length = self.chunks(self.shape[2] // kv_heads), self.shape[0]
+        if self.own_keys:
+            return [(chunks[0][0], chunks) for _, _, chunks in found if chunks]
+        return [((sequence * kv_heads + head) * length, chunks) for head, sequence, chunks in found]
 
     def gather(self, tensor):
         """[s, b, heads, ...], or of the key/value heads that they share -> [rows, ...]"""

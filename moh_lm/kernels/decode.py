@@ -65,12 +65,10 @@ def worth_looping(keys, lengths, active):
 
 def attend_all(query, keys, values, lengths, active, used=None):
     """H of every head, [b, h, e]. The query heads of a key/value head are rows of one product: no key is copied."""
-    visible = (torch.arange(keys.shape[2], device=keys.device) < lengths[:, None])[:, None]  # [b, 1, T]
+    visible = (torch.arange(keys.shape[2], device=keys.device) < lengths[:, None])[:, None, None]  # [b, 1, 1, T]
     if used is not None:  # a head that the token does not use sees all: its gate is 0
-        visible = visible & (used[:, :, : keys.shape[2]] | ~active.unsqueeze(-1))
-        visible = visible.unflatten(1, (keys.shape[1], -1))  # [b, k, h / k, T]
-    else:
-        visible = visible.unsqueeze(1)
+        seen = used[:, :, : keys.shape[2]] | ~active.unsqueeze(-1)
+        visible = visible & seen.unflatten(1, (keys.shape[1], -1))  # [b, k, h / k, T]
     queries = query.unflatten(1, (keys.shape[1], -1))  # [b, k, h / k, e]
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible).flatten(1, 2)
 

@@ -223,13 +223,14 @@ class Attention(nn.Module):
         if config.heads.head_selection == "mixture":
             form = FORMS[config.heads.routing](config.routed_layer(layer_index), config.heads.two_stage)
             always += d * sum(rows for rows, _ in form.weights(0, d).values())
-        dense = always + keys + config.num_attention_heads * (per_head + scores)
-        if not config.own_keys(layer_index):
-            return {"dense": dense, "active": always + keys + active * (per_head + scores)}
-        leading = config.leading_heads(layer_index)
-        seeing = leading + (active - leading) ** 2 / (config.num_attention_heads - leading)
-        kept, _ = Attention.cache_shares(config, layer_index)
-        return {"dense": dense, "active": always + kept * keys + active * per_head + seeing * scores}
+        heads, leading, seeing = config.num_attention_heads, config.leading_heads(layer_index), active
+        if config.own_keys(layer_index):
+            seeing = leading + (active - leading) ** 2 / (heads - leading)
+        kept = keys * Attention.cache_shares(config, layer_index)[0]
+        return {
+            "dense": always + keys + heads * (per_head + scores),
+            "active": always + kept + active * per_head + seeing * scores,
+        }
 
     @staticmethod
     def kept_bytes(config, width, tp):

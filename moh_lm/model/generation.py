@@ -41,12 +41,10 @@ class Cache:
             shape = attention.cache_shape(rows, max_length)
             own = compact and attention.own_keys
             self.own.append(OwnKeys(rows, shape[1], shape[3], attention.window, weight) if own else None)
-            room = (0,) if own else shape
-            self.keys.append(torch.zeros(room, dtype=weight.dtype, device=weight.device))
-            self.values.append(torch.zeros(room, dtype=weight.dtype, device=weight.device))
-            of_heads = rows, attention.heads.num_heads, shape[2]
-            masked = attention.own_keys and not own
-            self.used.append(torch.zeros(of_heads, dtype=torch.bool, device=weight.device) if masked else None)
+            self.keys.append(weight.new_zeros((0,) if own else shape))
+            self.values.append(torch.zeros_like(self.keys[-1]))
+            of_heads, masked = (rows, attention.heads.num_heads, shape[2]), attention.own_keys and not own
+            self.used.append(weight.new_zeros(of_heads, dtype=torch.bool) if masked else None)
 
 
 @torch.no_grad()

@@ -36,10 +36,6 @@ class OwnKeys:
             out[row, head, heads] = kept.attend(asked[row, head, heads], heads, positions[row], self.window)
         return out.flatten(1, 2)
 
-    def num_bytes(self):
-        """Of keys and values, room included."""
-        return sum(kept.data.nbytes for row in self.lists for kept in row)
-
 
 class Kept:
     """Keys and values, [2, room, e], of ``count`` tokens; their positions, int64 [room]; which of the r query heads use

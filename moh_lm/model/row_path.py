@@ -20,8 +20,7 @@ def output_of_rows(layer, x, gates, selected, documents):
     """
     x = gather_sequence(x, layer.group)  # [s, b, d]
     documents = layer.sees(documents, x, "cpu_sparse")
-    kv_heads = layer.k_proj.weight.shape[0] // layer.head_dim
-    by_rows = layer.own_keys and kv_heads == gates.shape[2] and not layer.key_runs  # no head shares its keys
+    by_rows = layer.own_keys and not layer.key_runs and layer.k_proj.weight.shape == layer.q_proj.weight.shape
     groups = first = layer.heads.num_leading  # key/value heads of shared heads alone, and their query heads
     if not by_rows:
         key, value, table = layer.keys_and_values(x)

@@ -18,10 +18,9 @@ largest first and at most K, whose softmax adds up to it. With ``load_balance_bi
 (affinity + u n) are selected, n the ``bias_steps`` of training; the affinity is sigmoid(score) with routing sigmoid,
 else the softmax. Gates see no bias, and training here does not move it.
 
-With ``routed_keys`` selected, head i at token t sees the tokens u <= t only that use head i, and itself. Keys and
-queries then have a few features more (``with_marks``), by which any attention and any cache leaves the others out. The
-dynamic cache of generation keeps the keys and values of the heads only that a token uses (``OwnKeysLayer``), where
-transformers has caches made of layers.
+With ``routed_keys`` selected, head i at token t sees the tokens u <= t only that use head i. Keys and queries then have
+a few features more (``with_marks``), by which any attention and any cache leaves the others out. A dynamic cache keeps
+the keys and values of the heads only that a token uses (``OwnKeysLayer``).
 
 Each of these, as an argument or in the configuration, adds to the outputs:
 
@@ -49,7 +48,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import (
@@ -72,11 +71,7 @@ try:
 except ImportError:  # transformers before 4.53
     create_causal_mask = None
 
-try:
-    from transformers.cache_utils import DynamicLayer
-except ImportError:  # transformers before 4.54
-    DynamicLayer = None
-
+DynamicLayer = getattr(cache_utils, "DynamicLayer", None)  # since transformers 4.54
 CACHE_ARGUMENTS = inspect.signature(DynamicCache.__init__).parameters  # of new versions: config, with its windows
 
 
@@ -303,8 +298,8 @@ class OwnKeysLayer(DynamicLayer or object):
         """Keys, values [b, h / r, n, e] and a mask to add [b, h, length, n] for the last ``length`` tokens."""
         key, value, positions, members = map(self.padded, self.parts())
         last = torch.arange(self.total - length, self.total, device=key.device)
-        visible = (positions.unsqueeze(-2) <= last.unsqueeze(-1)) & self.slots().unsqueeze(-2)  # [b, h / r, length, n]
-        visible = (visible.unsqueeze(2) & members.transpose(2, 3).unsqueeze(3)).flatten(1, 2)
+        earlier = (positions.unsqueeze(-2) <= last.unsqueeze(-1)).unsqueeze(2)  # [b, h / r, 1, length, n]
+        visible = (earlier & members.transpose(2, 3).unsqueeze(3)).flatten(1, 2)
         return key, value, torch.zeros_like(visible, dtype=key.dtype).masked_fill(~visible, torch.finfo(key.dtype).min)
 
     def parts(self):
@@ -321,11 +316,11 @@ class OwnKeysLayer(DynamicLayer or object):
     def padded(self, part):
         """[n, ...] -> [b, h / r, most of a head, ...]"""
         slots = self.slots()
-        return part.new_zeros(*slots.shape, *part.shape[1:]).masked_scatter(
-            slots.view(*slots.shape, *[1] * (part.dim() - 1)), part
-        )
+        padded = part.new_zeros(*slots.shape, *part.shape[1:])
+        padded[slots] = part
+        return padded
 
-    def choose(self, rows, kept=None):
+    def choose(self, rows):
         """Go on with these rows of the batch."""
         if self.total:
             self.store([self.padded(part)[rows] for part in self.parts()], self.slots()[rows])
@@ -412,7 +407,6 @@ class MoHLlamaAttention(nn.Module):
         self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache_position=None,
         present=None, **kwargs,
     ):  # fmt: skip
-        """present: bool [b, s], False for padding; or None."""
         shape = hidden_states.shape[:-1]
         query = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
         key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
@@ -422,14 +416,12 @@ class MoHLlamaAttention(nn.Module):
         query = rotate(self.q_norm(query).transpose(1, 2), *position_embeddings)  # [b, h, s, head_dim]
         key = rotate(self.k_norm(key).transpose(1, 2), *position_embeddings)
         value = value.transpose(1, 2)
-        layer = own_layer(past_key_values, self.layer_idx)
-        past = layer is not None and layer.total > 0
+        layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
         if layer is not None:
-            layer.keep(key, value, local_heads(selected, query.shape[1]), present)
-        if past:
+            layer.keep(key, value, used, present)
+        if layer is not None and layer.total > query.shape[2]:
             key, value, attention_mask = layer.read(query.shape[2])
         elif self.own_keys:
-            used = local_heads(selected, query.shape[1])
             query, key, value = with_marks(query, key, value, used, self.config.head_dim)
         if past_key_values is not None and layer is None:
             # transformers 4 finds the slots of a static cache by cache_position
@@ -686,7 +678,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         """Have the layers of a dynamic cache that is empty keep what heads use only. -> Which of the last ``length``
         tokens are no padding, bool [b, length], or None for all."""
         simple = attention_mask is None or attention_mask.dim() == 2
-        plain = type(cache) is DynamicCache and hasattr(cache, "layers") and not torch.compiler.is_compiling()
+        plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
         if simple and plain and self.config._attn_implementation in ("eager", "sdpa") and not cache.get_seq_length():
             cache.layers += [DynamicLayer() for _ in range(len(cache.layers), len(self.layers))]
             for index, layer in enumerate(self.layers):
