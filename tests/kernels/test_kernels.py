@@ -102,6 +102,23 @@ def test_heads_that_keep_their_own_tokens_see_no_others(shape, routing, lengths,
         assert_all_close(got, expected, 1e-12)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_needle_is_found_by_the_heads_only_that_keep_it(backend):
+    """Token 5 selects heads 1 and 2, the last token 2 and 3; head 0 is shared."""
+    query, key, value, *_ = make_inputs(40, 1, 4, 4, 8)
+    selected = torch.rand(40, 1, 4, generator=torch.Generator().manual_seed(2)) < 0.5
+    selected[5, 0], selected[-1, 0] = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]).bool()
+    key[5] *= 5
+    query[-1] = key[5]  # all of them ask for it
+    value[5] = 7.0
+    found = {}
+    for own in (False, True):
+        last = moh_attention(query, key, value, None, selected, 1, None, backend, True, own)[-1, 0]
+        found[own] = (last - 7).abs().amax(-1) < 1e-3
+    assert found[False].tolist() == [True, False, True, True]  # of all keys, by the heads in use
+    assert found[True].tolist() == [True, False, True, False]
+
+
 WINDOWS = {  # keys, and the lengths of documents
     "one key": (1, None),
     "some keys": (40, None),
