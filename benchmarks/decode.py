@@ -13,6 +13,7 @@ the base in the same round.
     all, mask              the same under a mask of each row's length: what generation computes with ``dense``
     all, as selected       the next one with every head selected
     selected               on a CPU loops over rows and heads, on a GPU the backend triton
+    own keys               selected heads that keep their own tokens only (--routed-keys selected; CPU)
 
 Times are those of benchmarks/attention.py. On a GPU the fastest tiles and number of splits are sought first, at the
 longest length, one row, 50%, printed, and used.
@@ -37,6 +38,7 @@ from benchmarks.attention import SHAPES, budgets, describe
 from benchmarks.timing import device_flags, in_turns, ratio, recorded, seconds, set_up, stopwatch
 from moh_lm.kernels import decode
 from moh_lm.kernels.decode import decode_attention
+from moh_lm.model.own_cache import OwnKeys
 from moh_lm.model.router import select
 
 CACHES_BYTES = 256 * 2**20  # more than a processor's cache, or an H200's of 50 MB
@@ -122,10 +124,26 @@ def contestants(shape, percents, inputs):
             name = f"selected {percent}%{', groups' * (unit > 1)}"
             routing = route(shape, percent, batch, query.device, unit)
             found[name] = (attend(*routing, sparse), routing[0])
+            if not query.is_cuda:
+                name = name.replace("selected", "own keys")
+                found[name] = own_keys(shape, percent, unit, inputs, *routing)
     return {
-        name: (function, len(caches), active.unflatten(1, (-1, group)).any(-1).float().mean().item())
+        name: (function, len(caches), active.unflatten(1, (-1, group)).amax(-1).float().mean().item())
         for name, (function, active) in found.items()
     }
+
+
+def own_keys(shape, percent, unit, inputs, active, gates):
+    """The same from ``OwnKeys``; every token of a cache has a routing of its own."""
+    query, caches, lengths = inputs
+    _, _, kv_heads, head_dim = shape
+    used, _ = route(shape, percent, int(lengths[0]), query.device, unit, seed=1)
+    kept = [OwnKeys(len(query), kv_heads, head_dim, 0, query) for _ in caches]
+    for own, cache in zip(kept, caches, strict=True):
+        for row, (keys, values) in enumerate(zip(*cache, strict=True)):
+            own.add(row, keys.transpose(0, 1), values.transpose(0, 1), used, 0)
+    share = active * used.float().mean(0)  # of the tokens, that a head reads
+    return lambda: [own.attend(query, active, lengths - 1) * gates.unsqueeze(-1) for own in kept], share
 
 
 def report(title, functions, rounds, device):

@@ -5,10 +5,10 @@ import torch
 from moh_lm.kernels.documents import boundaries, narrow
 
 
-def reference(query, key, value, gates, selected, num_shared=0, lengths=None, window=0):
+def reference(query, key, value, gates, selected, num_shared=0, lengths=None, window=0, own_keys=False):
     """g_i H_i, head by head: softmax(q K^T / sqrt(e)) V over the keys of the query's document up to it, the last
     ``window`` of them if it is not 0. Shapes as in moh_attention. lengths: of the documents of each sequence, see
-    ``make_boundaries``; None: one document."""
+    ``make_boundaries``; None: one document. own_keys: a head sees those of them only that use it, and the query's."""
     length, batch, heads, head_dim = query.shape
     hidden = torch.ones(batch, length, length, dtype=torch.bool)
     for sequence in range(batch):
@@ -21,10 +21,14 @@ def reference(query, key, value, gates, selected, num_shared=0, lengths=None, wi
     out = []
     for head in range(heads):
         kv = head * key.shape[2] // heads
-        scores = torch.einsum("qbe,kbe->bqk", query[:, :, head], key[:, :, kv]) * head_dim**-0.5
-        weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True)).masked_fill(hidden, 0)
-        context = torch.einsum("bqk,kbe->qbe", weights / weights.sum(-1, keepdim=True), value[:, :, kv])
         used = torch.ones(length, batch) if head < num_shared else selected[..., head]
+        unseen = hidden
+        if own_keys:
+            others = (used.t() == 0).unsqueeze(1) & ~torch.eye(length, dtype=torch.bool)  # [b, q, k]
+            unseen = hidden | others
+        scores = torch.einsum("qbe,kbe->bqk", query[:, :, head], key[:, :, kv]) * head_dim**-0.5
+        weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True)).masked_fill(unseen, 0)
+        context = torch.einsum("bqk,kbe->qbe", weights / weights.sum(-1, keepdim=True), value[:, :, kv])
         out.append(context * (gates[..., head] * used).unsqueeze(-1))
     return torch.stack(out, dim=2)
 

@@ -48,6 +48,7 @@ def model_problems(model):
     found += below(model.heads, 0, "load_balance_coefficient", "routing_entropy_coefficient", "router_z_loss")
     found += below(model.heads, 0, "router_gumbel_noise", "load_balance_bias_rate")
     found += bias_problems(model)
+    found += own_keys_problems(model)
     if model.heads.head_selection == "mixture":
         found += top_p_problems(model.heads)
         form = FORMS[model.heads.routing]
@@ -171,6 +172,17 @@ def spread_problems(model):
             "share, or leave out --num-shared-heads or --num-active-routed-heads"
         ]
     return []
+
+
+def own_keys_problems(model):
+    mixture, given = model.heads.head_selection == "mixture", "--routed-keys selected"
+    if model.heads.routed_keys == "all":
+        return []
+    if "cope" in model.position:
+        return [f"{given}: --position cope counts all keys; choose another position, or leave one of them out"]
+    if mixture and (budget_problems(model) or model.routed_layers()):
+        return []
+    return [f"{given}: no layer has routed heads; leave it out"]
 
 
 def bias_problems(model):

@@ -37,6 +37,11 @@ class HeadsConfig:
         "what a token selects: heads, or whole key/value groups of grouped-query attention; budgets count heads",
         choices=("head", "key_value_group"),
     )
+    routed_keys: str = option(
+        "all",
+        "keys that a routed head sees, and keeps: of all tokens, or of those only that select it",
+        choices=("all", "selected"),
+    )
     routing_dtype: str = option(
         "fp32", "in which scores are ranked; bf16: as in MoH-LLaMA3, equal ones by torch.topk", choices=("fp32", "bf16")
     )
@@ -175,6 +180,12 @@ class ModelConfig:
         by_sign = self.heads.routing == "relu"
         budget = (shared // size, routed // size, active // size)
         return RoutedLayer(index, *budget, size, self.heads.routing_top_p, by_sign)
+
+    def own_keys(self, layer):
+        """Whether routed heads of ``layer`` see the tokens only that select them."""
+        heads = self.heads
+        routed = heads.head_selection == "mixture" and heads.num_shared_heads[layer] < self.num_attention_heads
+        return routed and heads.routed_keys == "selected"
 
     def routed_layers(self):
         """A ``RoutedLayer`` for every layer that balances the load of routed heads, in order."""

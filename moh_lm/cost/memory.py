@@ -8,6 +8,7 @@ size, V vocabulary, tp, pp, dp the degrees of tensor, pipeline and data parallel
 """
 
 import functools
+import math
 from itertools import pairwise
 
 import torch
@@ -37,10 +38,11 @@ def cache_bytes(model, seq_length, width):
     token, "multi_head", of attention with as many key/value as query heads and no window}; numbers of ``width`` bytes.
     """
     one = 2 * width * model.num_key_value_heads * model.head_dim  # keys and values of a token in a layer
-    kept = [one * min(window or seq_length, seq_length) / seq_length for window in model.window]
-    read = sum(size * Attention.share_read(model, layer) for layer, size in enumerate(kept))
+    seen = [one * min(window or seq_length, seq_length) / seq_length for window in model.window]
+    shares = [Attention.cache_shares(model, layer) for layer in range(model.num_layers)]
+    whole, read = (sum(map(math.prod, zip(seen, part, strict=True))) for part in zip(*shares, strict=True))
     multi_head = one * model.num_layers * model.num_attention_heads // model.num_key_value_heads
-    return {"whole": sum(kept), "read": read, "multi_head": multi_head}
+    return {"whole": whole, "read": read, "multi_head": multi_head}
 
 
 def memory_estimate(config, world_size):

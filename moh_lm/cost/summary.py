@@ -123,6 +123,8 @@ def routing_facts(model):
     yield heads.routing
     if heads.routing_unit == "key_value_group":
         yield f"whole key/value groups of {model.heads_per_expert}"
+    if heads.routed_keys == "selected":
+        yield "own keys and values"
     if heads.routing_dtype != "fp32":
         yield f"ranked in {heads.routing_dtype}"
     if heads.routing_top_p is not None:
@@ -148,7 +150,8 @@ def describe_attention(config):
     if device.type == "cpu" and run.compile:
         yield "attention  auto: dense in every layer, since cpu_sparse cannot be compiled"
         return
-    backends = Counter(choose_backend("auto", device, dtype, queries, *share) for share in shares)
+    own = any(map(model.own_keys, range(model.num_layers)))
+    backends = Counter(choose_backend("auto", device, dtype, queries, *share, own_keys=own) for share in shares)
     chosen = ", ".join(f"{backend} in {count} of {len(shares)} layers" for backend, count in backends.items())
     found = measurement(device, dtype)
     if found:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from moh_lm.kernels import cpu_sparse, flex
 from moh_lm.kernels.break_even import fastest
 from moh_lm.kernels.documents import document_mask
+from moh_lm.kernels.own_keys import with_marks
 
 try:
     from moh_lm.kernels import triton_attention
@@ -29,8 +30,9 @@ except ModuleNotFoundError:
 
 
 def moh_attention(
-    query, key, value, gates=None, selected=None, num_shared=0, documents=None, backend="dense", causal=True
-):
+    query, key, value, gates=None, selected=None, num_shared=0, documents=None, backend="dense", causal=True,
+    own_keys=False,
+):  # fmt: skip
     """g_i H_i of Eq. 4 for every token and head, before the output projection.
 
     query: [s, b, heads, head_dim]. key, value: [s, b, key_value_heads, head_dim]; consecutive query heads share one.
@@ -38,17 +40,17 @@ def moh_attention(
     for all. It is the router's choice and not gates != 0: a gate may underflow. The first ``num_shared`` heads are
     used by every token, whatever ``selected`` says of them. documents: ``Boundaries`` that no token sees beyond, of
     documents or a window; None: over the whole sequence. backend: see above. causal: whether a token sees only itself
-    and those before it; otherwise the backend is dense.
+    and those before it; otherwise the backend is dense. own_keys: whether a head sees only the tokens that use it.
     Returns [s, b, heads, head_dim] in the dtype of ``query``.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
-    check_backend(backend, query.device)
+    check_backend(backend, query.device, own_keys)
     if backend == "dense" or (documents is None and (selected is None or num_shared == heads)):
         if selected is not None:
             selected = always_on(selected, num_shared)
             gates = selected if gates is None else gates * selected
-        return dense_heads(query, key, value, gates, documents, causal)
+        return dense_heads(query, key, value, gates, documents, causal, selected if own_keys else None)
     if selected is None:
         selected = query.new_ones(query.shape[:3], dtype=torch.bool)
     gates = torch.ones_like(selected, dtype=wide) if gates is None else gates.to(wide)
@@ -56,13 +58,14 @@ def moh_attention(
     first = groups * heads // kv_heads
     if first < num_shared:
         selected = always_on(selected, num_shared)
+    more = {"own_keys": True} if own_keys else {}
     if groups == 0:
-        return SPARSE[backend](query, key, value, gates, selected, documents)
+        return SPARSE[backend](query, key, value, gates, selected, documents, **more)
     if backend == "triton":
         return triton_attention.joined_heads(query, key, value, gates, selected, first, groups, dense_heads)
     query, gates, selected = (part.split([first, heads - first], dim=2) for part in (query, gates, selected))
     key, value = (part.split([groups, kv_heads - groups], dim=2) for part in (key, value))
-    routed = SPARSE[backend](query[1], key[1], value[1], gates[1], selected[1])
+    routed = SPARSE[backend](query[1], key[1], value[1], gates[1], selected[1], **more)
     return torch.cat((dense_heads(query[0], key[0], value[0], gates[0]), routed), dim=2)
 
 
@@ -70,9 +73,14 @@ def always_on(selected, num_shared):
     return torch.cat((torch.ones_like(selected[..., :num_shared]), selected[..., num_shared:]), dim=-1)
 
 
-def dense_heads(query, key, value, gates=None, documents=None, causal=True):
-    """The reference: softmax(q k^T / sqrt(e)) v of all heads (Eq. 1), times their gates; see ``moh_attention``."""
-    mask = None
+def dense_heads(query, key, value, gates=None, documents=None, causal=True, own=None):
+    """The reference: softmax(q k^T / sqrt(e)) v of all heads (Eq. 1), times their gates; see ``moh_attention``.
+
+    own: [s, b, heads], the heads that each token uses, if they see the tokens only that use them; else None.
+    """
+    mask, head_dim = None, query.shape[-1]
+    if own is not None:
+        query, key, value = with_marks(query, key, value, own)
     if documents is not None:
         mask = document_mask(documents.starts) if documents.mask is None else documents.mask
     context = F.scaled_dot_product_attention(
@@ -81,16 +89,18 @@ def dense_heads(query, key, value, gates=None, documents=None, causal=True):
         value.permute(1, 2, 0, 3),
         attn_mask=mask,
         is_causal=causal and mask is None,
+        scale=head_dim**-0.5,
         enable_gqa=query.shape[2] != key.shape[2],
     )
-    context = context.permute(2, 0, 1, 3)  # [s, b, heads, head_dim]
+    context = context.permute(2, 0, 1, 3)[..., :head_dim]  # [s, b, heads, head_dim]
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 
-def choose_backend(backend, device, dtype, shape, active_share, causal=True):
+def choose_backend(backend, device, dtype, shape, active_share, causal=True, own_keys=False):
     """The backend that computes queries of ``shape`` [s, b, heads, head_dim]: never ``auto``.
 
-    active_share: share of the heads that a token uses, by which ``auto`` chooses. Raises as ``check_backend``.
+    active_share: share of the heads that a token uses, by which ``auto`` chooses. own_keys: see ``moh_attention``.
+    Raises as ``check_backend``.
     """
     if not causal:
         return "dense"
@@ -98,15 +108,17 @@ def choose_backend(backend, device, dtype, shape, active_share, causal=True):
         if device.type == "cpu" and torch.compiler.is_compiling():
             return "dense"  # the graph would break at cpu_sparse
         chosen = fastest(device, dtype, tuple(shape), active_share)
-        return "dense" if chosen == "triton" and triton_attention is None else chosen
-    check_backend(backend, device)
+        return "dense" if chosen == "triton" and (triton_attention is None or own_keys) else chosen
+    check_backend(backend, device, own_keys)
     return backend
 
 
-def check_backend(backend, device):
+def check_backend(backend, device, own_keys=False):
     """Raises RuntimeError if a backend asked for by name cannot run here, ValueError if there is no such backend."""
     if backend == "triton" and triton_attention is None:
         raise RuntimeError("attention backend triton: the package triton is not installed; install it, or choose auto")
+    if own_keys and backend in ("triton", "flex"):
+        raise RuntimeError(f"attention backend {backend}: cannot leave out keys; choose auto or dense")
     if backend == "cpu_sparse" and device.type != "cpu":
         raise RuntimeError(f"attention backend cpu_sparse: the tensors are on {device}; choose auto")
     if backend != "dense" and backend not in SPARSE:

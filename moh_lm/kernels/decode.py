@@ -11,7 +11,6 @@
 Shapes: b rows, h query heads, k key/value heads, T room for tokens, e head dimension.
 """
 
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -29,17 +28,20 @@ BACKENDS = ("auto", "dense", "loops", "triton")
 WORTH_IT, SHARE = 2**19, 0.24
 
 
-def decode_attention(query, keys, values, lengths, active, gates=None, backend="auto", added=None):
+def decode_attention(query, keys, values, lengths, active, gates=None, backend="auto", used=None, added=None):
     """g_i H_i of Eq. 4 of one token per row, before the output projection: [b, h, e] in the dtype of ``query``.
 
     query: [b, h, e]. keys, values: the cache, [b, k, T, e]; consecutive query heads share a key/value head. lengths:
     int32 [b], the tokens that each row sees, its own the last of them. active: bool [b, h], the heads that the token
-    uses. gates: [b, h], 0 where not active; None for 1, if all are. backend: see above. added: [b, h, T], what is added
-    to scores, -inf where a row sees nothing; then it is dense. Nothing waits for a GPU.
+    uses. gates: [b, h], 0 where not active; None for 1, if all are. backend: see above. used: bool [b, h, T], the heads
+    that use each token, if they see no others; added: [b, h, T], what is added to scores, -inf where a row sees
+    nothing; with either of them the backend is dense. Nothing waits for a GPU.
     Raises ValueError and RuntimeError if the backend asked for by name is none, or cannot run here.
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend}: choose one of {', '.join(BACKENDS)}")
+    if used is not None and backend in ("loops", "triton"):
+        raise RuntimeError(f"attention backend {backend}: cannot leave out keys of a whole cache; choose auto or dense")
     backend = backend if added is None else "dense"
     if backend == "triton":
         if triton_decode is None:
@@ -48,10 +50,12 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
     if backend == "loops" and query.device.type != "cpu":
         raise RuntimeError(f"attention backend loops: the tensors are on {query.device}, not on a CPU; choose auto")
     if backend == "auto" and query.device.type == "cpu":
-        backend = "loops" if worth_looping(keys, lengths, active) else "dense"
+        backend = "loops" if used is None and worth_looping(keys, lengths, active) else "dense"
         keys, values = (cache[:, :, : lengths.max()] for cache in (keys, values))
-    attend = attend_selected if backend == "loops" else partial(attend_all, added=added)
-    context = attend(query, keys, values, lengths, active)
+    if backend == "loops":
+        context = attend_selected(query, keys, values, lengths, active)
+    else:
+        context = attend_all(query, keys, values, lengths, active, used, added)
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 
@@ -61,9 +65,12 @@ def worth_looping(keys, lengths, active):
     return bool(unread >= WORTH_IT and needless.float().mean() >= SHARE)
 
 
-def attend_all(query, keys, values, lengths, active=None, added=None):
+def attend_all(query, keys, values, lengths, active=None, used=None, added=None):
     """H of every head, [b, h, e]. The query heads of a key/value head are rows of one product: no key is copied."""
     visible = (torch.arange(keys.shape[2], device=keys.device) < lengths[:, None])[:, None, None]  # [b, 1, 1, T]
+    if used is not None:  # a head that the token does not use sees all: its gate is 0
+        seen = used[:, :, : keys.shape[2]] | ~active.unsqueeze(-1)
+        visible = visible & seen.unflatten(1, (keys.shape[1], -1))  # [b, k, h / k, T]
     mask = visible if added is None else added.unflatten(1, (keys.shape[1], -1))
     queries = query.unflatten(1, (keys.shape[1], -1))  # [b, k, h / k, e]
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).flatten(1, 2)

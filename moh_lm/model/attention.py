@@ -26,6 +26,7 @@ from torch import nn
 
 from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.documents import mean_keys, narrow
+from moh_lm.kernels.own_keys import marked_features
 from moh_lm.model.positions import ContextualPositions
 from moh_lm.model.rotary import rotary_of
 from moh_lm.model.router import HeadRouter, Routed
@@ -73,7 +74,7 @@ class Attention(nn.Module):
         self.positions = positions or rotary_of(config, layer_index)
         self.causal = causal
         self.window = config.window[layer_index]
-        self.selection = config.heads.head_selection
+        self.selection, self.own_keys = config.heads.head_selection, config.own_keys(layer_index)
         self.group = group
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
         cope = config.position[layer_index] == "cope"
@@ -106,11 +107,11 @@ class Attention(nn.Module):
         resting = self.router is not None and self.router.resting  # all heads are in use
         share = (1.0 if resting else self.active_share) * share_of_scores(length, self.window)
         in_a_range = self.causal and self.cope is None  # else the backend is dense
-        backend = choose_backend(self.backend, x.device, x.dtype, shape, share, in_a_range)
+        backend = choose_backend(self.backend, x.device, x.dtype, shape, share, in_a_range, self.own_keys)
         if backend == "cpu_sparse" and self.selects_first and not resting:
             gates, selected, routed = self.route(x, recall)
             return output_of_rows(self, x, gates, selected, documents), routed
-        projected = self.project(x, recall=recall, needs_selection=backend != "dense")
+        projected = self.project(x, recall=recall, needs_selection=self.own_keys or backend != "dense")
         return self.output(self.attend(projected, documents, backend)), projected.routed
 
     def project(self, x, positions=None, length=None, recall=None, needs_selection=True):
@@ -166,7 +167,8 @@ class Attention(nn.Module):
     def attend(self, projected, documents=None, backend="dense"):
         """g_i H_i of every head: [s, b, h/tp, e]. documents: ``Boundaries``, or None. backend: any but ``auto``."""
         seen = self.sees(documents, projected.query, backend, projected.key)
-        return moh_attention(*projected[:5], self.heads.num_leading, seen, backend, self.causal)
+        own_keys = self.own_keys and projected.selected is not None
+        return moh_attention(*projected[:5], self.heads.num_leading, seen, backend, self.causal, own_keys)
 
     def sees(self, documents, x, backend, key=None):
         """``Boundaries`` of what tokens x [s, b, ...] see of ``documents`` in the window of the layer, or None.
@@ -194,10 +196,11 @@ class Attention(nn.Module):
         return rows, self.k_proj.weight.shape[0] // self.head_dim, min(self.window or length, length), self.head_dim
 
     @staticmethod
-    def share_read(config, layer_index):
-        """Share of its key/value heads that a token reads on average, if all routed heads are selected equally often.
+    def cache_shares(config, layer_index):
+        """Shares, of the keys and values of all tokens and heads: (kept, read by a token) on average, if all routed
+        heads are selected equally often.
 
-        With top-p it is the most. r query heads share a key/value head, which is read if one of them is selected: of E
+        With top-p it is the most. r query heads share a key/value head, which is used if one of them is selected: of E
         routed heads K are, none of r with a chance of (E - r over K) / (E over K).
         """
         heads, unit = config.num_attention_heads, config.heads_per_expert
@@ -205,30 +208,39 @@ class Attention(nn.Module):
         r, of_shared = heads // config.num_key_value_heads, -(-always * config.num_key_value_heads // heads)
         others = config.num_key_value_heads - of_shared
         if not others:
-            return 1.0
+            return 1.0, 1.0
         experts, active = (heads - always) // unit, (config.active_heads(layer_index) - always) // unit
-        unread = math.comb(experts - r // unit, active) / math.comb(experts, active)
-        return (of_shared + others * (1 - unread)) / config.num_key_value_heads
+        used = 1 - math.comb(experts - r // unit, active) / math.comb(experts, active)
+        kept = used if config.own_keys(layer_index) else 1.0
+        return tuple((of_shared + others * share) / config.num_key_value_heads for share in (kept, kept * used))
 
     @staticmethod
     def cost(config, layer_index, seq_length, active_heads=None):
         """Multiplications of a token on average in the forward pass: {"dense", "active"}.
 
         "dense" counts every head. "active" leaves out the queries, scores and outputs of the heads that a token does
-        not use; active_heads: how many it does use, by default the most that it may. How much of the sequence a head
-        sees is said by ``mean_keys``.
+        not use, and where heads keep their own tokens only the keys and values that it does not keep, and the scores of
+        tokens that it does not see. active_heads: how many it uses, by default the most that it may. How much of the
+        sequence a head sees is said by ``mean_keys``.
         """
         d, e = config.hidden_size, config.head_dim
         active = config.active_heads(layer_index) if active_heads is None else active_heads
         seen = mean_keys(seq_length, config.window[layer_index])
-        per_head = 2 * d * e + 2 * seen * e  # query and output projections; scores, and their sum
+        per_head, scores = 2 * d * e, 2 * seen * e  # query and output projections; scores, and their sum
         if config.position[layer_index] == "cope":
-            per_head += (seen + config.cope_max_position + 1) * e  # gates; what each position adds
-        always = 2 * d * config.num_key_value_heads * e
+            scores += (seen + config.cope_max_position + 1) * e  # gates; what each position adds
+        keys, always = 2 * d * config.num_key_value_heads * e, 0
         if config.heads.head_selection == "mixture":
             form = FORMS[config.heads.routing](config.routed_layer(layer_index), config.heads.two_stage)
             always += d * sum(rows for rows, _ in form.weights(0, d).values())
-        return {"dense": always + config.num_attention_heads * per_head, "active": always + active * per_head}
+        heads, leading, seeing = config.num_attention_heads, config.leading_heads(layer_index), active
+        if config.own_keys(layer_index):
+            seeing = leading + (active - leading) ** 2 / (heads - leading)
+        kept = keys * Attention.cache_shares(config, layer_index)[0]
+        return {
+            "dense": always + keys + heads * (per_head + scores),
+            "active": always + kept + active * per_head + seeing * scores,
+        }
 
     @staticmethod
     def kept_bytes(config, width, tp, counted=0):
@@ -236,12 +248,14 @@ class Attention(nn.Module):
         are counted by CoPE, which keeps seven numbers for each score, and the queries and keys of its products.
 
         The gathered input; of the rank's heads q, k, v, context and gated context; for a form that reads queries their
-        norms, in fp32; with --qk-norm what it normalises, in fp32, and normalised.
+        norms, in fp32; with --qk-norm what it normalises, in fp32, and normalised. With marks (own_keys.py) all but the
+        gated context are wider.
         """
         d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
         gated = config.heads.head_selection != "all"
         keys = k if k >= tp else tp if k == 1 else h  # of all ranks: see ``key_runs``
-        heads = width * (2 * h + 2 * keys + gated * h) * e
+        marks = any(map(config.own_keys, range(config.num_layers))) * marked_features(e, h // k)
+        heads = width * ((2 * h + 2 * keys) * (e + marks) + gated * h * e)
         if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
             heads += 4 * h * e
         heads += config.qk_norm * (4 + width) * (h + k) * e

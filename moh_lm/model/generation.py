@@ -8,6 +8,9 @@ routed ones that it selects; where query heads share them, of the groups in whic
 A layer with a sliding window keeps the last tokens only, as many as the window holds: the token at position p lies in
 slot p modulo T. The order of the slots does not matter, since keys are kept turned to their positions.
 
+Routed heads that see their own tokens only (--routed-keys selected) keep those only, on a CPU: see ``OwnKeys``. On a
+GPU all keys are kept, with the heads that their tokens use.
+
 Shapes: b rows (prompts), s new tokens, h query heads, k key/value heads, T room for tokens in a layer, e head
 dimension, d hidden size. One rank; the model is a ``CausalLM`` without tensor parallelism.
 """
@@ -17,26 +20,34 @@ import itertools
 import torch
 
 from moh_lm.kernels.decode import decode_attention
+from moh_lm.model.own_cache import OwnKeys
 
 
 class Cache:
     """Keys and values of every layer and row, and how many tokens of each row were read.
 
     max_length: room for a prompt and what follows it. lengths: int32 [rows], where the keys are, so that a step copies
-    nothing from the host. Raises ValueError for more tokens than the model has positions.
+    nothing from the host. attention_backend: with auto and loops, layers whose heads keep their own tokens only have
+    ``OwnKeys`` on a CPU, in ``own``; else ``used``, bool [rows, h, T], of the tokens that are kept. Raises ValueError
+    for more tokens than the model has positions.
     """
 
-    def __init__(self, model, rows, max_length):
+    def __init__(self, model, rows, max_length, attention_backend="auto"):
         if model.model.embed_positions is not None:
             model.model.embed_positions.within(max_length)
         weight = model.model.embed_tokens.weight
         self.max_length = max_length
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=weight.device)
-        self.keys, self.values = [], []
-        for layer in model.model.layers:
-            shape = layer.self_attn.cache_shape(rows, max_length)
-            self.keys.append(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
-            self.values.append(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+        self.keys, self.values, self.used, self.own = [], [], [], []
+        compact = weight.device.type == "cpu" and attention_backend in ("auto", "loops")
+        for attention in (layer.self_attn for layer in model.model.layers):
+            shape = attention.cache_shape(rows, max_length)
+            own = compact and attention.own_keys
+            self.own.append(OwnKeys(rows, shape[1], shape[3], attention.window, weight) if own else None)
+            self.keys.append(weight.new_zeros((0,) if own else shape))
+            self.values.append(torch.zeros_like(self.keys[-1]))
+            of_heads, masked = (rows, attention.heads.num_heads, shape[2]), attention.own_keys and not own
+            self.used.append(weight.new_zeros(of_heads, dtype=torch.bool) if masked else None)
 
 
 @torch.no_grad()
@@ -45,8 +56,14 @@ def read_prompt(model, cache, row, tokens):
 
     def attend(attention, layer, x):
         heads = attention.project(x, length=cache.max_length, positions=positions)
-        for kept, new in ((cache.keys[layer], heads.key), (cache.values[layer], heads.value)):
-            last = new[-kept.shape[2] :, 0].transpose(0, 1)  # [k, at most T, e]
+        if cache.own[layer]:
+            cache.own[layer].add(row, heads.key[:, 0], heads.value[:, 0], heads.in_use()[:, 0], 0)
+            return attention.attend(heads)
+        pairs = [(cache.keys[layer], heads.key), (cache.values[layer], heads.value)]
+        if attention.own_keys:
+            pairs.append((cache.used[layer], heads.in_use()))
+        for kept, new in pairs:
+            last = new[-kept.shape[2] :, 0].transpose(0, 1)  # [k, at most T, e], or [h, at most T]
             kept[row, :, positions[-last.shape[1] :] % kept.shape[2]] = last
         return attention.attend(heads)
 
@@ -68,14 +85,22 @@ def read_token(model, cache, tokens, attention_backend="auto"):
 
     def attend(attention, layer, x):
         heads = attention.project(x, length=cache.max_length, positions=positions[None])
-        keys, values = cache.keys[layer], cache.values[layer]
+        gates = heads.gates if heads.gates is None else heads.gates[0]
+        active = heads.in_use()[0]
+        if own := cache.own[layer]:
+            for row, position in enumerate(positions.tolist()):
+                own.add(row, heads.key[:, row], heads.value[:, row], active[row : row + 1], position)
+            context = own.attend(heads.query[0], active, positions)
+            return (context * gates.unsqueeze(-1).to(context.dtype))[None]
+        keys, values, used = cache.keys[layer], cache.values[layer], cache.used[layer]
         room = keys.shape[2]
         slots, held = positions % room, lengths.clamp_max(room)
         keys[rows, :, slots], values[rows, :, slots] = heads.key[0], heads.value[0]
-        gates = heads.gates if heads.gates is None else heads.gates[0]
-        active = heads.in_use()[0]
+        if used is not None:
+            used[rows, :, slots] = active
         added = attention.cope and attention.cope.of_cache(heads.query[0], keys, lengths)
-        return decode_attention(heads.query[0], keys, values, held, active, gates, attention_backend, added)[None]
+        more = attention_backend, used, added
+        return decode_attention(heads.query[0], keys, values, held, active, gates, *more)[None]
 
     logits = last_logits(model, tokens[:, None], attend, positions[:, None])
     cache.lengths += 1
@@ -123,7 +148,7 @@ def generate(
     """
     device = model.model.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    cache = Cache(model, len(prompts), max(map(len, prompts)) + max_new_tokens)
+    cache = Cache(model, len(prompts), max(map(len, prompts)) + max_new_tokens, attention_backend)
     logits = [read_prompt(model, cache, row, torch.tensor(prompt, device=device)) for row, prompt in enumerate(prompts)]
     tokens, ended = sample(torch.stack(logits)[:, :num_pieces], temperature, top_p, generator), set()
     for count in range(max_new_tokens):

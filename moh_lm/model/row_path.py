@@ -1,8 +1,9 @@
 """The attention layer on a CPU: queries and outputs of the selected rows only.
 
 Where the router chooses the heads before the queries are made, a head needs queries, attention and outputs of the
-tokens that use it. On a CPU that saves as much as head-sparse attention itself at short lengths. The rows are those of
-moh_lm/kernels/cpu_sparse.py. Heads of key/value groups that every token uses go through the usual products.
+tokens that use it; with ``--routed-keys selected`` keys and values of them only. On a CPU that saves as much as
+head-sparse attention itself at short lengths. The rows are those of moh_lm/kernels/cpu_sparse.py. Heads of key/value
+groups that every token uses go through the usual products.
 """
 
 import torch.nn.functional as F
@@ -19,17 +20,32 @@ def output_of_rows(layer, x, gates, selected, documents):
     """
     x = gather_sequence(x, layer.group)  # [s, b, d]
     documents = layer.sees(documents, x, "cpu_sparse")
-    key, value, table = layer.keys_and_values(x)
-    groups = layer.heads.num_leading * key.shape[2] // gates.shape[2]  # key/value heads of shared heads alone
-    first = groups * gates.shape[2] // key.shape[2]
+    by_rows = layer.own_keys and not layer.key_runs and layer.k_proj.weight.shape == layer.q_proj.weight.shape
+    groups = first = layer.heads.num_leading  # key/value heads of shared heads alone, and their query heads
+    if not by_rows:
+        key, value, table = layer.keys_and_values(x)
+        groups = groups * key.shape[2] // gates.shape[2]
+        first = groups * gates.shape[2] // key.shape[2]
     split = first * layer.head_dim
-    rows = SelectedRows(selected[..., first:], documents and documents.starts)
-    shared, queries = layer.q_proj(
-        x, lambda x, weight: (F.linear(x, weight[:split]), ProjectRows.apply(x, weight[split:], rows))
-    )
+    rows = SelectedRows(selected[..., first:], documents and documents.starts, layer.own_keys)
+
+    def project(x, weight):
+        return F.linear(x, weight[:split]), ProjectRows.apply(x, weight[split:], rows)
+
+    shared, queries = layer.q_proj(x, project)
+    if by_rows:
+        (key, keys), (value, values) = layer.k_proj(x, project), layer.v_proj(x, project)
+        table = layer.positions.table(x.shape[0], x.dtype, x.device)
+        key, value = layer.positions.turn(layer.k_norm(layer.split_heads(key)), table), layer.split_heads(value)
     table_of_rows = [part.flatten(1).index_select(0, rows.position) for part in table]
     queries = layer.positions.turn(layer.q_norm(queries), table_of_rows)
-    heads = AttendRows.apply(queries, key[:, :, groups:], value[:, :, groups:], rows)
+    if by_rows:
+        keys = layer.positions.turn(layer.k_norm(keys), table_of_rows)
+    else:
+        keys, values = key[:, :, groups:], value[:, :, groups:]
+        if layer.own_keys:
+            keys, values = rows.gather(keys), rows.gather(values)
+    heads = AttendRows.apply(queries, keys, values, rows)
     heads = weigh(heads, rows.gather(gates[..., first:]))
     if first == 0:
         return layer.o_proj(heads, lambda heads, weight: SumRows.apply(heads, weight, rows))

@@ -61,6 +61,21 @@ def test_the_cache_of_llama3_8b_by_hand():
     assert sizes == {"whole": one / 8, "read": one / 8, "multi_head": 4 * one}
 
 
+def test_heads_with_their_own_keys_save_scores_keys_and_cache():
+    budget = "--num-shared-heads", "0", "--num-active-routed-heads", "8"
+    every, own = (parse(LLM_B, *budget, "--routed-keys", keys).model for keys in ("all", "selected"))
+    flops, saved = (flops_per_token(model, 2048) for model in (every, own))
+    assert saved["dense"] == flops["dense"]
+    scores, keys = 24 * 2 * 1024 * 768, 24 * 2 * 1536 * 768  # of the active half of the heads
+    assert flops["active"] - saved["active"] == 6 * (scores / 2 + keys)
+    size = 24 * 2 * 2 * 1536
+    assert cache_bytes(every, 2048, 2) == {"whole": size, "read": size / 2, "multi_head": size}
+    assert cache_bytes(own, 2048, 2) == {"whole": size / 2, "read": size / 4, "multi_head": size}
+    grouped = parse(LLAMA3_8B, "--routed-keys", "selected").model
+    used = (4 + 4 * (1 - 495 / 12870)) / 8  # a group of four without any of 8 of 16 heads
+    assert cache_bytes(grouped, 8192, 2)["whole"] == pytest.approx(used * 32 * 2 * 2 * 1024)
+
+
 def test_a_window_saves_the_scores_that_it_hides():
     flags = ["0"], ["512", "0"] * 12
     whole, half = (flops_per_token(parse(LLM_B, "--window", *window).model, 2048) for window in flags)
@@ -116,7 +131,7 @@ def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
     "flags",
     [
         "--head-selection all", "", "--routing query_norm", "--num-key-value-heads 2 --qk-norm", "--post-norm",
-        "--position cope --num-key-value-heads 2",
+        "--num-key-value-heads 4 --routed-keys selected", "--position cope --num-key-value-heads 2",
     ],
 )  # fmt: skip
 def test_the_activation_estimate_is_what_autograd_keeps(flags, dtype):

@@ -13,9 +13,15 @@ from tests.model.test_router import BATCH, CASES, LENGTH, D, make_attention, mak
 from tests.parallel.test_parallel import whole
 from tests.training.test_training import arguments, losses, parameters, rows, run
 
+OWN_KEYS = (
+    "shared and routed", "one shared head", "grouped queries", "groups", "relu, no shared head", "top-p", "window",
+    "window, released, groups", "query norm",
+)  # fmt: skip
+OF_OWN = {f"{name}, own keys": CASES[name] | {"keys": "selected"} for name in OWN_KEYS}
+
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", [*CASES.values(), *OF_OWN.values()], ids=[*CASES, *OF_OWN])
 def test_a_layer_that_computes_selected_rows_only_is_the_dense_layer(case, num_threads, threads):
     torch.set_num_threads(num_threads)
     generator = torch.Generator().manual_seed(1)
@@ -38,6 +44,7 @@ def test_a_layer_that_computes_selected_rows_only_is_the_dense_layer(case, num_t
 
 MODELS = {
     "paper": dict(num_shared_heads=(4,), num_active_routed_heads=(2,)),
+    "own keys": dict(num_shared_heads=(4,), num_active_routed_heads=(2,), routed_keys="selected"),
     "groups, top-p": dict(
         num_shared_heads=(4,), num_active_routed_heads=(4,), routing_unit="key_value_group", routing_top_p=0.6
     ),
@@ -85,10 +92,13 @@ def test_two_tensor_parallel_ranks_with_a_sparse_backend_compute_the_dense_model
     assert_same_gradients(ranks, expected)
 
 
-@pytest.mark.parametrize("heads, key_value_heads, world_size, backend", [(8, 1, 2, "cpu_sparse"), (12, 2, 4, "dense")])
-def test_fewer_key_value_heads_than_ranks_are_held_by_all_of_them(heads, key_value_heads, world_size, backend):
-    expected = compute("paper", "dense", heads, key_value_heads)
-    ranks = run_ranks(compute, world_size, "paper", backend, heads, key_value_heads)
+@pytest.mark.parametrize(
+    "name, heads, key_value_heads, world_size, backend",
+    [("paper", 8, 1, 2, "cpu_sparse"), ("paper", 12, 2, 4, "dense"), ("own keys", 8, 2, 4, "cpu_sparse")],
+)
+def test_fewer_key_value_heads_than_ranks_are_held_by_all_of_them(name, heads, key_value_heads, world_size, backend):
+    expected = compute(name, "dense", heads, key_value_heads)
+    ranks = run_ranks(compute, world_size, name, backend, heads, key_value_heads)
     assert_same_gradients(ranks, expected)
 
 
@@ -126,6 +136,9 @@ def test_a_run_goes_on_with_another_backend(data_dir, tmp_path, dense):
         (False, "cpu_sparse", None),
         (True, "triton --reset-at-documents", None),
         (True, "auto --head-dim 24", None),
+        (True, "triton --routed-keys selected", "triton: cannot leave out keys, which --routed-keys selected does"),
+        (True, "auto --routed-keys selected", None),
+        (False, "auto --routed-keys selected --head-selection all", "selected: no layer has routed heads; leave it"),
     ],
 )
 def test_backends_that_could_not_compute_are_refused_with_the_reason(monkeypatch, gpu, flags, problem):

@@ -26,6 +26,7 @@ from tests.attention_cases import (
     everything,
     make_boundaries,
     make_inputs,
+    random_routing,
     reference,
     with_gradients,
 )
@@ -75,6 +76,47 @@ def test_no_backend_sees_beyond_a_document(lengths, shape, routing, uncompiled_f
     with torch.no_grad():
         out = moh_attention(*tensors, selected, num_shared, arguments[2], "flex")
     torch.testing.assert_close(out, expected[0], rtol=0, atol=1e-12)
+
+
+OWN_KEYS = {  # shape, routing, lengths of documents, window
+    "heads of their own": ((150, 2, 6, 6, 16, 2), "odd_routing", None, 0),
+    "documents and a window": ((97, 2, 4, 2, 8, 0), "odd_routing", DOCUMENTS["some, other ones in each sequence"], 30),
+    "a window": ((150, 1, 6, 3, 12, 2), "varying_routing", None, 40),
+    "short documents": ((65, 2, 8, 2, 8, 5), "varying_routing", DOCUMENTS["short ones"], 0),
+    "no head": ((40, 1, 4, 4, 8, 0), "nothing", None, 0),
+    "all heads": ((130, 1, 4, 2, 8, 0), "everything", None, 0),
+    "one token": ((1, 2, 6, 6, 8, 2), "odd_routing", None, 0),
+}
+
+
+@pytest.mark.parametrize("shape, routing, lengths, window", OWN_KEYS.values(), ids=OWN_KEYS)
+def test_heads_that_keep_their_own_tokens_see_no_others(shape, routing, lengths, window):
+    *sizes, num_shared = shape
+    *tensors, upstream, selected = make_inputs(*sizes, routing)
+    more = (num_shared, lengths, window, True)
+    expected = with_gradients(lambda *t: reference(*t, selected, *more), *tensors, upstream)
+    for backend in BACKENDS:
+        seen = make_boundaries(lengths, *sizes[:2], backend == "dense", window) if lengths or window else None
+        arguments = (selected, num_shared, seen, backend, True, True)
+        got = with_gradients(lambda *t, a=arguments: moh_attention(*t, *a), *tensors, upstream)
+        assert_all_close(got, expected, 1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_needle_is_found_by_the_heads_only_that_keep_it(backend):
+    """Token 5 selects heads 1 and 2, the last token 2 and 3; head 0 is shared."""
+    query, key, value, *_ = make_inputs(40, 1, 4, 4, 8)
+    selected = torch.rand(40, 1, 4, generator=torch.Generator().manual_seed(2)) < 0.5
+    selected[5, 0], selected[-1, 0] = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]).bool()
+    key[5] *= 5
+    query[-1] = key[5]  # all of them ask for it
+    value[5] = 7.0
+    found = {}
+    for own in (False, True):
+        last = moh_attention(query, key, value, None, selected, 1, None, backend, True, own)[-1, 0]
+        found[own] = (last - 7).abs().amax(-1) < 1e-3
+    assert found[False].tolist() == [True, False, True, True]  # of all keys, by the heads in use
+    assert found[True].tolist() == [True, False, True, False]
 
 
 WINDOWS = {  # keys, and the lengths of documents
@@ -342,6 +384,19 @@ def test_executed_tiles_are_within_a_tenth_of_the_activation_rate(length, shared
     share = mean_keys(length, 1024) / mean_keys(length, 0)
     for whole, windowed in zip(area(selected, 64, 64), in_window, strict=True):
         assert share * whole < windowed <= (share + 0.1) * whole  # the window and the heads both save
+
+
+def test_own_keys_leave_a_third_of_the_dense_scores_at_half_of_the_heads():
+    for shared, active, most in ((4, 4, 0.36), (0, 8, 0.27)):
+        selected = torch.ones(2048, 1, 16)
+        selected[..., shared:] = random_routing(2048, 1, 16 - shared, active, torch.Generator().manual_seed(0))
+        area = {}
+        for own in (True, False):
+            rows = SelectedRows(selected, own_keys=own)
+            chunks = [chunk for *_, chunks in rows.chunks(1) for chunk in chunks]
+            area[own] = sum((stop - start) * (end - first) for start, stop, (first, *_, end) in chunks)
+        dense = 16 * 64 * 64 * sum(range(1, 2048 // 64 + 1))
+        assert area[True] / dense <= most < 0.5 <= area[False] / dense <= 0.53
 
 
 def test_everything_but_the_triton_backend_works_where_triton_is_not_installed():

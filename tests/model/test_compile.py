@@ -32,6 +32,7 @@ HEADS = {
     "groups, top-p": dict(
         num_shared_heads=(2,), num_active_routed_heads=(4,), routing_top_p=0.6, routing_unit="key_value_group"
     ),
+    "own keys": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), routed_keys="selected"),
     "static": dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(2,)),
     "all": dict(head_selection="all"),
 }

@@ -45,6 +45,15 @@ MODELS = {
         dict(num_shared_heads=(2, 0), num_active_routed_heads=(2,), routing_unit="key_value_group"),
         dict(num_key_value_heads=4, window=(3, 4)),
     ),
+    "own keys": (dict(num_shared_heads=(2, 0), num_active_routed_heads=(3,), routed_keys="selected"), {}),
+    "own keys, grouped, a window, released": (
+        dict(num_shared_heads=(2,), num_active_routed_heads=(3,), routed_keys="selected", routing="released"),
+        dict(num_key_value_heads=2, window=(0, 4)),
+    ),
+    "own keys, query norm, groups": (
+        dict(num_shared_heads=(0,), num_active_routed_heads=(2,), routed_keys="selected", routing="query_norm",
+             routing_unit="key_value_group"), dict(num_key_value_heads=4),
+    ),
     "12.5%": (dict(num_shared_heads=(0,), num_active_routed_heads=(1,)), dict(num_key_value_heads=2)),
     "all, tied, more norms": (dict(head_selection="all"), dict(tie_embeddings=True, qk_norm=True, post_norm=True)),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
@@ -82,9 +91,9 @@ TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2], [36, 0, 36, 0
 PROMPTS = [4, 1, 6]  # tokens of each that are read at once
 
 
-def read(model, lengths, texts=TEXTS):
+def read(model, lengths, texts=TEXTS, backend="auto"):
     """Cache and logits after the first ``lengths`` tokens."""
-    cache = Cache(model, len(texts), max_length=12)
+    cache = Cache(model, len(texts), 12, backend)
     rows = enumerate(zip(texts, lengths, strict=True))
     return cache, [read_prompt(model, cache, row, torch.tensor(text[:length])) for row, (text, length) in rows]
 
@@ -114,10 +123,23 @@ def test_a_text_longer_than_the_table_of_positions_is_refused():
         model(torch.zeros(1, 14, dtype=torch.long))
 
 
+@pytest.mark.parametrize("name, share", [("own keys", 3 / 8), ("own keys, query norm, groups", 2 / 8)])
+def test_heads_with_their_own_keys_keep_their_share_of_the_cache(name, share):
+    model = make_model(name)
+    tokens = torch.randint(37, (1500,), generator=torch.Generator().manual_seed(1))
+    cache = Cache(model, 1, 1502)
+    read_prompt(model, cache, 0, tokens)
+    for token in (1, 2):
+        read_token(model, cache, torch.tensor([token]))
+    whole = 2 * 1502 * model.model.layers[1].self_attn.k_proj.weight.shape[0] * 8  # no head of this layer is shared
+    kept = sum(head.data.nbytes for head in cache.own[1].lists[0])  # their room included
+    assert kept / whole == pytest.approx(share, rel=0.04)
+
+
 def test_all_heads_computed_give_the_same_whatever_lies_behind_the_last_token(model):
     tokens = torch.tensor([1, 2, 3])
     expected = read_token(model, read(model, PROMPTS)[0], tokens)
-    cache, _ = read(model, PROMPTS)
+    cache, _ = read(model, PROMPTS, backend="dense")
     for row, length in enumerate(PROMPTS):
         for layer in (*cache.keys, *cache.values):
             layer[row, :, length:] = 9.0
@@ -181,7 +203,8 @@ def test_a_step_on_a_gpu_takes_nothing_from_the_device_nor_from_the_host(name, b
     try:
         with FakeTensorMode():
             model = CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)))
-            cache, tokens = Cache(model, 3, 12), torch.zeros(3, dtype=torch.long)
+            backend = "dense" if "own keys" in name else backend  # the one that leaves out keys on a GPU
+            cache, tokens = Cache(model, 3, 12, backend), torch.zeros(3, dtype=torch.long)
             with Names() as step:
                 logits = read_token(model, cache, tokens, backend)
             assert logits.shape == (3, 37)

@@ -99,7 +99,7 @@ CASES = {
 
 def make_config(
     shared, active, routing="paper", two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence",
-    unit="head", top_p=None, window=0, bias=None, position="rotary", **positions,
+    unit="head", top_p=None, window=0, bias=None, keys="all", position="rotary", **positions,
 ):  # fmt: skip
     heads = HeadsConfig(
         head_selection=selection,
@@ -110,6 +110,7 @@ def make_config(
         load_balance_scope=scope,
         routing_unit=unit,
         routing_top_p=top_p,
+        routed_keys=keys,
         load_balance_bias_rate=0.05 if bias else 0.0,
         routing_entropy_coefficient=0.53,
         router_z_loss=0.29,
@@ -236,6 +237,13 @@ def counted(table, query, keys):
     return added[::-1]
 
 
+def uses(config, selected, head):
+    """Whether a token with this selection of the routed experts uses a head."""
+    size = HEADS // config.num_key_value_heads if config.heads.routing_unit == "key_value_group" else 1
+    expert = head // size + len(selected) - HEADS // size  # its number among the routed ones
+    return expert < 0 or selected[expert]
+
+
 def reference_attention(config, layer, x, bias=None):
     """(output [s, b, d], balance loss, entropy, z-loss) of Eq. 4 and 7; the losses None without routed heads."""
     weights = dict(layer.router.named_parameters()) if layer.router else {}
@@ -253,6 +261,8 @@ def reference_attention(config, layer, x, bias=None):
             for i in range(HEADS):
                 q = rotate(config, queries[t][i], t)
                 seen = range(max(0, t - window + 1), t + 1)
+                if config.heads.routed_keys == "selected":
+                    seen = [u for u in seen if u == t or uses(config, routes[u][2], i)]
                 seen_keys = [rotate(config, keys[u][i // group], u) for u in seen]
                 scores = [q @ key / math.sqrt(HEAD_DIM) for key in seen_keys]
                 if layer.cope is not None:
@@ -285,7 +295,15 @@ def reference_attention(config, layer, x, bias=None):
     return output, sum(losses) / BATCH, sum(entropies) / (LENGTH * BATCH), sum(squares) / (LENGTH * BATCH)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+OWN_KEYS = (
+    "shared and routed", "released, no shared head", "query norm", "12.5%", "all routed heads", "one stage",
+    "25%, grouped queries", "groups", "groups, query norm", "scaled", "sigmoid", "gated", "relu", "bias", "top-p",
+    "window", "window, released, groups", "window, top-p",
+)  # fmt: skip
+OF_OWN = {f"{name}, own keys": CASES[name] | {"keys": "selected"} for name in OWN_KEYS}
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *OF_OWN.values()], ids=[*CASES, *OF_OWN])
 def test_attention_computes_the_equations_with_every_gradient(case):
     beta, gamma, zeta = 0.37, 0.53, 0.29
     config = make_config(**case)

@@ -165,7 +165,7 @@ def counted(table, query, keys):
 
 def reference_attention(config, layer, weights, inputs):
     """inputs [s, d], normalised -> [s, d]."""
-    heads, dim = config.num_attention_heads, config.head_dim
+    heads, dim = config.num_attention_heads, config.query_dim
     group, window = heads // config.num_key_value_heads, config.layer_windows[layer]
     split = {name: [(weights[f"{name}_proj"] @ x).reshape(-1, dim) for x in inputs] for name in "qkv"}
     router = {key.split(".")[1]: value for key, value in weights.items() if key.startswith("router.")}
@@ -177,16 +177,18 @@ def reference_attention(config, layer, weights, inputs):
         return np.concatenate([rotated(vector[:turned], position, config.rope_theta), vector[turned:]])
 
     outputs = []
-    for t, x in enumerate(inputs):
-        gates = reference_gates(config, layer, router, x, split["q"][t])
+    routes = [reference_gates(config, layer, router, x, split["q"][t]) for t, x in enumerate(inputs)]
+    own_keys = config.head_selection == "mixture" and config.routed_keys == "selected"
+    for t, gates in enumerate(routes):
         weighted = []
         for head in range(heads):
             query = placed(split["q"][t][head], t)
             first = max(0, t - window + 1) if window else 0
-            keys = [placed(split["k"][u][head // group], u) for u in range(first, t + 1)]
+            seen = [u for u in range(first, t + 1) if u == t or not own_keys or routes[u][head] > 0]
+            keys = [placed(split["k"][u][head // group], u) for u in seen]
             more = counted(weights["cope"][head], query, keys) if "cope" in weights else [0.0] * len(keys)
             attention = softmax([query @ key / math.sqrt(dim) + added for key, added in zip(keys, more, strict=True)])
-            output = sum(a * split["v"][u][head // group] for u, a in enumerate(attention, start=first))
+            output = sum(a * split["v"][u][head // group] for u, a in zip(seen, attention, strict=True))
             weighted.append(gates[head] * output)
         outputs.append(weights["o_proj"] @ np.concatenate(weighted))
     return outputs
@@ -242,6 +244,7 @@ def drawn_heads(seed):
         "num_active_routed_heads": [draw.randint(min(1, heads - s), heads - s) for s in shared],
         "tie_word_embeddings": draw.random() < 0.3,
         "load_balance_bias_rate": 0.0 if routing == "relu" else draw.choice([0.0, 0.05]),
+        "routed_keys": draw.choice(["all", "selected"]),
     }
 
 
@@ -257,6 +260,7 @@ WINDOWS = {
     "in the last, all heads": {
         "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"], "head_selection": "all",
     },
+    "own keys": {"layer_windows": [0, 4], "routed_keys": "selected", "num_key_value_heads": 2},
     "of two sizes": {"layer_windows": [5, 2], "routing": "query_norm"},
     "of counted positions": {
         "layer_windows": [4, 0], "layer_positions": ["cope", "cope"], "num_key_value_heads": 2, "cope_max_position": 3,
@@ -593,11 +597,17 @@ def test_with_all_heads_the_model_is_llama_to_the_bit(attention, tied, rope):
         assert model(tokens).logits.equal(llama(tokens).logits)
 
 
+OWN_KEYS = [
+    {"routed_keys": "selected"},
+    {"routed_keys": "selected", "num_key_value_heads": 2, "routing": "relu"},
+    GROUPS | {"routed_keys": "selected", "routing": "query_norm", "head_dim": 16, "query_dim": 6},
+]
 CASES = [
     {"num_key_value_heads": 2, "num_shared_heads": [0, 4], "num_active_routed_heads": [2, 0]},
     {"routing": "query_norm"},
     {"head_selection": "static", "tie_word_embeddings": True},
     GROUPS | {"routing_top_p": 0.7},
+    *OWN_KEYS,
 ]
 
 
@@ -651,6 +661,39 @@ def test_greedy_generation_is_the_same_for_every_cache_and_for_a_padded_batch(ch
     assert generated[0].equal(short) and generated[1].equal(expected[1, 7:])
 
 
+@pytest.mark.parametrize("changes", OWN_KEYS)
+@torch.no_grad()
+def test_heads_that_keep_their_own_tokens_equal_the_equations_in_beams_too(changes):
+    model, tokens = make_model(**changes), random_tokens(2, 7)
+    assert_equals_reference(model, random_tokens(1, 14)[0])
+    beams = GREEDY | {"num_beams": 3}
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = 0
+    expected = model.generate(tokens, attention_mask=mask, use_cache=False, **beams)
+    assert model.generate(tokens, attention_mask=mask, **beams).equal(expected)
+    assert model.generate(tokens, attention_mask=mask, cache_implementation="static", **beams).equal(expected)
+
+
+@torch.no_grad()
+def test_a_dynamic_cache_keeps_the_heads_only_that_tokens_use():
+    model, tokens = make_model(routed_keys="selected", num_shared_heads=[0, 0]), random_tokens(2, 12)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    cache = model(tokens, attention_mask=mask, output_router_gates=True).past_key_values
+    assert [layer.keys.shape for layer in cache.layers] == [(20 * 2, 6), (20 * 1, 6)]
+    expected = model(tokens[:, :10], attention_mask=mask[:, :10]).past_key_values
+    cache.crop(-2)
+    for mine, theirs in zip(cache.layers, expected.layers, strict=True):
+        assert mine.get_seq_length() == 10
+        assert all(map(torch.equal, mine.parts()[2:], theirs.parts()[2:]))
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=0, atol=1e-5)
+    before = [layer.keys for layer in cache.layers]
+    cache.batch_repeat_interleave(2)
+    assert [layer.keys.shape[0] for layer in cache.layers] == [2 * len(keys) for keys in before]
+    cache.batch_select_indices(torch.tensor([0, 3]))
+    assert all(layer.keys.equal(keys) for layer, keys in zip(cache.layers, before, strict=True))
+
+
 @torch.no_grad()
 def test_labels_give_the_mean_cross_entropy_and_logits_to_keep_the_last_logits():
     model, tokens = make_model(), random_tokens(2, 10)
@@ -683,7 +726,10 @@ def test_a_saved_model_is_loaded_with_an_empty_report_and_equal_logits(changes, 
 
 @pytest.mark.parametrize(
     "changes",
-    [GROUPS | {"routing": "released", "routing_top_p": 0.7}, {"routing": "query_norm", "rope_parameters": LLAMA3}],
+    [
+        GROUPS | {"routing": "released", "routing_top_p": 0.7, "routed_keys": "selected"},
+        {"routing": "query_norm", "rope_parameters": LLAMA3},
+    ],
 )
 @torch.no_grad()
 def test_the_exported_graph_computes_sequences_of_other_lengths(changes):
@@ -760,6 +806,8 @@ def test_every_spelling_of_the_rotary_base_is_read_and_both_are_kept():
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0}}, "'linear': needs factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"attention_bias": True}, "no biases"),
+        ({"query_dim": 6, "head_dim": 7, "num_key_value_heads": 2}, "query_dim 6: head_dim 7 must be 2 above it at"),
+        ({"routed_keys": "own"}, "routed_keys 'own': must be one of all, selected"),
     ],
 )
 def test_a_configuration_that_the_model_cannot_compute_is_refused(changes, message):

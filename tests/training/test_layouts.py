@@ -44,6 +44,9 @@ MODELS = {
     "query norm, step, grouped": f"--routing query_norm --load-balance-scope global_batch --seed 7 {GROUPED}",
     "no shared head below, windows": "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0 --window 5 0 9 0 "
     f"{COUNTED} --reset-at-documents",
+    "own keys, windows": (
+        "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0 --window 5 0 9 0 --routed-keys selected"
+    ),
 }
 FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "accumulation", "recompute", "model")
 VALUES = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (False, True), tuple(MODELS))
@@ -57,17 +60,17 @@ LAYOUTS = [
     (1, 2, 1, 1, 2, 1, True, "released, one key"),
     (2, 1, 1, 2, 1, 1, False, "released, one key"),
     (2, 1, 1, 3, 2, 2, True, "paper"),
-    (1, 1, 4, 2, 2, 4, False, "no shared head below, windows"),
+    (1, 1, 4, 2, 2, 4, False, "no shared head below, windows, own keys"),
     (1, 1, 4, 3, 4, 2, True, "paper, step, grouped, window"),
     (1, 1, 4, 3, 2, 4, True, "query norm"),
     (1, 2, 2, 1, 1, 4, True, "paper"),
     (1, 4, 1, 1, 2, 2, False, "dense, tied"),
     (1, 4, 1, 1, 1, 1, False, "query norm"),
-    (1, 4, 1, 1, 4, 4, True, "no shared head below, windows"),
+    (1, 4, 1, 1, 4, 4, True, "no shared head below, windows, own keys"),
     (1, 4, 1, 1, 1, 1, True, "released, step, tied"),
     (2, 1, 2, 2, 4, 2, True, "query norm"),
     (2, 1, 2, 2, 2, 2, True, "released, step, tied"),
-    (2, 1, 2, 3, 1, 1, True, "no shared head below, windows"),
+    (2, 1, 2, 3, 1, 1, True, "no shared head below, windows, own keys"),
     (2, 2, 1, 1, 2, 1, False, "paper, step, grouped, window"),
     (2, 2, 1, 1, 4, 2, False, "dense"),
     (4, 1, 1, 2, 4, 1, False, "paper"),
@@ -79,7 +82,7 @@ LAYOUTS = [
     (2, 1, 4, 3, 1, 1, True, "dense, tied"),
     (2, 4, 1, 1, 4, 4, True, "query norm, step, grouped"),
     (4, 1, 2, 3, 2, 2, False, "released, one key"),
-    (4, 2, 1, 1, 4, 2, True, "no shared head below, windows"),
+    (4, 2, 1, 1, 4, 2, True, "no shared head below, windows, own keys"),
     (4, 2, 1, 1, 1, 4, False, "dense, tied"),
     (4, 2, 1, 1, 4, 2, False, "query norm"),
     (1, 4, 4, 1, 1, 4, False, "released, one key"),

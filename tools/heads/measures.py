@@ -48,7 +48,8 @@ ROWS = 64  # of the test texts that go through the model together
 
 class Heads(NamedTuple):
     """The heads of a layer over a batch. query [s, b, h, e] and key [s, b, k, e] with rotary, output [s, b, h, e]
-    before the gates, gates [s, b, h] (1 in a dense model), used bool [s, b, h]. seen: ``Boundaries``, or None."""
+    before the gates, gates [s, b, h] (1 in a dense model), used bool [s, b, h]. seen: ``Boundaries``, or None.
+    own_keys: whether heads see the tokens only that use them."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -56,6 +57,7 @@ class Heads(NamedTuple):
     gates: torch.Tensor
     used: torch.Tensor
     seen: Boundaries | None
+    own_keys: bool
 
     def weighted(self):
         return self.output * self.gates.unsqueeze(-1).to(self.output.dtype)
@@ -70,6 +72,9 @@ class Heads(NamedTuple):
         if self.seen is not None and self.seen.mask.is_floating_point():  # added to scores, head by head
             return (scores + self.seen.mask[:, head]).softmax(-1)
         hidden = hidden if self.seen is None else ~self.seen.mask[:, 0]
+        if self.own_keys:
+            others = ~self.used[:, :, head].t().unsqueeze(1)  # [b, 1, s]; a token sees itself
+            hidden = hidden | others & ~torch.eye(scores.shape[-1], dtype=torch.bool, device=scores.device)
         return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
 
 
@@ -89,8 +94,9 @@ def read_heads(layer, x):
     attention = layer.self_attn
     heads = attention.project(layer.input_layernorm(x))
     gates = heads.query.new_ones(heads.query.shape[:-1]) if heads.gates is None else heads.gates
-    seen = attention.sees(None, heads.query, "dense", heads.key)
-    return Heads(heads.query, heads.key, dense_heads(*heads[:3], documents=seen), gates, heads.in_use(), seen)
+    seen, used = attention.sees(None, heads.query, "dense", heads.key), heads.in_use()
+    output = dense_heads(*heads[:3], documents=seen, own=used if attention.own_keys else None)
+    return Heads(heads.query, heads.key, output, gates, used, seen, attention.own_keys)
 
 
 def finish(layer, x, weighted):

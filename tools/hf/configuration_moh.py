@@ -11,6 +11,9 @@ The keys are those of ``LlamaConfig`` and these:
     num_shared_heads         one number per layer: the first heads, always on
     num_active_routed_heads  one number per layer: K, the routed heads that a token uses
     routing_unit             head, or key_value_group: all heads of a key/value head are selected together
+    routed_keys              all; selected: a routed head sees, and keeps, the tokens only that select it
+    query_dim                where the caches of an engine need heads wider than the model's, for routed_keys selected:
+                             the model's; head_dim is then that of the caches
     qk_norm                  RMSNorm of each head's query and key, with one weight for all heads, before their positions
     post_norm                norms after attention and MLP instead of before them
     layer_positions          one kind per layer: rotary; cope, positions that queries count (arXiv 2405.18719); none;
@@ -36,6 +39,7 @@ HEAD_SELECTIONS = ("all", "mixture", "static")
 ROUTINGS = ("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu")
 ROUTING_UNITS = ("head", "key_value_group")
 ROUTING_DTYPES = ("fp32", "bf16")
+ROUTED_KEYS = ("all", "selected")
 POSITIONS = ("rotary", "cope", "learned", "none")
 ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
     "default": (),
@@ -93,6 +97,8 @@ class MoHLlamaConfig(PretrainedConfig):
         num_shared_heads=None,
         num_active_routed_heads=None,
         routing_unit="head",
+        routed_keys="all",
+        query_dim=None,
         routing_dtype="fp32",
         routing_top_p=None,
         sliding_window=None,
@@ -152,6 +158,8 @@ class MoHLlamaConfig(PretrainedConfig):
         self.routing = routing
         self.two_stage = two_stage
         self.routing_unit = routing_unit
+        self.routed_keys = routed_keys
+        self.query_dim = query_dim or self.head_dim
         self.routing_dtype = routing_dtype
         self.routing_top_p = routing_top_p
         self.qk_norm = qk_norm
@@ -198,6 +206,13 @@ class MoHLlamaConfig(PretrainedConfig):
             raise ValueError(f"routing {self.routing!r}: must be one of {', '.join(ROUTINGS)}")
         if self.routing_unit not in ROUTING_UNITS:
             raise ValueError(f"routing_unit {self.routing_unit!r}: must be one of {', '.join(ROUTING_UNITS)}")
+        if self.routed_keys not in ROUTED_KEYS:
+            raise ValueError(f"routed_keys {self.routed_keys!r}: must be one of {', '.join(ROUTED_KEYS)}")
+        shared_by = self.num_attention_heads // self.num_key_value_heads
+        if self.query_dim not in (self.head_dim, *range(1, self.head_dim - shared_by + 1)):
+            raise ValueError(
+                f"query_dim {self.query_dim}: head_dim {self.head_dim} must be {shared_by} above it at least"
+            )
         allowed = ROUTING_DTYPES if self.routing_top_p is None else ROUTING_DTYPES[:1]
         if self.routing_dtype not in allowed:
             raise ValueError(f"routing_dtype {self.routing_dtype!r}: must be one of {', '.join(allowed)}")
@@ -217,6 +232,8 @@ class MoHLlamaConfig(PretrainedConfig):
                 f"layer_positions {self.layer_positions}: must be of {', '.join(POSITIONS)}; learned in all layers or "
                 "none, with learned_positions"
             )
+        if "cope" in kinds and self.routed_keys == "selected":
+            raise ValueError("routed_keys selected: cope counts all keys; choose other layer_positions")
         for key in ("num_shared_heads", "num_active_routed_heads", "layer_windows", "layer_positions"):
             budget = getattr(self, key)
             if len(budget) != self.num_hidden_layers:

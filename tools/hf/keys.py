@@ -53,6 +53,7 @@ HEADS = (  # of a moh_llama only; what is as it would be if it were absent is le
     Key("num_shared_heads", "num_shared_heads"),
     Key("num_active_routed_heads", "num_active_routed_heads"),
     Key("routing_unit", "routing_unit", "head"),
+    Key("routed_keys", "routed_keys", "all"),
     Key("routing_dtype", "routing_dtype", "fp32"),
     Key("routing_top_p", "routing_top_p", None),
     Key("load_balance_bias_rate", "load_balance_bias_rate", 0.0),

@@ -18,6 +18,10 @@ largest first and at most K, whose softmax adds up to it. With ``load_balance_bi
 (affinity + u n) are selected, n the ``bias_steps`` of training; the affinity is sigmoid(score) with routing sigmoid,
 else the softmax. Gates see no bias, and training here does not move it.
 
+With ``routed_keys`` selected, head i at token t sees the tokens u <= t only that use head i. Keys and queries then have
+a few features more (``with_marks``), by which any attention and any cache leaves the others out. A dynamic cache keeps
+the keys and values of the heads only that a token uses (``OwnKeysLayer``).
+
 Each of these, as an argument or in the configuration, adds to the outputs:
 
     output_router_gates   router_gates, the g_i of every layer in fp32 [b, s, h], and router_selections, the heads that
@@ -45,7 +49,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import (
@@ -68,6 +72,7 @@ try:
 except ImportError:  # transformers before 4.53
     create_causal_mask = None
 
+DynamicLayer = getattr(cache_utils, "DynamicLayer", None)  # since transformers 4.54
 CACHE_ARGUMENTS = inspect.signature(DynamicCache.__init__).parameters  # of new versions: config, with its windows
 
 
@@ -253,6 +258,103 @@ def local_heads(gates, num_local):
     return gates if ranks == 1 else gates.narrow(-1, torch.distributed.get_rank() % ranks * num_local, num_local)
 
 
+def with_marks(query, key, value, used, head_dim):
+    """Query, key and value with features by which a head sees the tokens only that use it.
+
+    query [b, h, s, e], key and value [b, h / r, s, e]; used: bool [b, s, h]. head_dim: how many features they have
+    then, if it is above e; else the next multiple of 8, which kernels want. There is a feature for each of the r query
+    heads of a key: in a query 1 at its own head, if the token uses it; in a key 0 for the heads that the token uses,
+    else a number so low that no probability is left. A head that the token does not use sees all: its gate is 0.
+    """
+    on = used.transpose(1, 2).unflatten(1, (key.shape[1], -1)).to(query.dtype)  # [b, h / r, r, s]
+    r, e = on.shape[2], query.shape[-1]
+    room = head_dim - e or r + -(e + r) % 8
+    hidden = -min(torch.finfo(query.dtype).max / 4, 2.0**100)
+    asks = on.unsqueeze(-1) * torch.eye(r, room, dtype=query.dtype, device=query.device).unsqueeze(1)
+    hides = F.pad((1 - on.transpose(2, 3)) * hidden, (0, room - r))
+    return torch.cat((query, asks.flatten(1, 2)), -1), torch.cat((key, hides), -1), F.pad(value, (0, room))
+
+
+class OwnKeysLayer(DynamicLayer or object):
+    """A layer of a dynamic cache that keeps the keys and values of the heads only that a token uses.
+
+    keys, values: [n, e], of the (token, key/value head) pairs that are kept, ordered by row, head and position. others:
+    their positions, int64 [n], and which of the r query heads use them, bool [n, r]. counts: [b, h / r].
+    """
+
+    total, counts = 0, None
+
+    def keep(self, key, value, used, present):
+        """key, value: [b, h / r, s, e]. used: bool [b, s, h]. present: bool [b, s], False for padding; or None."""
+        if present is not None:
+            used = used & present.unsqueeze(-1)
+        members = used.transpose(1, 2).unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, s, r]
+        positions = self.total + torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
+        self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
+        new, slots = (key, value, positions, members), members.any(-1)
+        if self.total:
+            new = [torch.cat((self.padded(old), more), 2) for old, more in zip(self.parts(), new, strict=True)]
+            slots = torch.cat((self.slots(), slots), 2)
+        self.total += key.shape[2]
+        self.store(new, slots)
+
+    def read(self, length):
+        """Keys, values [b, h / r, n, e] and a mask to add [b, h, length, n] for the last ``length`` tokens."""
+        key, value, positions, members = map(self.padded, self.parts())
+        last = torch.arange(self.total - length, self.total, device=key.device)
+        earlier = (positions.unsqueeze(-2) <= last.unsqueeze(-1)).unsqueeze(2)  # [b, h / r, 1, length, n]
+        visible = (earlier & members.transpose(2, 3).unsqueeze(3)).flatten(1, 2)
+        return key, value, torch.zeros_like(visible, dtype=key.dtype).masked_fill(~visible, torch.finfo(key.dtype).min)
+
+    def parts(self):
+        return self.keys, self.values, *self.others
+
+    def store(self, parts, slots):
+        """parts: [b, h / r, n, ...]. slots: bool [b, h / r, n], what is kept of them."""
+        self.counts = slots.sum(-1)
+        self.keys, self.values, *self.others = (part[slots] for part in parts)
+
+    def slots(self):
+        return torch.arange(self.counts.max(), device=self.counts.device) < self.counts.unsqueeze(-1)
+
+    def padded(self, part):
+        """[n, ...] -> [b, h / r, most of a head, ...]"""
+        slots = self.slots()
+        padded = part.new_zeros(*slots.shape, *part.shape[1:])
+        padded[slots] = part
+        return padded
+
+    def choose(self, rows):
+        """Go on with these rows of the batch."""
+        if self.total:
+            self.store([self.padded(part)[rows] for part in self.parts()], self.slots()[rows])
+
+    reorder_cache = batch_select_indices = choose
+
+    def batch_repeat_interleave(self, repeats):
+        if self.total:
+            self.choose(torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(repeats))
+
+    def crop(self, length):
+        """Keep ``length`` tokens, or with a negative number leave out so many."""
+        if length and self.total:
+            self.total = min(self.total, length) if length > 0 else self.total + length
+            parts = list(map(self.padded, self.parts()))
+            self.store(parts, self.slots() & (parts[2] < self.total))
+
+    def get_seq_length(self, *arguments):
+        return self.total
+
+    def reset(self):
+        self.total, self.keys, self.values, self.is_initialized = 0, None, None, False
+
+
+def own_layer(cache, index):
+    """The ``OwnKeysLayer`` of a cache, or None."""
+    layers = getattr(cache, "layers", None) or []
+    return layers[index] if index < len(layers) and isinstance(layers[index], OwnKeysLayer) else None
+
+
 if not ALL_ATTENTION_FUNCTIONS:
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
 
@@ -290,7 +392,7 @@ class MoHLlamaAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
+        self.head_dim = config.query_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = 0.0
@@ -310,6 +412,8 @@ class MoHLlamaAttention(nn.Module):
         )
         self.rotary = config.layer_positions[layer_idx] == "rotary"
         self.cope = MoHLlamaContextualPositions(config) if config.layer_positions[layer_idx] == "cope" else None
+        routed = config.head_selection == "mixture" and self.num_shared < config.num_attention_heads
+        self.own_keys = routed and config.routed_keys == "selected"
         self.router = None
         if config.head_selection == "mixture" and (config.routing != "query_norm" or config.load_balance_bias_rate):
             self.router = MoHLlamaRouter(config, layer_idx)
@@ -333,7 +437,7 @@ class MoHLlamaAttention(nn.Module):
 
     def forward(
         self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache_position=None,
-        **kwargs,
+        present=None, **kwargs,
     ):  # fmt: skip
         shape = hidden_states.shape[:-1]
         query = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
@@ -345,7 +449,15 @@ class MoHLlamaAttention(nn.Module):
         if self.rotary:
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         value = value.transpose(1, 2)
-        if past_key_values is not None:  # transformers 4 finds the slots of a static cache by cache_position
+        layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
+        if layer is not None:
+            layer.keep(key, value, used, present)
+        if layer is not None and layer.total > query.shape[2]:
+            key, value, attention_mask = layer.read(query.shape[2])
+        elif self.own_keys:
+            query, key, value = with_marks(query, key, value, used, self.config.head_dim)
+        if past_key_values is not None and layer is None:
+            # transformers 4 finds the slots of a static cache by cache_position
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
         if self.cope is not None:
             attention_mask = self.cope(query, key, attention_mask)
@@ -358,7 +470,7 @@ class MoHLlamaAttention(nn.Module):
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling,
             sliding_window=self.sliding_window, **kwargs,
         )  # fmt: skip
-        output = output.reshape(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
+        output = output.reshape(*shape, -1, query.shape[-1])[..., : self.head_dim]  # [b, s, h, head_dim]
         if self.gated:
             output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
         return self.o_proj(output.reshape(*shape, -1)), weights, gates, selected, scores  # Eq. 4
@@ -457,7 +569,7 @@ class MoHLlamaRotaryEmbedding(nn.Module):
 
     def forward(self, x, position_ids):
         with torch.autocast(device_type=x.device.type, enabled=False):
-            frequencies = rotary_frequencies(self.config.rope_parameters, self.config.head_dim, x.device)
+            frequencies = rotary_frequencies(self.config.rope_parameters, self.config.query_dim, x.device)
             angles = position_ids[..., None].float() * frequencies  # [b, s, r / 2]
             angles = torch.cat((angles, angles), dim=-1)
             magnitude = rotary_magnitude(self.config.rope_parameters)
@@ -590,6 +702,10 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         if "cope" in config.layer_positions:  # its layers need to know what is seen
             self.config_of_masks = copy.copy(config)
             self.config_of_masks._attn_implementation = "eager"
+        marked = config.head_selection == "mixture" and config.routed_keys == "selected"
+        if config._attn_implementation == "vllm" and marked and config.head_dim == config.query_dim:
+            override = f'{{"head_dim": {config.head_dim + 16}, "query_dim": {config.head_dim}}}'
+            raise ValueError(f"routed_keys selected: vLLM's cache has no room for it; use --hf-overrides '{override}'")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
         if "learned" in config.layer_positions:
@@ -605,6 +721,18 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
 
     def set_input_embeddings(self, value):
         self.embed_tokens = value
+
+    def keep_own_keys(self, cache, attention_mask, length):
+        """Have the layers of a dynamic cache that is empty keep what heads use only. -> Which of the last ``length``
+        tokens are no padding, bool [b, length], or None for all."""
+        simple = attention_mask is None or attention_mask.dim() == 2
+        plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
+        if simple and plain and self.config._attn_implementation in ("eager", "sdpa") and not cache.get_seq_length():
+            cache.layers += [DynamicLayer() for _ in range(len(cache.layers), len(self.layers))]
+            for index, layer in enumerate(self.layers):
+                if layer.self_attn.own_keys and type(cache.layers[index]) is DynamicLayer:
+                    cache.layers[index] = OwnKeysLayer()
+        return attention_mask[:, -length:].bool() if simple and attention_mask is not None else None
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
@@ -635,6 +763,9 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         if self.embed_positions is not None:
             x = x + self.embed_positions(position_ids)
         seen = (self.config_of_masks or config, x, attention_mask, past_key_values, cache_position, position_ids)
+        present = None
+        if config.routed_keys == "selected" and past_key_values is not None:
+            present = self.keep_own_keys(past_key_values, attention_mask, x.shape[1])
         masks = {
             window: causal_mask(*seen, window)
             for window in {*config.layer_windows}
@@ -652,6 +783,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
                 past_key_values=past_key_values,
                 position_ids=position_ids,
                 cache_position=cache_position,
+                present=present,
                 output_details=output_details,
                 **kwargs,
             )

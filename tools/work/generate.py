@@ -50,7 +50,7 @@ def load(arguments, attention_backend="auto"):
         raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {arguments.device}; choose auto"])
     device = usable_device(arguments.device)
     if attention_backend == "triton":
-        check_triton(device, config.head_dim)
+        check_triton(device, config)
     try:
         tokenizer = Tokenizer(str(directory))
     except ConfigError as error:
@@ -68,8 +68,10 @@ def load(arguments, attention_backend="auto"):
     return model.eval(), limit, tokenizer
 
 
-def check_triton(device, head_dim):
-    problems = []
+def check_triton(device, config):
+    problems, head_dim = [], config.head_dim
+    if any(map(config.own_keys, range(config.num_layers))):
+        problems.append("cannot leave out keys, which the heads of this model do; choose auto or dense")
     if torch.device(device).type != "cuda":
         problems.append(f"needs a CUDA GPU, and --device is {device}; choose auto")
     if importlib.util.find_spec("triton") is None:
