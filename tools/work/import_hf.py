@@ -92,9 +92,10 @@ def wanted_heads(arguments, values):
         if texts is not None:
             try:
                 value = read_value(entry, texts)
-                if given.setdefault(entry.name, value) != value:
+                if entry.name != "routing_dtype" and given.get(entry.name, value) != value:  # which one may choose
                     ours = f"--released {arguments.released}: has {flag(entry.name)} {given[entry.name]}"
                     problems.append(f"{ours}, not {value}; leave one of the flags out")
+                given[entry.name] = value
             except ValueError as error:
                 problems.append(f"{flag(entry.name)} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
     if problems:
