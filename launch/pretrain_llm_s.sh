@@ -17,7 +17,7 @@
 # How the file can be bash and Python at once is told in pretrain_llm_b.sh.
 
 # Without RANK_PYTHON this is not yet a rank: start one per device. (Not every launcher sets LOCAL_RANK for its ranks.)
-[[ $RANK_PYTHON ]] || exec deepspeed ${HOSTFILE:+--hostfile "$HOSTFILE"} "$0" "$@"
+[[ $RANK_PYTHON ]] || exec python "$(dirname -- "$0")/ranks.py" "$0" "$@"
 
 MODEL=(
     --num-layers 12

@@ -22,7 +22,7 @@ from moh_lm.data.files import ShardError
 from moh_lm.flags import parse_config
 from moh_lm.monitor.tasks import Tasks
 from moh_lm.run.directory import lock_run_directory, make_run_directory
-from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group
+from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group, tell_torchrun
 from moh_lm.run.loop import run_steps
 from moh_lm.run.resume import contradictions
 from moh_lm.run.stop import INTERRUPTED, StopRequest
@@ -61,6 +61,7 @@ def main():
         where = f" on {socket.gethostname()}" if rank else ""
         for text in problems:
             print(f"moh_lm.pretrain{where}: {text}", file=sys.stderr, flush=True)
+    tell_torchrun(problems)
     leave(code, together=code in (COMPLETE, STOPPED))
 
 
