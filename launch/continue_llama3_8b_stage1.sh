@@ -66,7 +66,7 @@ RELIABILITY=(
 )
 exec "$RANK_PYTHON" -u -m moh_lm.pretrain \
     "${MODEL[@]}" "${HEADS[@]}" "${PARALLEL[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" \
-    "${TRAINING[@]}" "${RELIABILITY[@]}" "$@"
+    "${TRAINING[@]}" "${RELIABILITY[@]}" --script "$0" "$@"
 '''
 import os, sys
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

@@ -35,7 +35,7 @@ TRAINING=(
     --checkpoint-dir runs/llama3-8b-stage2
 )
 exec bash "$(dirname -- "$0")/continue_llama3_8b_stage1.sh" \
-    "${HEADS[@]}" "${PARALLEL[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "$@"
+    "${HEADS[@]}" "${PARALLEL[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" --script "$0" "$@"
 '''
 import os, sys
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

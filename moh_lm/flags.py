@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.config import Config, ConfigError, flag, walk
-from moh_lm.quantities import duration, quantity
+from moh_lm.quantities import duration, quantity, words, wrapped
 
 
 def parse_config(arguments):
@@ -34,6 +34,24 @@ def parse_config(arguments):
     if problems:
         raise ConfigError(problems)
     return Config.from_dict({**model_of_run(values.get("checkpoint_dir")), **values}), namespace.dry_run
+
+
+def changes(arguments):
+    """Lines on what ``arguments`` change: of the launch script's flags, or of the defaults without a script."""
+    places = [place for place, text in enumerate(arguments) if text == "--script"]
+    place = places[-1] if places else 0
+    before, after = (make_parser().parse_known_args(part)[0] for part in (arguments[:place], arguments[place:]))
+    lines = [f"given      {f'after {after.script}' if after.script else 'besides the defaults'}:"]
+    for section, entry in walk(Config()):
+        was, now = getattr(before, entry.name), getattr(after, entry.name)
+        replaced = entry.metadata.get("replaces")
+        if now is None or now == was:
+            continue
+        if was is None and replaced and getattr(before, replaced):
+            was = f"{flag(replaced)} {getattr(before, replaced)}"
+        was = getattr(section, entry.name) if was is None else was
+        lines.append(wrapped(f"  {flag(entry.name)} {words(now)}, was {words(was)}", 4))
+    return lines
 
 
 def model_of_run(directory):
@@ -69,6 +87,7 @@ def make_parser():
             help=help_text(entry),
         )
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
+    parser.add_argument("--script", help=argparse.SUPPRESS)  # a launch script's name, between its flags and the user's
     # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
-from moh_lm.cost.summary import describe_configuration, describe_run
+from moh_lm.cost.summary import describe_configuration, describe_run, describe_warnings
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
-from moh_lm.flags import parse_config
+from moh_lm.flags import changes, parse_config
 from moh_lm.monitor.tasks import Tasks
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group, tell_torchrun
@@ -39,12 +39,11 @@ def main():
         config, dry_run = parse_config(sys.argv[1:])
         problems = config_problems(config, world_size) + contradictions(config, dry_run)
         dataset = open_dataset(config, problems, dry_run)
+        make_run_directory(config.run.checkpoint_dir, keep=not dry_run)
         if not dry_run:
-            make_run_directory(config.run.checkpoint_dir)
             refuse_foreign_launcher()
         if rank == 0:
-            lines = describe_configuration(config) if dry_run else []
-            print("\n".join([*lines, *describe_run(config, dataset, world_size)]), flush=True)
+            describe(config, dataset, world_size, dry_run)
         if not dry_run:
             lock = lock_run_directory(config.run.checkpoint_dir) if rank == 0 else None  # noqa: F841 - held to the end
             device = start_process_group(config.reliability.hang_timeout + MARGIN)
@@ -63,6 +62,14 @@ def main():
             print(f"moh_lm.pretrain{where}: {text}", file=sys.stderr, flush=True)
     tell_torchrun(problems)
     leave(code, together=code in (COMPLETE, STOPPED))
+
+
+def describe(config, dataset, world_size, dry_run):
+    """Print what the run is; of a dry run all settings too."""
+    lines = describe_run(config, dataset, world_size)
+    if dry_run:
+        lines = [*changes(sys.argv[1:]), "", *lines, *describe_configuration(config), ""]
+    print("\n".join([*lines, *describe_warnings(config, dataset, contradictions(config))]), flush=True)
 
 
 def open_dataset(config, problems, dry_run):
