@@ -14,13 +14,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
-from moh_lm.checks import config_problems
+from moh_lm.checks import config_problems, plan_warnings
 from moh_lm.config import ConfigError
-from moh_lm.cost.summary import describe_configuration, describe_run, describe_warnings
+from moh_lm.cost.summary import describe_configuration, describe_run
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.flags import changes, parse_config
 from moh_lm.monitor.tasks import Tasks
+from moh_lm.quantities import wrapped
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group, tell_torchrun
 from moh_lm.run.loop import run_steps
@@ -65,11 +66,12 @@ def main():
 
 
 def describe(config, dataset, world_size, dry_run):
-    """Print what the run is; of a dry run all settings too."""
+    """Print what the run is, of a dry run all settings too, and warnings of what is hardly meant."""
     lines = describe_run(config, dataset, world_size)
     if dry_run:
         lines = [*changes(sys.argv[1:]), "", *lines, *describe_configuration(config), ""]
-    print("\n".join([*lines, *describe_warnings(config, dataset, contradictions(config))]), flush=True)
+    warnings = (*plan_warnings(config, dataset), *contradictions(config))
+    print("\n".join([*lines, *(wrapped(f"warning: {text}", 9) for text in warnings)]), flush=True)
 
 
 def open_dataset(config, problems, dry_run):

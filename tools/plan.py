@@ -180,8 +180,7 @@ def show_table(config, machine, plans):
             f"{plan['seconds_per_step']:>7.2f}{plan['tokens_per_second_per_gpu']:>11,.0f}{plan['mfu']:>7.1%}{days:>8}"
         )
     if fitting and fitting[0]["days"] is not None:
-        days = fitting[0]["days"]
-        print(f"time       {days:.2f} days for the first: {describe_cost(config.run, 24 * days * machine.gpus)}")
+        print(f"time       {describe_cost(config.run, fitting[0]['days'] * DAY, machine.gpus)} for the first")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from itertools import groupby
 
 import torch
 
-from moh_lm.checks import plan_warnings
 from moh_lm.config import walk
 from moh_lm.cost.flops import LIKELY_MFU, flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
@@ -30,11 +29,6 @@ def describe_run(config, dataset, world_size):
         f"time       {describe_time(config, world_size)}",
     ]
     return list(map(wrapped, lines))
-
-
-def describe_warnings(config, dataset, more):
-    """What is unlikely to be meant, and ``more`` sentences of that kind: each begins with "warning"."""
-    return [wrapped(f"warning: {text}", 9) for text in (*plan_warnings(config, dataset), *more)]
 
 
 def describe_configuration(config):
@@ -216,16 +210,15 @@ def describe_time(config, world_size):
     if not peak:
         return "unknown; --peak-tflops of a device gives an estimate, tools/plan.py one by layout"
     tokens = config.run.train_iters * config.run.tokens_per_iteration
-    flops = flops_per_token(config.model, config.run.seq_length)["dense"]
-    seconds = flops * tokens / (world_size * peak * LIKELY_MFU)
+    seconds = flops_per_token(config.model, config.run.seq_length)["dense"] * tokens / (world_size * peak * LIKELY_MFU)
     reached = f"if {LIKELY_MFU:.0%} of {world_size} x {peak / 1e12:g} TFLOPS are reached"
-    return f"{time_left(seconds)} {reached}: {describe_cost(config.run, seconds * world_size / 3600)}"
+    return f"{describe_cost(config.run, seconds, world_size)}, {reached}"
 
 
-def describe_cost(run, hours):
-    """hours: of GPUs."""
-    cost = "" if run.gpu_hour_price is None else f", which cost {hours * run.gpu_hour_price:,.2f}"
-    return f"{hours:,.1f} GPU-hours{cost}"
+def describe_cost(run, seconds, world_size):
+    hours = seconds * world_size / 3600
+    cost = "" if run.gpu_hour_price is None else f" at {run.gpu_hour_price:g} = {hours * run.gpu_hour_price:,.2f}"
+    return f"{time_left(seconds)}, {hours:,.1f} GPU-hours{cost}"
 
 
 def describe_cache(model, seq_length, width):
