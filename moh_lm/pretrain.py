@@ -40,7 +40,8 @@ def main():
         config, dry_run = parse_config(sys.argv[1:])
         problems = config_problems(config, world_size) + contradictions(config, dry_run)
         dataset = open_dataset(config, problems, dry_run)
-        make_run_directory(config.run.checkpoint_dir, keep=not dry_run)
+        if rank == 0 or not dry_run:  # not by several ranks that remove what others have just made
+            make_run_directory(config.run.checkpoint_dir, keep=not dry_run)
         if not dry_run:
             refuse_foreign_launcher()
         if rank == 0:

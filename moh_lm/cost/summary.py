@@ -56,9 +56,6 @@ def describe_model(model):
         yield f"window     {describe_window(model)}"
     if norms := describe_norms(model):
         yield f"norms      {norms}"
-    if model.heads.head_budget is not None and model.heads.head_selection in ("mixture", "static"):
-        asked = f"--head-budget {model.heads.head_budget:g} --head-budget-slope {model.heads.head_budget_slope:g}"
-        yield f"           {model.active_share():.2%} of all for {asked}"
 
 
 def describe_norms(model):

@@ -19,7 +19,7 @@ LOCK_SECONDS = 10  # to wait for a run directory that is in use
 
 def make_run_directory(path, keep=True):
     """Raises ConfigError unless ``path`` is a directory that can be written, or can be made one. keep: what is made."""
-    absent = [place for place in (Path(path), *Path(path).parents) if not place.exists()]
+    absent = [place for place in (Path(path), *Path(path).parents) if not os.path.exists(place)]
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
