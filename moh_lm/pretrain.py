@@ -62,7 +62,7 @@ def main():
         where = f" on {socket.gethostname()}" if rank else ""
         for text in problems:
             print(f"moh_lm.pretrain{where}: {text}", file=sys.stderr, flush=True)
-    tell_torchrun(problems)
+    tell_torchrun(problems or ["stopped as asked; the same command goes on"] * (code == STOPPED))
     leave(code, together=code in (COMPLETE, STOPPED))
 
 
