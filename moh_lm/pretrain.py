@@ -5,9 +5,11 @@
 docs/checkpoints.md has the exit codes.
 """
 
+import json
 import os
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from moh_lm.flags import changes, parse_config
 from moh_lm.monitor.tasks import Tasks
 from moh_lm.quantities import wrapped
 from moh_lm.run.directory import lock_run_directory, make_run_directory
-from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group, tell_torchrun
+from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group
 from moh_lm.run.loop import run_steps
 from moh_lm.run.resume import contradictions
 from moh_lm.run.stop import INTERRUPTED, StopRequest
@@ -64,6 +66,14 @@ def main():
             print(f"moh_lm.pretrain{where}: {text}", file=sys.stderr, flush=True)
     tell_torchrun(problems or ["stopped as asked; the same command goes on"] * (code == STOPPED))
     leave(code, together=code in (COMPLETE, STOPPED))
+
+
+def tell_torchrun(problems):
+    """Have torchrun, if it started this rank, name the ``problems`` as the cause at the end of all that it prints."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and problems:
+        cause = {"py_callstack": "\n".join(problems), "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": problems[0], "extraInfo": cause}}), encoding="utf-8")
 
 
 def describe(config, dataset, world_size, dry_run):

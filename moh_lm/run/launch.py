@@ -1,13 +1,10 @@
 """The processes of a run: how they start, and how they leave."""
 
-import json
 import os
 import socket
 import sys
-import time
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import deepspeed
 import deepspeed.ops
@@ -64,14 +61,6 @@ def start_process_group(timeout):
 def say(text):
     if dist.get_rank() == 0:
         print(text, flush=True)
-
-
-def tell_torchrun(problems):
-    """Have torchrun, if it started this rank, name the ``problems`` as the cause at the end of all that it prints."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and problems:
-        cause = {"py_callstack": "\n".join(problems), "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": problems[0], "extraInfo": cause}}), encoding="utf-8")
 
 
 def leave(code, together=False):
