@@ -22,7 +22,7 @@ def main(script, *flags):
         print(f"{script}: HOSTFILE {hostfile}: {error}", file=sys.stderr)
         return 2
     except SystemExit as end:
-        if 256 - (end.code or 0) in set(signal.Signals):  # -9 leaves as 247
+        if 256 - (end.code or 0) in set(signal.Signals) - {signal.SIGPIPE}:  # -9 leaves as 247
             name = signal.Signals(256 - end.code).name
             print(f"{script}: {name} ended a rank (SIGKILL: perhaps memory ran out)", file=sys.stderr)
         return end.code

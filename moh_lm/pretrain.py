@@ -7,6 +7,7 @@ docs/checkpoints.md has the exit codes.
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -80,6 +81,7 @@ def describe(config, dataset, world_size, dry_run):
     """Print what the run is, of a dry run all settings too, and warnings of what is hardly meant."""
     lines = describe_run(config, dataset, world_size)
     if dry_run:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
         lines = [*changes(sys.argv[1:]), "", *lines, *describe_configuration(config), ""]
     warnings = (*plan_warnings(config, dataset), *contradictions(config))
     print("\n".join([*lines, *(wrapped(f"warning: {text}", 9) for text in warnings)]), flush=True)
