@@ -37,7 +37,7 @@ from moh_lm.checkpoint.manifest import verify
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.checks import layout_problems, model_problems
 from moh_lm.config import ConfigError
-from moh_lm.cost.summary import describe_batches, describe_model
+from moh_lm.cost.summary import describe_batches, describe_layout, describe_model
 from moh_lm.data.files import flush
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
@@ -237,7 +237,8 @@ def describe_machine(benchmark):
     yield f"versions   Python {platform.python_version()}, torch {torch.__version__}, DeepSpeed {deepspeed.__version__}"
     yield f"files      {file_system(benchmark.directory)}"
     yield from describe_model(config.model)
-    yield from list(describe_batches(config, dist.get_world_size()))[:2]
+    yield describe_layout(config, dist.get_world_size())
+    yield next(describe_batches(config))
 
 
 def file_system(path):

@@ -10,7 +10,7 @@
 # Flags of moh_lm.pretrain that follow the script win over the values here; --dry-run shows what the run would do.
 
 # Without RANK_PYTHON this is not yet a rank: start one per device. (Not every launcher sets LOCAL_RANK for its ranks.)
-[[ $RANK_PYTHON ]] || exec deepspeed ${HOSTFILE:+--hostfile "$HOSTFILE"} "$0" "$@"
+[[ $RANK_PYTHON ]] || exec python "$(dirname -- "$0")/ranks.py" "$0" "$@"
 
 MODEL=( # what is not said here, such as the rotary scaling of LLaMA 3.1, is that of the imported checkpoint
     --num-layers 32
@@ -66,7 +66,7 @@ RELIABILITY=(
 )
 exec "$RANK_PYTHON" -u -m moh_lm.pretrain \
     "${MODEL[@]}" "${HEADS[@]}" "${PARALLEL[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" \
-    "${TRAINING[@]}" "${RELIABILITY[@]}" "$@"
+    "${TRAINING[@]}" "${RELIABILITY[@]}" --script "$0" "$@"
 '''
 import os, sys
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

@@ -12,7 +12,7 @@
 # over both; --dry-run shows what the run would do.
 
 # Without RANK_PYTHON this is not yet a rank: start one per device. (Not every launcher sets LOCAL_RANK for its ranks.)
-[[ $RANK_PYTHON ]] || exec deepspeed ${HOSTFILE:+--hostfile "$HOSTFILE"} "$0" "$@"
+[[ $RANK_PYTHON ]] || exec python "$(dirname -- "$0")/ranks.py" "$0" "$@"
 
 HEADS=( # 75%: of 32 heads 16 are always on, and 8 of the other 16 are chosen for each token by their query
     --head-selection mixture
@@ -35,7 +35,7 @@ TRAINING=(
     --checkpoint-dir runs/llama3-8b-stage2
 )
 exec bash "$(dirname -- "$0")/continue_llama3_8b_stage1.sh" \
-    "${HEADS[@]}" "${PARALLEL[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "$@"
+    "${HEADS[@]}" "${PARALLEL[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" --script "$0" "$@"
 '''
 import os, sys
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

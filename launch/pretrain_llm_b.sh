@@ -19,8 +19,8 @@
 # every rank. Python then replaces itself by bash on this same file, and bash replaces itself by the trainer, so that
 # signals and exit codes pass through. In this docstring a triple quote is impossible, and a backslash only ends a line.
 
-# Without RANK_PYTHON this is not yet a rank: start one per device. (Not every launcher sets LOCAL_RANK for its ranks.)
-[[ $RANK_PYTHON ]] || exec deepspeed ${HOSTFILE:+--hostfile "$HOSTFILE"} "$0" "$@"
+# Without RANK_PYTHON this is not yet a rank: ranks.py starts one per device. (Not every launcher sets LOCAL_RANK.)
+[[ $RANK_PYTHON ]] || exec python "$(dirname -- "$0")/ranks.py" "$0" "$@"
 
 MODEL=(
     --num-layers 24
@@ -83,7 +83,7 @@ RELIABILITY=(
 )
 exec "$RANK_PYTHON" -u -m moh_lm.pretrain \
     "${MODEL[@]}" "${HEADS[@]}" "${PARALLEL[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" \
-    "${TRAINING[@]}" "${RELIABILITY[@]}" "$@"
+    "${TRAINING[@]}" "${RELIABILITY[@]}" --script "$0" "$@"
 '''
 import os, sys
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

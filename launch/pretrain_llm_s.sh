@@ -17,7 +17,7 @@
 # How the file can be bash and Python at once is told in pretrain_llm_b.sh.
 
 # Without RANK_PYTHON this is not yet a rank: start one per device. (Not every launcher sets LOCAL_RANK for its ranks.)
-[[ $RANK_PYTHON ]] || exec deepspeed ${HOSTFILE:+--hostfile "$HOSTFILE"} "$0" "$@"
+[[ $RANK_PYTHON ]] || exec python "$(dirname -- "$0")/ranks.py" "$0" "$@"
 
 MODEL=(
     --num-layers 12
@@ -80,7 +80,7 @@ RELIABILITY=(
 )
 exec "$RANK_PYTHON" -u -m moh_lm.pretrain \
     "${MODEL[@]}" "${HEADS[@]}" "${PARALLEL[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" \
-    "${TRAINING[@]}" "${RELIABILITY[@]}" "$@"
+    "${TRAINING[@]}" "${RELIABILITY[@]}" --script "$0" "$@"
 '''
 import os, sys
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

@@ -14,7 +14,7 @@ import yaml
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.config import SPREAD, Config, ConfigError, HeadsConfig, flag, walk
 from moh_lm.parser import Parser, nearest
-from moh_lm.quantities import duration, integer, quantity, real
+from moh_lm.quantities import duration, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
 BUDGETS = ("num_shared_heads", "num_active_routed_heads")
@@ -58,6 +58,24 @@ def config_of(given):
     return Config.from_dict({**model_of_run(given.values.get("checkpoint_dir")), **given.values})
 
 
+def changes(arguments):
+    """Lines on what ``arguments`` change: of the launch script's flags, or of the defaults without a script."""
+    places = [place for place, text in enumerate(arguments) if text == "--script"]
+    place = places[-1] if places else 0
+    before, after = (make_parser().parse_known_args(part)[0] for part in (arguments[:place], arguments[place:]))
+    lines = [f"given      {f'after {after.script}' if after.script else 'besides the defaults'}:"]
+    for section, entry in walk(Config()):
+        was, now = getattr(before, entry.name), getattr(after, entry.name)
+        replaced = entry.metadata.get("replaces")
+        if now is None or now == was:
+            continue
+        if was is None and replaced and getattr(before, replaced):
+            was = f"{flag(replaced)} {getattr(before, replaced)}"
+        was = getattr(section, entry.name) if was is None else was
+        lines.append(wrapped(f"  {flag(entry.name)} {words(now)}, was {words(was)}", 4))
+    return lines
+
+
 def model_of_run(directory):
     """{field: value} of the model in the newest checkpoint of a run directory; {} without any."""
     model = newest_model(directory)[1] if directory else None
@@ -94,6 +112,7 @@ def make_parser():
     add_config_flags(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
     parser.add_argument("--save-config", metavar="FILE.yaml", help="of --dry-run: write the flags there, for --config")
+    parser.add_argument("--script", help=argparse.SUPPRESS)  # a launch script's name, between its flags and the user's
     # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser

@@ -1,8 +1,10 @@
-"""Numbers as people write and read them: 4M tokens, 3h50m, 1.25B parameters, 2.00 GiB."""
+"""Numbers and lines as people write and read them: 4M tokens, 3h50m, 1.25B parameters, 2.00 GiB, 80 columns."""
 
 import math
 import re
+import textwrap
 from decimal import Decimal, InvalidOperation
+from itertools import groupby
 
 SUFFIXES = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
@@ -83,6 +85,30 @@ def short(number):
 
 def gibibytes(size):
     return f"{size / 2**30:.2f} GiB"
+
+
+def words(value):
+    """The value of a setting, or the texts of its flag."""
+    if isinstance(value, tuple) and value and not isinstance(value[0], tuple):
+        return by_layer(value)
+    if isinstance(value, list | tuple):
+        value = " ".join("=".join(part) if isinstance(part, tuple) else part for part in value)
+    return "none" if value in (None, "") else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def by_layer(values, separator=", "):
+    """Such as: layers 0-3: 8, 4-11: 6."""
+    parts, first = [], 0
+    for value, equal in groupby(values):
+        last = first + len(list(equal)) - 1
+        parts.append(f"{first}-{last}: {value}" if last > first else f"{first}: {value}")
+        first = last + 1
+    return "layers " + separator.join(parts)
+
+
+def wrapped(line, indent=11):
+    """``line`` in as many lines of 80 columns as it takes, the later ones indented."""
+    return textwrap.fill(line, 80, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def time_left(seconds):

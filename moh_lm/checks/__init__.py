@@ -6,6 +6,7 @@ once.
 
 from moh_lm.checks.layout import layout_problems, tensor_problems
 from moh_lm.checks.model import model_problems, table_problems
+from moh_lm.checks.plan import plan_warnings
 from moh_lm.checks.ranges import below
 from moh_lm.checks.run import (
     alarm_problems,
@@ -21,8 +22,8 @@ from moh_lm.checks.run import (
 from moh_lm.data.mixture import data_problems
 
 __all__ = [
-    "below", "config_problems", "layout_problems", "model_problems", "optimizer_problems", "schedule_problems",
-    "tensor_problems",
+    "below", "config_problems", "layout_problems", "model_problems", "optimizer_problems", "plan_warnings",
+    "schedule_problems", "tensor_problems",
 ]  # fmt: skip
 
 

@@ -108,6 +108,8 @@ def run_problems(run):
         found.append(f"--train-iters {run.train_iters}: must be at least 1")
     if run.peak_tflops is not None and not 0 < run.peak_tflops < math.inf:
         found.append(f"--peak-tflops {run.peak_tflops:g}: must be above 0, such as 989 for an H100 in bf16")
+    if run.gpu_hour_price is not None:
+        found += below(run, 0, "gpu_hour_price")
     if run.wandb and importlib.util.find_spec("wandb") is None:
         found.append(f"--wandb {run.wandb}: the package wandb is not installed; pip install wandb, or leave it out")
     return found

@@ -120,6 +120,9 @@ class RunConfig:
     peak_tflops: float | None = option(
         None, "of one device in this precision, for the MFU (default: of the GPUs that are known)", parse=float
     )
+    gpu_hour_price: float | None = option(
+        None, "price of an hour of one device, for what --dry-run and tools/plan.py estimate", parse=float
+    )
     wandb: str = option("", "project of Weights & Biases that gets the log too")
     run_report: bool = option(False, "write report.html, a page on the run, when it is complete or stops")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")

@@ -4,6 +4,7 @@ import torch
 
 from moh_lm.model.transformer import CausalLM, DecoderLayer
 
+LIKELY_MFU = 0.4  # of a large model on fast GPUs; assumed where a run is planned
 BACKWARD = 2  # a backward pass multiplies every matrix twice
 
 # Dense bf16 TFLOPS by a part of the name, the first that fits; from the vendors' data sheets.

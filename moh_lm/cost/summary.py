@@ -1,40 +1,43 @@
 """What a run will do, in a few lines: printed before it starts, and by ``--dry-run``."""
 
 from collections import Counter
+from itertools import groupby
 
 import torch
 
 from moh_lm.config import walk
-from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.flops import LIKELY_MFU, flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.kernels.attention import choose_backend
 from moh_lm.kernels.break_even import machine, measurement
 from moh_lm.model.attention import share_of_scores
-from moh_lm.quantities import gibibytes, short
+from moh_lm.quantities import by_layer, gibibytes, short, time_left, words, wrapped
 
 
 def describe_run(config, dataset, world_size):
-    """Lines that say what the run is: model, heads, batches, data, memory. dataset: None if there is no data yet."""
-    return [
+    """Lines that say what the run is, from the model to the time. dataset: None if there is no data yet."""
+    lines = [
         *describe_model(config.model),
         *describe_warmup(config),
         *describe_attention(config),
-        *describe_batches(config, world_size),
+        *describe_batches(config),
         *describe_data(config, dataset),
+        describe_layout(config, world_size),
         *describe_memory(config, world_size),
         f"cache      {describe_cache(config.model, config.run.seq_length, 2 if config.run.precision == 'bf16' else 4)}",
+        f"FLOPs      {describe_flops(config)}",
+        f"time       {describe_time(config, world_size)}",
     ]
+    return list(map(wrapped, lines))
 
 
 def describe_configuration(config):
-    """One line per field, resolved, under the title of its section."""
-    lines, title = [], None
-    for section, entry in walk(config):
-        if type(section) is not title:
-            title = type(section)
-            lines += ["", title.__doc__]
-        lines.append(f"  {entry.name:<29}{getattr(section, entry.name)}")
-    return [*lines[1:], ""]
+    """Every field, resolved, under the title of its section."""
+    lines = []
+    for section, pairs in groupby(walk(config), key=lambda pair: pair[0]):
+        settings = ", ".join(f"{entry.name}\0{words(getattr(section, entry.name))}" for _, entry in pairs)
+        lines += ["", type(section).__doc__, wrapped(f"  {settings}", 2).replace("\0", " ")]
+    return lines
 
 
 def describe_model(model):
@@ -55,10 +58,6 @@ def describe_model(model):
         yield f"positions  {positions}"
     if norms := describe_norms(model):
         yield f"norms      {norms}"
-    if model.heads.head_budget is not None and model.heads.head_selection in ("mixture", "static"):
-        layers = " ".join(str(model.active_heads(layer)) for layer in range(model.num_layers))
-        asked = f"--head-budget {model.heads.head_budget:g} --head-budget-slope {model.heads.head_budget_slope:g}"
-        yield f"budget     {layers} heads by layer: {model.active_share():.2%} of all for {asked}"
 
 
 def describe_norms(model):
@@ -86,16 +85,16 @@ def describe_heads(model):
     heads = model.heads
     if heads.head_selection == "all":
         return "all of them for every token"
-    on = [shared + active for shared, active in zip(heads.num_shared_heads, heads.num_active_routed_heads, strict=True)]
-    share = model.active_share()
-    most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
-    budget = f"{span(heads.num_shared_heads)} shared + {most}{span(heads.num_active_routed_heads)} routed"
+    number, share = model.num_attention_heads, f"{model.active_share():.1%} of the heads"
     if heads.head_selection == "static":
-        return f"static: the first {span(on)} of {model.num_attention_heads} ({share:.1%})"
+        on = [f"the first {model.active_heads(layer)} of {number}" for layer in range(model.num_layers)]
+        return f"{by_layer(on, '; ')}; static, {share}"
     if not model.routed_layers():
         return f"gated: all {model.num_attention_heads} for every token, whatever the budgets; routing {heads.routing}"
-    described = f"mixture: {budget} of {model.num_attention_heads} per token ({most}{share:.1%} active), "
-    return described + "routing " + ", ".join(routing_facts(model))
+    most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
+    pairs = zip(heads.num_shared_heads, heads.num_active_routed_heads, strict=True)
+    on = [f"{shared} shared, {most}{active} of {number - shared} routed" for shared, active in pairs]
+    return f"{by_layer(on, '; ')}; {most}{share} for a token; routing {', '.join(routing_facts(model))}"
 
 
 def describe_warmup(config):
@@ -163,24 +162,29 @@ def describe_attention(config):
         yield f"           python benchmarks/attention.py --levels layer {flags} --save does that"
 
 
-def describe_batches(config, world_size):
-    run, parallel = config.run, config.parallel
+def describe_batches(config):
+    run, optimizer = config.run, config.optimizer
+    yield f"batch      {run.global_batch_size} sequences x {run.seq_length} = {run.tokens_per_iteration:,} tokens"
+    yield (
+        f"budget     {run.train_iters:,} iterations = {run.train_iters * run.tokens_per_iteration:,} tokens; "
+        f"warm-up {optimizer.warmup_iters:,}, then {optimizer.schedule}"
+    )
+
+
+def describe_layout(config, world_size):
+    parallel = config.parallel
     degrees = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.data_parallel_size(world_size))
     product = " x ".join(f"{name} {size}" for name, size in zip(("tensor", "pipeline", "data"), degrees, strict=True))
-    yield f"processes  {world_size} = {product}, ZeRO-{parallel.zero_stage}, {run.precision}"
-    yield (
-        f"batch      {run.global_batch_size} sequences x {run.seq_length} = {run.tokens_per_iteration:,} tokens, "
-        f"{config.gradient_accumulation_steps(world_size)} micro-batches of {run.micro_batch_size} per rank"
+    micro_batches = f"{config.gradient_accumulation_steps(world_size)} micro-batches of {config.run.micro_batch_size}"
+    return (
+        f"layout     {product}, ZeRO-{parallel.zero_stage}, {config.run.precision}; "
+        f"{micro_batches} sequences per rank"
     )
-    warmup = config.optimizer.warmup_iters
-    short_run = f"; the warm-up of {warmup:,} iterations does not end" if warmup >= run.train_iters else ""
-    tokens = run.train_iters * run.tokens_per_iteration
-    yield f"budget     {run.train_iters:,} iterations = {tokens:,} tokens{short_run}"
 
 
 def describe_data(config, dataset):
     if dataset is None:
-        yield f"data       {config.data.data_dir} does not exist yet: a run needs it, and so do the planned epochs"
+        yield f"data       {config.data.data_dir}, which does not exist yet"
         return
     rows = dataset.plan(config.run.train_iters * config.run.global_batch_size)
     yield f"data       {config.data.data_dir}"
@@ -200,6 +204,34 @@ def describe_memory(config, world_size):
     yield f"memory     about {gibibytes(sum(parts.values()))} per rank (estimated): {shown}"
 
 
+def describe_flops(config):
+    """FLOPs of training, of a token and of the run, as ``flops_per_token`` counts them."""
+    flops, run = flops_per_token(config.model, config.run.seq_length), config.run
+    most = "" if config.model.heads.routing_top_p is None else "at most "
+    dense, active = (f"{flops[kind]:.3e}" for kind in ("dense", "active"))
+    tokens = (run.train_iters or 0) * run.tokens_per_iteration
+    whole = f"; {flops['dense'] * tokens:.3g} for the run" if tokens else ""
+    return f"{dense} per token with every head, {most}{active} with active ones{whole}"
+
+
+def describe_time(config, world_size):
+    """How long the run takes where ``LIKELY_MFU`` is reached, and what that costs."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = peak_flops(config.run, device)
+    if not peak:
+        return "unknown; --peak-tflops of a device gives an estimate, tools/plan.py one by layout"
+    tokens = config.run.train_iters * config.run.tokens_per_iteration
+    seconds = flops_per_token(config.model, config.run.seq_length)["dense"] * tokens / (world_size * peak * LIKELY_MFU)
+    reached = f"if {LIKELY_MFU:.0%} of {world_size} x {peak / 1e12:g} TFLOPS are reached"
+    return f"{describe_cost(config.run, seconds, world_size)}, {reached}"
+
+
+def describe_cost(run, seconds, world_size):
+    hours = seconds * world_size / 3600
+    cost = "" if run.gpu_hour_price is None else f" at {run.gpu_hour_price:g} = {hours * run.gpu_hour_price:,.2f}"
+    return f"{time_left(seconds)}, {hours:,.1f} GPU-hours{cost}"
+
+
 def describe_cache(model, seq_length, width):
     """What generation keeps of a token, and reads of it for the next, in numbers of ``width`` bytes."""
     sizes = cache_bytes(model, seq_length, width)
@@ -208,8 +240,3 @@ def describe_cache(model, seq_length, width):
         f"{sizes['whole']:,.0f} bytes per token of a text of {seq_length:,} tokens, {most}{sizes['read']:,.0f} of them "
         f"read for the next; multi-head attention keeps {f'{factor:.3g} times' if factor != 1 else 'just'} as many"
     )
-
-
-def span(numbers):
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low}-{high}"

@@ -105,8 +105,10 @@ class Dataset:
     """The sources of a run and their mixture; ``Dataset.open`` makes it. ``notes`` are remarks for the user.
 
     ``segments``: what the run has read up to now (segments.py); by default nothing. ``decay``: (first sample, mixture)
-    of another mix, or None.
+    of another mix, or None. ``num_pieces``: of the tokenizer, None if that is unknown.
     """
+
+    num_pieces: int | None = None
 
     def __init__(
         self, sources, mixture, data: DataConfig, notes: list[str], segments: list[dict] | None = None, decay=None
@@ -185,7 +187,9 @@ class Dataset:
             stage = decay_begins, later
             shares = ", ".join(f"{name} {share:.2%}" for name, share in later.shares().items() if share)
             notes.append(f"from sample {decay_begins:,} on: {shares} (--decay-mix)")
-        return cls(sorted(sources, key=lambda source: source.name), mixture, data, notes, decay=stage)
+        dataset = cls(sorted(sources, key=lambda source: source.name), mixture, data, notes, decay=stage)
+        dataset.num_pieces = manifest["tokenizer"].get("vocab_size")
+        return dataset
 
     @property
     def source_names(self) -> list[str]:

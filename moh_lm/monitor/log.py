@@ -13,7 +13,7 @@ from moh_lm.monitor.boards import Boards
 from moh_lm.monitor.head_load import head_map
 from moh_lm.monitor.journal import Rows
 from moh_lm.monitor.row import bits_per_byte, finite, keep_rows
-from moh_lm.quantities import short, time_left
+from moh_lm.quantities import time_left, wrapped
 
 SHOWN_HEADS = (
     "entropy", "unused", "overused", "a1", "balance_loss", "gate_mean", "gate_rms", "active_heads",
@@ -32,6 +32,7 @@ class RunLog:
         self.train_iters = config.run.train_iters
         self.model = config.model
         self.started = time.perf_counter()
+        self.printed = 0
         write_json(Path(directory) / "config.json", config.to_dict())
         path = Path(directory) / "metrics.jsonl"
         keep_rows(path, first_step)
@@ -54,7 +55,7 @@ class RunLog:
         scalars["train/skipped_steps"] = row["skipped_steps"]
         self.boards.scalars(scalars | head_scalars(self.model, figures), step)
         self.head_maps(figures, step)
-        print(self.line(row), flush=True)
+        print("\n".join(self.lines(row)), flush=True)
 
     def head_maps(self, figures, step):
         """A picture of all layers and heads for the whole mix, and for each source."""
@@ -65,23 +66,24 @@ class RunLog:
                 picture = head_map(self.model.routed_layers(), loads, self.model.num_layers, columns)
                 self.boards.picture(tag, picture, step)
 
-    def line(self, row):
-        """The console's line of an interval."""
+    def lines(self, row):
+        """The console's line of an interval, below the names of the figures for the first and every 20th of them."""
         step, mfu = row["step"], row["runtime"]["mfu"]
         seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
-        parts = [
-            f"step {step:>{len(str(self.train_iters))}}/{self.train_iters}",
-            f"{short(row['tokens'])} tokens",
-            f"loss {row['loss']:.4f}",
-            f"balance {row['load_balance_loss']:.4f}",
-            f"lr {row['learning_rate']:.3e}",
-            f"grad norm {row['grad_norm']:.3f}" if row["grad_norm"] < 1e6 else f"grad norm {row['grad_norm']:.3g}",
-            f"{row['tokens_per_second']:,.0f} tokens/s",
-            f"MFU {mfu['dense']:.1%}" if mfu else "",
-            f"skipped {row['skipped_steps']}" if row["skipped_steps"] else "",
-            f"{time_left((self.train_iters - step) * seconds_per_step)} left",
-        ]
-        return "  ".join(part for part in parts if part)
+        cells = (
+            ("step", f"{step}/{self.train_iters}", 2 * len(str(self.train_iters)) + 1),
+            ("loss", f"{row['loss']:.4f}", 9),
+            ("balance", f"{row['load_balance_loss']:.4f}", 8),
+            ("lr", f"{row['learning_rate']:.2e}", 10),
+            ("norm", f"{row['grad_norm']:#.3g}", 9),
+            ("skip", row["skipped_steps"], 5),
+            ("tokens/s", f"{row['tokens_per_second']:,.0f}", 11),
+            ("MFU", f"{mfu['dense']:.0%}" if mfu else "-", 6),
+            ("left", time_left((self.train_iters - step) * seconds_per_step), 9),
+        )
+        lines = ["".join(f"{cell[place]:>{cell[2]}}" for cell in cells) for place in (0, 1)]
+        self.printed += 1
+        return lines if self.printed % 20 == 1 else lines[1:]
 
     def evaluation(self, step, losses, bytes_per_token):
         """Log the validation loss of each source, its exponential, the perplexity of a token, and its bits per byte."""
@@ -95,7 +97,7 @@ class RunLog:
         scalars |= {f"validation_bits_per_byte/{name}": value for name, value in bits.items()}
         self.boards.scalars(scalars | {"validation/mean_of_sources": mean}, step)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-        print(f"validation loss after {step} steps: {shown}", flush=True)
+        print(wrapped(f"validation loss after {step} steps: {shown}", 2), flush=True)
 
     def tasks(self, step, scores):
         """Log the scores of tasks: {task: {metric: share}}."""
@@ -103,7 +105,7 @@ class RunLog:
         scalars = {f"tasks/{name}/{metric}": value for name, found in scores.items() for metric, value in found.items()}
         self.boards.scalars(scalars, step)
         shown = "  ".join(f"{name} {list(metrics.values())[-1]:.1%}" for name, metrics in scores.items())
-        print(f"tasks after {step} steps: {shown}", flush=True)
+        print(wrapped(f"tasks after {step} steps: {shown}", 2), flush=True)
 
     def write(self, row):
         self.rows.add(finite(row))

@@ -17,13 +17,17 @@ from moh_lm.run.watchdog import process_state
 LOCK_SECONDS = 10  # to wait for a run directory that is in use
 
 
-def make_run_directory(path):
-    """Raises ConfigError unless ``path`` is a directory that can be written, or can be made one."""
+def make_run_directory(path, keep=True):
+    """Raises ConfigError unless ``path`` is a directory that can be written, or can be made one. keep: what is made."""
+    absent = [place for place in (Path(path), *Path(path).parents) if not os.path.exists(place)]
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
     except OSError as error:
         reason = error.strerror
+    for place in () if keep else absent:
+        with contextlib.suppress(OSError):
+            place.rmdir()
     if reason:
         raise ConfigError([f"--checkpoint-dir {path}: cannot be written ({reason}); give another directory"])
 

@@ -1,6 +1,7 @@
 """A run from its configuration to its last step: checks, data, processes, the loop. moh_lm/pretrain.py calls it."""
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -8,16 +9,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
-from moh_lm.checks import config_problems
+from moh_lm.checks import config_problems, plan_warnings
 from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_configuration, describe_run
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
-from moh_lm.flags import config_of, idle_flags, save_config
+from moh_lm.flags import changes, config_of, idle_flags, save_config
 from moh_lm.monitor.tasks import Tasks
+from moh_lm.quantities import wrapped
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group
 from moh_lm.run.loop import run_steps
+from moh_lm.run.problems import tell, tell_torchrun
 from moh_lm.run.resume import contradictions
 from moh_lm.run.stop import INTERRUPTED, StopRequest
 from moh_lm.run.watchdog import MARGIN, UNAVAILABLE, Watchdog
@@ -26,20 +29,20 @@ from moh_lm.training.guard import BadNumbers
 COMPLETE, WRONG, BROKEN, NOT_WRITTEN, STOPPED = 0, 2, 70, 74, 75  # 70, 74, 75: EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL
 
 
-def main(given, tell):
-    """Run what ``parse_flags`` gave, and exit. tell(sentences, rank on each node that says them): what is wrong."""
+def main(given):
+    """Run what ``parse_flags`` gave, and exit."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     code, problems, speaker = COMPLETE, [], 0
     try:
         config, dry_run = config_of(given), given.dry_run
         problems = config_problems(config, world_size) + contradictions(config, dry_run)
         dataset = open_dataset(config, problems, dry_run)
+        if rank == 0 or not dry_run:  # not by several ranks that remove what others have just made
+            make_run_directory(config.run.checkpoint_dir, keep=not dry_run)
         if not dry_run:
-            make_run_directory(config.run.checkpoint_dir)
             refuse_foreign_launcher()
         if rank == 0:
-            lines = [*idle_flags(given, config), *(describe_configuration(config) if dry_run else [])]
-            print("\n".join([*lines, *describe_run(config, dataset, world_size)]), flush=True)
+            describe(given, config, dataset, world_size)
         if given.save_config and rank == 0:
             save_config(given, given.save_config)
         if not dry_run:
@@ -55,7 +58,19 @@ def main(given, tell):
     except KeyboardInterrupt:  # before the training, which stops by itself
         code = INTERRUPTED
     tell(problems, speaker)
+    if code == STOPPED:
+        tell_torchrun(["stopped as asked; the same command goes on"])
     leave(code, together=code in (COMPLETE, STOPPED))
+
+
+def describe(given, config, dataset, world_size):
+    """Print what the run is, of a dry run all settings too, and warnings of what is hardly meant."""
+    lines = [*idle_flags(given, config), *describe_run(config, dataset, world_size)]
+    if given.dry_run:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
+        lines = [*changes(sys.argv[1:]), "", *lines, *describe_configuration(config), ""]
+    warnings = (*plan_warnings(config, dataset), *contradictions(config))
+    print("\n".join([*lines, *(wrapped(f"warning: {text}", 9) for text in warnings)]), flush=True)
 
 
 def open_dataset(config, problems, dry_run):

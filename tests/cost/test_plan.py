@@ -259,6 +259,7 @@ def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, programs):
     times = [plan["seconds_per_step"] for plan in fitting]
     assert times == sorted(times)
     for plan in plans:
+        assert plan["gpu_hours"] == pytest.approx(24 * plan["days"] * gpus)
         keys = ("tensor_parallel_size", "pipeline_parallel_size", "zero_stage", "micro_batch_size", "recompute")
         flags = [word for key in keys for word in ("--" + key.replace("_", "-"), str(plan[key]))]
         assert config_problems(parse(text, *flags), gpus) == []

@@ -17,10 +17,12 @@ from pydoc_data.topics import topics
 
 import pytest
 import zstandard
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from launch.quickstart_corpus import split_docstrings
 from moh_lm.checks import config_problems
 from moh_lm.flags import parse_config
+from moh_lm.pretrain import tell_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
@@ -106,22 +108,31 @@ def test_a_rank_keeps_its_process_and_exit_code_down_to_the_trainer(script, trai
     assert call_of_rank(trainer, 0)["process"] == process
 
 
-def test_bash_starts_deepspeed_on_the_script_itself(trainer, programs):
+def test_bash_starts_deepspeed_on_the_script_itself_and_adds_no_line(trainer, programs):
     flags = ["--train-iters", "10", "--data-dir", "my data", "--exit-code", "2"]
     code, output, _ = run(["bash", ROOT / SCRIPTS[1], *flags], trainer, **ready(programs))
-    assert code == 2, output
+    assert (code, output) == (2, "")
     assert call_of_rank(trainer, 0)["arguments"][-len(flags):] == flags
 
 
-def test_bash_hands_the_hostfile_to_deepspeed(trainer):
-    deepspeed = trainer / "bin" / "deepspeed"
-    deepspeed.parent.mkdir()
-    deepspeed.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    deepspeed.chmod(0o755)
-    path = f"{deepspeed.parent}{os.pathsep}{os.environ['PATH']}"
-    script = str(ROOT / SCRIPTS[0])
-    _, output, _ = run(["bash", script, "--dry-run"], trainer, PATH=path, HOSTFILE="my hosts")
-    assert output.splitlines() == ["--hostfile", "my hosts", script, "--dry-run"]
+def test_bash_starts_a_rank_for_each_slot_of_the_hostfile_and_says_that_a_signal_ended_one(trainer, programs):
+    ssh = trainer / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text("#!/bin/sh\necho 127.0.0.1\n")
+    ssh.chmod(0o755)
+    (trainer / "my hosts").write_text("localhost slots=2\n")
+    path = f"{ssh.parent}{os.pathsep}{ready(programs)['PATH']}"
+    command, killed = ["bash", ROOT / SCRIPTS[0], "--exit-code", "247"], 256 - signal.SIGKILL
+    code, output, _ = run(command, trainer, PATH=path, HOSTFILE="my hosts")
+    assert code == killed, output
+    assert output.count("\n") == 1 and "SIGKILL ended a rank" in output
+    assert all((trainer / f"rank-{rank}.json").exists() for rank in (0, 1))
+
+
+def test_bash_does_not_go_on_without_its_hostfile(trainer, programs):
+    code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), HOSTFILE="my hosts")
+    assert (code, output.count("\n")) == (2, 1) and "HOSTFILE my hosts: there is no such file" in output
+    assert not (trainer / "rank-0.json").exists()
 
 
 def test_deepspeed_runs_the_script_on_two_ranks(trainer):
@@ -136,6 +147,14 @@ def test_torchrun_runs_the_script_on_two_ranks(trainer):
     code, output, _ = run([*command, "--data-dir", "my data"], trainer)
     assert code == 0, output
     assert [call_of_rank(trainer, rank)["arguments"][-2:] for rank in (0, 1)] == [["--data-dir", "my data"]] * 2
+
+
+def test_torchrun_ends_with_what_a_rank_found_wrong(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    tell_torchrun(["--nosuch: no flag", "--seed banana: no number"])
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    lines = str(ChildFailedError("script", {0: failure})).splitlines()
+    assert [line.split(" : ")[-1].strip() for line in lines[-3:-1]] == ["--nosuch: no flag", "--seed banana: no number"]
 
 
 # --- The scripts as tables ---

@@ -252,7 +252,7 @@ def test_alarms_and_maps_speak_of_groups():
 def test_the_summary_says_what_a_token_selects_and_routers_count_groups():
     model = parse_config(f"--num-layers 2 {MODELS['both']}".split())[0].model
     assert describe_heads(model) == (
-        "mixture: 4 shared + at most 10 routed of 16 per token (at most 87.5% active), routing paper, "
+        "layers 0-1: 4 shared, at most 10 of 12 routed; at most 87.5% of the heads for a token; routing paper, "
         "whole key/value groups of 2, top-p 0.54"
     )
     gated = parse_config("--num-shared-heads 2 --head-selection gated".split())[0].model

@@ -258,19 +258,22 @@ def pixels(encoded):
     return np.asarray(Image.open(io.BytesIO(encoded)).convert("L"))
 
 
-def test_the_console_has_one_line_per_interval(data_dir, tmp_path):
+def test_the_console_has_one_line_per_interval_of_80_columns_at_most(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *SHORT, "--peak-tflops", "1e-3")
     (text,) = run_ranks(run_and_read_output, 1, flags, tmp_path)
-    lines = [line for line in text.splitlines() if line.startswith("step ")]
+    head, *lines = [line for line in text.splitlines() if line.split()[0] == "step" or "/4 " in line]
     rows = [row for row in read_rows(tmp_path) if "loss" in row]
     assert len(lines) == len(rows) == 2
     for line, row in zip(lines, rows, strict=True):
-        assert line.startswith(f"step {row['step']}/4  {row['tokens']} tokens  loss {row['loss']:.4f}  balance ")
-        speed, mfu = row["tokens_per_second"], row["runtime"]["mfu"]["dense"]
-        facts = (f"lr {row['learning_rate']:.3e}", f"grad norm {row['grad_norm']:.3f}", f"{speed:,.0f} tokens/s")
-        for part in (*facts, f"MFU {mfu:.1%}"):
-            assert f"  {part}  " in line
-        assert line.endswith(" left") and "\r" not in line and "\x1b" not in line
+        shown = dict(zip(head.split(), line.split(maxsplit=8), strict=True))
+        assert shown["step"] == f"{row['step']}/4" and "left" in shown
+        assert shown["loss"] == f"{row['loss']:.4f}" and shown["balance"] == f"{row['load_balance_loss']:.4f}"
+        for name, key in (("lr", "learning_rate"), ("norm", "grad_norm")):
+            assert float(shown[name]) == pytest.approx(row[key], rel=5e-3)
+        assert float(shown["tokens/s"].replace(",", "")) == pytest.approx(row["tokens_per_second"], abs=0.6)
+        assert float(shown["MFU"].strip("%")) == pytest.approx(100 * row["runtime"]["mfu"]["dense"], abs=0.51)
+        assert "\r" not in line and "\x1b" not in line
+    assert max(len(line.replace(str(tmp_path), "")) for line in text.splitlines()) <= 80
 
 
 def run_and_read_output(flags, directory):

@@ -7,8 +7,8 @@ from moh_lm.checks import below, layout_problems, model_problems, optimizer_prob
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts, stage_shares
-from moh_lm.cost.summary import describe_cache
-from moh_lm.quantities import short
+from moh_lm.cost.summary import describe_cache, describe_cost, describe_flops
+from moh_lm.quantities import short, wrapped
 
 USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
 DAY = 24 * 3600
@@ -55,6 +55,7 @@ def make_plan(config, machine):
     memory = {part: size / 2**30 for part, size in memory_estimate(config, gpus).items()}
     seconds = step_seconds(config, machine)
     step, tokens = sum(seconds.values()), run.tokens_per_iteration
+    days = None if run.train_iters is None else run.train_iters * step / DAY
     flops = flops_per_token(config.model, run.seq_length)["dense"] * tokens
     return {
         "tensor_parallel_size": parallel.tensor_parallel_size,
@@ -71,7 +72,8 @@ def make_plan(config, machine):
         "seconds_by_part": seconds,
         "tokens_per_second_per_gpu": tokens / step / gpus,
         "mfu": flops / step / gpus / (machine.gpu_tflops * 1e12),
-        "days": None if run.train_iters is None else run.train_iters * step / DAY,
+        "days": days,
+        "gpu_hours": None if days is None else 24 * days * gpus,
     }
 
 
@@ -116,22 +118,21 @@ def show_json(config, machine, plans):
 
 
 def show_table(config, machine, plans):
-    counts, flops = parameter_counts(config.model), flops_per_token(config.model, config.run.seq_length)
-    fitting = sum(plan["fits"] for plan in plans)
-    print(f"parameters       {short(counts['total'])} ({counts['total']:,})")
-    dense, active = (f"{flops[kind] / 1e9:.3f}e9" for kind in ("dense", "active"))
-    most = "" if config.model.heads.routing_top_p is None else "at most "
-    print(f"FLOPs per token  {dense} with every head, {most}{active} with active")
-    width = 2 if config.run.precision == "bf16" else 4
-    print(f"cache            {describe_cache(config.model, config.run.seq_length, width)}")
-    print(f"layouts          {len(plans)} legal on {machine.gpus} GPUs, {fitting} fit into {machine.gpu_memory:g} GiB")
-    print("  tp  pp    dp  zero  micro  accumulate  recompute     GiB  s/step  tokens/s/GPU    MFU    days")
+    counts, width = parameter_counts(config.model), 2 if config.run.precision == "bf16" else 4
+    fitting = [plan for plan in plans if plan["fits"]]
+    found = f"{len(plans)} legal on {machine.gpus} GPUs, {len(fitting)} fit into {machine.gpu_memory:g} GiB"
+    print(f"parameters {short(counts['total'])} ({counts['total']:,})")
+    print(wrapped(f"FLOPs      {describe_flops(config)}"))
+    print(wrapped(f"cache      {describe_cache(config.model, config.run.seq_length, width)}"))
+    print(f"layouts    {found}" + "; ! does not" * (len(plans) > len(fitting)))
+    print(" tp  pp   dp zero micro accum recompute    GiB  s/step  tok/s/GPU    MFU    days")
     for plan in plans[: machine.top]:
         days = "-" if plan["days"] is None else f"{plan['days']:.2f}"
         print(
-            f"{plan['tensor_parallel_size']:>4}{plan['pipeline_parallel_size']:>4}{plan['data_parallel_size']:>6}"
-            f"{plan['zero_stage']:>6}{plan['micro_batch_size']:>7}{plan['gradient_accumulation_steps']:>12}"
-            f"{'yes' if plan['recompute'] else 'no':>11}{plan['memory_gib']:>8.1f}{plan['seconds_per_step']:>8.2f}"
-            f"{plan['tokens_per_second_per_gpu']:>14,.0f}{plan['mfu']:>7.1%}{days:>8}"
-            f"{'' if plan['fits'] else '  does not fit'}"
+            f"{plan['tensor_parallel_size']:>3}{plan['pipeline_parallel_size']:>4}{plan['data_parallel_size']:>5}"
+            f"{plan['zero_stage']:>5}{plan['micro_batch_size']:>6}{plan['gradient_accumulation_steps']:>6}"
+            f"{'yes' if plan['recompute'] else 'no':>10}{plan['memory_gib']:>7.1f}{' ' if plan['fits'] else '!'}"
+            f"{plan['seconds_per_step']:>7.2f}{plan['tokens_per_second_per_gpu']:>11,.0f}{plan['mfu']:>7.1%}{days:>8}"
         )
+    if fitting and fitting[0]["days"] is not None:
+        print(f"time       {describe_cost(config.run, fitting[0]['days'] * DAY, machine.gpus)} for the first")

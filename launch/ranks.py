@@ -1,0 +1,32 @@
+"""One rank of a launch script per device, started by the deepspeed launcher, whose own messages are hidden.
+
+    [HOSTFILE=hosts] [DEEPSPEED_LOG_LEVEL=info] python launch/ranks.py SCRIPT [FLAGS]
+
+So the last line is that of a rank, which says what is wrong. Said here is what it cannot say: that a signal ended it.
+"""
+
+import os
+import signal
+import sys
+
+from deepspeed.launcher import runner
+
+
+def main(script, *flags):
+    hostfile, level = os.environ.get("HOSTFILE"), os.environ.get("DEEPSPEED_LOG_LEVEL", "critical")
+    try:
+        if hostfile and not os.path.isfile(hostfile):  # the launcher would go on with this machine only
+            raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
+        runner.main([*(["--hostfile", hostfile] if hostfile else []), "--log_level", level, script, *flags])
+    except (RuntimeError, ValueError) as error:  # as for a line that is none, or a node that does not answer
+        print(f"{script}: HOSTFILE {hostfile}: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as end:
+        if 256 - (end.code or 0) in set(signal.Signals) - {signal.SIGPIPE}:  # -9 leaves as 247
+            name = signal.Signals(256 - end.code).name
+            print(f"{script}: {name} ended a rank (SIGKILL: perhaps memory ran out)", file=sys.stderr)
+        return end.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""Plans that can be carried out and that hardly anybody means: each is a warning before the start."""
+
+import math
+
+REPEATED = 16  # epochs of a source; more than 4 begin to cost, more than these teach little (arXiv 2305.16264)
+HIGH_RATE = 0.01  # AdamW moves a weight by about the rate in a step; weights begin with a standard deviation of 0.02
+UNUSED = 0.1  # share of the rows of the embedding
+
+
+def plan_warnings(config, dataset):
+    """Sentences for what is unlikely to be meant. dataset: ``Dataset``, or None if there is no data yet."""
+    warmup, iterations, rate = config.optimizer.warmup_iters, config.run.train_iters, config.optimizer.learning_rate
+    if 2 * warmup > iterations:
+        ends = f"ends at {iterations / warmup:.0%} of --learning-rate {rate:g}"
+        found = ends if warmup >= iterations else "is mostly warm-up"
+        choose = f"choose about {math.ceil(iterations / 20)}, a twentieth"
+        yield f"--warmup-iters {warmup}: the run of {iterations} iterations {found}; {choose}"
+    if rate > HIGH_RATE:
+        yield (
+            f"--learning-rate {rate:g}: is high. AdamW moves a weight by about that in a step, and weights begin with "
+            f"a standard deviation of 0.02; choose at most {HIGH_RATE:g}"
+        )
+    if dataset is None:
+        yield f"--data-dir {config.data.data_dir}: does not exist; a run needs it"
+        return
+    rows = dataset.plan(iterations * config.run.global_batch_size)
+    often = [f"{row['name']} {row['epochs']:,.0f}" for row in rows if row["epochs"] > REPEATED]
+    if often:
+        yield (
+            f"epochs of {', '.join(often)}: more than {REPEATED} teach little (arXiv 2305.16264); prepare more text, "
+            "give the source less weight, or train on fewer tokens"
+        )
+    vocabulary, pieces = config.model.vocab_size, dataset.num_pieces
+    if pieces and pieces < (1 - UNUSED) * vocabulary:
+        yield (
+            f"--vocab-size {vocabulary}: the tokenizer of the data has {pieces} pieces, so that "
+            f"{1 - pieces / vocabulary:.0%} of the embedding and the output head are never used; choose "
+            f"{math.ceil(pieces / 128) * 128}"
+        )

@@ -1,0 +1,30 @@
+"""How a rank says why it ends: on standard error, once per node, and to torchrun, which prints it last.
+
+It imports nothing slow: flags are wrong before the imports that take seconds.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+
+def tell(problems, speaker=0):
+    """Print what is wrong once per node, by its rank ``speaker``: it may be wrong on one node only."""
+    tell_torchrun(problems)
+    rank = int(os.environ.get("RANK", 0))
+    if int(os.environ.get("LOCAL_RANK", rank)) != speaker:
+        return
+    where = f" on {socket.gethostname()}" if rank else ""
+    for text in problems:
+        print(f"moh_lm.pretrain{where}: {text}", file=sys.stderr, flush=True)
+
+
+def tell_torchrun(problems):
+    """Have torchrun, if it started this rank, name the ``problems`` as the cause at the end of all that it prints."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and problems:
+        cause = {"py_callstack": "\n".join(problems), "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": problems[0], "extraInfo": cause}}), encoding="utf-8")

@@ -1,0 +1,96 @@
+"""The page of a dry run: its order and width, what was given, the time, and a warning for what is hardly meant."""
+
+import re
+import signal
+import sys
+
+import pytest
+
+from moh_lm import pretrain
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.summary import describe_heads
+from moh_lm.flags import parse_config
+
+SCRIPT = """--num-layers 4 --hidden-size 64 --intermediate-size 96 --num-attention-heads 8 --num-shared-heads 4
+    --num-active-routed-heads 2 --vocab-size 64 --seq-length 16 --batch-tokens 64 --train-tokens 100M --warmup-iters 4
+    --data-mix even=1 odd=2 --validation-fraction 0.1"""
+PLAN = ["--train-iters", "40"]
+
+
+@pytest.fixture
+def dry_run(data_dir, tmp_path, capsys, monkeypatch):
+    """(exit code, standard output) of a dry run of SCRIPT with more flags."""
+
+    def start(*flags):
+        given = ["--script", "script.sh", "--data-dir", str(data_dir), "--checkpoint-dir", str(tmp_path / "a" / "run")]
+        monkeypatch.setattr(sys, "argv", ["pretrain", *SCRIPT.split(), *given, *flags, "--dry-run"])
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process goes on
+        with pytest.raises(SystemExit) as end:
+            pretrain.main()
+        output = capsys.readouterr()
+        return end.value.code, output.out + output.err
+
+    return start
+
+
+def test_a_dry_run_is_a_page_that_begins_with_what_was_given_and_ends_with_warnings(dry_run, tmp_path):
+    code, page = dry_run(*PLAN, "--vocab-size", "64", "--data-mix", "even=1", "--warmup-iters", "50")
+    lines = page.splitlines()
+    assert code == 0 and list(tmp_path.iterdir()) == []
+    places = [line for line in lines if str(tmp_path.parent) not in line]  # a path is never cut
+    assert max(map(len, places)) <= 80
+    assert lines[0] == "given      after script.sh:"
+    assert "  --train-iters 40, was --train-tokens 100M" in lines and "  --data-mix even=1, was even=1 odd=2" in lines
+    assert "--vocab-size 64, was" not in page and "--num-layers 4, was" not in page
+    labels = [line.split()[0].strip(":") for line in lines if re.match(r"[a-zFLOP]+ |warning: ", line)]
+    order = "given model parameters heads batch budget data layout memory cache FLOPs time warning".split()
+    assert [label for label in labels if label in order] == order
+    assert "heads      layers 0-3: 4 shared, 2 of 4 routed; 75.0% of the heads for a token;" in lines
+    assert "  head_selection mixture, num_shared_heads layers 0-3: 4," in lines  # the resolved configuration
+
+
+def test_the_time_and_its_cost_follow_from_flops_peak_and_price(dry_run):
+    code, page = dry_run("--train-iters", "300000", "--peak-tflops", "1e-3", "--gpu-hour-price", "2.5")
+    flops = flops_per_token(parse_config(SCRIPT.split())[0].model, 16)["dense"]
+    assert code == 0 and f"FLOPs      {flops:.3e} per token" in page
+    hours = flops * 300_000 * 64 / (0.4 * 1e9) / 3600
+    minutes = round(hours * 3600) // 60
+    text = " ".join(page.split())
+    cost = f"{hours:,.1f} GPU-hours at 2.5 = {hours * 2.5:,.2f}"
+    assert f"time {minutes // 60}h {minutes % 60:02d}m, {cost}, if 40% of 1 x 0.001 TFLOPS are reached" in text
+
+
+WARNINGS = {
+    "--warmup-iters 40": "--warmup-iters 40: the run of 40 iterations ends at 100% of --learning-rate",
+    "--warmup-iters 21": "--warmup-iters 21: the run of 40 iterations is mostly warm-up",
+    "--train-iters 9000": r"epochs of even \d\d, odd \d\d: more than 16",
+    "--vocab-size 640": "--vocab-size 640: the tokenizer of the data has 64 pieces, so that 90%",
+    "--learning-rate 0.02": "--learning-rate 0.02: is high",
+    "--require-checkpoint": "--require-checkpoint: --checkpoint-dir .* has none",
+    "--data-dir nowhere": "--data-dir nowhere: does not exist",
+}
+
+
+@pytest.mark.parametrize("flags", WARNINGS)
+def test_what_is_hardly_meant_is_a_warning(flags, dry_run):
+    code, page = dry_run(*PLAN, *flags.split())
+    (warning,) = page.split("\nwarning: ")[1:]
+    assert code == 0 and re.match(WARNINGS[flags], " ".join(warning.split()))
+
+
+def test_a_sound_plan_has_no_warning(dry_run):
+    code, page = dry_run(*PLAN)
+    assert code == 0 and "warning" not in page
+
+
+def test_a_dry_run_refuses_a_run_directory_that_cannot_be_made(dry_run, tmp_path):
+    (tmp_path / "file").touch()
+    code, page = dry_run(*PLAN, "--checkpoint-dir", str(tmp_path / "file" / "run"))
+    assert code == 2 and "cannot be written (Not a directory)" in page.splitlines()[-1]
+
+
+def test_heads_of_many_layers_are_ranges():
+    flags = "--num-layers 24 --num-attention-heads 8 --num-active-routed-heads 2 --num-shared-heads"
+    model = parse_config([*flags.split(), *["4"] * 20, *["2"] * 3, "6"])[0].model
+    ranges = "layers 0-19: 4 shared, 2 of 4 routed; 20-22: 2 shared, 2 of 6 routed; 23: 6 shared, 2 of 2 routed"
+    assert describe_heads(model) == f"{ranges}; 72.9% of the heads for a token; routing paper"
