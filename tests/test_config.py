@@ -128,7 +128,7 @@ REFUSALS = {  # flags: what the one line has to name
     "--zero-stage 0": ("--zero-stage 0", "1, 2, 3"),
     "--batch-tokens 4.00001M": ("--batch-tokens 4.00001M", "4M"),
     "--two-stage maybe": ("--two-stage maybe", "true or false"),
-    "--learning-rate": ("--learning-rate", "one argument"),
+    "--learning-rate": ("--learning-rate", "needs a value"),
     "--data-mix books": ("--data-mix books", "NAME=WEIGHT"),
     "--data-mix a=1 a=2": ("--data-mix a", "2 times"),
     "--data-mix even=0": ("even=0", "above 0"),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+import moh_lm.run.program  # noqa: F401 - pretrain imports it after the flags
 from moh_lm import pretrain
 from moh_lm.checkpoint import manifest, saver
 from moh_lm.run import loop

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from launch.quickstart_corpus import split_docstrings
 from moh_lm.checks import config_problems
 from moh_lm.flags import parse_config
-from moh_lm.pretrain import tell_torchrun
+from moh_lm.run.problems import tell_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
