@@ -10,7 +10,7 @@ from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
 
 def model_problems(model):
     found = below(model, 1, "num_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    found += below(model, 1, "num_key_value_heads", "vocab_size")
+    found += below(model, 1, "num_key_value_heads", "vocab_size", "base_width")
     if found:
         return found
     heads, key_value_heads = model.num_attention_heads, model.num_key_value_heads
