@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.config import Config, ConfigError, flag, walk
+from moh_lm.config.presets import SIZES, preset
 from moh_lm.quantities import duration, quantity
 
 
@@ -33,7 +34,8 @@ def parse_config(arguments):
                 problems.append(f"{name} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
     if problems:
         raise ConfigError(problems)
-    return Config.from_dict({**model_of_run(values.get("checkpoint_dir")), **values}), namespace.dry_run
+    sizes = preset(namespace.preset, values) if namespace.preset else {}
+    return Config.from_dict({**model_of_run(values.get("checkpoint_dir")), **sizes, **values}), namespace.dry_run
 
 
 def model_of_run(directory):
@@ -68,6 +70,7 @@ def make_parser():
             metavar=placeholder(entry),
             help=help_text(entry),
         )
+    parser.add_argument("--preset", choices=SIZES, help="sizes, batch, budget and rate that no other flag gives")
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
     # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
@@ -146,7 +149,7 @@ def unknown_argument(text, before, options):
     if not text.startswith("--"):
         return None if before.startswith("--") else f"argument {text!r} belongs to no flag: remove it"
     name = text.split("=")[0]
-    near = difflib.get_close_matches(name, [*options, "--dry-run"], n=1)
+    near = difflib.get_close_matches(name, [*options, "--dry-run", "--preset"], n=1)
     return f"flag {name} is unknown: " + (f"did you mean {near[0]}?" if near else "--help lists the flags")
 
 
