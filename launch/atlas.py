@@ -19,7 +19,7 @@ from typing import NamedTuple
 import launch.atlas_report as report
 from launch.ablation_report import final_evaluation, metrics
 from launch.atlas_forms import COMMON, SIZES, TUNING_SEED, VARIANTS, Form, Size
-from launch.runs import DIVERGED, Run, add_flags, check_flags, exit_code, refuse, train_all
+from launch.runs import DIVERGED, Run, add_flags, as_flags, check_flags, exit_code, refuse, train_all
 from moh_lm.checks import config_problems, schedule_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
@@ -269,11 +269,6 @@ def tuning(losses, rates):
         wanted.append(best / 2 if best == min(wanted) else best * 2)
     known = losses.keys() >= set(wanted) and min(map(losses.get, wanted)) < math.inf
     return wanted, min(wanted, key=losses.get) if known else None
-
-
-def as_flags(values):
-    """{name: value} as --name value."""
-    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
 if __name__ == "__main__":

@@ -33,15 +33,21 @@ class Run(NamedTuple):
         return bool(final_evaluation(self.directory, self.iterations))
 
 
-def add_flags(parser, variants):
-    """The flags of every table of runs."""
+def add_flags(parser, variants=()):
+    """The flags of every table of runs; ``variants``: of what it compares with several seeds."""
     add, names = parser.add_argument, [variant.name for variant in variants]
     add("out", type=lambda text: Path(text).resolve(), help="directory for runs and report")
     add("--data-dir", type=lambda text: Path(text).resolve(), required=True, help="written by data_prep/tokenize.py")
-    add("--variants", nargs="+", metavar="NAME", default=names, choices=names, help="by name (default: all)")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and order of samples (default: 1 2 3)")
+    if variants:
+        add("--variants", nargs="+", metavar="NAME", default=names, choices=names, help="by name (default: all)")
+        add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of weights and order of samples (default: 1 2 3)")
     add("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     add("--ranks", type=int, default=1, help="processes of each run, one per GPU (default: 1)")
+
+
+def as_flags(values):
+    """{name: value} as --name value."""
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
 def refuse(problem):
