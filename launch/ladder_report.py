@@ -145,7 +145,7 @@ def draw(path, points, before):
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for number, ratio in enumerate(sorted({point.ratio for point in points})):
         mine, colour = [point for point in points if point.ratio == ratio], f"C{number}"
-        axis.plot([p.compute for p in mine], [p.loss for p in mine], "o", color=colour, label=f"{ratio:g} tokens")
+        axis.plot([p.compute for p in mine], [p.loss for p in mine], "o", color=colour, label=f"{ratio:g} tokens per parameter")
         if len({point.size for point in points}) > 1:
             compute = np.geomspace(mine[0].compute, 5 * mine[-1].compute)
             center, low, high = predicted(points, design(compute, np.full(len(compute), ratio)))
