@@ -25,7 +25,7 @@ from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.flags import parse_config
 
-PARTS = (4, 2, 1)  # the budgets are the whole one over these
+PARTS = (1, 2, 4)  # the budgets are the whole one over these
 DECAY = 5  # a budget over this is its decay, so that all decays begin at a multiple of a fifth of the whole run
 RATES = [3e-3 * 2**power for power in (-2, -1, 0, 1, 2)]  # for --widths
 
@@ -33,9 +33,7 @@ RATES = [3e-3 * 2**power for power in (-2, -1, 0, 1, 2)]  # for --widths
 def main(arguments):
     flags, others = read_arguments(arguments)
     try:
-        rungs = {size: rung(size, flags, others) for size in flags.rungs}
-        if flags.widths:
-            rungs = {"widths": width_runs(flags, others)}
+        rungs = {"widths": width_runs(flags, others)} if flags.widths else rungs_of(flags, others)
         configs = {run.directory: parse_config(run.arguments)[0] for runs in rungs.values() for run in runs}
     except ConfigError as error:
         refuse(error)
@@ -66,11 +64,10 @@ def read_arguments(arguments):
     return flags, others
 
 
-def iterations(arguments, parameters, tokens_per_parameter):
+def iterations(arguments, size, flags):
     """Those of the largest budget, which every part and every decay divides."""
-    run = parse_config([*arguments, "--train-iters", "1"])[0].run
-    unit = max(PARTS) * DECAY
-    return unit * math.ceil(tokens_per_parameter * parameters / run.tokens_per_iteration / unit)
+    tokens, unit = parse_config([*arguments, "--train-iters", "1"])[0].run.tokens_per_iteration, max(PARTS) * DECAY
+    return unit * math.ceil(flags.tokens_per_parameter * parameters(size) / tokens / unit)
 
 
 def make_run(name, arguments, steps, schedule, flags):
@@ -79,30 +76,30 @@ def make_run(name, arguments, steps, schedule, flags):
     return Run(name, directory, steps, [*arguments, *as_flags(own)])
 
 
-def rung(size, flags, others):
-    """The stable run of a size, which is its largest budget, and the branches of the others."""
-    arguments = ["--preset", size, *COMMON, *"--keep-last 0 --micro-batch-size 16 --schedule wsd".split(), *others]
-    whole = iterations(arguments, parameters(size), flags.tokens_per_parameter)
-    arguments += as_flags({"warmup-iters": whole // 25, "save-interval": whole // DECAY, "eval-interval": whole // 4})
-    names = {part: f"{size}/tokens-{flags.tokens_per_parameter / part:g}" for part in sorted(PARTS)}
-    return [
-        make_run(name, arguments, whole // part, {"decay-iters": whole // part // DECAY}, flags)
-        for part, name in names.items()
-    ]
+def rungs_of(flags, others):
+    """{size: [its stable run, which is its largest budget, and the branches of the others]}."""
+    rungs = {}
+    for size in flags.rungs:
+        arguments = ["--preset", size, *COMMON, *"--keep-last 0 --micro-batch-size 16 --schedule wsd".split(), *others]
+        whole = iterations(arguments, size, flags)
+        arguments += as_flags({"warmup-iters": whole // 25, "save-interval": whole // DECAY, "eval-interval": whole})
+        for part in PARTS:
+            name, steps = f"{size}/tokens-{flags.tokens_per_parameter / part:g}", whole // part
+            rungs.setdefault(size, []).append(make_run(name, arguments, steps, {"decay-iters": steps // DECAY}, flags))
+    return rungs
 
 
 def width_runs(flags, others):
     """A run for every width and rate, with the first width as base width and without one."""
     runs = []
     for width in flags.widths:
-        size = {"hidden-size": width, "num-layers": 4, "num-attention-heads": width // 32, "head-dim": 32}
         for base in dict.fromkeys((flags.widths[0], width)):
-            arguments = ["--preset", "1M", *COMMON, "--micro-batch-size", "16", *as_flags(size | {"base-width": base})]
-            steps = iterations([*arguments, *others], parameters("1M"), flags.tokens_per_parameter)
+            size = {"hidden-size": width, "num-layers": 4, "micro-batch-size": 16, "base-width": base}
+            arguments = ["--preset", "1M", *COMMON, *as_flags(size), *others]
+            steps = iterations(arguments, "1M", flags)
             for rate in flags.rates:
-                schedule = {"learning-rate": f"{rate:g}", "eval-interval": steps // 4}
-                name = f"width-{width}-base-{base}-rate-{rate:g}"
-                runs.append(make_run(name, [*arguments, *others], steps, schedule, flags))
+                name, own = f"width-{width}-base-{base}-rate-{rate:g}", {"learning-rate": f"{rate:g}"}
+                runs.append(make_run(name, arguments, steps, own, flags))
     return runs
 
 
@@ -117,7 +114,7 @@ def next_run(rungs, configs, flags, busy, codes):
     """For ``train_all``: the rungs in their order; each begins after all runs of those before it."""
     for size, (stable, *others) in rungs.items():
         if size in SIZES and not stable.log.exists():
-            report.predict(flags.out, size, [configs[run.directory] for run in (stable, *others)])
+            report.predict(flags.out, size, [(configs[run.directory], run.directory) for run in (stable, *others)])
         left = [run for run in (stable, *others) if not run.is_complete()]
         branches = others if size in SIZES else []
         for run in left:

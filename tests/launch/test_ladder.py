@@ -17,23 +17,18 @@ def make(out, *more):
     """(flags, {size: runs}, {directory: Config}) of a ladder of three small rungs."""
     given = [str(out), "--data-dir", "data", "--rungs", "10M", "1M", "3M", "--num-layers", "1", *more]
     flags, others = ladder.read_arguments(given)
-    rungs = {size: ladder.rung(size, flags, others) for size in flags.rungs}
+    rungs = ladder.rungs_of(flags, others)
     return flags, rungs, {run.directory: parse_config(run.arguments)[0] for runs in rungs.values() for run in runs}
 
 
-def finish(run, config, noise=0.0):
+def finish(run, config):
     """Leave the directory of a complete run, whose loss follows the law."""
     run.directory.mkdir(parents=True)
     run.log.write_text(" ".join(run.arguments))
     write_json(run.directory / "config.json", config.to_dict())
-    ratio = float(run.directory.name.removeprefix("tokens-"))
-    row = {"step": run.iterations, "evaluation": {"a": law(compute_of(config), ratio) + noise}}
+    point = ladder_report.point_of(config, run.directory)
+    row = {"step": run.iterations, "evaluation": {"a": law(point.compute, point.ratio)}}
     (run.directory / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-
-
-def compute_of(config):
-    tokens = config.run.train_iters * config.run.tokens_per_iteration
-    return ladder_report.flops_per_token(config.model, config.run.seq_length)["active"] * tokens
 
 
 def law(compute, ratio):
@@ -76,7 +71,6 @@ def test_the_interval_holds_losses_that_follow_the_law_nine_times_of_ten():
     for _ in range(60):
         losses = law(compute * ratio, ratio) + random.normal(0, 0.01, 12)
         points = [ladder_report.Point("1M", *row) for row in zip(ratio, compute * ratio, losses, strict=True)]
-        target = np.array([1e17])
-        _, low, high = ladder_report.predicted(points, ladder_report.design(target, np.array([10.0])))[:, 0]
-        held.append(low <= law(target, 10.0)[0] + random.normal(0, 0.01) <= high)
+        ((_, low, high),) = ladder_report.predicted(points, [ladder_report.Point("3M", 10.0, 1e17)])
+        held.append(low <= law(1e17, 10.0) + random.normal(0, 0.01) <= high)
     assert np.mean(held) >= 0.75
