@@ -38,7 +38,7 @@ def main(arguments):
     except ConfigError as error:
         refuse(error)
     if flags.dry_run:
-        return max(dry_run(runs[0]) for runs in rungs.values())
+        return max(dry_run(runs[0]) for size, runs in rungs.items() if size in ("widths", *flags.rungs))
     check_flags([run for runs in rungs.values() for run in runs])
     codes = train_all(lambda busy, codes: next_run(rungs, configs, flags, busy, codes), flags.jobs, flags.ranks)
     report.write_widths(flags.out) if flags.widths else report.write(flags.out)
@@ -77,9 +77,9 @@ def make_run(name, arguments, steps, schedule, flags):
 
 
 def rungs_of(flags, others):
-    """{size: [its stable run, which is its largest budget, and the branches of the others]}."""
+    """{size: [its stable run, which is its largest budget, and the branches of the others]}, and of one size more."""
     rungs = {}
-    for size in flags.rungs:
+    for size in [*flags.rungs, *SIZES[SIZES.index(flags.rungs[-1]) + 1 :][:1]]:
         arguments = ["--preset", size, *COMMON, *"--keep-last 0 --micro-batch-size 16 --schedule wsd".split(), *others]
         whole = iterations(arguments, size, flags)
         arguments += as_flags({"warmup-iters": whole // 25, "save-interval": whole // DECAY, "eval-interval": whole})
@@ -111,10 +111,12 @@ def dry_run(run):
 
 
 def next_run(rungs, configs, flags, busy, codes):
-    """For ``train_all``: the rungs in their order; each begins after all runs of those before it."""
+    """For ``train_all``: the rungs in their order; each begins after all runs of those before it, once predicted."""
     for size, (stable, *others) in rungs.items():
         if size in SIZES and not stable.log.exists():
             report.predict(flags.out, size, [(configs[run.directory], run.directory) for run in (stable, *others)])
+        if size in SIZES and size not in flags.rungs:
+            return None
         left = [run for run in (stable, *others) if not run.is_complete()]
         branches = others if size in SIZES else []
         for run in left:

@@ -52,6 +52,7 @@ def test_each_rung_waits_for_those_before_it_and_is_predicted_before_it_begins(t
     for row in ladder_report.predictions(tmp_path).values():
         assert row["loss"] == pytest.approx(law(row["flops"], row["tokens_per_parameter"]), abs=0.02)
     assert (tmp_path / "REPORT.md").read_text().count("+00:00") == 3
+    assert (tmp_path / "predictions/30M.json").exists()
 
 
 def test_a_branch_begins_where_the_stable_run_saves_and_after_its_warm_up(tmp_path):
