@@ -60,8 +60,8 @@ def growth():
     device, found = start_process_group(120), {}
     for optimizer, more in OPTIMIZERS.items():
         smallest = changes(config_of(WIDTHS[0], WIDTHS[0], more), device)
-        for kept in (True, False):
-            wide = [changes(config_of(width, WIDTHS[0] if kept else width, more), device) for width in WIDTHS[1:]]
+        for kept, widths in ((True, WIDTHS[1:]), (False, WIDTHS[-1:])):
+            wide = [changes(config_of(width, WIDTHS[0] if kept else width, more), device) for width in widths]
             found[optimizer, kept] = {name: [each[name] / smallest[name] for each in wide] for name in smallest}
     return found
 
