@@ -80,9 +80,10 @@ def rungs_of(flags, others):
     """{size: [its stable run, which is its largest budget, and the branches of the others]}, and of one size more."""
     rungs = {}
     for size in [*flags.rungs, *SIZES[SIZES.index(flags.rungs[-1]) + 1 :][:1]]:
-        arguments = ["--preset", size, *COMMON, *"--keep-last 0 --micro-batch-size 16 --schedule wsd".split(), *others]
+        arguments = ["--preset", size, *COMMON, "--micro-batch-size", "16", "--schedule", "wsd", *others]
         whole = iterations(arguments, size, flags)
-        arguments += as_flags({"warmup-iters": whole // 25, "save-interval": whole // DECAY, "eval-interval": whole})
+        saves = {"save-interval": whole // DECAY, "keep-last": 0}
+        arguments += as_flags({"warmup-iters": whole // 25, "eval-interval": whole, **saves})
         for part in PARTS:
             name, steps = f"{size}/tokens-{flags.tokens_per_parameter / part:g}", whole // part
             rungs.setdefault(size, []).append(make_run(name, arguments, steps, {"decay-iters": steps // DECAY}, flags))
