@@ -11,6 +11,7 @@ from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.launch import start_process_group
 from moh_lm.training.engine import make_engine
+from moh_lm.training.muon import Blocks, scale_of
 from moh_lm.training.parameter_groups import parameter_groups
 from tests.distributed import run_ranks
 
@@ -111,3 +112,17 @@ def test_w_type_begins_as_an_output():
     deviation = {name.split(".")[-1]: parameter.init_std for name, parameter in model.named_parameters()}
     assert deviation["w_routed"] == deviation["w_shared"] == pytest.approx(0.02 / 2)
     assert deviation["w_type"] == pytest.approx(0.02 / 4)
+
+
+@pytest.mark.parametrize(
+    "shape, blocks, original, matched",
+    [
+        ((256, 128), None, 2**0.5, 0.2 * 8),  # 64 x 32 at the base width
+        ((128, 128), Blocks(0, 8), 0.5, 0.2 * 32**0.5 / 2),  # of 8 x 32, over the root of 4 times as many
+        ((128, 128), Blocks(1, 8), 1.0, 0.2 * 32**0.5 / 2),  # of 32 x 8
+    ],
+)
+def test_an_update_of_muon_is_as_long_as_at_the_base_width(shape, blocks, original, matched):
+    for scale, expected in (("original", original), ("match_rms_adamw", matched)):
+        config = config_of(128, 32, f"--optimizer muon --muon-scale {scale}")
+        assert scale_of(shape, blocks, config) == pytest.approx(expected)
