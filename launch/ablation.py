@@ -4,7 +4,7 @@
 
 ``launch/ablation.sh`` calls it. FLAGS of moh_lm.pretrain win over those of the table and of a variant. Runs of one seed
 have the same initial weights where they have the same parameters, and the same samples in the same order, so that they
-can be compared in pairs. OUT/runs/NAME-SEED is the directory of a run (launch/runs.py).
+can be compared in pairs. OUT/runs/NAME-SEED is the directory of a run (launch/work/runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """

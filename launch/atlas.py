@@ -3,7 +3,7 @@
     python launch/atlas.py OUT --data-dir DIR [--hours H] [--sizes s m l] [--variants NAME ...] [--seeds N ...] [FLAGS]
 
 ``launch/atlas.sh`` calls it; docs/atlas.md has the protocol. FLAGS of moh_lm.pretrain win over its own. The directories
-OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs (launch/runs.py).
+OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs (launch/work/runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
 """

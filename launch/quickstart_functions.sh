@@ -84,3 +84,52 @@ make_data() {
         --workers "$OMP_NUM_THREADS" --source topics="${corpus[0]}" --source docstrings="${corpus[1]}" \
         --source library="${corpus[2]}"
 }
+
+# compare_sizes PROGRAM [OUT] [FLAGS]: python -m launch.PROGRAM on technical English, three kinds of text made once in
+# OUT, or on the --data-dir among FLAGS.
+compare_sizes() {
+    local program=$1 kind sources=() data
+    shift
+    if [[ ${1:-} && $1 != -* ]]; then
+        begin "$program" "$1"
+        shift
+    else
+        begin "$program"
+    fi
+
+    steps_total=5
+    data=(--data-dir "$out/data" --data-mix docstrings=4 prose=1 code=5)
+    if [[ " $* " == *" --data-dir"* ]]; then
+        steps_total=2
+        data=()
+    fi
+
+    step "Environment"
+    source launch/environment.sh plot
+    set_threads
+
+    if [[ ${#data[@]} -gt 0 ]]; then
+        for kind in docstrings prose code; do
+            sources+=(--source "$kind=$out/corpus/$kind.jsonl.zst")
+        done
+
+        step "Corpus: three kinds of technical English from the environment"
+        # Once only: the environment may change while the runs are made, their text may not.
+        up_to_date "$out/corpus/corpus.json" || run python -m launch.atlas_corpus "$out/corpus"
+
+        step "Tokenizer: a SentencePiece model of 4,096 pieces"
+        up_to_date "$out/tokenizer.model" "$out/corpus/corpus.json" ||
+            run python data_prep/tokenize.py train "${sources[@]}" --data-mix docstrings=4 prose=1 code=5 \
+                --sample-bytes 24M --vocab-size 4096 --output "$out/tokenizer.model"
+
+        step "Shards: the documents as tokens"
+        up_to_date "$out/data/manifest.json" "$out/tokenizer.model" ||
+            run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" \
+                --workers "$OMP_NUM_THREADS" "${sources[@]}"
+    fi
+
+    step "Runs and report"
+    one_thread_a_run
+    echo "+ python -m launch.$program $out --jobs $jobs ${data[*]} $*"
+    exec nice -n 19 python -m "launch.$program" "$out" --jobs "$jobs" "${data[@]}" "$@" # a signal to this process reaches it
+}

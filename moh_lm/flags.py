@@ -13,6 +13,7 @@ import yaml
 
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.config import SPREAD, Config, ConfigError, HeadsConfig, flag, walk
+from moh_lm.config.presets import SIZES, preset
 from moh_lm.parser import Parser, nearest
 from moh_lm.quantities import duration, integer, quantity, real, words, wrapped
 
@@ -53,9 +54,10 @@ def parse_flags(parser, arguments):
 def config_of(given):
     """The ``Config`` of what ``parse_flags`` gave.
 
-    What is not given of the model is that of the newest checkpoint in --checkpoint-dir, if there is one.
+    What is not given is that of --preset, or else, of the model, of the newest checkpoint in --checkpoint-dir.
     """
-    return Config.from_dict({**model_of_run(given.values.get("checkpoint_dir")), **given.values})
+    sizes = preset(given.preset, given.values) if given.preset else {}
+    return Config.from_dict({**model_of_run(given.values.get("checkpoint_dir")), **sizes, **given.values})
 
 
 def changes(arguments):
@@ -64,6 +66,7 @@ def changes(arguments):
     place = places[-1] if places else 0
     before, after = (make_parser().parse_known_args(part)[0] for part in (arguments[:place], arguments[place:]))
     lines = [f"given      {f'after {after.script}' if after.script else 'besides the defaults'}:"]
+    lines += [f"  --preset {after.preset}"] if after.preset else []
     for section, entry in walk(Config()):
         was, now = getattr(before, entry.name), getattr(after, entry.name)
         replaced = entry.metadata.get("replaces")
@@ -95,7 +98,8 @@ def idle_flags(given, config):
 
 def save_config(given, path):
     """Write what was said, for ``--config``. Raises ConfigError."""
-    values = {name: dict(value) if name in MIXES else value for name, value in given.values.items()}
+    values = {"preset": given.preset} if given.preset else {}
+    values |= {name: dict(value) if name in MIXES else value for name, value in given.values.items()}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     try:
         Path(path).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
@@ -134,6 +138,8 @@ def add_config_flags(parser):
             metavar=placeholder(entry),
             help=help_text(entry),
         )
+    words = "sizes, batch, budget and rate that no other flag gives"
+    parser.add_argument("--preset", action=LaterWins, replaces=None, choices=SIZES, help=words)
     parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="flags from a file, NAME: VALUE each")
 
 

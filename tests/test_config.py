@@ -8,6 +8,7 @@ import torch.distributed as dist
 from moh_lm import pretrain
 from moh_lm.checks import config_problems, model_problems, tensor_problems
 from moh_lm.config import Config, ConfigError, walk
+from moh_lm.config.presets import SIZES, parameters
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import write_json
 from moh_lm.flags import config_of, idle_flags, make_parser, parse_config, parse_flags, save_config
@@ -271,3 +272,19 @@ def test_flags_of_a_mixture_before_those_of_a_dense_baseline_are_named():
     assert found.startswith("note: --head-selection all makes no use of --num-shared-heads, --router-gumbel-noise, ")
     assert found.endswith("--router-gradient-clipping")
     assert note("--num-shared-heads 3 --routing relu --head-selection static").endswith(" use of --routing")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_preset_has_the_parameters_of_its_name_and_can_start(size):
+    config = parse_config(["--preset", size, "--data-dir", "data", "--checkpoint-dir", "run"])[0]
+    counts = parameter_counts(config.model)
+    assert counts["total"] - counts["embedding"] == pytest.approx(parameters(size), rel=0.06)
+    assert config.run.train_tokens == 20 * parameters(size) and not config_problems(config, world_size=1)
+
+
+def test_flags_beside_a_preset_win_wherever_they_stand_and_the_rest_follows_from_them():
+    config = parse_config("--hidden-size 256 --preset 10M --train-iters 100 --learning-rate 1e-2".split())[0]
+    model, optimizer = config.model, config.optimizer
+    assert (model.hidden_size, model.num_layers, model.num_attention_heads, model.head_dim) == (256, 13, 8, 32)
+    assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_iters) == (1e-2, 1e-3, 4)
+    assert config.run.train_iters == 100 and config.run.train_tokens == 100 * config.run.batch_tokens

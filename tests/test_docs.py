@@ -56,6 +56,10 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"launch/atlas.sh", f"{SIZES} --seq-length 32 --batch-tokens 64 --micro-batch-size 1 --eval-samples 1 "
      "--validation-fraction 0.1 --sizes s --variants dense --seeds 1 --rates 1 --tokens-per-parameter 1e-4 "
      "--data-dir data/llm"),
+    (r"launch/ladder.sh", "--rungs 1M --data-dir data/llm --num-layers 1 --seq-length 32 --batch-tokens 64 "
+     "--micro-batch-size 1 --tokens-per-parameter 1e-6 --eval-samples 1 --validation-fraction 0.1"),
+    (r"launch/ladder.sh.* --widths", "--widths 32 --rates 1e-3"),
+    (r"moh_lm.pretrain --preset", f"{SIZES} {RUN}"),
     (r"generate.py", "--max-new-tokens 4"),
     (r"head_report.py", "--tokens 256 --ablation-tokens 32"),
     (r"evaluate.py.* llm6", f"{ROWS} --tasks sciq --max-length 512"),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import launch.work.atlas_report as report
 from launch.atlas_forms import COMMON, SIZES, TUNING_SEED, VARIANTS, Form, Size
 from launch.work.ablation_report import final_evaluation, metrics
-from launch.work.runs import DIVERGED, Run, check_flags, exit_code, train_all
+from launch.work.runs import DIVERGED, Run, as_flags, check_flags, exit_code, train_all
 from moh_lm.checks import config_problems, schedule_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
@@ -235,8 +235,3 @@ def tuning(losses, rates):
         wanted.append(best / 2 if best == min(wanted) else best * 2)
     known = losses.keys() >= set(wanted) and min(map(losses.get, wanted)) < math.inf
     return wanted, min(wanted, key=losses.get) if known else None
-
-
-def as_flags(values):
-    """{name: value} as --name value."""
-    return [text for name, value in values.items() for text in (f"--{name}", str(value))]

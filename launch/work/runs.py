@@ -34,6 +34,11 @@ class Run(NamedTuple):
         return bool(final_evaluation(self.directory, self.iterations))
 
 
+def as_flags(values):
+    """{name: value} as --name value."""
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
 def check_flags(runs):
     """Raise ConfigError if one of ``runs`` was begun with other flags than those wanted now."""
     for run in runs:

@@ -15,7 +15,7 @@ OF_POSITION = {  # setting -> its kind of positions
 
 def model_problems(model):
     found = below(model, 1, "num_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    found += below(model, 1, "num_key_value_heads", "vocab_size")
+    found += below(model, 1, "num_key_value_heads", "vocab_size", "base_width")
     if found:
         return found
     heads, key_value_heads = model.num_attention_heads, model.num_key_value_heads

@@ -85,6 +85,10 @@ class ModelConfig:
     num_attention_heads: int = option(12, "query heads per layer")
     num_key_value_heads: int | None = option(None, "key/value heads (default: one per query head)", parse=int)
     head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)", parse=int)
+    base_width: int | None = option(
+        None, "hidden size at which learning rates and first weights are as given; others follow (default: this one)",
+        parse=int,
+    )
     vocab_size: int = option(65_536, "rows of the embedding; at least the tokenizer's pieces")
     position: tuple[str, ...] = option(
         (),
@@ -122,6 +126,8 @@ class ModelConfig:
         heads = self.num_attention_heads
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", heads)
+        if self.base_width is None:
+            object.__setattr__(self, "base_width", self.hidden_size)
         if self.head_dim is None and heads > 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
         if self.heads.head_selection == "gated":
@@ -141,6 +147,11 @@ class ModelConfig:
         for key, default in (("window", 0), ("position", "rotary")):
             value = getattr(self, key) or (default,)
             object.__setattr__(self, key, value * self.num_layers if len(value) == 1 else value)
+
+    @property
+    def width_ratio(self):
+        """W / d of docs/training.md, by which --base-width W scales a model of the width d."""
+        return self.base_width / self.hidden_size
 
     def leading_heads(self, layer):
         """Heads of ``layer`` that are always on, at the front of the order: the shared, or the static, ones."""

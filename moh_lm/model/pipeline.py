@@ -20,11 +20,12 @@ from moh_lm.model.transformer import (
     CausalLM,
     DecoderLayer,
     balancing_routers,
+    final_norm,
     initialize,
     loss_terms,
 )
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
-from moh_lm.parallel.layers import ColumnParallelLinear, RMSNorm, VocabParallelEmbedding, even_partition
+from moh_lm.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, even_partition
 from moh_lm.parallel.mappings import gather_sequence
 
 
@@ -46,7 +47,7 @@ class Embedding(nn.Module):
 class Norm(nn.Module):
     def __init__(self, config, group):
         super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
+        self.norm = final_norm(config, group)
 
     def forward(self, x):
         return self.norm(x)

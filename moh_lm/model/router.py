@@ -22,6 +22,7 @@ router works on its slice of the sequence, in fp32 or wider whatever the precisi
 work on the whole sequence, on every rank: s/tp below then is s.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -88,6 +89,8 @@ class HeadRouter(nn.Module):
         biased = self.bias_rate and self.layer.num_routed
         self.register_buffer(BIAS, torch.zeros(self.layer.num_routed, dtype=torch.int32) if biased else None)
         weights = self.form.weights(init_std, config.hidden_size)
+        if "w_type" in weights:  # two scores at every width, of all heads together: an output of width transfer
+            weights["w_type"] = (2, init_std * math.sqrt(config.width_ratio))
         for name in WEIGHTS:
             rows, deviation = weights.get(name, (0, None))
             parameter = make_parameter((rows, config.hidden_size), deviation) if rows else None

@@ -34,13 +34,13 @@ INIT_STD = 0.02
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)), columns split over the ranks."""
 
-    def __init__(self, config, output_std, group):
+    def __init__(self, config, init_std, output_std, group):
         super().__init__()
         d, inner = config.hidden_size, config.intermediate_size
         columns = even_partition(0, inner, group) if group is not None else None
         rows = even_partition(1, inner, group) if group is not None else None
-        self.gate_proj = ColumnParallelLinear(d, inner, INIT_STD, columns)
-        self.up_proj = ColumnParallelLinear(d, inner, INIT_STD, columns)
+        self.gate_proj = ColumnParallelLinear(d, inner, init_std, columns)
+        self.up_proj = ColumnParallelLinear(d, inner, init_std, columns)
         self.down_proj = RowParallelLinear(inner, d, output_std, rows, group)
         self.group = group
 
@@ -69,15 +69,16 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config, layer_index, loss_terms, recompute, group, documents, attention_backend="auto"):
         super().__init__()
-        output_std = INIT_STD / math.sqrt(2 * config.num_layers)
+        init_std = INIT_STD * math.sqrt(config.width_ratio)
+        output_std = init_std / math.sqrt(2 * config.num_layers)
         d, eps = config.hidden_size, config.rms_norm_eps
         self.post_norm = config.post_norm
         self.input_layernorm = nn.Identity() if self.post_norm else RMSNorm(d, eps, group)
         self.self_attn = Attention(
-            config, layer_index, INIT_STD, output_std, loss_terms, group, attention_backend
+            config, layer_index, init_std, output_std, loss_terms, group, attention_backend
         )
         self.post_attention_layernorm = RMSNorm(d, eps, group)
-        self.mlp = MLP(config, output_std, group)
+        self.mlp = MLP(config, init_std, output_std, group)
         if self.post_norm:
             self.post_feedforward_layernorm = RMSNorm(d, eps, group)
         self.recompute = recompute
@@ -154,7 +155,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, index, loss_terms, recompute, group, self.documents, attention_backend)
             for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
+        self.norm = final_norm(config, group)
 
     def forward(self, tokens, step=DecoderLayer.__call__, positions=None):
         self.documents.advance(tokens.device)
@@ -167,6 +168,12 @@ class Decoder(nn.Module):
         """What the first layer reads of tokens [b, s]. positions: as of ``LearnedPositions``."""
         x = self.embed_tokens(tokens)
         return x if self.embed_positions is None else self.embed_positions(x, positions)
+
+
+def final_norm(config, group):
+    """The norm before the output head. Its weight begins with W / d: that is the multiplier of the logits of width
+    transfer, where every export and a tied embedding have it too (moh_lm/training/parameter_groups.py)."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, group, init_value=config.width_ratio)
 
 
 class CausalLM(nn.Module):
@@ -256,9 +263,9 @@ def loss_terms(config, micro_batches):
 
 @torch.no_grad()
 def initialize(named_parameters, seed):
-    """Fill parameters with ones or with N(0, init_std), drawn on the CPU for the whole parameter, then sliced."""
+    """Fill parameters with init_value or with N(0, init_std), drawn on the CPU for the whole parameter, then sliced."""
     for name, parameter in named_parameters:
-        whole = torch.ones(parameter.whole_shape)
+        whole = torch.full(parameter.whole_shape, parameter.init_value)
         if parameter.init_std is not None:
             digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))

@@ -1,8 +1,8 @@
 """Parallel layers: each rank holds a slice of each weight matrix (Shoeybi et al. 2019).
 
 A parameter carries its own description: ``partition`` says which rows or columns of the whole parameter this rank
-holds, ``init_std`` how it is drawn. Initialisation, checkpoints and export read these and know no names and no
-layers.
+holds, ``init_std`` or ``init_value`` how it begins. Initialisation, checkpoints and export read these and know no names
+and no layers.
 
 Shapes: s sequence, b batch, tp ranks of the tensor-parallel group. Weights are [output, input] as in torch.nn.Linear.
 """
@@ -55,14 +55,14 @@ def even_partition(dim, size, group):
     return Partition(dim, size, ((start, stop),), padding=length - (stop - start))
 
 
-def make_parameter(shape, init_std=None, partition=None):
-    """An empty parameter of the whole ``shape``, or of this rank's part of it. ``init_std`` None: filled with ones."""
+def make_parameter(shape, init_std=None, partition=None, init_value=1.0):
+    """An empty parameter of the whole ``shape``, or of this rank's part of it. No ``init_std``: all ``init_value``."""
     local = list(shape)
     if partition is not None:
         local[partition.dim] = partition.local_size()
     parameter = nn.Parameter(torch.empty(local))
     parameter.whole_shape = tuple(shape)
-    parameter.init_std = init_std
+    parameter.init_std, parameter.init_value = init_std, init_value
     parameter.tensor_partition = partition
     # DeepSpeed counts a parameter in the gradient norm of every tensor-parallel rank only if it bears this stamp.
     parameter.tensor_model_parallel = partition is not None
@@ -121,9 +121,9 @@ class VocabParallelEmbedding(nn.Module):
 class RMSNorm(nn.Module):
     """w x / sqrt(mean(x^2) + eps), the mean in fp32 or wider. x: a slice of the sequence; w: whole on every rank."""
 
-    def __init__(self, hidden_size, eps, group):
+    def __init__(self, hidden_size, eps, group, init_value=1.0):
         super().__init__()
-        self.weight = make_parameter((hidden_size,))
+        self.weight = make_parameter((hidden_size,), init_value=init_value)
         self.eps = eps
         self.group = group
 

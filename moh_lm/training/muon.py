@@ -181,6 +181,18 @@ class Muon(torch.optim.AdamW):
         return newton_schulz(whole, self.dtype).chunk(group_size(group), dim)[group_rank(group)]
 
 
+def scale_of(whole, blocks, config):
+    """Of the update of a matrix of the shape ``whole``; of each of its ``blocks``.
+
+    With --base-width W and the width d = m W, an update of singular values near 1 changes outputs alike at every width
+    if it is as long as at W: the ratio of rows to columns is the same (Yang et al. 2023, arXiv 2310.17813). A block of
+    a head keeps one of its sizes, and there are m times as many: it needs a length of 1 / sqrt(m).
+    """
+    ratio = config.model.width_ratio
+    shape = blocks.shape(size * ratio for size in whole) if blocks else (size * ratio for size in whole)
+    return SCALES[config.optimizer.muon_scale](*shape) * (math.sqrt(ratio) if blocks else 1)
+
+
 def turns(matrices, ranks):
     """Lists of one ``Matrix`` for each owner, None where it has no more."""
     owned = [[matrix for matrix in matrices if matrix.owner == rank] for rank in range(ranks)]
@@ -206,8 +218,7 @@ def find_matrices(named_parameters, place, config, groups):
         lengths = [place.length if place else 0 for place in places]
         owner = min(range(len(tables)), key=lambda rank: (-lengths[rank], load[rank]))
         load[owner] += math.prod(shape)
-        m, n = blocks.shape(whole) if blocks else whole
-        scale = SCALES[config.optimizer.muon_scale](m, n)
+        scale = scale_of(whole, blocks, config)
         number = next(place.number for place in places if place)
         found.setdefault(number, []).append(Matrix(shape, partition, blocks, scale, places, owner))
     return found

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from moh_lm.checkpoint.fragments import MOMENTS
 from moh_lm.training.gradient_norm import examine_norms
 from moh_lm.training.muon import Muon, Place, find_matrices
-from moh_lm.training.parameter_groups import parameter_groups, rule_of
+from moh_lm.training.parameter_groups import EPS, parameter_groups, rule_of
 
 ZERO_SUPPORTED_OPTIMIZERS.append(Muon)  # else DeepSpeed refuses it, or warns of it in every start
 
@@ -37,7 +37,7 @@ class Fragment(NamedTuple):
 def make_optimizer(named_parameters, config):
     """AdamW, or Muon, over the ``parameter_groups`` of (canonical name, parameter)."""
     settings, groups = config.optimizer, parameter_groups(named_parameters, config)
-    common = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2), eps=1e-8, fused=True)
+    common = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2), eps=EPS, fused=True)
     if settings.optimizer == "muon":
         return Muon(groups, settings.muon_momentum, **common)
     return torch.optim.AdamW(groups, **common)
@@ -96,7 +96,7 @@ class ShardedOptimizer:
     def set_learning_rates(self, rate, router_rate):
         """router_rate: of the routers, if they are a group of their own."""
         for group in self.optimizer.param_groups:
-            group["lr"] = router_rate if group["router"] else rate * group["rate"]
+            group["lr"] = (router_rate if group["router"] else rate) * group["rate"]
 
     def place(self, parameter):
         """The ``Place`` of what this rank owns of it, or None."""

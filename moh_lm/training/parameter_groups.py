@@ -2,33 +2,58 @@
 
 With --optimizer muon the matrices of the blocks are Muon's. All others are AdamW's: embedding, output head, routers and
 norms. Matrices decay, norms do not. Routers are a group of their own where ``Config.routers_apart``.
+
+Width transfer, --base-width W: a learning rate that is good at the width W is good at the width d (Yang et al. 2022,
+arXiv 2203.03466, Table 8, for AdamW). With r = W / d, what is 1 for W = d:
+
+                                               first values       learning rate   weight decay
+    vectors: norms                             1                  1               none
+    input: embedding                           N(0, s)            1               1
+    hidden: projections, W_s, W_r              N(0, s sqrt(r))    r               1 / r
+    two scores of a layer: W_h                 N(0, s r)          r               1 / r
+    output head, or tied embedding             N(0, s)            1               1
+    final norm: multiplier of the logits       r                  r               none
+
+A step decays by rate times decay, which therefore is the same at every width. So is Adam's epsilon over the gradients,
+which shrink like r, but for the final norm. The multiplier r of the logits is the weight of the final norm. AdamW's
+steps do not see the size of gradients, so a weight that begins with r and moves by r is a weight of 1 times r. Nothing
+is left for an export to multiply, and an embedding that is input and output needs one rule only.
+
+What is a multiple of the width is to grow with it: heads, key/value heads and the MLP. Heads keep their dimension, so
+the scale of attention scores, 1 / sqrt(head_dim), stays too. Then a routed head is one of d / head_dim, and W_r is a
+hidden matrix. W_h weighs all heads together, and is an output. Muon's rates are scaled in moh_lm/training/muon.py.
 """
 
 from typing import NamedTuple
 
+EPS = 1e-8  # Adam's
+
 
 class Rule(NamedTuple):
-    """How a group is updated. orthogonal: by Muon. rate: its learning rate over that of the schedule; that of a
-    ``router`` is given in every step."""
+    """How a group is updated. orthogonal: by Muon. rate: its learning rate over that of the schedule, or for a
+    ``router`` over the routers' own. eps: Adam's."""
 
     orthogonal: bool
     weight_decay: float
     rate: float = 1.0
     router: bool = False
+    eps: float = EPS
 
 
 def rule_of(name, parameter, config):
     """The ``Rule`` of a parameter by its canonical name."""
-    settings = config.optimizer
+    settings, ratio = config.optimizer, config.model.width_ratio
     if settings.optimizer == "muon" and is_block_matrix(name):
         rate = (settings.matrix_learning_rate or settings.learning_rate) / settings.learning_rate
         return Rule(True, or_else(settings.matrix_weight_decay, settings.weight_decay), rate)
+    if name == "model.norm.weight":
+        return Rule(False, 0.0, ratio)
     if len(parameter.whole_shape) == 1:
-        return Rule(False, 0.0)
-    is_vocabulary = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-    special = settings.embedding_weight_decay if is_vocabulary else None
+        return Rule(False, 0.0, eps=EPS * ratio)
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        return Rule(False, or_else(settings.embedding_weight_decay, settings.weight_decay), eps=EPS * ratio)
     apart = config.routers_apart and ".router." in name
-    return Rule(False, or_else(special, settings.weight_decay), router=apart)
+    return Rule(False, settings.weight_decay / ratio, ratio, apart, EPS * ratio)
 
 
 def is_block_matrix(name):

@@ -449,9 +449,9 @@ def test_a_tokenizer_of_hugging_face_is_exported_with_the_ids_that_the_model_was
     assert after(text)["input_ids"] == before(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
-def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16_with_more_norms(tmp_path, export):
+def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16_with_more_norms_and_a_base_width(tmp_path, export):
     pytest.importorskip("transformers")
-    model = replace(TIED, qk_norm=True, post_norm=True)
+    model = replace(TIED, qk_norm=True, post_norm=True, base_width=6)
     run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
     code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--dtype", "bfloat16")
     assert code == 0 and "checked: logits of transformers" in printed

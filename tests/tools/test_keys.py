@@ -44,7 +44,7 @@ TYPES = {"all": "llama", "all, window": "mistral"}  # of the others: moh_llama
 
 
 def test_every_field_of_a_model_has_its_key():
-    model = {entry.name for entry in fields(ModelConfig)} - {"heads", "rope_type", "window"}
+    model = {entry.name for entry in fields(ModelConfig)} - {"heads", "rope_type", "window", "base_width"}
     assert model == {entry.field for entry in (*keys.MODEL, *keys.OURS, *keys.ROPE, keys.PARTIAL)}
     heads = {entry.name for entry in fields(HeadsConfig)}
     assert heads - {entry.field for entry in keys.HEADS} <= {*TRAINING_ONLY, *SPREAD}

@@ -35,9 +35,9 @@ MODELS = {
     "dense": "--head-selection all",
     "dense, tied": "--head-selection all --tie-embeddings",
     "paper": "",
-    "paper, step, grouped, window": f"--load-balance-scope global_batch --window 6 {GROUPED}",
+    "paper, step, grouped, window": f"--load-balance-scope global_batch --window 6 --base-width 16 {GROUPED}",
     "released, one key": f"--routing released {GROUPED} --num-key-value-heads 1 --position none cope rotary cope",
-    "released, step, tied": "--routing released --load-balance-scope global_batch --tie-embeddings "
+    "released, step, tied": "--routing released --load-balance-scope global_batch --tie-embeddings --base-width 16 "
     "--position learned --learned-positions 16 --reset-at-documents",
     # Another seed: 1234 draws a token whose query norms deviate by 0.4% only, and dividing by that multiplies rounding.
     "query norm": "--routing query_norm --seed 7",

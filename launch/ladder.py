@@ -1,0 +1,61 @@
+"""Trains presets of growing size with three budgets each, and predicts the loss of a size before it is trained.
+
+    python launch/ladder.py OUT --data-dir DIR [--rungs 1M 3M 10M] [--tokens-per-parameter 20] [FLAGS]
+    python launch/ladder.py OUT --data-dir DIR --widths 128 256 512 [--rates R ...] [FLAGS]
+
+``launch/ladder.sh`` calls it; docs/ladder.md has the method. FLAGS of moh_lm.pretrain win over its own. A size is
+trained once, with --schedule wsd, for the largest budget. The others branch off where their decay begins, and equal
+runs that were to end there. With --widths it trains one depth at several widths and learning rates, with and without
+--base-width. The directories below OUT are all that is remembered (launch/work/runs.py).
+
+Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from launch.ablation import FLAGS, add_flags
+from moh_lm.config import ConfigError
+from moh_lm.config.presets import SIZES
+from moh_lm.parser import Parser
+from moh_lm.quantities import above_0, at_least
+from tools.command import run
+
+RATES = [3e-3 * 2**power for power in (-2, -1, 0, 1, 2)]  # for --widths
+
+
+def main(texts):
+    return run("ladder", parse_arguments, texts, work="launch.work.ladder")
+
+
+def parse_arguments(texts):
+    """The flags of the ladder; ``others``: those of moh_lm.pretrain. Raises ConfigError."""
+    parser = Parser(prog="python launch/ladder.py", description=__doc__.splitlines()[0], epilog=FLAGS)
+    add_flags(parser)
+    add = parser.add_argument
+    add("--rungs", nargs="+", metavar="SIZE", default=["1M", "3M", "10M"], choices=SIZES, help="of --preset, by size")
+    add("--tokens-per-parameter", type=above_0, metavar="X", default=20, help="of the largest budget (default: 20)")
+    add("--widths", type=at_least(32), metavar="N", nargs="+", help="compare learning rates at these widths instead, "
+        "multiples of 32")  # fmt: skip
+    add("--rates", type=above_0, metavar="X", nargs="+", default=RATES, help="learning rates for --widths (default: "
+        "3e-3 / 4 to x 4)")  # fmt: skip
+    add("--dry-run", action="store_true", help="show the command of each size and what it would do, and end")
+    add("--report", action="store_true", help="write the report of what is complete, and end")
+    flags, flags.others = parser.parse_known_args(texts)
+    problems = parser.all_problems()
+    given = {text.partition("=")[0] for text in flags.others}
+    for wrong in sorted(given & {"--train-iters", "--train-tokens", "--schedule"}):
+        problems.append(f"{wrong}: the ladder sets it; give --tokens-per-parameter")
+    if problems:
+        raise ConfigError(problems)
+    flags.rungs.sort(key=SIZES.index)
+    return flags
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through train_all, which tells its runs
+    sys.exit(main(sys.argv[1:]))

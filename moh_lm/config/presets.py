@@ -1,0 +1,51 @@
+"""Sizes from 1M to 1B parameters, by one formula: what --preset N sets, and the rungs of launch/ladder.sh.
+
+N counts the parameters of the blocks, which do most of the work: 12 d^2 in a layer of the width d. Embedding and output
+head come on top. A value that is given by a flag stays, and those below it follow from it.
+
+    width d            128 (N / 1M)^0.4, in steps of 64, and of 256 from 30M on: depth and width grow together, from 26
+                       columns per layer to 102, as in GPT-3's family from 64 to 85 (Brown et al. 2020)
+    layers             N / 12 d^2
+    MLP                8/3 d in steps of 64, SwiGLU's share (Shazeer 2020)
+    heads              of 32, and of 64 from 30M on: even in number, and by four to divide over devices
+    head split         half of them shared, a quarter routed: MoH's 75%
+    vocabulary         4096 (N / 1M)^0.43 to the next power of two: V d in proportion to N^0.83 (Tao et al. 2024, arXiv
+                       2407.13623)
+    sequence           1024 tokens at every size, so that losses compare
+    tokens             20 N (Hoffmann et al. 2022, arXiv 2203.15556)
+    batch              16K (N / 1M)^0.6 tokens to the next power of two: C^0.3, as in DeepSeek LLM (arXiv 2401.02954)
+    warm-up            1/25 of the iterations
+    learning rate      1.5e-3, the atlas' at the width 256, down to a tenth; other widths by --base-width 256
+"""
+
+import math
+
+SIZES = ("1M", "3M", "10M", "30M", "100M", "300M", "1B")
+
+
+def parameters(size):
+    """N of "30M" and the like."""
+    return int(size[:-1]) * {"M": 10**6, "B": 10**9}[size[-1]]
+
+
+def preset(size, given):
+    """{field: value} of what ``size`` sets and ``given``, {field: value}, does not."""
+    n, values = parameters(size), dict(given)
+    scale, choose = n / 1e6, values.setdefault
+    unit, head = (64, 32) if scale < 30 else (256, 64)
+    d = choose("hidden_size", round(128 * scale**0.4 / unit) * unit)
+    choose("num_layers", max(1, round(n / (12 * max(1, d) ** 2))))
+    choose("intermediate_size", max(1, round(8 / 3 * d / 64)) * 64)
+    heads = choose("num_attention_heads", max(1, d // head))
+    choose("head_dim", d // max(1, heads))
+    if "head_budget" not in given:
+        choose("num_shared_heads", (heads // 2,))
+        choose("num_active_routed_heads", (max(1, round(heads / 4)),))
+    choose("vocab_size", 2 ** round(math.log2(4096 * scale**0.43)))
+    length = choose("seq_length", 1024)
+    batch = choose("batch_tokens", 2 ** round(math.log2(16 * 1024 * scale**0.6)))
+    iterations = values.get("train_iters") or choose("train_tokens", 20 * n) // max(1, batch, length)
+    choose("warmup_iters", iterations // 25)
+    choose("min_learning_rate", choose("learning_rate", 1.5e-3) / 10)
+    choose("base_width", 256)
+    return {key: value for key, value in values.items() if key not in given}
