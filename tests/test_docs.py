@@ -65,7 +65,6 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"evaluate.py.* llm6", f"{ROWS} --tasks sciq --max-length 512"),
     (r"evaluate.py.* llama14", f"{ROWS} --tasks arc_challenge --max-length 512"),
     (r"evaluate_prepare.py", f"{ROWS} --tasks sciq"),
-    (r"benchmarks/checkpoint", f"{MODEL} --seq-length 32 --batch-tokens 64 --repeats 2"),
     (r"benchmarks/attention", "--shapes llm-s --lengths 32 --active 50 --rounds 1"),
     (r"benchmarks/decode", "--shapes llm-s --lengths 32 --batches 1 --active 50 --rounds 1"),
     (r"benchmarks/step", "--shape tiny --seq-length 32 --rounds 1 --threads 1"),

@@ -255,6 +255,11 @@ CALLS = {
         out --data-dir DATA --seeds 0 | --seeds 0: tunes the learning rates, so it cannot judge them
         out --data-dir DATA --learning-rate 1 | --learning-rate: the atlas sets it
     """,
+    "launch/ladder.py": """
+        | OUT and --data-dir: must be given
+        out --data-dir DATA --train-iters 3 | --train-iters: the ladder sets it; give --tokens-per-parameter
+        out --data-dir DATA --rungs 2M | --rungs 2M: choose one of 1M, 3M
+    """,
     "launch/ablation_report.py": """
         | OUT: must be given
     """,
