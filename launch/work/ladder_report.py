@@ -145,6 +145,8 @@ def write_widths(out):
         style = f"C{widths.index(width)}o" + ("--" if base == width else "-")
         axis.plot(sorted(losses), [losses[rate] for rate in sorted(losses)], style, label=f"{width}, base {base}")
     axis.set(xscale="log", xlabel="learning rate", ylabel="validation loss (nats per token)", title="width, base width")
+    axis.minorticks_off()
+    axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
     finish(figure, [[axis]], out / "widths.png")
 
 
