@@ -29,23 +29,22 @@ SIZES = """
     --validation-fraction 0.1 --log-interval 1 --save-interval 1 --eval-interval 0 --eval-samples 5
     --load-balance-coefficient 0.5 --gradient-clipping 0.5
 """
-COUNTED = "--position cope none rotary cope --cope-max-position 3 --rotary-fraction 0.5"
+COUNTED = "--position none cope rotary cope --cope-max-position 3 --rotary-fraction 0.5"
 GROUPED = "--num-attention-heads 16 --num-key-value-heads 8 --num-shared-heads 8 --num-active-routed-heads 3"
 MODELS = {
     "dense": "--head-selection all",
-    "dense, tied": "--head-selection all --tie-embeddings",
+    "dense, tied": "--head-selection all --tie-embeddings --base-width 16",
     "paper": "",
     "paper, step, grouped, window": f"--load-balance-scope global_batch --window 6 --base-width 16 {GROUPED}",
-    "released, one key": f"--routing released {GROUPED} --num-key-value-heads 1 --position none cope rotary cope",
-    "released, step, tied": "--routing released --load-balance-scope global_batch --tie-embeddings --base-width 16 "
+    "released, one key": f"--routing released {GROUPED} --num-key-value-heads 1 {COUNTED}",
+    "released, step, tied": "--routing released --load-balance-scope global_batch --tie-embeddings "
     "--position learned --learned-positions 16 --reset-at-documents",
     # Another seed: 1234 draws a token whose query norms deviate by 0.4% only, and dividing by that multiplies rounding.
     "query norm": "--routing query_norm --seed 7",
     "query norm, step, grouped": f"--routing query_norm --load-balance-scope global_batch --seed 7 {GROUPED}",
-    "no shared head below, windows": "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0 --window 5 0 9 0 "
-    f"{COUNTED} --reset-at-documents",
-    "own keys, windows": (
-        "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0 --window 5 0 9 0 --routed-keys selected"
+    "no shared head below, windows, own keys": (
+        "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0 --window 5 0 9 0 --routed-keys selected "
+        "--position rotary none rotary none --rotary-fraction 0.5 --reset-at-documents"
     ),
 }
 FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "accumulation", "recompute", "model")
