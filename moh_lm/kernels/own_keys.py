@@ -9,6 +9,8 @@ uses, else a number so low that no probability is left. Values get zeros. So any
 with documents and windows, and a cache of keys holds what it needs. A token that does not use a head gets no such
 feature: it sees all keys, its scores stay in range, and its gate is 0.
 
+That leaves nothing out. ``in_slots`` does: a head is plain causal attention over the shorter sequence of its tokens.
+
 Shapes: s sequence, b batch, h query heads, kv key/value heads, r = h / kv, e head dimension.
 """
 
@@ -21,6 +23,18 @@ ALIGNED = 8  # features: kernels of GPUs want multiples of it
 def marked_features(e, r):
     """How many features the marks take."""
     return r + -(e + r) % ALIGNED
+
+
+def in_slots(heads, query, key, value, gates, used, documents=None):
+    """g_i H_i by ``heads``, a sparse backend: tokens that use a head are put before all others, in their order."""
+    if documents is not None:
+        raise RuntimeError("keys are left out of whole sequences only, not of documents nor windows; choose auto")
+    order = (used == 0).to(torch.uint8).argsort(dim=0, stable=True)  # [s, b, h]
+    index, r = order.unsqueeze(-1).expand(query.shape), query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(r, 2), value.repeat_interleave(r, 2)
+    query, key, value = (part.gather(0, index) for part in (query, key, value))
+    rows = heads(query, key, value, gates.gather(0, order), used.gather(0, order))
+    return torch.zeros_like(rows).scatter(0, index, rows)
 
 
 def with_marks(query, key, value, used):

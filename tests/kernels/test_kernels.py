@@ -90,7 +90,7 @@ OWN_KEYS = {  # shape, routing, lengths of documents, window
 
 
 @pytest.mark.parametrize("shape, routing, lengths, window", OWN_KEYS.values(), ids=OWN_KEYS)
-def test_heads_that_keep_their_own_tokens_see_no_others(shape, routing, lengths, window):
+def test_heads_that_keep_their_own_tokens_see_no_others(shape, routing, lengths, window, uncompiled_flex):
     *sizes, num_shared = shape
     *tensors, upstream, selected = make_inputs(*sizes, routing)
     more = (num_shared, lengths, window, True)
@@ -100,6 +100,13 @@ def test_heads_that_keep_their_own_tokens_see_no_others(shape, routing, lengths,
         arguments = (selected, num_shared, seen, backend, True, True)
         got = with_gradients(lambda *t, a=arguments: moh_attention(*t, *a), *tensors, upstream)
         assert_all_close(got, expected, 1e-12)
+    arguments = (selected, num_shared, seen, "flex", True, True)
+    if seen is not None:
+        with pytest.raises(RuntimeError, match="not of documents nor windows; choose auto"):
+            moh_attention(*tensors, *arguments)
+        return
+    with torch.no_grad():
+        torch.testing.assert_close(moh_attention(*tensors, *arguments), expected[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
