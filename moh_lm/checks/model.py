@@ -136,10 +136,10 @@ def spread_problems(model):
 
 
 def own_keys_problems(model):
-    mixture = model.heads.head_selection == "mixture"
-    if model.heads.routed_keys == "all" or (mixture and (budget_problems(model) or model.routed_layers())):
-        return []
-    return ["--routed-keys selected: no layer has routed heads; leave it out"]
+    if model.heads.routed_keys == "all" or model.heads.head_selection in ("all", "static"):
+        return []  # a mixture with its own keys may go on without routers
+    found = budget_problems(model) or model.routed_layers()
+    return [] if found else ["--routed-keys selected: no layer has routed heads; leave it out"]
 
 
 def bias_problems(model):
