@@ -18,15 +18,15 @@ def marked_features(e, r):
     return r + -(e + r) % ALIGNED
 
 
-def in_slots(heads, query, key, value, gates, used, documents=None):
-    """g_i H_i by ``heads``, a sparse backend: tokens that use a head are put before all others, in their order."""
+def in_slots(backend, query, key, value, gates, used, documents=None):
+    """g_i H_i by a sparse ``backend``: the tokens that use a head are put before all others, in their order."""
     if documents is not None:
         raise RuntimeError("keys are left out of whole sequences only, not of documents nor windows; choose auto")
     order = (used == 0).to(torch.uint8).argsort(dim=0, stable=True)  # [s, b, h]
     index, r = order.unsqueeze(-1).expand(query.shape), query.shape[2] // key.shape[2]
     key, value = key.repeat_interleave(r, 2), value.repeat_interleave(r, 2)
     query, key, value = (part.gather(0, index) for part in (query, key, value))
-    rows = heads(query, key, value, gates.gather(0, order), used.gather(0, order))
+    rows = backend(query, key, value, gates.gather(0, order), used.gather(0, order))
     return torch.zeros_like(rows).scatter(0, index, rows)
 
 

@@ -311,7 +311,8 @@ class OwnKeysLayer(DynamicLayer or object):
         self.keys, self.values, *self.others = (part[slots] for part in parts)
 
     def slots(self):
-        return torch.arange(self.counts.max(), device=self.counts.device) < self.counts.unsqueeze(-1)
+        most = self.counts.max().clamp_min(1)  # with ReLU a token may select no head
+        return torch.arange(most, device=self.counts.device) < self.counts.unsqueeze(-1)
 
     def padded(self, part):
         """[n, ...] -> [b, h / r, most of a head, ...]"""
