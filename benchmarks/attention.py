@@ -10,7 +10,7 @@ attention layer with projections, rotary embeddings and router. ``--active``: pe
 and of every contestant the median over the rounds of its time over that of the base in the same round: forward alone,
 and forward with backward; on a CPU by the clock and, on the right, by CPU time. The base of the core is scaled
 dot-product attention without gates, that of the layer the MoH layer with the backend ``dense``; ``no router`` is
-ordinary attention. ``own keys`` is the sparse backend of a CPU, on a GPU the dense one, with --routed-keys selected.
+ordinary attention. ``own keys`` is the sparse backend with --routed-keys selected.
 
 On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls. The bases are FLASH (EFFICIENT
 in fp32, and with documents, which it cannot mask) and CUDNN, as far as they run. benchmarks/attention_gpu.py is run
@@ -177,7 +177,7 @@ def core(shape, active, length, batch, device, dtype, documents):
         if length <= 2048:  # beyond, its scores fill the memory
             functions["unfused"] = restricted(plain, SDPBackend.MATH)
     functions |= {name: with_backend(backend) for name, backend in names.items()}
-    functions["own keys"] = with_backend("dense" if device.type == "cuda" else "cpu_sparse", own_keys=True)
+    functions["own keys"] = with_backend("triton" if device.type == "cuda" else "cpu_sparse", own_keys=True)
     return {name: (function, [*inputs, gates]) for name, function in functions.items()}
 
 
@@ -215,7 +215,7 @@ def layer(shape, active, length, batch, device, dtype, documents):
     mixtures = ("triton", "flex") if device.type == "cuda" else ("cpu_sparse",)
     modules = {"dense": make("mixture", "dense"), "no router": make("all", "dense")}
     modules |= {name: make("mixture", name) for name in mixtures}
-    modules["own keys"] = make("mixture", "dense" if device.type == "cuda" else "cpu_sparse", "selected")
+    modules["own keys"] = make("mixture", mixtures[0], "selected")
     found = {name: (function, [x, *parameters]) for name, (function, parameters) in modules.items()}
     if device.type == "cuda":
         dense = found.pop("dense")

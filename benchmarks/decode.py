@@ -138,12 +138,12 @@ def own_keys(shape, percent, unit, inputs, active, gates):
     query, caches, lengths = inputs
     _, _, kv_heads, head_dim = shape
     used, _ = route(shape, percent, int(lengths[0]), query.device, unit, seed=1)
-    kept = [OwnKeys(len(query), kv_heads, head_dim, 0, query) for _ in caches]
+    kept = [OwnKeys(len(query), kv_heads, head_dim, query) for _ in caches]
     for own, cache in zip(kept, caches, strict=True):
         for row, (keys, values) in enumerate(zip(*cache, strict=True)):
-            own.add(row, keys.transpose(0, 1), values.transpose(0, 1), used, 0)
+            own.add(row, keys.transpose(0, 1), values.transpose(0, 1), used)
     share = active * used.float().mean(0)  # of the tokens, that a head reads
-    return lambda: [own.attend(query, active, lengths - 1) * gates.unsqueeze(-1) for own in kept], share
+    return lambda: [own.attend(query, active) * gates.unsqueeze(-1) for own in kept], share
 
 
 def report(title, functions, rounds, device):

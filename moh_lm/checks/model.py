@@ -175,14 +175,13 @@ def spread_problems(model):
 
 
 def own_keys_problems(model):
-    mixture, given = model.heads.head_selection == "mixture", "--routed-keys selected"
-    if model.heads.routed_keys == "all":
-        return []
+    given = "--routed-keys selected"
+    if model.heads.routed_keys == "all" or model.heads.head_selection in ("all", "static"):
+        return []  # a mixture with its own keys may go on without routers
     if "cope" in model.position:
         return [f"{given}: --position cope counts all keys; choose another position, or leave one of them out"]
-    if mixture and (budget_problems(model) or model.routed_layers()):
-        return []
-    return [f"{given}: no layer has routed heads; leave it out"]
+    found = budget_problems(model) or model.routed_layers()
+    return [] if found else [f"{given}: no layer has routed heads; leave it out"]
 
 
 def bias_problems(model):

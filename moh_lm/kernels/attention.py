@@ -15,13 +15,15 @@ see a sliding window, or their document only, it would need a mask, and compute 
 take every head, and the scores of what is seen only.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from moh_lm.kernels import cpu_sparse, flex
 from moh_lm.kernels.break_even import fastest
 from moh_lm.kernels.documents import document_mask
-from moh_lm.kernels.own_keys import with_marks
+from moh_lm.kernels.own_keys import in_slots, with_marks
 
 try:
     from moh_lm.kernels import triton_attention
@@ -45,7 +47,7 @@ def moh_attention(
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     wide = torch.promote_types(query.dtype, torch.float32)
-    check_backend(backend, query.device, own_keys)
+    check_backend(backend, query.device)
     if backend == "dense" or (documents is None and (selected is None or num_shared == heads)):
         if selected is not None:
             selected = always_on(selected, num_shared)
@@ -58,14 +60,14 @@ def moh_attention(
     first = groups * heads // kv_heads
     if first < num_shared:
         selected = always_on(selected, num_shared)
-    more = {"own_keys": True} if own_keys else {}
+    sparse = OF_OWN_KEYS[backend] if own_keys else SPARSE[backend]
     if groups == 0:
-        return SPARSE[backend](query, key, value, gates, selected, documents, **more)
-    if backend == "triton":
+        return sparse(query, key, value, gates, selected, documents)
+    if backend == "triton" and not own_keys:
         return triton_attention.joined_heads(query, key, value, gates, selected, first, groups, dense_heads)
     query, gates, selected = (part.split([first, heads - first], dim=2) for part in (query, gates, selected))
     key, value = (part.split([groups, kv_heads - groups], dim=2) for part in (key, value))
-    routed = SPARSE[backend](query[1], key[1], value[1], gates[1], selected[1], **more)
+    routed = sparse(query[1], key[1], value[1], gates[1], selected[1])
     return torch.cat((dense_heads(query[0], key[0], value[0], gates[0]), routed), dim=2)
 
 
@@ -109,16 +111,14 @@ def choose_backend(backend, device, dtype, shape, active_share, causal=True, own
             return "dense"  # the graph would break at cpu_sparse
         chosen = fastest(device, dtype, tuple(shape), active_share)
         return "dense" if chosen == "triton" and (triton_attention is None or own_keys) else chosen
-    check_backend(backend, device, own_keys)
+    check_backend(backend, device)
     return backend
 
 
-def check_backend(backend, device, own_keys=False):
+def check_backend(backend, device):
     """Raises RuntimeError if a backend asked for by name cannot run here, ValueError if there is no such backend."""
     if backend == "triton" and triton_attention is None:
         raise RuntimeError("attention backend triton: the package triton is not installed; install it, or choose auto")
-    if own_keys and backend in ("triton", "flex"):
-        raise RuntimeError(f"attention backend {backend}: cannot leave out keys; choose auto or dense")
     if backend == "cpu_sparse" and device.type != "cpu":
         raise RuntimeError(f"attention backend cpu_sparse: the tensors are on {device}; choose auto")
     if backend != "dense" and backend not in SPARSE:
@@ -130,3 +130,5 @@ SPARSE = {
     "flex": flex.flex_heads,
     "cpu_sparse": cpu_sparse.sparse_heads,
 }
+OF_OWN_KEYS = {name: partial(in_slots, heads) for name, heads in SPARSE.items()}
+OF_OWN_KEYS["cpu_sparse"] = partial(cpu_sparse.sparse_heads, own_keys=True)

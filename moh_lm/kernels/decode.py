@@ -35,13 +35,13 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
     int32 [b], the tokens that each row sees, its own the last of them. active: bool [b, h], the heads that the token
     uses. gates: [b, h], 0 where not active; None for 1, if all are. backend: see above. used: bool [b, h, T], the heads
     that use each token, if they see no others; added: [b, h, T], what is added to scores, -inf where a row sees
-    nothing; with either of them the backend is dense. Nothing waits for a GPU.
+    nothing; with either of them dense is computed. Nothing waits for a GPU.
     Raises ValueError and RuntimeError if the backend asked for by name is none, or cannot run here.
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend}: choose one of {', '.join(BACKENDS)}")
-    if used is not None and backend in ("loops", "triton"):
-        raise RuntimeError(f"attention backend {backend}: cannot leave out keys of a whole cache; choose auto or dense")
+    if used is not None and backend == "triton":
+        raise RuntimeError("attention backend triton: cannot leave out keys of a cache; choose auto or dense")
     backend = backend if added is None else "dense"
     if backend == "triton":
         if triton_decode is None:
@@ -50,9 +50,9 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
     if backend == "loops" and query.device.type != "cpu":
         raise RuntimeError(f"attention backend loops: the tensors are on {query.device}, not on a CPU; choose auto")
     if backend == "auto" and query.device.type == "cpu":
-        backend = "loops" if used is None and worth_looping(keys, lengths, active) else "dense"
+        backend = "loops" if worth_looping(keys, lengths, active) else "dense"
         keys, values = (cache[:, :, : lengths.max()] for cache in (keys, values))
-    if backend == "loops":
+    if backend == "loops" and used is None:
         context = attend_selected(query, keys, values, lengths, active)
     else:
         context = attend_all(query, keys, values, lengths, active, used, added)

@@ -8,8 +8,8 @@ routed ones that it selects; where query heads share them, of the groups in whic
 A layer with a sliding window keeps the last tokens only, as many as the window holds: the token at position p lies in
 slot p modulo T. The order of the slots does not matter, since keys are kept turned to their positions.
 
-Routed heads that see their own tokens only (--routed-keys selected) keep those only, on a CPU: see ``OwnKeys``. On a
-GPU all keys are kept, with the heads that their tokens use.
+Routed heads that see their own tokens only (--routed-keys selected) keep those only, on a CPU and without a window: see
+``OwnKeys``. Else all keys are kept, with the heads that their tokens use.
 
 Shapes: b rows (prompts), s new tokens, h query heads, k key/value heads, T room for tokens in a layer, e head
 dimension, d hidden size. One rank; the model is a ``CausalLM`` without tensor parallelism.
@@ -27,9 +27,9 @@ class Cache:
     """Keys and values of every layer and row, and how many tokens of each row were read.
 
     max_length: room for a prompt and what follows it. lengths: int32 [rows], where the keys are, so that a step copies
-    nothing from the host. attention_backend: with auto and loops, layers whose heads keep their own tokens only have
-    ``OwnKeys`` on a CPU, in ``own``; else ``used``, bool [rows, h, T], of the tokens that are kept. Raises ValueError
-    for more tokens than the model has positions.
+    nothing from the host. own: of layers whose heads keep their own tokens only, with the attention_backend auto or
+    loops, ``OwnKeys``; used: of the others bool [rows, h, T]; or None. Raises ValueError for more tokens than the
+    model has positions.
     """
 
     def __init__(self, model, rows, max_length, attention_backend="auto"):
@@ -42,8 +42,8 @@ class Cache:
         compact = weight.device.type == "cpu" and attention_backend in ("auto", "loops")
         for attention in (layer.self_attn for layer in model.model.layers):
             shape = attention.cache_shape(rows, max_length)
-            own = compact and attention.own_keys
-            self.own.append(OwnKeys(rows, shape[1], shape[3], attention.window, weight) if own else None)
+            own = compact and attention.own_keys and not attention.window
+            self.own.append(OwnKeys(rows, shape[1], shape[3], weight) if own else None)
             self.keys.append(weight.new_zeros((0,) if own else shape))
             self.values.append(torch.zeros_like(self.keys[-1]))
             of_heads, masked = (rows, attention.heads.num_heads, shape[2]), attention.own_keys and not own
@@ -57,7 +57,7 @@ def read_prompt(model, cache, row, tokens):
     def attend(attention, layer, x):
         heads = attention.project(x, length=cache.max_length, positions=positions)
         if cache.own[layer]:
-            cache.own[layer].add(row, heads.key[:, 0], heads.value[:, 0], heads.in_use()[:, 0], 0)
+            cache.own[layer].add(row, heads.key[:, 0], heads.value[:, 0], heads.in_use()[:, 0])
             return attention.attend(heads)
         pairs = [(cache.keys[layer], heads.key), (cache.values[layer], heads.value)]
         if attention.own_keys:
@@ -88,9 +88,9 @@ def read_token(model, cache, tokens, attention_backend="auto"):
         gates = heads.gates if heads.gates is None else heads.gates[0]
         active = heads.in_use()[0]
         if own := cache.own[layer]:
-            for row, position in enumerate(positions.tolist()):
-                own.add(row, heads.key[:, row], heads.value[:, row], active[row : row + 1], position)
-            context = own.attend(heads.query[0], active, positions)
+            for row in range(len(tokens)):
+                own.add(row, heads.key[:, row], heads.value[:, row], active[row : row + 1])
+            context = own.attend(heads.query[0], active)
             return (context * gates.unsqueeze(-1).to(context.dtype))[None]
         keys, values, used = cache.keys[layer], cache.values[layer], cache.used[layer]
         room = keys.shape[2]

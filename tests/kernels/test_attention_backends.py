@@ -136,9 +136,10 @@ def test_a_run_goes_on_with_another_backend(data_dir, tmp_path, dense):
         (False, "cpu_sparse", None),
         (True, "triton --reset-at-documents", None),
         (True, "auto --head-dim 24", None),
-        (True, "triton --routed-keys selected", "triton: cannot leave out keys, which --routed-keys selected does"),
+        (True, "triton --routed-keys selected", None),
+        (True, "triton --routed-keys selected --window 9", "does not know --routed-keys selected with --window"),
         (True, "auto --routed-keys selected", None),
-        (False, "auto --routed-keys selected --head-selection all", "selected: no layer has routed heads; leave it"),
+        (False, "auto --routed-keys selected --head-selection gated", "selected: no layer has routed heads; leave it"),
     ],
 )
 def test_backends_that_could_not_compute_are_refused_with_the_reason(monkeypatch, gpu, flags, problem):

@@ -1,5 +1,6 @@
 """The attention backends that run anywhere, against head-by-head float64 arithmetic: outputs and every gradient."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -90,7 +91,7 @@ OWN_KEYS = {  # shape, routing, lengths of documents, window
 
 
 @pytest.mark.parametrize("shape, routing, lengths, window", OWN_KEYS.values(), ids=OWN_KEYS)
-def test_heads_that_keep_their_own_tokens_see_no_others(shape, routing, lengths, window):
+def test_heads_that_keep_their_own_tokens_see_no_others(shape, routing, lengths, window, uncompiled_flex):
     *sizes, num_shared = shape
     *tensors, upstream, selected = make_inputs(*sizes, routing)
     more = (num_shared, lengths, window, True)
@@ -100,6 +101,13 @@ def test_heads_that_keep_their_own_tokens_see_no_others(shape, routing, lengths,
         arguments = (selected, num_shared, seen, backend, True, True)
         got = with_gradients(lambda *t, a=arguments: moh_attention(*t, *a), *tensors, upstream)
         assert_all_close(got, expected, 1e-12)
+    arguments = (selected, num_shared, seen, "flex", True, True)
+    if seen is not None:
+        with pytest.raises(RuntimeError, match="not of documents nor windows; choose auto"):
+            moh_attention(*tensors, *arguments)
+        return
+    with torch.no_grad():
+        torch.testing.assert_close(moh_attention(*tensors, *arguments), expected[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -110,13 +118,14 @@ def test_a_needle_is_found_by_the_heads_only_that_keep_it(backend):
     selected[5, 0], selected[-1, 0] = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]).bool()
     key[5] *= 5
     query[-1] = key[5]  # all of them ask for it
-    value[5] = 7.0
-    found = {}
-    for own in (False, True):
-        last = moh_attention(query, key, value, None, selected, 1, None, backend, True, own)[-1, 0]
-        found[own] = (last - 7).abs().amax(-1) < 1e-3
-    assert found[False].tolist() == [True, False, True, True]  # of all keys, by the heads in use
-    assert found[True].tolist() == [True, False, True, False]
+    last = {}
+    for own, needle in itertools.product((False, True), (7, -7)):
+        value[5] = needle
+        last[own, needle] = moh_attention(query, key, value, None, selected, 1, None, backend, True, own)[-1, 0]
+    found = {case: ((heads - case[1]).abs().amax(-1) < 1e-3).tolist() for case, heads in last.items()}
+    assert found[False, 7] == found[False, -7] == [True, False, True, True]  # of all keys, by the heads in use
+    assert found[True, 7] == found[True, -7] == [True, False, True, False]
+    assert last[True, 7][3].equal(last[True, -7][3])  # whatever the needle says
 
 
 WINDOWS = {  # keys, and the lengths of documents

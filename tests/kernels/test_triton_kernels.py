@@ -73,7 +73,7 @@ def check_small(*arguments):
         check(*arguments)
 
 
-def check(sizes, routing, dtype, tolerance, lengths=None, window=0):
+def check(sizes, routing, dtype, tolerance, lengths=None, window=0, own_keys=False):
     *sizes, num_shared = sizes
     documents = make_boundaries(lengths, *sizes[:2], window=window) if lengths or window else None
     *tensors, upstream, selected = make_inputs(*sizes, routing, dtype)
@@ -82,14 +82,20 @@ def check(sizes, routing, dtype, tolerance, lengths=None, window=0):
     if dtype == torch.bfloat16:
         multiply_bf16()
     wide = [tensor.double() for tensor in (*tensors, upstream)]
-    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths, window), *wide)
-    got = with_gradients(lambda *t: attention(*t, selected, num_shared, documents), *tensors, upstream)
+    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths, window, own_keys), *wide)
+    options = {"own_keys": own_keys}
+    got = with_gradients(lambda *t: attention(*t, selected, num_shared, documents, **options), *tensors, upstream)
     assert_all_close(got, expected, tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_kernels_compute_the_reference_with_every_gradient(interpreter, shape):
     interpreter(check, shape, "odd_routing" if shape[2] > 3 else "random_routing", torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize("shape", ["16", "64, groups", "one token"])
+def test_kernels_leave_out_the_tokens_that_do_not_use_a_head(interpreter, shape):
+    interpreter(check, SHAPES[shape], "odd_routing", torch.float64, 1e-12, None, 0, True)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -282,26 +282,26 @@ class OwnKeysLayer(DynamicLayer or object):
     their positions, int64 [n], and which of the r query heads use them, bool [n, r]. counts: [b, h / r].
     """
 
-    total, counts = 0, None
+    cumulative_length, counts = 0, None
 
     def keep(self, key, value, used, present):
         """key, value: [b, h / r, s, e]. used: bool [b, s, h]. present: bool [b, s], False for padding; or None."""
         if present is not None:
             used = used & present.unsqueeze(-1)
         members = used.transpose(1, 2).unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, s, r]
-        positions = self.total + torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
+        positions = self.cumulative_length + torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
         self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
         new, slots = (key, value, positions, members), members.any(-1)
-        if self.total:
+        if self.cumulative_length:
             new = [torch.cat((self.padded(old), more), 2) for old, more in zip(self.parts(), new, strict=True)]
             slots = torch.cat((self.slots(), slots), 2)
-        self.total += key.shape[2]
+        self.cumulative_length += key.shape[2]
         self.store(new, slots)
 
     def read(self, length):
         """Keys, values [b, h / r, n, e] and a mask to add [b, h, length, n] for the last ``length`` tokens."""
         key, value, positions, members = map(self.padded, self.parts())
-        last = torch.arange(self.total - length, self.total, device=key.device)
+        last = torch.arange(self.cumulative_length - length, self.cumulative_length, device=key.device)
         earlier = (positions.unsqueeze(-2) <= last.unsqueeze(-1)).unsqueeze(2)  # [b, h / r, 1, length, n]
         visible = (earlier & members.transpose(2, 3).unsqueeze(3)).flatten(1, 2)
         return key, value, torch.zeros_like(visible, dtype=key.dtype).masked_fill(~visible, torch.finfo(key.dtype).min)
@@ -315,7 +315,8 @@ class OwnKeysLayer(DynamicLayer or object):
         self.keys, self.values, *self.others = (part[slots] for part in parts)
 
     def slots(self):
-        return torch.arange(self.counts.max(), device=self.counts.device) < self.counts.unsqueeze(-1)
+        most = self.counts.max().clamp_min(1)  # with ReLU a token may select no head
+        return torch.arange(most, device=self.counts.device) < self.counts.unsqueeze(-1)
 
     def padded(self, part):
         """[n, ...] -> [b, h / r, most of a head, ...]"""
@@ -326,27 +327,25 @@ class OwnKeysLayer(DynamicLayer or object):
 
     def choose(self, rows):
         """Go on with these rows of the batch."""
-        if self.total:
+        if self.cumulative_length:
             self.store([self.padded(part)[rows] for part in self.parts()], self.slots()[rows])
 
     reorder_cache = batch_select_indices = choose
 
     def batch_repeat_interleave(self, repeats):
-        if self.total:
+        if self.cumulative_length:
             self.choose(torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(repeats))
 
     def crop(self, length):
         """Keep ``length`` tokens, or with a negative number leave out so many."""
-        if length and self.total:
-            self.total = min(self.total, length) if length > 0 else self.total + length
+        if length and self.cumulative_length:
+            past = self.cumulative_length
+            self.cumulative_length = min(past, length) if length > 0 else past + length
             parts = list(map(self.padded, self.parts()))
-            self.store(parts, self.slots() & (parts[2] < self.total))
+            self.store(parts, self.slots() & (parts[2] < self.cumulative_length))
 
     def get_seq_length(self, *arguments):
-        return self.total
-
-    def reset(self):
-        self.total, self.keys, self.values, self.is_initialized = 0, None, None, False
+        return self.cumulative_length
 
 
 def own_layer(cache, index):
@@ -452,7 +451,7 @@ class MoHLlamaAttention(nn.Module):
         layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
         if layer is not None:
             layer.keep(key, value, used, present)
-        if layer is not None and layer.total > query.shape[2]:
+        if layer is not None and layer.cumulative_length > query.shape[2]:
             key, value, attention_mask = layer.read(query.shape[2])
         elif self.own_keys:
             query, key, value = with_marks(query, key, value, used, self.config.head_dim)
