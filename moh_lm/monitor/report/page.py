@@ -44,6 +44,7 @@ def write_page(directories, output, with_png=False):
         summary=[summary(run) for run in runs],
         losses=loss_rows(runs),
         differences=differences(runs),
+        samples=sample_rows(runs),
         events=[event_row(event) for event in runs[0].events if event["event"] not in QUIET][-MOST_EVENTS:],
         settings=[(key, written(value)) for key, value in runs[0].config.to_dict().items()],
     )
@@ -167,6 +168,13 @@ def differences(runs):
     settings = [run.config.to_dict() for run in runs]
     rows = [[key, *(written(values[key]) for values in settings)] for key in settings[0]]
     return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def sample_rows(runs):
+    """(prompt, run, step, what its checkpoint makes of the prompt), so that those of a prompt stand together."""
+    found = [(row, name) for name, run in zip(names_of(runs), runs, strict=True) for row in run.samples]
+    rows = [(row["prompt"], name, row["step"], row["text"]) for row, name in found]
+    return sorted(rows, key=lambda row: row[:3])
 
 
 def event_row(event):

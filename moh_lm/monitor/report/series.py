@@ -41,6 +41,7 @@ class RunRecord:
                 training.append(row)
             elif "evaluation" in row:
                 evaluations.append(row)
+        self.samples = [row for _, row in complete_rows(self.directory / "samples.jsonl")]
         self.step = max((row["step"] for row in [*training, *evaluations]), default=0)
         self.last_evaluation = evaluations[-1] if evaluations else None
         self.seconds = training_seconds(training)
