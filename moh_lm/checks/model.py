@@ -10,6 +10,7 @@ from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
 
 OF_POSITION = {  # setting -> its kind of positions
     "cope_max_position": "cope", "learned_positions": "learned", "rotary_fraction": "rotary", "rope_type": "rotary",
+    "rope_theta": "rotary",
 }  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def position_problems(model):
 def table_problems(config):
     """A table of positions must have one for each token of a sequence."""
     rows, length = config.model.learned_positions, config.run.seq_length
-    if rows is None or rows < 1 or rows >= length:
+    if rows is None or rows < 1 or rows >= length or "learned" not in config.model.position:
         return []
     return [f"--learned-positions {rows}: --seq-length {length} needs as many; choose at least {length}"]
 
@@ -178,10 +179,12 @@ def own_keys_problems(model):
     given = "--routed-keys selected"
     if model.heads.routed_keys == "all" or model.heads.head_selection in ("all", "static"):
         return []  # a mixture with its own keys may go on without routers
-    if "cope" in model.position:
-        return [f"{given}: --position cope counts all keys; choose another position, or leave one of them out"]
-    found = budget_problems(model) or model.routed_layers()
-    return [] if found else [f"{given}: no layer has routed heads; leave it out"]
+    if budget_problems(model):
+        return []
+    own = [kind for layer, kind in enumerate(model.position) if model.own_keys(layer)]
+    if "cope" in own:
+        return [f"{given}: --position cope counts all keys; give a layer with routed heads another position"]
+    return [] if own else [f"{given}: no layer has routed heads; leave it out"]
 
 
 def bias_problems(model):

@@ -128,8 +128,9 @@ def backend_problems(config):
         found.append(f"{given}: is for machines without a GPU; choose auto")
     if backend != "cpu_sparse" and not torch.cuda.is_available():
         found.append(f"{given}: needs a CUDA GPU, and this machine shows none; choose auto")
-    limits = ["--window"] * any(config.model.window) + ["--reset-at-documents"] * config.data.reset_at_documents
-    if backend != "cpu_sparse" and limits and config.model.heads.routed_keys == "selected":
+    own = [window for layer, window in enumerate(config.model.window) if config.model.own_keys(layer)]
+    limits = ["--window"] * any(own) + ["--reset-at-documents"] * (config.data.reset_at_documents and bool(own))
+    if backend != "cpu_sparse" and limits:
         found.append(f"{given}: does not know --routed-keys selected with {limits[0]}; choose auto or dense")
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         found.append(f"{given}: the package triton is not installed; pip install triton, or choose auto")

@@ -7,8 +7,9 @@ head come on top. A value that is given by a flag stays, and those below it foll
                        columns per layer to 102, as in GPT-3's family from 64 to 85 (Brown et al. 2020)
     layers             N / 12 d^2
     MLP                8/3 d in steps of 64, SwiGLU's share (Shazeer 2020)
-    heads              of 32, and of 64 from 30M on: even in number, and by four to divide over devices
-    head split         half of them shared, a quarter routed: MoH's 75%
+    heads              of 32, and of 64 from 30M on
+    head split         half of them shared, a quarter routed, in whole heads: MoH's 75%, but 83% at 3M and 70% at 10M
+    routing            paper_scaled: its gates begin at 1 at every width, which width transfer needs
     vocabulary         4096 (N / 1M)^0.43 to the next power of two: V d in proportion to N^0.83 (Tao et al. 2024, arXiv
                        2407.13623)
     sequence           1024 tokens at every size, so that losses compare
@@ -19,6 +20,8 @@ head come on top. A value that is given by a flag stays, and those below it foll
 """
 
 import math
+
+from moh_lm.config.fields import ConfigError
 
 SIZES = ("1M", "3M", "10M", "30M", "100M", "300M", "1B")
 
@@ -36,11 +39,15 @@ def preset(size, given):
     d = choose("hidden_size", round(128 * scale**0.4 / unit) * unit)
     choose("num_layers", max(1, round(n / (12 * max(1, d) ** 2))))
     choose("intermediate_size", max(1, round(8 / 3 * d / 64)) * 64)
+    if d % head and not {"num_attention_heads", "head_dim"} & values.keys():
+        advice = f"choose a multiple of {head}, or give --num-attention-heads"
+        raise ConfigError([f"--hidden-size {d}: --preset {size} has heads of {head}; {advice}"])
     heads = choose("num_attention_heads", max(1, d // head))
     choose("head_dim", d // max(1, heads))
     if "head_budget" not in given:
         choose("num_shared_heads", (heads // 2,))
         choose("num_active_routed_heads", (max(1, round(heads / 4)),))
+    choose("routing", "paper_scaled")
     choose("vocab_size", 2 ** round(math.log2(4096 * scale**0.43)))
     length = choose("seq_length", 1024)
     batch = choose("batch_tokens", 2 ** round(math.log2(16 * 1024 * scale**0.6)))

@@ -78,7 +78,8 @@ class Attention(nn.Module):
         self.group = group
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
         cope = config.position[layer_index] == "cope"
-        self.cope = ContextualPositions(config, init_std, self.heads) if cope else None
+        table_std = init_std / math.sqrt(config.width_ratio)  # no sum over the width: see parameter_groups
+        self.cope = ContextualPositions(config, table_std, self.heads) if cope else None
         d, e = config.hidden_size, self.head_dim
         query_size, key_size = config.num_attention_heads * e, config.num_key_value_heads * e
         shared_by = config.num_attention_heads // config.num_key_value_heads
@@ -196,23 +197,31 @@ class Attention(nn.Module):
         return rows, self.k_proj.weight.shape[0] // self.head_dim, min(self.window or length, length), self.head_dim
 
     @staticmethod
-    def cache_shares(config, layer_index):
-        """Shares, of the keys and values of all tokens and heads: (kept, read by a token) on average, if all routed
-        heads are selected equally often.
+    def key_shares(config, layer_index, active_heads=None):
+        """(share of the key/value heads that every token uses, share of the others that a token uses on average), if
+        all routed heads are selected equally often. active_heads: as of ``cost``.
 
-        With top-p it is the most. r query heads share a key/value head, which is used if one of them is selected: of E
-        routed heads K are, none of r with a chance of (E - r over K) / (E over K).
+        r query heads share a key/value head, which is used if one of them is selected: of E routed experts K are, none
+        of r with a chance of (E - r over K) / (E over K).
         """
         heads, unit = config.num_attention_heads, config.heads_per_expert
         always = config.leading_heads(layer_index) if config.heads.head_selection != "all" else heads
         r, of_shared = heads // config.num_key_value_heads, -(-always * config.num_key_value_heads // heads)
-        others = config.num_key_value_heads - of_shared
-        if not others:
+        active = config.active_heads(layer_index) if active_heads is None else active_heads
+        experts, active = (heads - always) // unit, (active - always) / unit
+        chances = (max(0.0, 1 - active / (experts - i)) for i in range(min(r // unit, experts)))
+        return of_shared / config.num_key_value_heads, 1 - math.prod(chances)
+
+    @staticmethod
+    def cache_shares(config, layer_index):
+        """Shares, of the keys and values of all tokens and heads: (kept, read by a token) on average. With top-p it is
+        the most. A layer with a window keeps, and masks, the keys of all tokens in it, though heads have their own."""
+        shared, used = Attention.key_shares(config, layer_index)
+        if not config.own_keys(layer_index):
+            return 1.0, shared + (1 - shared) * used
+        if config.window[layer_index]:
             return 1.0, 1.0
-        experts, active = (heads - always) // unit, (config.active_heads(layer_index) - always) // unit
-        used = 1 - math.comb(experts - r // unit, active) / math.comb(experts, active)
-        kept = used if config.own_keys(layer_index) else 1.0
-        return tuple((of_shared + others * share) / config.num_key_value_heads for share in (kept, kept * used))
+        return shared + (1 - shared) * used, shared + (1 - shared) * used**2
 
     @staticmethod
     def cost(config, layer_index, seq_length, active_heads=None):
@@ -233,10 +242,11 @@ class Attention(nn.Module):
         if config.heads.head_selection == "mixture":
             form = FORMS[config.heads.routing](config.routed_layer(layer_index), config.heads.two_stage)
             always += d * sum(rows for rows, _ in form.weights(0, d).values())
-        heads, leading, seeing = config.num_attention_heads, config.leading_heads(layer_index), active
+        heads, leading, seeing, kept = config.num_attention_heads, config.leading_heads(layer_index), active, keys
         if config.own_keys(layer_index):
             seeing = leading + (active - leading) ** 2 / (heads - leading)
-        kept = keys * Attention.cache_shares(config, layer_index)[0]
+            shared, used = Attention.key_shares(config, layer_index, active)
+            kept = keys * (shared + (1 - shared) * used)
         return {
             "dense": always + keys + heads * (per_head + scores),
             "active": always + kept + active * per_head + seeing * scores,
@@ -249,12 +259,12 @@ class Attention(nn.Module):
 
         The gathered input; of the rank's heads q, k, v, context and gated context; for a form that reads queries their
         norms, in fp32; with --qk-norm what it normalises, in fp32, and normalised. With marks (own_keys.py) all but the
-        gated context are wider.
+        gated context are wider: here the mean over layers.
         """
         d, e, h, k = config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads
         gated = config.heads.head_selection != "all"
         keys = k if k >= tp else tp if k == 1 else h  # of all ranks: see ``key_runs``
-        marks = any(map(config.own_keys, range(config.num_layers))) * marked_features(e, h // k)
+        marks = sum(map(config.own_keys, range(config.num_layers))) / config.num_layers * marked_features(e, h // k)
         heads = width * ((2 * h + 2 * keys) * (e + marks) + gated * h * e)
         if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
             heads += 4 * h * e

@@ -148,7 +148,8 @@ def generate(
     """
     device = model.model.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    cache = Cache(model, len(prompts), max(map(len, prompts)) + max_new_tokens, attention_backend)
+    room = max(map(len, prompts)) + max_new_tokens - 1  # the last new token is not read
+    cache = Cache(model, len(prompts), room, attention_backend)
     logits = [read_prompt(model, cache, row, torch.tensor(prompt, device=device)) for row, prompt in enumerate(prompts)]
     tokens, ended = sample(torch.stack(logits)[:, :num_pieces], temperature, top_p, generator), set()
     for count in range(max_new_tokens):

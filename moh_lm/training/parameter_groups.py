@@ -8,7 +8,7 @@ arXiv 2203.03466, Table 8, for AdamW). With r = W / d, what is 1 for W = d:
 
                                                first values       learning rate   weight decay
     vectors: norms                             1                  1               none
-    input: embedding                           N(0, s)            1               1
+    tables: embedding, positions               N(0, s)            1               1
     hidden: projections, W_s, W_r              N(0, s sqrt(r))    r               1 / r
     two scores of a layer: W_h                 N(0, s r)          r               1 / r
     output head, or tied embedding             N(0, s)            1               1
@@ -27,6 +27,7 @@ hidden matrix. W_h weighs all heads together, and is an output. Muon's rates are
 from typing import NamedTuple
 
 EPS = 1e-8  # Adam's
+TABLES = ("embed_tokens.weight", "embed_positions.weight", ".cope.weight", "lm_head.weight")  # the last: of the outputs
 
 
 class Rule(NamedTuple):
@@ -50,7 +51,7 @@ def rule_of(name, parameter, config):
         return Rule(False, 0.0, ratio)
     if len(parameter.whole_shape) == 1:
         return Rule(False, 0.0, eps=EPS * ratio)
-    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+    if name.endswith(TABLES):
         return Rule(False, or_else(settings.embedding_weight_decay, settings.weight_decay), eps=EPS * ratio)
     apart = config.routers_apart and ".router." in name
     return Rule(False, settings.weight_decay / ratio, ratio, apart, EPS * ratio)

@@ -13,8 +13,8 @@ import statistics
 import pytest
 import torch
 
-from benchmarks.gradients import LAYOUTS as BENCHED
-from benchmarks.gradients import Bench
+from tests.training.gradients import LAYOUTS as BENCHED
+from tests.training.gradients import Bench
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.model.transformer import CausalLM

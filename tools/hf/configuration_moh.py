@@ -232,8 +232,10 @@ class MoHLlamaConfig(PretrainedConfig):
                 f"layer_positions {self.layer_positions}: must be of {', '.join(POSITIONS)}; learned in all layers or "
                 "none, with learned_positions"
             )
-        if "cope" in kinds and self.routed_keys == "selected":
-            raise ValueError("routed_keys selected: cope counts all keys; choose other layer_positions")
+        own = self.head_selection == "mixture" and self.routed_keys == "selected"
+        for shared, kind in zip(self.num_shared_heads, self.layer_positions, strict=False):
+            if own and kind == "cope" and shared < self.num_attention_heads:
+                raise ValueError("routed_keys selected: cope counts all keys; choose other layer_positions")
         for key in ("num_shared_heads", "num_active_routed_heads", "layer_windows", "layer_positions"):
             budget = getattr(self, key)
             if len(budget) != self.num_hidden_layers:

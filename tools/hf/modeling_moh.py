@@ -240,7 +240,7 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     scores = query @ key.transpose(2, 3) * scaling  # [b, h, s, k]
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
@@ -298,13 +298,23 @@ class OwnKeysLayer(DynamicLayer or object):
         self.cumulative_length += key.shape[2]
         self.store(new, slots)
 
-    def read(self, length):
-        """Keys, values [b, h / r, n, e] and a mask to add [b, h, length, n] for the last ``length`` tokens."""
+    def read(self, length, mask):
+        """Keys, values [b, h / r, n, e] and a mask to add [b, h, length, n] for the last ``length`` tokens.
+
+        mask: what is to be added for, or is visible of, all tokens, [b or 1, 1, length, tokens]; None: it is causal.
+        """
         key, value, positions, members = map(self.padded, self.parts())
         last = torch.arange(self.cumulative_length - length, self.cumulative_length, device=key.device)
         earlier = (positions.unsqueeze(-2) <= last.unsqueeze(-1)).unsqueeze(2)  # [b, h / r, 1, length, n]
         visible = (earlier & members.transpose(2, 3).unsqueeze(3)).flatten(1, 2)
-        return key, value, torch.zeros_like(visible, dtype=key.dtype).masked_fill(~visible, torch.finfo(key.dtype).min)
+        lowest = torch.finfo(key.dtype).min
+        added = torch.zeros_like(visible, dtype=key.dtype).masked_fill(~visible, lowest)
+        if mask is not None:
+            places = positions.unsqueeze(2).expand(-1, -1, length, -1)
+            given = mask.expand(*places.shape[:3], -1).gather(-1, places).repeat_interleave(members.shape[-1], 1)
+            given = given.to(key.dtype) if given.dtype != torch.bool else (~given).to(key.dtype) * lowest
+            added = torch.minimum(added, given)
+        return key, value, added
 
     def parts(self):
         return self.keys, self.values, *self.others
@@ -452,7 +462,7 @@ class MoHLlamaAttention(nn.Module):
         if layer is not None:
             layer.keep(key, value, used, present)
         if layer is not None and layer.cumulative_length > query.shape[2]:
-            key, value, attention_mask = layer.read(query.shape[2])
+            key, value, attention_mask = layer.read(query.shape[2], attention_mask)
         elif self.own_keys:
             query, key, value = with_marks(query, key, value, used, self.config.head_dim)
         if past_key_values is not None and layer is None:
@@ -703,7 +713,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             self.config_of_masks._attn_implementation = "eager"
         marked = config.head_selection == "mixture" and config.routed_keys == "selected"
         if config._attn_implementation == "vllm" and marked and config.head_dim == config.query_dim:
-            override = f'{{"head_dim": {config.head_dim + 16}, "query_dim": {config.head_dim}}}'
+            r, e = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+            override = f'{{"head_dim": {-(-(e + r) // 16) * 16}, "query_dim": {e}}}'
             raise ValueError(f"routed_keys selected: vLLM's cache has no room for it; use --hf-overrides '{override}'")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None

@@ -1,6 +1,6 @@
 """How far the gradients of each layout are from exact ones, by kind of parameter, near initialisation and later.
 
-    torchrun --nproc-per-node 2 benchmarks/gradients.py [--steps 40] [flags of moh_lm.pretrain]
+    torchrun --nproc-per-node 2 tests/training/gradients.py [--steps 40] [flags of moh_lm.pretrain]
 
 A small model is trained for so many steps on the bytes of Python's own library. With its weights at the beginning and
 at the end, the gradient of one batch is computed by autograd on one process in float64, fp32 and bf16, and by the
@@ -17,8 +17,8 @@ import os
 import statistics
 import sys
 
-if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import shutil
 import tempfile
