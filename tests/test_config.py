@@ -155,6 +155,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--position cope --cope-max-position 0": ("--cope-max-position 0", "1 or above"),
     "--cope-max-position 9": ("--cope-max-position 9", "no meaning with --position rotary"),
     "--position none --rope-type linear --rope-factor 2": ("--rope-type linear", "no meaning with --position none"),
+    "--learned-positions 5": ("--learned-positions 5", "no meaning with --position rotary"),
+    "--position cope --routed-keys selected": ("--routed-keys selected", "give a layer with routed heads another"),
     "--position learned": ("--learned-positions None", "at least --seq-length"),
     "--position learned --learned-positions 9": ("--learned-positions 9", "at least 16"),
     "--position learned none learned --num-layers 3 --learned-positions 99": ("learned none", "learned alone"),
@@ -244,6 +246,17 @@ def test_ranks_of_a_launcher_that_sets_no_rank_are_refused(tmp_path, capsys, mon
         pretrain.main()
     (problem,) = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and "torchrun" in problem
+
+
+def test_limits_of_own_keys_ask_the_layers_that_have_them():
+    heads = Config().model.num_attention_heads
+    some = f"--num-shared-heads {heads} {heads // 2} --num-active-routed-heads 0 {heads // 4}"
+    for flags in (
+        "--head-selection all --routed-keys selected --attention-backend triton --window 8",
+        f"--num-layers 2 --position cope none --routed-keys selected {some}",
+    ):
+        problems = config_problems(parse_config([*REQUIRED, *flags.split()])[0], world_size=1)
+        assert not [problem for problem in problems if "--routed-keys" in problem]
 
 
 def test_config_error_keeps_every_sentence():

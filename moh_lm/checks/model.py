@@ -10,7 +10,6 @@ from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
 
 OF_POSITION = {  # setting -> its kind of positions
     "cope_max_position": "cope", "learned_positions": "learned", "rotary_fraction": "rotary", "rope_type": "rotary",
-    "rope_theta": "rotary",
 }  # fmt: skip
 
 

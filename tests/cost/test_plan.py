@@ -16,6 +16,7 @@ from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import cache_bytes, loss_bytes, memory_estimate, parameter_counts, stage_memory, stages
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
+from moh_lm.model.attention import Attention
 from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel import cross_entropy
 from moh_lm.parallel.groups import ParallelGroups
@@ -74,6 +75,11 @@ def test_heads_with_their_own_keys_save_scores_keys_and_cache():
     grouped = parse(LLAMA3_8B, "--routed-keys", "selected").model
     used = (4 + 4 * (1 - 495 / 12870)) / 8  # a group of four without any of 8 of 16 heads
     assert cache_bytes(grouped, 8192, 2)["whole"] == pytest.approx(used * 32 * 2 * 2 * 1024)
+    windows = [cache_bytes(parse(LLM_B, *budget, "--window", "256", "--routed-keys", keys).model, 2048, 2)["whole"]
+               for keys in ("all", "selected")]  # fmt: skip
+    assert windows == [size / 8] * 2  # a window keeps the keys of all its tokens
+    fewer = parse(LLM_B, *budget[:3], "4", "--routed-keys", "selected").model
+    assert Attention.cost(own, 0, 2048, 4.0) == Attention.cost(fewer, 0, 2048)  # as many heads as were measured
 
 
 def test_a_window_saves_the_scores_that_it_hides():

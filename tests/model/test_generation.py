@@ -122,6 +122,7 @@ def test_a_text_longer_than_the_table_of_positions_is_refused():
     model = make_model("a table")
     with pytest.raises(ValueError, match="--learned-positions 13"):
         Cache(model, 1, 14)
+    assert len(list(generate(model, [[1] * 13], 1, eos_id=-1))) == 1  # the new token is not read
     with pytest.raises(ValueError, match="a sequence of 14 tokens: the model has --learned-positions 13"):
         model(torch.zeros(1, 14, dtype=torch.long))
 

@@ -674,6 +674,24 @@ def test_heads_that_keep_their_own_tokens_equal_the_equations_in_beams_too(chang
     assert model.generate(tokens, attention_mask=mask, cache_implementation="static", **beams).equal(expected)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_mask_that_later_tokens_bring_holds_for_heads_with_their_own_keys(attention):
+    model, tokens = make_model(attention=attention, routed_keys="selected"), random_tokens(1, 10)
+    visible = torch.ones(10, 10, dtype=torch.bool).tril()
+    visible[6:, 1:3] = False
+    lowest = torch.finfo(torch.float32).min
+    mask = visible[None, None] if attention == "sdpa" else torch.zeros(1, 1, 10, 10).masked_fill(~visible, lowest)
+    whole = model(tokens, attention_mask=mask, use_cache=False).logits[:, 6:]
+    hidden = torch.ones(1, 10, dtype=torch.long)
+    hidden[:, 1:3] = 0
+    for later in (mask[..., 6:, :], hidden):
+        cache = model(tokens[:, :6]).past_key_values
+        places = torch.arange(6, 10)[None]
+        logits = model(tokens[:, 6:], past_key_values=cache, attention_mask=later, position_ids=places).logits
+        torch.testing.assert_close(logits, whole, rtol=0, atol=3e-6 * whole.abs().max().item())
+
+
 @torch.no_grad()
 def test_a_dynamic_cache_keeps_the_heads_only_that_tokens_use():
     model, tokens = make_model(routed_keys="selected", num_shared_heads=[0, 0]), random_tokens(2, 12)

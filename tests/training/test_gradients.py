@@ -13,8 +13,6 @@ import statistics
 import pytest
 import torch
 
-from tests.training.gradients import LAYOUTS as BENCHED
-from tests.training.gradients import Bench
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.model.transformer import CausalLM
@@ -22,6 +20,8 @@ from moh_lm.parallel.groups import ParallelGroups, group_rank
 from moh_lm.run.launch import start_process_group
 from moh_lm.training.engine import make_engine
 from tests.distributed import run_ranks
+from tests.training.gradients import LAYOUTS as BENCHED
+from tests.training.gradients import Bench
 from tests.training.test_training import SIZES
 
 MICRO_BATCHES = 3  # of each data-parallel rank

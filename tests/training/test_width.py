@@ -12,7 +12,7 @@ from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.launch import start_process_group
 from moh_lm.training.engine import make_engine
 from moh_lm.training.muon import Blocks, scale_of
-from moh_lm.training.parameter_groups import parameter_groups
+from moh_lm.training.parameter_groups import parameter_groups, rule_of
 from tests.distributed import run_ranks
 
 WIDTHS, RATE, STEPS = (64, 128, 256), 5e-3, 4
@@ -104,6 +104,16 @@ def test_the_width_itself_is_no_transfer():
     assert config_of(64, 64).model == parse_config(["--hidden-size", "64", *"""--intermediate-size 128 --head-dim 8
         --num-attention-heads 8 --num-layers 2 --vocab-size 64 --routing released""".split()])[0].model  # fmt: skip
     assert Config().model.width_ratio == 1
+
+
+def test_tables_of_positions_are_treated_as_the_embedding():
+    more = "--position {} --embedding-weight-decay 0.03"
+    for kind, name in (("cope", "self_attn.cope.weight"), ("learned --learned-positions 16", "embed_positions.weight")):
+        config = config_of(128, 32, more.format(kind))
+        found = dict(CausalLM(config.model).named_parameters())
+        table, embedding = found[next(key for key in found if key.endswith(name))], found["model.embed_tokens.weight"]
+        assert table.init_std == pytest.approx(embedding.init_std) == 0.02
+        assert rule_of(name, table, config) == rule_of("model.embed_tokens.weight", embedding, config)
 
 
 def test_w_type_begins_as_an_output():
