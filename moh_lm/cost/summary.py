@@ -113,7 +113,8 @@ def describe_switch(model):
         share = f"its shared heads and about half of the others, and in time {share}"
     elif model.heads.routing_top_p is not None:
         share = f"at most {share}"
-    return f"a token uses {share}, with gates that begin near the 1 of before"
+    own = ", and a routed head sees its own tokens only" if model.heads.routed_keys == "selected" else ""
+    return f"a token uses {share}, with gates that begin near the 1 of before{own}"
 
 
 def routing_facts(model):
