@@ -293,6 +293,7 @@ def test_a_preset_has_the_parameters_of_its_name_and_can_start(size):
     counts = parameter_counts(config.model)
     assert counts["total"] - counts["embedding"] == pytest.approx(parameters(size), rel=0.06)
     assert config.run.train_tokens == 20 * parameters(size) and not config_problems(config, world_size=1)
+    assert 0.69 < config.model.active_share() < 0.84 and config.model.heads.routing == "paper_scaled"
 
 
 def test_flags_beside_a_preset_win_wherever_they_stand_and_the_rest_follows_from_them():
