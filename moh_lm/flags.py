@@ -33,6 +33,7 @@ def parse_flags(parser, arguments):
 
     parser: with ``add_config_flags``. Raises ConfigError.
     """
+    parser.strict = True
     namespace, unknown = parser.parse_known_args(arguments)
     problems = parser.all_problems(unknown)
     namespace.values = {}
@@ -46,6 +47,9 @@ def parse_flags(parser, arguments):
                 problems.append(f"{flag(entry.name)} {shown}: {error}")
     if getattr(namespace, "save_config", None) and not namespace.dry_run:
         problems.append(f"--save-config {namespace.save_config}: goes with --dry-run; add it")
+    if namespace.preset and getattr(namespace, "script", None):
+        advice = "use it with python -m moh_lm.pretrain"
+        problems.append(f"--preset {namespace.preset}: {namespace.script} has its sizes; {advice}")
     if problems:
         raise ConfigError(problems)
     return namespace
@@ -54,29 +58,37 @@ def parse_flags(parser, arguments):
 def config_of(given):
     """The ``Config`` of what ``parse_flags`` gave.
 
-    What is not given is that of --preset, or else, of the model, of the newest checkpoint in --checkpoint-dir.
+    What is not given is, of the model, that of the newest checkpoint in --checkpoint-dir, or else that of --preset.
     """
-    sizes = preset(given.preset, given.values) if given.preset else {}
-    return Config.from_dict({**model_of_run(given.values.get("checkpoint_dir")), **sizes, **given.values})
+    known = {**model_of_run(given.values.get("checkpoint_dir")), **given.values}
+    return Config.from_dict({**(preset(given.preset, known) if given.preset else {}), **known})
 
 
 def changes(arguments):
-    """Lines on what ``arguments`` change: of the launch script's flags, or of the defaults without a script."""
+    """Lines on what ``arguments`` change: of the launch script's flags, or of the preset or the defaults."""
     places = [place for place, text in enumerate(arguments) if text == "--script"]
     place = places[-1] if places else 0
-    before, after = (make_parser().parse_known_args(part)[0] for part in (arguments[:place], arguments[place:]))
+    before, after = (parse_flags(make_parser(), part) for part in (arguments[:place], arguments[place:]))
+    known = {entry.name: entry.default for _, entry in walk(Config())}
+    known |= (preset(after.preset, {}) if after.preset else {}) | before.values
     lines = [f"given      {f'after {after.script}' if after.script else 'besides the defaults'}:"]
     lines += [f"  --preset {after.preset}"] if after.preset else []
-    for section, entry in walk(Config()):
-        was, now = getattr(before, entry.name), getattr(after, entry.name)
-        replaced = entry.metadata.get("replaces")
-        if now is None or now == was:
+    for _, entry in walk(Config()):
+        now, value = getattr(after, entry.name), of_all_layers(known[entry.name])
+        if now is None or of_all_layers(after.values[entry.name]) == value:
             continue
-        if was is None and replaced and getattr(before, replaced):
-            was = f"{flag(replaced)} {getattr(before, replaced)}"
-        was = getattr(section, entry.name) if was is None else was
+        was = getattr(before, entry.name) or ("not given" if value in (None, (), "") else value)
+        replaced = entry.metadata.get("replaces")
+        if value is None and replaced and known[replaced] is not None:
+            was = f"{flag(replaced)} {getattr(before, replaced) or known[replaced]}"
         lines.append(wrapped(f"  {flag(entry.name)} {words(now)}, was {words(was)}", 4))
     return lines
+
+
+def of_all_layers(value):
+    """One number, if ``value`` is a tuple that has it in all layers; else ``value``."""
+    equal = isinstance(value, tuple) and len(set(value)) == 1 and not isinstance(value[0], tuple)
+    return value[0] if equal else value
 
 
 def model_of_run(directory):
@@ -161,9 +173,9 @@ class FlagsOfFile(argparse.Action):
 
     def __call__(self, parser, namespace, path, option_string=None):
         try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            values = yaml.load(Path(path).read_text(encoding="utf-8"), EachKeyOnce)
         except (OSError, ValueError, yaml.YAMLError) as error:
-            reason = " ".join(str(error).split())
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             raise ConfigError([f"--config {path}: cannot be read ({reason}); give a file of --save-config"]) from error
         if not isinstance(values, dict):
             raise ConfigError([f"--config {path}: write NAME: VALUE on each line, such as num_layers: 12"])
@@ -172,8 +184,27 @@ class FlagsOfFile(argparse.Action):
             given = f"--config {path}"
             raise ConfigError([f"{given}: {name} is unknown: {nearest(str(name), actions)}" for name in unknown])
         for name, value in values.items():
+            action = actions[name]
+            if action.nargs != "+" and isinstance(value, dict | list):
+                example = f"{name}: {action.metavar or action.choices[0]}"
+                raise ConfigError([f"--config {path}: {name}: {value}: takes one value, {example}"])
+            if isinstance(value, bool) and action.metavar == "PATH":
+                advice = f"YAML reads yes, no, on and off as {value}; quote the text"
+                raise ConfigError([f"--config {path}: {name}: {advice}"])
             if value is not None:
-                actions[name](parser, namespace, as_texts(value, actions[name].nargs == "+"))
+                texts = as_texts(value, action.nargs == "+")
+                parser._check_value(action, texts)
+                action(parser, namespace, texts)
+
+
+class EachKeyOnce(yaml.SafeLoader):
+    """Of YAML what is safe; a key that is given twice in a mapping is an error, not the later value."""
+
+    def construct_mapping(self, node, deep=False):
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.YAMLError(f"{twice[0]} is given twice")
+        return super().construct_mapping(node, deep)
 
 
 def as_texts(value, is_list):

@@ -15,10 +15,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings):
         super().__init__(**settings, allow_abbrev=False)
         self.problems = []
+        self.strict = False  # whether what it does not know is wrong, not another parser's
+        self._negative_number_matcher = re.compile(r"-[.\d]")  # so that -5M is a value
         self.register("type", int, integer)
         self.register("type", float, real)
 
     def parse_args(self, texts):
+        self.strict = not self._subparsers  # a command has flags of its own
         arguments, unknown = self.parse_known_args(texts)
         if problems := self.all_problems(unknown):
             raise ConfigError(problems)
@@ -41,12 +44,13 @@ class Parser(argparse.ArgumentParser):
         message = re.sub("expected (one|at least one) argument", "needs a value", message)
         _, required, names = message.partition("the following arguments are required: ")
         missing = names.split(", ") if required else []
-        given = [text for text in self.texts if text.startswith("--") and text not in self._option_string_actions]
+        flags = [text for text in self.texts if text.startswith("--")]
+        given = [text for text in flags if text.split("=")[0] not in self._option_string_actions]
         misspelt = [text for text in given if difflib.get_close_matches(text, missing, cutoff=0.7)]
         if problems := unknown_arguments(misspelt, missing):
             raise ConfigError([*self.all_problems(), *problems])
         message = f"{' and '.join(missing)}: must be given" if required else message
-        raise ConfigError([*self.all_problems(), f"{message}; --help says what is allowed"])
+        raise ConfigError([*self.all_problems(given * self.strict), f"{message}; --help says what is allowed"])
 
     def _get_value(self, action, text):
         try:

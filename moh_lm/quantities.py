@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from itertools import groupby
 
 SUFFIXES = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
-DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
+DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+)")
 
 
 def quantity(base):
@@ -20,7 +20,7 @@ def quantity(base):
             value = Decimal(digits) * base**power
         except InvalidOperation:
             value = Decimal("NaN")
-        if not value.is_finite() or value != int(value):
+        if not value.is_finite() or value != int(value) or value < 0:
             raise ValueError("write a whole number, or one with a suffix such as 4M or 100B")
         return int(value)
 
@@ -32,7 +32,7 @@ def duration(text):
     parts = DURATION.fullmatch(text)
     if not text or not parts:
         raise ValueError("write seconds, or days, hours, minutes and seconds such as 3h50m")
-    return sum(int(part or 0) * seconds for part, seconds in zip(parts.groups(), (86400, 3600, 60, 1), strict=True))
+    return sum(int(part or 0) * seconds for part, seconds in zip(parts.groups(), (86400, 3600, 60, 1, 1), strict=True))
 
 
 def integer(text):

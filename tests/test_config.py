@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from moh_lm import pretrain
+from moh_lm import flags, pretrain
 from moh_lm.checks import config_problems, model_problems, tensor_problems
 from moh_lm.config import Config, ConfigError, walk
 from moh_lm.config.presets import SIZES, parameters
@@ -251,11 +251,11 @@ def test_ranks_of_a_launcher_that_sets_no_rank_are_refused(tmp_path, capsys, mon
 def test_limits_of_own_keys_ask_the_layers_that_have_them():
     heads = Config().model.num_attention_heads
     some = f"--num-shared-heads {heads} {heads // 2} --num-active-routed-heads 0 {heads // 4}"
-    for flags in (
+    for given in (
         "--head-selection all --routed-keys selected --attention-backend triton --window 8",
         f"--num-layers 2 --position cope none --routed-keys selected {some}",
     ):
-        problems = config_problems(parse_config([*REQUIRED, *flags.split()])[0], world_size=1)
+        problems = config_problems(parse_config([*REQUIRED, *given.split()])[0], world_size=1)
         assert not [problem for problem in problems if "--routed-keys" in problem]
 
 
@@ -302,3 +302,11 @@ def test_flags_beside_a_preset_win_wherever_they_stand_and_the_rest_follows_from
     assert (model.hidden_size, model.num_layers, model.num_attention_heads, model.head_dim) == (256, 13, 8, 32)
     assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_iters) == (1e-2, 1e-3, 4)
     assert config.run.train_iters == 100 and config.run.train_tokens == 100 * config.run.batch_tokens
+    assert parse_config(["--preset", "1M"])[0].optimizer.min_learning_rate == 1.5e-4
+
+
+def test_a_run_that_goes_on_keeps_its_model_beside_a_preset(monkeypatch):
+    began = parse_config("--preset 10M --hidden-size 256 --routing paper".split())[0]
+    monkeypatch.setattr(flags, "newest_model", lambda directory: (directory, began.model))
+    config = parse_config("--preset 10M --checkpoint-dir run".split())[0]
+    assert config.model == began.model and config.run.batch_tokens == began.run.batch_tokens == 65536

@@ -53,6 +53,6 @@ def preset(size, given):
     batch = choose("batch_tokens", 2 ** round(math.log2(16 * 1024 * scale**0.6)))
     iterations = values.get("train_iters") or choose("train_tokens", 20 * n) // max(1, batch, length)
     choose("warmup_iters", iterations // 25)
-    choose("min_learning_rate", choose("learning_rate", 1.5e-3) / 10)
+    choose("min_learning_rate", float(f"{choose('learning_rate', 1.5e-3) / 10:.6g}"))
     choose("base_width", 256)
     return {key: value for key, value in values.items() if key not in given}

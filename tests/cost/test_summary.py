@@ -9,7 +9,7 @@ import pytest
 from moh_lm import pretrain
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.summary import describe_heads
-from moh_lm.flags import parse_config
+from moh_lm.flags import changes, parse_config
 
 SCRIPT = """--num-layers 4 --hidden-size 64 --intermediate-size 96 --num-attention-heads 8 --num-shared-heads 4
     --num-active-routed-heads 2 --vocab-size 64 --seq-length 16 --batch-tokens 64 --train-tokens 100M --warmup-iters 4
@@ -34,19 +34,27 @@ def dry_run(data_dir, tmp_path, capsys, monkeypatch):
 
 
 def test_a_dry_run_is_a_page_that_begins_with_what_was_given_and_ends_with_warnings(dry_run, tmp_path):
-    code, page = dry_run(*PLAN, "--vocab-size", "64", "--data-mix", "even=1", "--warmup-iters", "50")
+    same = "--vocab-size 64 --precision bf16 --seed 1234 --warmup-init-lr 1.0e-7 --num-shared-heads 4 4 4 4"
+    code, page = dry_run(*PLAN, *same.split(), "--data-mix", "even=1", "--warmup-iters", "50")
     lines = page.splitlines()
     assert code == 0 and list(tmp_path.iterdir()) == []
     places = [line for line in lines if str(tmp_path.parent) not in line]  # a path is never cut
     assert max(map(len, places)) <= 80
     assert lines[0] == "given      after script.sh:"
     assert "  --train-iters 40, was --train-tokens 100M" in lines and "  --data-mix even=1, was even=1 odd=2" in lines
-    assert "--vocab-size 64, was" not in page and "--num-layers 4, was" not in page
+    listed = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert listed == ["--data-dir", "--data-mix", "--warmup-iters", "--train-iters", "--checkpoint-dir"]
     labels = [line.split()[0].strip(":") for line in lines if re.match(r"[a-zFLOP]+ |warning: ", line)]
     order = "given model parameters heads batch budget data layout memory cache FLOPs time warning".split()
     assert [label for label in labels if label in order] == order
     assert "heads      layers 0-3: 4 shared, 2 of 4 routed; 75.0% of the heads for a token;" in lines
     assert "  head_selection mixture, num_shared_heads layers 0-3: 4," in lines  # the resolved configuration
+
+
+def test_what_a_flag_replaces_beside_a_preset_is_the_value_of_the_preset():
+    lines = changes("--preset 1M --num-layers 8 --hidden-size 128 --train-iters 7 --window 256".split())
+    new = ["--num-layers 8, was 5", "--window 256, was not given", "--train-iters 7, was --train-tokens 20000000"]
+    assert lines[1:] == [f"  {text}" for text in ("--preset 1M", *new)]
 
 
 def test_the_time_and_its_cost_follow_from_flops_peak_and_price(dry_run):

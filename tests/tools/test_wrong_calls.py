@@ -35,6 +35,10 @@ FILES = {
     "unknown.yaml": "learning_rat: 1",
     "broken.yaml": "a: [1",
     "value.yaml": "num_layers: many",
+    "values.yaml": "num_layers: [2]",
+    "preset.yaml": "preset: 2M",
+    "text.yaml": "wandb: no",
+    "twice.yaml": "num_layers: 2\nnum_layers: 3",
     "run/config.json": json.dumps(Config().to_dict()),
     "bare/config.json": '{"model_type": "moh_llama"}',
     "hf/config.json": json.dumps(LLAMA),
@@ -55,14 +59,21 @@ CALLS = {
         --head-selection dense | --head-selection dense: choose one of all, mixture, static, gated
         --data-mix books | --data-mix books: write NAME=WEIGHT for each source, such as books=4.24
         --num-shared-heads 2 x | --num-shared-heads 2 x: write a whole number
-        --config nosuch.yaml | --config nosuch.yaml: cannot be read ([Errno 2] No such file or directory
+        --config nosuch.yaml | --config nosuch.yaml: cannot be read (No such file or directory); give
         --config list.yaml | --config list.yaml: write NAME: VALUE on each line, such as num_layers: 12
         --config unknown.yaml | --config unknown.yaml: learning_rat is unknown: did you mean
         --config broken.yaml | --config broken.yaml: cannot be read (while parsing a flow sequence in
         --config value.yaml | --num-layers many: write a whole number
+        --config values.yaml | --config values.yaml: num_layers: [2]: takes one value, num_layers: N
+        --config preset.yaml | --preset 2M: choose one of 1M, 3M
+        --config text.yaml | --config text.yaml: wandb: YAML reads yes, no, on and off as False; quote
+        --config twice.yaml | --config twice.yaml: cannot be read (num_layers is given twice)
+        --script s.sh --preset 1M | --preset 1M: s.sh has its sizes; use it with python -m moh_lm.pretrain
+        --exit-after 3h50 | --exit-after 3h50: write seconds, or days, hours, minutes and seconds such as
         --save-config x.yaml | --save-config x.yaml: goes with --dry-run
         --head-selection gated --routing paper_scaled | --head-selection gated: contradicts --routing
         ok --checkpoint-dir | --checkpoint-dir: needs a value
+        ok --train-tokens -5M | --train-tokens -5M: write a whole number, or one with a suffix such as
         ok --train-iters 0 | --train-iters 0: must be at least 1
         ok --num-layers 0 | --num-layers 0: must be 1 or above
         ok --num-attention-heads 3 | --num-attention-heads 3: does not divide --hidden-size 32
@@ -313,6 +324,13 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(command, line, words, place, d
     assert run(command, texts, monkeypatch) == 2
     _, error = capsys.readouterr()
     assert error.endswith("\n") and error.count("\n") == 1 and words in error, error
+
+
+def test_an_unknown_flag_is_named_beside_what_must_be_given(capsys, monkeypatch):
+    for command, missing in (("data_prep/tokenize.py", "--tokenizer and --output"), ("tools/plan.py", "--gpus")):
+        assert run(command, ["--nosuch"], monkeypatch) == 2
+        unknown, needed = capsys.readouterr().err.splitlines()
+        assert "flag --nosuch is unknown" in unknown and f"{missing}: must be given" in needed
 
 
 def run(command, texts, monkeypatch):
