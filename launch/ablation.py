@@ -6,7 +6,7 @@
 have the same initial weights where they have the same parameters, and the same samples in the same order, so that they
 can be compared in pairs. OUT/runs/NAME-SEED is the directory of a run (launch/work/runs.py).
 
-Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
+Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
 """
 
 import signal
@@ -101,7 +101,7 @@ VARIANTS = (
 
 
 def main(texts):
-    return run("ablation", parse_arguments, texts, work="launch.work.ablation")
+    return run("ablation", parse_arguments, texts, work="launch.work.ablation", interrupted="stopped; the same command goes on")
 
 
 def parse_arguments(texts):

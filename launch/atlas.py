@@ -5,7 +5,7 @@
 ``launch/atlas.sh`` calls it; docs/atlas.md has the protocol. FLAGS of moh_lm.pretrain win over its own. The directories
 OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs (launch/work/runs.py).
 
-Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
+Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
 """
 
 import signal
@@ -26,7 +26,7 @@ from tools.command import run
 
 
 def main(texts):
-    return run("atlas", parse_arguments, texts, work="launch.work.atlas")
+    return run("atlas", parse_arguments, texts, work="launch.work.atlas", interrupted="stopped; the same command goes on")
 
 
 def parse_arguments(texts):

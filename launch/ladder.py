@@ -8,7 +8,7 @@ trained once, with --schedule wsd, for the largest budget. The others branch off
 runs that were to end there. With --widths it trains one depth at several widths and learning rates, with and without
 --base-width. The directories below OUT are all that is remembered (launch/work/runs.py).
 
-Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
+Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
 """
 
 import signal
@@ -29,7 +29,7 @@ RATES = [3e-3 * 2**power for power in (-2, -1, 0, 1, 2)]  # for --widths
 
 
 def main(texts):
-    return run("ladder", parse_arguments, texts, work="launch.work.ladder")
+    return run("ladder", parse_arguments, texts, work="launch.work.ladder", interrupted="stopped; the same command goes on")
 
 
 def parse_arguments(texts):

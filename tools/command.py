@@ -14,8 +14,9 @@ from moh_lm.config import ConfigError
 OURS = ("moh_lm", "tools", "data_prep", "launch")
 
 
-def run(name, parse, texts, work=None, code=1, remark="", extra=None):
-    """The exit code of a command: what its work returns, or 0; 2 for what has to be mended; ``code`` if it failed.
+def run(name, parse, texts, work=None, code=1, remark="", extra=None, interrupted="interrupted"):
+    """The exit code of a command: what its work returns, or 0; 2 for what has to be mended; ``code`` if it failed;
+    130 after Ctrl-C, with the word ``interrupted``.
 
     name: of the command, which begins every line on standard error. parse: a function of ``texts``, the arguments.
     work: the module (default: tools.work.NAME) whose ``run`` is called with what ``parse`` returns. Its FAILURES are
@@ -37,6 +38,9 @@ def run(name, parse, texts, work=None, code=1, remark="", extra=None):
             raise
         print(f"{name}: the package {error.name} is not installed: pip install -e '.[{extra}]'", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{name}: {interrupted}", file=sys.stderr)
+        return 130
     except failures as error:
         print(f"{name}: {reason(error)}{remark}", file=sys.stderr)
         return code
