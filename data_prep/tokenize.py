@@ -27,12 +27,8 @@ COMMANDS = {
 
 def main(texts: list[str]) -> int:
     parse, work = COMMANDS.get(texts[0] if texts else "", (tokenize_flags, "data_prep.tokenization"))
-    try:
-        arguments = texts[parse is not tokenize_flags :]
-        return run("tokenize.py", parse, arguments, work, remark="; nothing was written")
-    except KeyboardInterrupt:
-        print("\ntokenize.py: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+    arguments, again = texts[parse is not tokenize_flags :], "stopped; the same command goes on from here"
+    return run("tokenize.py", parse, arguments, work, remark="; nothing was written", interrupted=again)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 have the same initial weights where they have the same parameters, and the same samples in the same order, so that they
 can be compared in pairs. OUT/runs/NAME-SEED is the directory of a run (launch/work/runs.py).
 
-Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
+Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
 """
 
 import signal
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from moh_lm.config import ConfigError
 from moh_lm.parser import Parser
 from moh_lm.quantities import at_least
-from tools.command import run
+from tools.command import GOES_ON, run
 
 FLAGS = "and the flags of python -m moh_lm.pretrain --help, which win over those of the table"  # the end of --help
 COMMON = (
@@ -101,7 +101,7 @@ VARIANTS = (
 
 
 def main(texts):
-    return run("ablation", parse_arguments, texts, work="launch.work.ablation")
+    return run("ablation", parse_arguments, texts, work="launch.work.ablation", interrupted=GOES_ON)
 
 
 def parse_arguments(texts):
@@ -116,8 +116,7 @@ def parse_arguments(texts):
     problems = parser.all_problems()
     if not problems and flags.num_attention_heads % 8:
         problems = [f"--num-attention-heads {flags.num_attention_heads}: must be a multiple of 8"]
-    if "--train-tokens" in flags.others:
-        problems.append("--train-tokens: give --train-iters, which tells complete runs from others")
+    problems += own_flags("ablation", flags.others, {"--train-tokens": "--train-iters"})
     if problems:
         raise ConfigError(problems)
     return flags
@@ -138,6 +137,15 @@ def add_flags(parser, variants=()):
             "samples (default: 1 2 3)")  # fmt: skip
     add("--jobs", type=at_least(1), metavar="N", default=1, help="runs at a time (default: 1)")
     add("--ranks", type=at_least(1), metavar="N", default=1, help="processes of each run, one per GPU (default: 1)")
+
+
+def own_flags(program, others, instead):
+    """Sentences for what is among ``others`` although the program sets it; {flag: what to give ``instead``}."""
+    given = {text.partition("=")[0] for text in others}
+    instead = {**instead, "--checkpoint-dir": "OUT"}
+    problems = [f"{flag}: the {program} sets it; give {instead[flag]}" for flag in sorted(given & instead.keys())]
+    save = "--save-config: there are many runs; config.json of each has its flags"
+    return problems + [save] * ("--save-config" in given)
 
 
 def whole_path(text):

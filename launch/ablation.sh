@@ -20,6 +20,7 @@
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
+from_here "${@:2}"
 begin ablation "${1:-}"
 
 if [[ " $* " == *" --data-dir"* ]]; then
@@ -40,4 +41,4 @@ fi
 
 step "Runs and report"
 one_thread_a_run
-run python -m launch.ablation "$out" --jobs "$jobs" "${data[@]}" "${@:2}"
+run python -m launch.ablation "$out" --jobs "$jobs" "${data[@]}" "${given[@]}"

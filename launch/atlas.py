@@ -5,7 +5,7 @@
 ``launch/atlas.sh`` calls it; docs/atlas.md has the protocol. FLAGS of moh_lm.pretrain win over its own. The directories
 OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs (launch/work/runs.py).
 
-Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
+Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
 """
 
 import signal
@@ -17,16 +17,16 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 import math
 
-from launch.ablation import FLAGS, add_flags
+from launch.ablation import FLAGS, add_flags, own_flags
 from launch.atlas_forms import SIZES, TUNING_SEED, VARIANTS
 from moh_lm.config import ConfigError
 from moh_lm.parser import Parser
 from moh_lm.quantities import above_0
-from tools.command import run
+from tools.command import GOES_ON, run
 
 
 def main(texts):
-    return run("atlas", parse_arguments, texts, work="launch.work.atlas")
+    return run("atlas", parse_arguments, texts, work="launch.work.atlas", interrupted=GOES_ON)
 
 
 def parse_arguments(texts):
@@ -47,9 +47,9 @@ def parse_arguments(texts):
     if TUNING_SEED in flags.seeds:
         judge = "tunes the learning rates, so it cannot judge them; choose others"
         problems.append(f"--seeds {TUNING_SEED}: {judge}")
-    given = {text.partition("=")[0] for text in flags.others}
-    for wrong in sorted(given & {"--train-iters", "--train-tokens", "--learning-rate", "--seed"}):
-        problems.append(f"{wrong}: the atlas sets it; give --tokens-per-parameter, --rates or --seeds")
+    instead = {"--learning-rate": "--rates", "--seed": "--seeds"}
+    instead |= dict.fromkeys(("--train-iters", "--train-tokens"), "--tokens-per-parameter")
+    problems += own_flags("atlas", flags.others, instead)
     if problems:
         raise ConfigError(problems)
     return flags

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-''':' # A no-op to bash. To Python it opens a docstring that ends above the last two lines.
+''':' # A no-op to bash. To Python it opens a docstring that ends above the last three lines.
 #
 # Stage 1 of MoH-LLaMA3-8B (Table D): LLaMA3-8B, dense, learns a larger vocabulary and new data; 300B tokens.
 # The start: python tools/import_hf.py --model HF_DIR --output runs/llama3-8b-stage1 --extend-vocab 160896 \
@@ -68,5 +68,6 @@ exec "$RANK_PYTHON" -u -m moh_lm.pretrain \
     "${MODEL[@]}" "${HEADS[@]}" "${PARALLEL[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" \
     "${TRAINING[@]}" "${RELIABILITY[@]}" --script "$0" "$@"
 '''
-import os, sys
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # ranks.py blocks it
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-''':' # A no-op to bash. To Python it opens a docstring that ends above the last two lines.
+''':' # A no-op to bash. To Python it opens a docstring that ends above the last three lines.
 #
 # Stage 2 of MoH-LLaMA3-8B (Table D): the model of stage 1 becomes a Mixture-of-Head model; 100B tokens.
 # The start: python tools/export_hf.py --checkpoint runs/llama3-8b-stage1 --output exports/llama3-8b-stage1, then
@@ -37,5 +37,6 @@ TRAINING=(
 exec bash "$(dirname -- "$0")/continue_llama3_8b_stage1.sh" \
     "${HEADS[@]}" "${PARALLEL[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" --script "$0" "$@"
 '''
-import os, sys
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # ranks.py blocks it
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

@@ -8,7 +8,7 @@ trained once, with --schedule wsd, for the largest budget. The others branch off
 runs that were to end there. With --widths it trains one depth at several widths and learning rates, with and without
 --base-width. The directories below OUT are all that is remembered (launch/work/runs.py).
 
-Exit codes: 0; 1 a run failed; 2 the arguments have to be mended.
+Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
 """
 
 import signal
@@ -18,18 +18,18 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.ablation import FLAGS, add_flags
+from launch.ablation import FLAGS, add_flags, own_flags
 from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES
 from moh_lm.parser import Parser
 from moh_lm.quantities import above_0, at_least
-from tools.command import run
+from tools.command import GOES_ON, run
 
 RATES = [3e-3 * 2**power for power in (-2, -1, 0, 1, 2)]  # for --widths
 
 
 def main(texts):
-    return run("ladder", parse_arguments, texts, work="launch.work.ladder")
+    return run("ladder", parse_arguments, texts, work="launch.work.ladder", interrupted=GOES_ON)
 
 
 def parse_arguments(texts):
@@ -47,12 +47,14 @@ def parse_arguments(texts):
     add("--report", action="store_true", help="write the report of what is complete, and end")
     flags, flags.others = parser.parse_known_args(texts)
     problems = parser.all_problems()
-    given = {text.partition("=")[0] for text in flags.others}
-    for wrong in sorted(given & {"--train-iters", "--train-tokens", "--schedule"}):
-        problems.append(f"{wrong}: the ladder sets it; give --tokens-per-parameter")
+    instead = dict.fromkeys(("--train-iters", "--train-tokens", "--schedule"), "--tokens-per-parameter")
+    problems += own_flags("ladder", flags.others, {**instead, "--preset": "--rungs or --widths"})
+    uneven = [width for width in flags.widths or () if isinstance(width, int) and width % 32]
+    problems += [f"--widths {width}: must be a multiple of 32" for width in uneven]
     if problems:
         raise ConfigError(problems)
-    flags.rungs.sort(key=SIZES.index)
+    flags.rungs = sorted({*flags.rungs}, key=SIZES.index)
+    flags.widths, flags.rates = list(dict.fromkeys(flags.widths or ())), list(dict.fromkeys(flags.rates))
     return flags
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-''':' # A no-op to bash. To Python it opens a docstring that ends above the last two lines.
+''':' # A no-op to bash. To Python it opens a docstring that ends above the last three lines.
 #
 # MoH-LLM-B of the paper: 882M parameters, 100B tokens.
 #
@@ -85,5 +85,6 @@ exec "$RANK_PYTHON" -u -m moh_lm.pretrain \
     "${MODEL[@]}" "${HEADS[@]}" "${PARALLEL[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" \
     "${TRAINING[@]}" "${RELIABILITY[@]}" --script "$0" "$@"
 '''
-import os, sys
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # ranks.py blocks it
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

@@ -18,6 +18,22 @@ begin() {
     cd -- "$root"
 }
 
+# from_here ARGUMENT...: the array `given`, in which --data-dir and --config name absolute paths; `begin` goes elsewhere.
+from_here() {
+    local flag='' name='--(data-dir|config)' text
+    given=()
+    for text in "$@"; do
+        if [[ $flag =~ ^$name$ && $text != /* ]]; then
+            given+=("$PWD/$text")
+        elif [[ $text =~ ^$name=[^/] ]]; then
+            given+=("${text%%=*}=$PWD/${text#*=}")
+        else
+            given+=("$text")
+        fi
+        flag=$text
+    done
+}
+
 # step TEXT: a heading, numbered; steps_total is the number of them.
 step() {
     steps_done=$((${steps_done:-0} + 1))
@@ -89,7 +105,8 @@ make_data() {
 # OUT, or on the --data-dir among FLAGS.
 compare_sizes() {
     local program=$1 kind sources=() data
-    shift
+    from_here "${@:2}"
+    set -- "${given[@]}"
     if [[ ${1:-} && $1 != -* ]]; then
         begin "$program" "$1"
         shift

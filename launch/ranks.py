@@ -3,13 +3,17 @@
     [HOSTFILE=hosts] [DEEPSPEED_LOG_LEVEL=info] python launch/ranks.py SCRIPT [FLAGS]
 
 So the last line is that of a rank, which says what is wrong. Said here is what it cannot say: that a signal ended it.
+Ctrl-C is for the ranks, which save: this program and the launcher, which would end them, wait for their exit code. The
+signal is blocked in both, and scripts unblock it. A launcher for several nodes has to get it, to pass it on.
 """
 
 import os
 import signal
 import sys
 
-from deepspeed.launcher import runner
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the launcher is imported: no traceback
+
+from deepspeed.launcher import runner  # noqa: E402
 
 
 def main(script, *flags):
@@ -17,6 +21,8 @@ def main(script, *flags):
     try:
         if hostfile and not os.path.isfile(hostfile):  # the launcher would go on with this machine only
             raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
+        if not hostfile and not os.path.isfile(runner.DLTS_HOSTFILE):
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         runner.main([*(["--hostfile", hostfile] if hostfile else []), "--log_level", level, script, *flags])
     except (RuntimeError, ValueError) as error:  # as for a line that is none, or a node that does not answer
         print(f"{script}: HOSTFILE {hostfile}: {error}", file=sys.stderr)
@@ -24,6 +30,9 @@ def main(script, *flags):
     except SystemExit as end:
         if 256 - (end.code or 0) in set(signal.Signals) - {signal.SIGPIPE}:  # -9 leaves as 247
             name = signal.Signals(256 - end.code).name
+            if name == "SIGINT":
+                print(f"{script}: interrupted before the training began", file=sys.stderr)
+                return 130
             print(f"{script}: {name} ended a rank (SIGKILL: perhaps memory ran out)", file=sys.stderr)
         return end.code
 

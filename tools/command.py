@@ -4,6 +4,7 @@ A command's own file reads the arguments, and imports nothing slow. ``run`` impo
 the arguments are right. So --help, and what is wrong, is there at once.
 """
 
+import contextlib
 import importlib
 import os
 import re
@@ -12,10 +13,12 @@ import sys
 from moh_lm.config import ConfigError
 
 OURS = ("moh_lm", "tools", "data_prep", "launch")
+GOES_ON = "stopped; the same command goes on"
 
 
-def run(name, parse, texts, work=None, code=1, remark="", extra=None):
-    """The exit code of a command: what its work returns, or 0; 2 for what has to be mended; ``code`` if it failed.
+def run(name, parse, texts, work=None, code=1, remark="", extra=None, interrupted="interrupted", unheard="goes on"):
+    """The exit code of a command: what its work returns, or 0; 2 for what has to be mended; ``code`` if it failed;
+    130 after Ctrl-C, with the word ``interrupted``. unheard: "goes on" or "ends", once nobody reads standard output.
 
     name: of the command, which begins every line on standard error. parse: a function of ``texts``, the arguments.
     work: the module (default: tools.work.NAME) whose ``run`` is called with what ``parse`` returns. Its FAILURES are
@@ -28,7 +31,10 @@ def run(name, parse, texts, work=None, code=1, remark="", extra=None):
         arguments = parse(texts)
         module = importlib.import_module(work or f"tools.work.{name}")
         failures = module.FAILURES
-        return module.run(arguments) or 0
+        with contextlib.redirect_stdout(Output(sys.stdout, unheard)):
+            result = module.run(arguments) or 0
+            sys.stdout.flush()
+        return result
     except ConfigError as error:
         print("\n".join(f"{name}: {problem}" for problem in error.problems), file=sys.stderr)
         return 2
@@ -37,9 +43,36 @@ def run(name, parse, texts, work=None, code=1, remark="", extra=None):
             raise
         print(f"{name}: the package {error.name} is not installed: pip install -e '.[{extra}]'", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{name}: {interrupted}", file=sys.stderr)
+        return 130
     except failures as error:
         print(f"{name}: {reason(error)}{remark}", file=sys.stderr)
         return code
+
+
+class Output:
+    """Standard output ``file`` whose reader may go, as of ``| head``: then nothing more is said."""
+
+    def __init__(self, file, unheard):
+        self.file, self.unheard = file, unheard
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, text):
+        return self.attempt(self.file.write, text)
+
+    def flush(self):
+        self.attempt(self.file.flush)
+
+    def attempt(self, action, *text):
+        try:
+            return action(*text)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            if self.unheard == "ends":
+                sys.exit(0)
 
 
 def device(text):

@@ -25,7 +25,7 @@ from tools.command import device, run
 
 
 def main(texts):
-    return run("generate", parse_arguments, texts)
+    return run("generate", parse_arguments, texts, unheard="ends")
 
 
 def parse_arguments(texts):

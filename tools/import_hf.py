@@ -28,11 +28,8 @@ from tools.command import run
 
 
 def main(texts):
-    try:
-        return run("import_hf", parse_arguments, texts, code=2, remark="; nothing is left")
-    except KeyboardInterrupt:
-        print("import_hf: stopped; nothing is left", file=sys.stderr)
-        return 130
+    left = "nothing is left"
+    return run("import_hf", parse_arguments, texts, code=2, remark=f"; {left}", interrupted=f"stopped; {left}")
 
 
 def parse_arguments(texts):

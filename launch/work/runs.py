@@ -16,6 +16,7 @@ from moh_lm.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
+STOPPED = 75  # asked to stop, and has saved
 
 
 class Run(NamedTuple):
@@ -65,19 +66,21 @@ def train_all(next_run, jobs, ranks=1):
             pid, status = os.wait()
             process, run = busy.pop(pid)
             process.returncode = codes[run.directory] = os.waitstatus_to_exitcode(status)
-            words = f"failed {run.name} (exit code {process.returncode})"
-            print(words if process.returncode else f"finished {run.name}", flush=True)
+            words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: the same command goes on"}
+            print(words.get(process.returncode, f"failed {run.name} (exit code {process.returncode})"), flush=True)
     finally:
         for process, _ in busy.values():  # this program was interrupted; a run saves before it ends
             process.terminate()
+        for process, _ in busy.values():
+            process.wait()
 
 
 def exit_code(codes):
-    """That of the table, from {directory: exit code}; failed runs are named."""
+    """That of the table, from {directory: exit code}: ``STOPPED`` if runs only stopped; failed runs are named."""
     for directory, code in codes.items():
-        if code:
+        if code not in (0, STOPPED):
             print(f"{directory} failed with exit code {code}: see {directory}.log", file=sys.stderr)
-    return 1 if any(codes.values()) else 0
+    return 1 if {*codes.values()} - {0, STOPPED} else max(codes.values(), default=0)
 
 
 def start(run, ranks):

@@ -16,7 +16,7 @@ LAW = (1.7, 6.0, 0.15, -0.05)  # E, a, alpha, s
 
 def make(out, *more):
     """(flags, {size: runs}, {directory: Config}) of a ladder of three small rungs."""
-    given = [str(out), "--data-dir", "data", "--rungs", "10M", "1M", "3M", "--num-layers", "1", *more]
+    given = [str(out), "--data-dir", "data", "--rungs", "10M", "1M", "3M", "1M", "--num-layers", "1", *more]
     flags = parse_arguments(given)
     rungs = ladder.rungs_of(flags, flags.others)
     return flags, rungs, {run.directory: parse_config(run.arguments)[0] for runs in rungs.values() for run in runs}

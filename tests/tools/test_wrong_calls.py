@@ -257,18 +257,22 @@ CALLS = {
         | OUT and --data-dir: must be given
         out --data-dir DATA --variants mo | --variants mo: choose one of dense, moh-75, moh-50
         out --data-dir DATA --num-attention-heads 12 | --num-attention-heads 12: must be a multiple of
-        out --data-dir DATA --train-tokens 1M | --train-tokens: give --train-iters, which tells
+        out --data-dir DATA --train-tokens 1M | --train-tokens: the ablation sets it; give --train-iters
+        out --data-dir DATA --checkpoint-dir x | --checkpoint-dir: the ablation sets it; give OUT
         out --data-dir DATA --train-iters 0 | --train-iters 0: must be 1 or above
         out --data-dir DATA --lr 3 | flag --lr is unknown: did you mean --learning-rate?
     """,
     "launch/atlas.py": """
         | OUT and --data-dir: must be given
         out --data-dir DATA --seeds 0 | --seeds 0: tunes the learning rates, so it cannot judge them
-        out --data-dir DATA --learning-rate 1 | --learning-rate: the atlas sets it
+        out --data-dir DATA --learning-rate 1 | --learning-rate: the atlas sets it; give --rates
     """,
     "launch/ladder.py": """
         | OUT and --data-dir: must be given
         out --data-dir DATA --train-iters 3 | --train-iters: the ladder sets it; give --tokens-per-parameter
+        out --data-dir DATA --preset 10M | --preset: the ladder sets it; give --rungs or --widths
+        out --data-dir DATA --dry-run --save-config x.yaml | --save-config: there are many runs
+        out --data-dir DATA --widths 64 100 | --widths 100: must be a multiple of 32
         out --data-dir DATA --rungs 2M | --rungs 2M: choose one of 1M, 3M
     """,
     "launch/ablation_report.py": """

@@ -9,6 +9,7 @@ other activations, windows of a Llama, other scalings of the rotary embedding, q
 """
 
 import json
+import shlex
 from dataclasses import fields
 
 from moh_lm.checks import model_problems
@@ -51,7 +52,7 @@ def read_config(directory):
 def refuse_run(flag, directory):
     """Raise ConfigError if ``directory`` is a run or a step of one, where a model in Hugging Face form is wanted."""
     if (directory / "checkpoints").is_dir() or (directory / "manifest.json").is_file():
-        export = f"python tools/export_hf.py --checkpoint {directory} --output DIR"
+        export = f"python tools/export_hf.py --checkpoint {shlex.quote(str(directory))} --output DIR"
         raise ConfigError([f"{flag} {directory}: is a run, not an export; export it first: {export}"])
 
 

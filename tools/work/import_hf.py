@@ -1,6 +1,7 @@
 """The work of tools/import_hf.py: which heads and tokenizer are wanted, and the plan of step 0."""
 
 import math
+import shlex
 import time
 from dataclasses import fields, replace
 from functools import partial
@@ -80,7 +81,7 @@ def run(arguments):
         step = write_step(arguments.output, whole, parts, facts, tokenizer, bar.update)
     print(f"imported {name} as {step}: {total:,} bytes of weights in {time.perf_counter() - started:.0f} s")
     print("to train it (the model's flags are taken from there; any that contradicts it is refused):")
-    flags = f"--checkpoint-dir {arguments.output} --data-dir DATA --seq-length {length}"
+    flags = f"--checkpoint-dir {shlex.quote(str(arguments.output))} --data-dir DATA --seq-length {length}"
     print(f"    python -m moh_lm.pretrain {flags} ...")
 
 

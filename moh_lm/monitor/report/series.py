@@ -5,6 +5,7 @@ Curves of many rows are joined into at most ``POINTS`` points, each the mean of 
 """
 
 import math
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -63,15 +64,16 @@ class RunRecord:
         words = ["python -m moh_lm.pretrain"]
         for (_, entry), value in zip(walk(Config()), self.config.to_dict().values(), strict=True):
             if value not in (entry.default, list(entry.default) if isinstance(entry.default, tuple) else None):
-                words.append(f"{flag(entry.name)} {written(value)}")
+                words.append(f"{flag(entry.name)} {written(value, shlex.quote)}")
         return " \\\n  ".join(words)
 
 
-def written(value):
-    """A value of the configuration as text."""
+def written(value, quote=str):
+    """A value of the configuration as text; ``quote``: for each word, such as shlex.quote."""
     if isinstance(value, list | tuple):
-        return " ".join("=".join(map(str, item)) if isinstance(item, list | tuple) else str(item) for item in value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        items = ["=".join(map(str, item)) if isinstance(item, list | tuple) else str(item) for item in value]
+        return " ".join(map(quote, items))
+    return str(value).lower() if isinstance(value, bool) else quote(str(value))
 
 
 def thinned(rows):
