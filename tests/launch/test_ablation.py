@@ -103,6 +103,8 @@ def test_runs_are_trained_once_and_a_failed_one_is_named(data_dir, tmp_path, pro
     assert capsys.readouterr().out.count("already there") == 2
     assert ablation.main([str(tmp_path), "--seeds", "2", *small, "--head-dim", "0"]) == 1
     assert "dense-2 failed" in capsys.readouterr().err
+    assert ablation.main([str(tmp_path), "--seeds", "3", *small, "--train-iters", "90000", "--exit-after", "1"]) == 75
+    assert "stopped dense-3" in capsys.readouterr().out
 
 
 def test_runs_of_other_flags_and_arguments_that_mislead_are_refused(data_dir, tmp_path, capsys):

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from json.decoder import JSONDecoder
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -28,11 +29,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK_PYTHON", "HOSTFILE"}
 
-# Stands for moh_lm.pretrain: leaves what it was given in a file of its rank, and exits with the code asked for.
+# Stands for moh_lm.pretrain: leaves what it was given in a file of its rank, and exits with the code asked for, or with
+# 75 after Ctrl-C.
 TRAINER = """
-import json, os, sys
+import json, os, signal, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
 call = {"arguments": sys.argv[1:], "process": os.getpid()}
 open(f"rank-{os.environ.get('RANK', 0)}.json", "w").write(json.dumps(call))
+if "--wait" in sys.argv:
+    signal.pause()
 sys.exit(int(sys.argv[sys.argv.index("--exit-code") + 1]) if "--exit-code" in sys.argv else 0)
 """
 
@@ -113,6 +118,24 @@ def test_bash_starts_deepspeed_on_the_script_itself_and_adds_no_line(trainer, pr
     code, output, _ = run(["bash", ROOT / SCRIPTS[1], *flags], trainer, **ready(programs))
     assert (code, output) == (2, "")
     assert call_of_rank(trainer, 0)["arguments"][-len(flags):] == flags
+
+
+def test_ctrl_c_is_for_the_ranks_and_their_exit_code_is_that_of_bash(trainer):
+    command = ["bash", ROOT / SCRIPTS[0], "--wait"]
+    with subprocess.Popen(
+        command, cwd=trainer, env=environment(), start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        try:
+            while process.poll() is None and not (trainer / "rank-0.json").exists():
+                time.sleep(0.1)
+            time.sleep(0.5)  # until it waits
+            os.killpg(process.pid, signal.SIGINT)
+            output, _ = process.communicate(timeout=25)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert (process.returncode, output) == (75, "")
 
 
 def test_bash_starts_a_rank_for_each_slot_of_the_hostfile_and_says_that_a_signal_ended_one(trainer, programs):

@@ -1,6 +1,7 @@
 """The page of a run: what it says of a run that was resumed, that skipped steps and that was killed."""
 
 import json
+import shlex
 import shutil
 import xml.etree.ElementTree as xml
 from types import SimpleNamespace
@@ -73,7 +74,7 @@ def test_an_end_that_a_resume_undid_is_no_end(runs, tmp_path):
 
 
 def test_its_command_leads_to_the_same_configuration(runs):
-    words = RunRecord(runs.first).command().replace("\\\n", "").split()
+    words = shlex.split(RunRecord(runs.first).command().replace("\\\n", ""))
     assert words[:3] == ["python", "-m", "moh_lm.pretrain"]
     assert parse_config(words[3:])[0].to_dict() == RunRecord(runs.first).config.to_dict()
 
