@@ -11,6 +11,7 @@ import pytest
 
 from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
+from moh_lm.monitor.report import page, pictures
 from moh_lm.monitor.report.series import POINTS, RunRecord
 from tools import run_report
 
@@ -99,6 +100,13 @@ def test_runs_are_compared_by_what_differs(runs, tmp_path):
     text = (tmp_path / "new" / "both.html").read_text()
     assert "<td>learning_rate</td><td>0.001</td><td>0.002</td>" in text
     assert "<td>hidden_size</td>" not in text
+
+
+def test_of_many_layers_a_few_are_named():
+    of_layers = {layer: (np.arange(3), np.full(3, layer)) for layer in range(24)}
+    (axis,) = pictures.lines(page.layer_lines(of_layers), "load").axes
+    named = [line.get_label() for line in axis.lines if not line.get_label().startswith("_")]
+    assert len(axis.lines) == 24 and len(named) == 8 and {named[0], named[-1]} == {"layer 0", "layer 23"}
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path, capsys):

@@ -37,8 +37,8 @@ def lines(series, label, marks=(), logarithmic=False, floor=None):
         axis = figure.subplots()
         last = max((steps[-1] for steps, values, _ in series.values() if len(values)), default=1)
         for index, (name, (steps, values, style)) in enumerate(series.items()):
-            style = {"color": COLOURS[index % len(COLOURS)], **({"marker": "o"} if len(values) == 1 else {}), **style}
-            axis.plot(steps, values, label=name, clip_on=len(values) > FEW, **style)
+            usual = {"label": name, "color": COLOURS[index % len(COLOURS)], "marker": "o" if len(values) == 1 else None}
+            axis.plot(steps, values, clip_on=len(values) > FEW, **usual | style)
         mark(axis, marks)
         late = [values[steps > last / 20] if len(values) > FEW else values for steps, values, _ in series.values()]
         late = np.concatenate([values for values in late if len(values)] or [np.ones(1)])
