@@ -173,7 +173,7 @@ def serve(command, directory):
             while not figures:  # it reads them after it has started
                 time.sleep(0.5)
                 figures = json.load(local.open(f"{found[0]}data/plugin/scalars/tags"))
-            assert "train/loss" in next(iter(figures.values()))
+            assert "loss/train" in next(iter(figures.values()))
         finally:
             process.terminate()
 

@@ -47,8 +47,8 @@ class Boards:
             self.guarded(self.wandb.log, values, step=step)
 
     def picture(self, tag, picture, step):
-        """picture: uint8 [height, width]."""
-        self.draw("add_image", tag, picture, step, dataformats="HW")
+        """picture: uint8 [height, width, 3]."""
+        self.draw("add_image", tag, picture, step, dataformats="HWC")
 
     def alarm(self, text, step):
         self.draw("add_text", "alarms", text, step)

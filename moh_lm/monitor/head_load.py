@@ -72,14 +72,3 @@ def head_figures(layers, sums, names, sequences, seq_length, high, tensor_parall
 def entropy(counts):
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum() / np.log(len(counts))) if len(counts) > 1 else 1.0
-
-
-def head_map(layers, loads, num_layers, num_heads, pixels=12):
-    """A picture of the loads, uint8 [layers, heads] in squares of ``pixels``: from black, never, to white, always.
-
-    loads: [[E] of each of ``layers``]; shared heads are white.
-    """
-    picture = np.ones((num_layers, num_heads))
-    for layer, load in zip(layers, loads, strict=True):
-        picture[layer.index, layer.num_shared :] = load
-    return np.kron((picture * 255).round().astype(np.uint8), np.ones((pixels, pixels), dtype=np.uint8))

@@ -1,7 +1,7 @@
 """What a run says about itself: config.json, a console line per interval, metrics.jsonl, TensorBoard, Weights & Biases.
 
 Rank 0 writes; a resumed run first drops what it wrote after its checkpoint. docs/monitoring.md has every figure with
-its formula.
+its formula. TensorBoard shows tags by the alphabet: their names put the loss first.
 """
 
 import math
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moh_lm.data.files import write_json
 from moh_lm.monitor.boards import Boards
-from moh_lm.monitor.head_load import head_map
+from moh_lm.monitor.head_map import head_map
 from moh_lm.monitor.journal import Rows
 from moh_lm.monitor.row import bits_per_byte, finite, keep_rows
 from moh_lm.quantities import time_left, wrapped
@@ -44,15 +44,15 @@ class RunLog:
         step = row["step"]
         self.write(row)
         runtime = row["runtime"]
-        scalars = {f"train/{key}": row[key] for key in ("loss", "load_balance_loss", "learning_rate", "grad_norm")}
-        scalars |= {f"train_loss/{name}": loss for name, loss in row["source_loss"].items()}
-        scalars |= {f"train_bits_per_byte/{name}": bits for name, bits in row["source_bits_per_byte"].items()}
+        scalars = {"loss/train": row["loss"], "loss/load_balance": row["load_balance_loss"]}
+        scalars |= {f"optimization/{key}": row[key] for key in ("learning_rate", "grad_norm", "skipped_steps")}
+        scalars |= {f"loss_train/{name}": loss for name, loss in row["source_loss"].items()}
+        scalars |= {f"loss_train_bits_per_byte/{name}": bits for name, bits in row["source_bits_per_byte"].items()}
         scalars["runtime/tokens_per_second"] = row["tokens_per_second"]
         scalars |= {f"runtime/mfu_{kind}": share for kind, share in runtime["mfu"].items()}
         scalars |= {f"runtime/seconds_{part}": seconds for part, seconds in runtime["seconds"].items()}
         scalars["runtime/seconds_data_slowest"] = runtime["slowest_data"]["seconds"]
         scalars["runtime/memory_gib"] = runtime["memory"]["gib"]
-        scalars["train/skipped_steps"] = row["skipped_steps"]
         self.boards.scalars(scalars | head_scalars(self.model, figures), step)
         self.head_maps(figures, step)
         print("\n".join(self.lines(row)), flush=True)
@@ -61,8 +61,8 @@ class RunLog:
         """A picture of all layers and heads for the whole mix, and for each source."""
         if figures:
             columns = self.model.num_attention_heads // self.model.heads_per_expert
-            sources = {f"head_load_of_source/{name}": loads for name, loads in figures["source_load"].items()}
-            for tag, loads in {"head_load/all": figures["load"], **sources}.items():
+            sources = {f"routed_heads_load_of_source/{name}": loads for name, loads in figures["source_load"].items()}
+            for tag, loads in {"routed_heads_load/all": figures["load"], **sources}.items():
                 picture = head_map(self.model.routed_layers(), loads, self.model.num_layers, columns)
                 self.boards.picture(tag, picture, step)
 
@@ -92,10 +92,10 @@ class RunLog:
         bits = bits_per_byte(losses, bytes_per_token)
         row = {"step": step, "evaluation": losses, "evaluation_mean": mean, "perplexity": perplexity}
         self.write(row | {"evaluation_bits_per_byte": bits})
-        scalars = {f"validation_loss/{name}": loss for name, loss in losses.items()}
-        scalars |= {f"validation_perplexity/{name}": value for name, value in perplexity.items()}
-        scalars |= {f"validation_bits_per_byte/{name}": value for name, value in bits.items()}
-        self.boards.scalars(scalars | {"validation/mean_of_sources": mean}, step)
+        scalars = {f"loss_validation/{name}": loss for name, loss in losses.items()}
+        scalars |= {f"loss_validation_perplexity/{name}": value for name, value in perplexity.items()}
+        scalars |= {f"loss_validation_bits_per_byte/{name}": value for name, value in bits.items()}
+        self.boards.scalars(scalars | {"loss/validation": mean}, step)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         print(wrapped(f"validation loss after {step} steps: {shown}", 2), flush=True)
 
@@ -118,7 +118,7 @@ def head_scalars(model, figures):
     """{TensorBoard's tag: value} of ``head_figures``: the load of each routed head, and what sums it up, by layer."""
     found = {}
     for place, layer in enumerate(model.routed_layers() if figures else ()):
-        tag = f"heads/layer_{layer.index:02d}"
+        tag = f"routed_heads/layer_{layer.index:02d}"
         for index, load in enumerate(figures["load"][place]):
             found[f"{tag}/load_{layer.unit}_{layer.num_shared + index:02d}"] = load
         for key in SHOWN_HEADS:

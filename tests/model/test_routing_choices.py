@@ -17,10 +17,11 @@ from moh_lm.data.files import read_json
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
 from moh_lm.monitor.alarms import Alarms
-from moh_lm.monitor.head_load import head_figures, head_map
+from moh_lm.monitor.head_load import head_figures
+from moh_lm.monitor.head_map import head_map
 from tests.distributed import run_ranks
 from tests.monitor.test_alarms import interval
-from tests.monitor.test_monitoring import ROUNDING, events_of
+from tests.monitor.test_monitoring import ROUNDING, cells, events_of
 from tests.tools.test_export import PAPER, write_checkpoint
 from tests.training.test_layouts import distance, state
 from tests.training.test_training import arguments, parameters, rows, run
@@ -200,12 +201,12 @@ def test_active_heads_and_loads_are_those_of_the_selections_and_the_mfu_counts_t
         assert row["heads"]["load"][layer] == pytest.approx(selected.mean(0).tolist(), rel=1e-4)
         shown = {"active_heads": active[layer], "load_group_02": selected[:, 0].mean().item()}
         for name, value in shown.items():
-            (scalar,) = board.Scalars(f"heads/layer_{layer:02d}/{name}")
+            (scalar,) = board.Scalars(f"routed_heads/layer_{layer:02d}/{name}")
             assert scalar.value == pytest.approx(value, rel=1e-5)
         last_step = selected[128:].mean(0).tolist()  # which --load-balance-scope global_batch goes by
         assert read_json(find_step(tmp_path) / "state.json")["router_shares"][layer] == pytest.approx(last_step)
-    (image,) = board.Images("head_load/all")
-    assert (image.height, image.width) == (2 * 12, 8 * 12)
+    (image,) = board.Images("routed_heads_load/all")
+    assert (image.height, image.width) == head_map((), (), 2, 8).shape[:2]
     model = parse_config(flags)[0].model
     per_head = flops_per_token(model, 16, {0: 1, 1: 0})["active"] - flops_per_token(model, 16, {0: 0, 1: 0})["active"]
     flops = flops_per_token(model, 16)["dense"] - per_head * sum(16 - heads for heads in active.values())
@@ -243,7 +244,8 @@ def test_alarms_and_maps_speak_of_groups():
     assert facts["groups"] == [1]
     ((text, _),) = alarms.check(interval(), {"load": [[0.3, 0.4, 0.3]], "balance_loss": [0.3], "gate_mean": [1.0]})
     assert text == "alarm over: routing collapse in layer 0: group 1"
-    assert head_map(model.routed_layers(), figures["load"], 1, 4, pixels=1).tolist() == [[255, 0, 128, 128]]
+    picture = head_map(model.routed_layers(), figures["load"], 1, 4)
+    assert [colour.tolist() for colour in cells(picture, 1, 4)[0]] == [[204] * 3, [0, 34, 78], *[[125, 124, 120]] * 2]
 
 
 # --- What a model is said to be, and its files ---

@@ -21,7 +21,8 @@ from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
-from moh_lm.monitor.head_load import head_figures, head_map
+from moh_lm.monitor.head_load import head_figures
+from moh_lm.monitor.head_map import CELL, LEFT, TOP, colours, head_map
 from moh_lm.monitor.row import rounded
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
@@ -129,7 +130,7 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
             assert got.keys() == expected.keys()
             for key, value in expected.items():
                 assert got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (last, layer, key)
-            tag = f"heads/layer_{layer:02d}"
+            tag = f"routed_heads/layer_{layer:02d}"
             shown = {f"{tag}/load_head_{head:02d}": load for head, load in enumerate(expected["load"], 4)}
             shown |= {f"{tag}/{key}": expected[key] for key in expected if not key.startswith(("load", "even", "odd"))}
             for name, value in shown.items():
@@ -152,9 +153,26 @@ def test_a_head_that_is_never_selected_and_one_that_always_is():
 
 def test_a_head_map_has_a_square_for_every_head():
     model = ModelConfig(num_layers=3, num_attention_heads=4)  # 2 shared heads, 1 of 2 routed ones
-    picture = head_map(model.routed_layers(), [[0.0, 1.0], [0.2, 0.8], [0.5, 0.5]], 3, 4, pixels=2)
-    assert picture[::2, ::2].tolist() == [[255, 255, 0, 255], [255, 255, 51, 204], [255, 255, 128, 128]]
-    assert picture.shape == (6, 8) and (picture[1::2, 1::2] == picture[::2, ::2]).all()
+    loads = [[0.0, 1.0], [0.25, 0.75], [0.5, 0.5]]
+    picture = cells(head_map(model.routed_layers(), loads, 3, 4), 3, 4)
+    assert np.abs(picture[:, 2:] / 255 - cividis(loads)).max() < 0.005
+    assert (picture[:, :2] == 204).all()  # shared heads
+
+
+def test_the_colours_of_a_head_map_are_those_of_the_page_of_a_run():
+    picture = head_map(ModelConfig(num_layers=1).routed_layers(), [np.linspace(0, 1, 6)], 1, 12)
+    bar = picture[-18, 120:220]
+    assert np.abs(bar / 255 - cividis(np.linspace(0, 1, 100))).max() < 0.1
+
+
+def cividis(shares):
+    return pytest.importorskip("matplotlib").colormaps["cividis"](np.array(shares))[..., :3]
+
+
+def cells(picture, layers, heads):
+    """The colour in the middle of each square."""
+    rows = slice(TOP + CELL // 2, TOP + layers * CELL, CELL)
+    return picture[rows, LEFT + CELL // 2 : LEFT + heads * CELL : CELL]
 
 
 # --- The other figures ---
@@ -204,7 +222,7 @@ def test_bits_per_byte_are_the_loss_over_ln_2_and_the_bytes_per_token(two_ranks)
         assert bits == pytest.approx({name: losses[name] / math.log(2) / bytes_per_token[name] for name in NAMES})
         kind = "train" if "loss" in row else "validation"
         for name in NAMES:
-            shown = {scalar.step: scalar.value for scalar in board.Scalars(f"{kind}_bits_per_byte/{name}")}
+            shown = {scalar.step: scalar.value for scalar in board.Scalars(f"loss_{kind}_bits_per_byte/{name}")}
             assert shown[row["step"]] == pytest.approx(bits[name], rel=1e-6)
 
 
@@ -243,19 +261,15 @@ def test_the_parts_of_a_step_make_up_its_time_and_memory_is_that_of_a_rank(two_r
 def test_head_maps_of_all_and_of_each_source_are_in_tensorboard(two_ranks):
     _, rows, board = two_ranks
     heads = {row["step"]: row["heads"] for row in rows if "loss" in row}
-    loads = {"head_load/all": "load", "head_load_of_source/even": "even", "head_load_of_source/odd": "odd"}
+    loads = {"load/all": "load", "load_of_source/even": "even", "load_of_source/odd": "odd"}
     for tag, name in loads.items():
+        tag = f"routed_heads_{tag}"
         for image in board.Images(tag):
             expected = heads[image.step].get(name) or heads[image.step]["source_load"][name]
-            picture = pixels(image.encoded_image_string)
-            assert picture.shape[:2] == (2 * 12, 8 * 12)
-            assert np.abs(picture[6::12, 54::12] / 255 - np.array(expected)).max() < 0.003
-            assert (picture[:, :48] == 255).all()
+            picture = cells(np.asarray(Image.open(io.BytesIO(image.encoded_image_string))), 2, 8)
+            assert (picture[:, 4:] == colours(np.array(expected))).all()
+            assert (picture[:, :4] == 204).all()
         assert [image.step for image in board.Images(tag)] == [2, 4]
-
-
-def pixels(encoded):
-    return np.asarray(Image.open(io.BytesIO(encoded)).convert("L"))
 
 
 def test_the_console_has_one_line_per_interval_of_80_columns_at_most(data_dir, tmp_path):

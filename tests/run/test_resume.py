@@ -85,10 +85,10 @@ def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_
     checkpoints, journal = tmp_path / "checkpoints", Journal(tmp_path, writes=True)
     boards = Boards(tmp_path, 0)
     (tmp_path / "config.json").write_text(json.dumps(Config().to_dict()))
-    boards.scalars({"validation_loss/a": 3.0}, 0)
+    boards.scalars({"loss_validation/a": 3.0}, 0)
     boards.tensorboard.flush()
     assert trace_of_checkpoints(checkpoints, journal) is None  # killed before its first line
-    boards.scalars({"train/loss": 2.0}, 5)
+    boards.scalars({"loss/train": 2.0}, 5)
     boards.close()
     (tmp_path / "metrics.jsonl").touch()
     assert trace_of_checkpoints(checkpoints, journal) is None  # killed as it started again

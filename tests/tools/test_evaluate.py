@@ -382,7 +382,7 @@ def test_a_run_logs_the_tasks_at_every_evaluation_once(trained):
     assert logged == pytest.approx({step: row["piqa"]["acc_norm"] for step, row in task_rows(trained).items()})
     last = next(row for row in reversed(rows(trained)) if "evaluation" in row)
     assert last["perplexity"] == {name: pytest.approx(np.exp(loss)) for name, loss in last["evaluation"].items()}
-    assert {event.step for event in events.Scalars("validation_perplexity/even")} == {0, 1, 2}
+    assert {event.step for event in events.Scalars("loss_validation_perplexity/even")} == {0, 1, 2}
 
 
 def test_the_scores_of_a_run_are_those_of_the_harness_on_its_export(programs, trained, data, tmp_path):

@@ -98,11 +98,14 @@ def test_tensorboard_holds_the_same_figures_and_the_head_load(straight):
     events = EventAccumulator(str(straight / "tensorboard"))
     events.Reload()
     by_step = {row["step"]: row for row in rows(straight) if "loss" in row}
-    for key in ("loss", "load_balance_loss", "learning_rate", "grad_norm"):
-        got = {scalar.step: scalar.value for scalar in events.Scalars(f"train/{key}")}
+    tags = {"loss": "loss/train", "load_balance_loss": "loss/load_balance"}
+    tags |= {key: f"optimization/{key}" for key in ("learning_rate", "grad_norm", "skipped_steps")}
+    for key, tag in tags.items():
+        got = {scalar.step: scalar.value for scalar in events.Scalars(tag)}
         assert got == pytest.approx({step: row[key] for step, row in by_step.items()}, rel=1e-6)
     for layer in range(2):
-        loads = [events.Scalars(f"heads/layer_{layer:02d}/load_head_{head:02d}")[0].value for head in range(4, 8)]
+        tag = f"routed_heads/layer_{layer:02d}/load_head"
+        loads = [events.Scalars(f"{tag}_{head:02d}")[0].value for head in range(4, 8)]
         assert sum(loads) == pytest.approx(2, rel=1e-6)  # K of the routed heads for every token
 
 
