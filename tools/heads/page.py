@@ -57,10 +57,9 @@ def percent(value):
     return "" if value is None else number(100 * value, 1)
 
 
-def numbered(values, form, factor, digits):
+def numbered(values, factor, digits):
     """Rows of a table, each with its number first, of ``values`` [rows, columns]."""
-    write = percent if form == "percent" else lambda value: number(value and factor * value, digits)
-    return [[index, *map(write, row)] for index, row in enumerate(values)]
+    return [[index, *(number(value and factor * value, digits) for value in row)] for index, row in enumerate(values)]
 
 
 def image(content):
@@ -98,7 +97,8 @@ def summary(report):
 
 
 def routed_rows(report):
-    layers, loads, similarity = report["panel_layers"], report["load"], report["similarity"]
+    kinds, loads, similarity = report["kind"], report["load"], report["similarity"]
+    layers = [layer for layer, of in enumerate(kinds) if "routed" in of]
     return {
         "load_rows": [[layer, name, *map(percent, load[layer])] for layer in layers for name, load in loads.items()],
         "similarity_rows": [[a, *(number(similarity[a][b]) for b in similarity)] for a in similarity],

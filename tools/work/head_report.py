@@ -26,7 +26,6 @@ except ModuleNotFoundError:
 FAILURES = (ShardError, RuntimeError, OSError)
 LONGEST_WINDOW = 1024  # tokens, unless --seq-length says otherwise
 ABLATION_TOKENS = 2048  # of a model without routers, unless --ablation-tokens says otherwise
-PANELS = 4  # layers whose loads are shown by domain
 
 
 def run(arguments):
@@ -96,9 +95,6 @@ def compare_domains(arguments, measures, domains, routed):
     """What the report says of routed heads over the domains."""
     bits = findings.specialisation(measures["load"], routed)
     found = {"similarity": findings.similarities(measures, routed), "specialisation": bits}
-    layers = np.flatnonzero(routed.any(1))
-    picked = np.unique(np.linspace(0, len(layers) - 1, PANELS).round().astype(int))
-    found["panel_layers"] = layers[picked].tolist()
     sizes = sum(sum(map(len, domain.windows)) for domain in domains)
     found["specialisation_chance"] = (len(domains) - 1) / (2 * sizes * math.log(2))
     seen = routed & used_heads(measures)
@@ -131,25 +127,29 @@ def describe(kinds):
 def draw_pictures(report, used):
     kinds, layers = report["kind"], range(len(report["kind"]))
     pictures = {"classes": class_map(report["class"], list(CLASSES), kinds)}
-    pictures["redundancy"] = head_map(report["nearest_cka"], layers, "highest CKA", 0, 1, kinds)
+    alike = report["nearest_cka"]
+    pictures["redundancy"] = head_map(alike, layers, "highest CKA", 0, highest(alike), kinds)
     if report["routed"]:
-        loads = [np.where(routed_mask(kinds), 100 * load, np.nan) for load in report["load"].values()]
-        panels = [(f"layer {layer}", np.stack([load[layer] for load in loads])) for layer in report["panel_layers"]]
-        pictures["load_layers"] = head_panels(panels, list(report["load"]), "load in percent", 0, 100)
-        for index, (name, load_of_domain) in enumerate(zip(report["load"], loads, strict=True)):
-            name = picture_of("load", index, name)
-            pictures[name] = head_map(load_of_domain, layers, "load in percent", 0, 100, kinds)
+        routed = routed_mask(kinds)
+        loads = np.stack([np.where(routed, 100 * load, np.nan) for load in report["load"].values()])
+        panels = [(f"layer {layer}", loads[:, layer]) for layer in np.flatnonzero(routed.any(1))]
+        pictures["load"] = head_panels(panels, list(report["load"]), "load in percent", 0, highest(loads))
         bits = 1000 * report["specialisation"]
-        pictures["specialisation"] = head_map(bits, layers, "millibits", 0, max(1e-3, np.nanmax(bits)), kinds)
+        pictures["specialisation"] = head_map(bits, layers, "millibits", 0, highest(bits), kinds)
     for index, (name, rises) in enumerate(report.get("ablation", {"rise": {}})["rise"].items()):
         shown = np.where(used, 1000 * rises, np.nan)
-        low, high = min(0, np.nanmin(shown)), max(1e-3, np.nanmax(shown))
         name = picture_of("importance", index, name)
-        pictures[name] = head_map(shown, layers, "0.001 nats per token", low, high, kinds)
+        low = min(0, np.nanmin(shown))
+        pictures[name] = head_map(shown, layers, "0.001 nats per token", low, highest(shown), kinds)
     if "ablation" in report:
         kept, losses = report["ablation"]["pruning"].values()
         pictures["pruning"] = curves(100 * np.array(kept), losses, "heads kept in percent", "loss in nats per token")
     return pictures
+
+
+def highest(values):
+    """The end of a scale, above 0 although all values may be 0, or NaN."""
+    return max(1e-3, np.nanmax(values, initial=0))
 
 
 def plain(value):
