@@ -54,7 +54,7 @@ class Variant:
             used = spread((self.shared + self.active) * heads / 8, layers)
             active = [both - always for both, always in zip(used, shared, strict=True)]
             budget = ["--num-shared-heads", *numbers(shared), "--num-active-routed-heads", *numbers(active)]
-        return ["--num-attention-heads", str(heads), *budget, *self.flags.format(groups=heads // 2).split()]
+        return ["--num-attention-heads", str(heads), *budget, *self.flags.format(half=heads // 2).split()]
 
 
 def spread(mean, layers):
@@ -84,9 +84,9 @@ VARIANTS = (
     Variant("moh-50-shared-3", 3, 1),
     Variant("moh-25", 1, 1),
     Variant("moh-top-p", 2, 4, "--routing-top-p 0.6"),
-    Variant("gqa-dense", None, 0, "--num-key-value-heads {groups}"),
-    Variant("gqa-50", 2, 2, "--num-key-value-heads {groups}"),
-    Variant("gqa-50-groups", 2, 2, "--num-key-value-heads {groups} --routing-unit key_value_group"),
+    Variant("gqa-dense", None, 0, "--num-key-value-heads {half}"),
+    Variant("gqa-50", 2, 2, "--num-key-value-heads {half}"),
+    Variant("gqa-50-groups", 2, 2, "--num-key-value-heads {half} --routing-unit key_value_group"),
     # Table 6: shared heads, then the second stage
     Variant("moh-75-shared-0", 0, 6, table="table6"),
     Variant("moh-75-one-stage", 4, 2, "--two-stage false", table="table6"),

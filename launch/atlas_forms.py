@@ -27,11 +27,11 @@ class Size(NamedTuple):
 
 SIZES = (
     Size("s", 8, 4e-3,
-         "--num-layers 3 --hidden-size 96 --intermediate-size 256 --batch-tokens 2K --micro-batch-size 8"),
+         "--num-layers 3 --hidden-size 96 --head-dim 12 --intermediate-size 256 --batch-tokens 2K --micro-batch-size 8"),
     Size("m", 16, 2.4e-3,
-         "--num-layers 4 --hidden-size 160 --intermediate-size 384 --batch-tokens 4K --micro-batch-size 16"),
+         "--num-layers 4 --hidden-size 160 --head-dim 10 --intermediate-size 384 --batch-tokens 4K --micro-batch-size 16"),
     Size("l", 32, 1.5e-3,
-         "--num-layers 4 --hidden-size 256 --intermediate-size 688 --batch-tokens 8K --micro-batch-size 16"),
+         "--num-layers 4 --hidden-size 256 --head-dim 8 --intermediate-size 688 --batch-tokens 8K --micro-batch-size 16"),
 )  # fmt: skip
 
 
@@ -60,6 +60,7 @@ VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("paper-50", 2, 2),
     Form("paper_scaled-50", 2, 2, SCALED),
     Form("gated", None, 0, GATED),
+    Form("gated-50", None, 0, f"{GATED} --num-attention-heads {{half}}"),  # a model that has half of the heads
     Form("sigmoid-50", 2, 2, SIGMOID),
     Form("released-50", 2, 2, RELEASED),
     Form("dense-half", None, tokens=0.5),
@@ -76,5 +77,6 @@ VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("released-25", 1, 1, RELEASED, tier=2),
     Form("bias-50", 2, 2, f"{SIGMOID} {BIAS}", tier=2),
     Form("bias_scaled-50", 2, 2, f"{SCALED} {BIAS}", tier=2),
+    Form("own_keys-50", 2, 2, f"{SIGMOID} --routed-keys selected", tier=2),
     Form("relu-50", 2, 2, RELU, tier=3),
 )
