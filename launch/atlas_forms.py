@@ -26,12 +26,12 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size("s", 8, 4e-3,
-         "--num-layers 3 --hidden-size 96 --head-dim 12 --intermediate-size 256 --batch-tokens 2K --micro-batch-size 8"),
-    Size("m", 16, 2.4e-3,
-         "--num-layers 4 --hidden-size 160 --head-dim 10 --intermediate-size 384 --batch-tokens 4K --micro-batch-size 16"),
-    Size("l", 32, 1.5e-3,
-         "--num-layers 4 --hidden-size 256 --head-dim 8 --intermediate-size 688 --batch-tokens 8K --micro-batch-size 16"),
+    Size("s", 8, 4e-3, "--num-layers 3 --hidden-size 96 --head-dim 12 --intermediate-size 256 "
+         "--batch-tokens 2K --micro-batch-size 8"),
+    Size("m", 16, 2.4e-3, "--num-layers 4 --hidden-size 160 --head-dim 10 --intermediate-size 384 "
+         "--batch-tokens 4K --micro-batch-size 16"),
+    Size("l", 32, 1.5e-3, "--num-layers 4 --hidden-size 256 --head-dim 8 --intermediate-size 688 "
+         "--batch-tokens 8K --micro-batch-size 16"),
 )  # fmt: skip
 
 
