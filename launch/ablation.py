@@ -136,6 +136,7 @@ def add_flags(parser, variants=()):
         add("--seeds", type=at_least(0), metavar="N", nargs="+", default=[1, 2, 3], help="of weights and order of "
             "samples (default: 1 2 3)")  # fmt: skip
     add("--jobs", type=at_least(1), metavar="N", default=1, help="runs at a time (default: 1)")
+    add("--report", action="store_true", help="write the report of what is complete, and end")
     add("--ranks", type=at_least(1), metavar="N", default=1, help="processes of each run, one per GPU (default: 1)")
 
 

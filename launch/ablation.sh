@@ -10,8 +10,8 @@
 # OUT (default: runs/ablation) receives the runs, REPORT.md and curves.png. A repetition goes on where the one before
 # ended. FLAGS are those of python -m launch.ablation --help, and any of moh_lm.pretrain, which win. The model has 1.3M
 # parameters; without --data-dir the text is that of the quickstart. While it works, the report of what is complete:
-# python launch/ablation_report.py OUT. Each run keeps one checkpoint, of 12 bytes per parameter. A table at the size of
-# LLM-S on 8 GPUs:
+# bash launch/ablation.sh OUT --report. Each run keeps one checkpoint, of 12 bytes per parameter. A table at the size
+# of LLM-S on 8 GPUs:
 #
 #     bash launch/ablation.sh runs/ablation-s --data-dir DATA --ranks 8 --num-attention-heads 16 --num-layers 12 \
 #         --hidden-size 768 --intermediate-size 2048 --vocab-size 65536 --seq-length 2048 --batch-tokens 512K \

@@ -8,7 +8,7 @@
 # you like: the same command goes on, and repeats nothing that is complete.
 #
 # FLAGS are those of python -m launch.atlas --help, and any of moh_lm.pretrain, which win. While it works, the report of
-# what is complete: python -m launch.atlas_report OUT.
+# what is complete: bash launch/atlas.sh OUT --report.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"

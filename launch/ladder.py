@@ -44,7 +44,6 @@ def parse_arguments(texts):
     add("--rates", type=above_0, metavar="X", nargs="+", default=RATES, help="learning rates for --widths (default: "
         "3e-3 / 4 to x 4)")  # fmt: skip
     add("--dry-run", action="store_true", help="show the command of each size and what it would do, and end")
-    add("--report", action="store_true", help="write the report of what is complete, and end")
     flags, flags.others = parser.parse_known_args(texts)
     problems = parser.all_problems()
     instead = dict.fromkeys(("--train-iters", "--train-tokens", "--schedule"), "--tokens-per-parameter")

@@ -1,4 +1,4 @@
-"""The work of launch/ablation.py: the runs of the table, and its report."""
+"""The work of launch/ablation.py: the runs of the table, and its report, which --report writes alone."""
 
 import launch.work.ablation_report as report
 from launch.ablation import COMMON, VARIANTS
@@ -6,9 +6,12 @@ from launch.work.runs import Run, check_flags, exit_code, train_all
 from moh_lm.flags import parse_config
 
 FAILURES = ()
+ORDER = [variant.name for variant in VARIANTS]
 
 
 def run(flags):
+    if flags.report:
+        return report.write(flags.out, ORDER)
     chosen = [variant for variant in VARIANTS if {variant.name, variant.table} & set(flags.variants)]
     planned = [run_of(variant, seed, flags, flags.others) for seed in flags.seeds for variant in chosen]
     parse_config(planned[0].arguments)  # so that what is wrong in FLAGS is said once, and now
@@ -18,7 +21,7 @@ def run(flags):
         if run not in waiting:
             print(f"already there: {run.name}", flush=True)
     codes = train_all(lambda busy, codes: waiting.pop(0) if waiting else None, flags.jobs, flags.ranks)
-    report.write(flags.out, [variant.name for variant in VARIANTS])
+    report.write(flags.out, ORDER)
     return exit_code(codes)
 
 

@@ -1,4 +1,14 @@
-"""The work of launch/ablation_report.py: reads runs, compares them, writes and draws the tables."""
+"""The report of an ablation: REPORT.md with its tables, and curves.png if matplotlib is installed.
+
+Reads OUT/runs/NAME-SEED; runs that are not complete, or whose last losses are not finite, are left out. With d the
+difference of the final validation losses of two variants for one seed, mean over sources, and n seeds,
+
+    difference = mean(d) +- t(n - 1) * s(d) / sqrt(n)
+
+where s is the standard deviation and t the 97.5% point of Student's distribution: the interval that holds the true
+mean with a confidence of 95%, seeds being all that varies. The report of the atlas reads and writes with the same
+functions.
+"""
 
 import math
 from statistics import mean, median, stdev
@@ -42,11 +52,6 @@ QUESTIONS = (
     ("gqa-50", "gqa-dense", "50% under grouped-query attention"),
     ("gqa-50-groups", "gqa-50", "whole key/value groups instead of single heads"),
 )
-FAILURES = OSError
-
-
-def run(arguments):
-    write(arguments.out)
 
 
 def write(out, order=()):

@@ -34,6 +34,8 @@ class Trial(NamedTuple):
 
 
 def run(flags):
+    if flags.report:
+        return report.write(flags.out)
     atlas = Atlas(flags, flags.others)
     describe_data(flags.data_dir)
     for variant, reason in atlas.refused.items():

@@ -1,4 +1,11 @@
-"""The work of launch/atlas_report.py: reads the runs of an atlas, and says what they tell."""
+"""The report of an atlas: REPORT.md with its tables, and the pictures of atlas_pictures.py.
+
+Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N; runs that are not complete are left out. L is the validation loss at the
+end of a run, nats per token, mean over sources. Differences of L are those of ablation_report.py, with 90%
+intervals. The multiplier of a form is T_dense(L) / T: the tokens with which the dense model ends at the form's loss,
+over the form's own. docs/atlas.md says how T_dense is interpolated. The interval of a multiplier is that of its
+logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the heads that tokens use.
+"""
 
 import math
 from itertools import pairwise
@@ -13,11 +20,6 @@ from moh_lm.cost.memory import parameter_counts
 # 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
 STUDENT_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
-FAILURES = OSError
-
-
-def run(arguments):
-    write(arguments.out)
 
 
 def write(out):

@@ -12,6 +12,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -356,6 +357,13 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_after_a_save(directory):
+    """Die when there is a checkpoint: a busy machine writes it later than the steps that follow."""
+    while not list_steps(directory):
+        time.sleep(0.05)
+    die()
+
+
 def stand_still():
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -366,9 +374,9 @@ def hold_the_interpreter():
 
 
 def test_a_rank_that_dies_ends_the_others_with_its_name(data_dir, tmp_path):
-    output = tmp_path / "output"
+    output, harm = tmp_path / "output", functools.partial(die_after_a_save, tmp_path / "checkpoints")
     with pytest.raises(AssertionError, match=rf"exit codes \[{UNAVAILABLE}, -9\]"):
-        run_ranks(run_and_suffer, 2, arguments(data_dir, tmp_path), 5, die, output)
+        run_ranks(run_and_suffer, 2, arguments(data_dir, tmp_path), 5, harm, output)
     assert re.search(r"rank 1 \(process \d+\) died; rank 0 cannot go on", Path(f"{output}-0").read_text())
     assert [step.name for step in list_steps(tmp_path / "checkpoints")] == ["step-3"]
 

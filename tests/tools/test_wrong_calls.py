@@ -275,12 +275,6 @@ CALLS = {
         out --data-dir DATA --widths 64 100 | --widths 100: must be a multiple of 32
         out --data-dir DATA --rungs 2M | --rungs 2M: choose one of 1M, 3M
     """,
-    "launch/ablation_report.py": """
-        | OUT: must be given
-    """,
-    "launch/atlas_report.py": """
-        | OUT: must be given
-    """,
     "launch/atlas_corpus.py": """
         | OUTPUT: must be given
     """,
