@@ -43,8 +43,8 @@ FOREIGN = {
     rb"version https://git-lfs": "a pointer of Git LFS in place of the file; fetch it with `git lfs pull`",
 }
 ERROR_PAGE = re.compile(rb"(?i)<(!doctype html|html|\?xml|error)")
-NAMED_TABLE = re.compile(r"\.(csv|tsv)(\.|$)")
-SEPARATORS = {"csv": "comma", "tsv": "tab"}
+NAMED_TABLE = re.compile(r"(?i)\.(csv|tsv|tab)(\.|$)")
+SEPARATORS = {"csv": "comma", "tsv": "tab", "tab": "tab"}
 CARRIAGE_RETURN = re.compile(rb"\}[ \t]*\r\s*\{")  # between objects; a string of JSON holds none
 ONE_JSON_VALUE = re.compile(rb"\[\s*\{|[\[{]\s*\n")
 ARCHIVE_NAME = re.compile(r"\.(gz|zst|zstd|parquet|arrow)$")
@@ -101,7 +101,7 @@ def sniff(file, name: str) -> tuple[str, str]:
     elif (named_json or holds_json) and b"\n" not in content and CARRIAGE_RETURN.search(content):
         problem = "lines that end in carriage returns alone; convert it, such as with tr '\\r' '\\n'"
     elif (table := NAMED_TABLE.search(name)) and not holds_json:
-        problem = f"a table of {SEPARATORS[table[1]]}-separated values; convert it to parquet or JSON lines"
+        problem = f"a table of {SEPARATORS[table[1].lower()]}-separated values; convert it to parquet or JSON lines"
     if problem:
         raise InputError(f"{file.name}: {problem}")
     return container, "jsonl" if holds_json or named_json else "text"

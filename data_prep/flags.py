@@ -2,8 +2,9 @@
 
 import os
 
+from moh_lm.config import ConfigError
 from moh_lm.flags import name_and_weight
-from moh_lm.parser import Parser
+from moh_lm.parser import Parser, nearest
 from moh_lm.quantities import at_least, quantity, real
 
 
@@ -11,8 +12,10 @@ def tokenize_flags(texts):
     parser = Parser(
         prog="python data_prep/tokenize.py",
         description="Encode text into token shards; docs/data.md tells more.",
-        epilog="To train a SentencePiece model: python data_prep/tokenize.py train --help",
+        epilog="To train or extend a SentencePiece model: python data_prep/tokenize.py train --help, or extend --help",
     )
+    if texts and not texts[0].startswith("-"):
+        raise ConfigError([f"command {texts[0]} is unknown: {nearest(texts[0], ('train', 'extend'))}"])
     add = parser.add_argument
     add(
         "--tokenizer", metavar="MODEL", required=True,
@@ -40,7 +43,8 @@ def tokenize_flags(texts):
     )
     add(
         "--max-bad-fraction", metavar="F", type=fraction,
-        help="a shard with a larger fraction of bad records is not written (default: 0.01, and up to 1000 bad records)",
+        help="a shard with a larger fraction of bad records is not written (default: 0.01, or up to 1000 bad records "
+        "if they are at most nine tenths)",
     )
     flags = parser.parse_args(texts)
     if not flags.source and not flags.recognize:

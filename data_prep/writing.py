@@ -25,7 +25,7 @@ from moh_lm.data.shards import ShardWriter
 REPORT = 1 << 20  # bytes of text, or of input, between two reports of progress
 BUCKETS, BUCKET_MEMORY = 64, 1 << 20
 EXAMPLES = 20  # bad records that are shown
-USUAL_FRACTION, USUAL_NUMBER = 0.01, 1000  # of bad records that a unit may have by default, whichever is more
+USUAL_FRACTION, USUAL_NUMBER = 0.01, 1000  # of bad records that a unit may have by default; and nine tenths
 
 
 @dataclass
@@ -50,7 +50,7 @@ def too_many_bad(dropped: dict[str, int], documents: int, max_bad_fraction: floa
     """A sentence if there are more bad records than ``max_bad_fraction`` allows, or, without it, than is usual."""
     bad = sum(count for reason, count in dropped.items() if reason not in HARMLESS)
     total = bad + documents
-    if max_bad_fraction is None and bad <= USUAL_NUMBER:
+    if max_bad_fraction is None and bad <= USUAL_NUMBER and (bad <= 9 * documents or not documents):
         return nothing_read(dropped, documents)
     allowed = USUAL_FRACTION if max_bad_fraction is None else max_bad_fraction
     if bad <= allowed * total:

@@ -191,10 +191,11 @@ class FlagsOfFile(argparse.Action):
             if isinstance(value, bool) and action.metavar == "PATH":
                 advice = f"YAML reads yes, no, on and off as {value}; quote the text"
                 raise ConfigError([f"--config {path}: {name}: {advice}"])
-            if value is not None:
-                texts = as_texts(value, action.nargs == "+")
-                parser._check_value(action, texts)
-                action(parser, namespace, texts)
+            if value is None:
+                raise ConfigError([f"--config {path}: {name}: has no value; give one, or leave the line out"])
+            texts = as_texts(value, action.nargs == "+")
+            parser._check_value(action, texts)
+            action(parser, namespace, texts)
 
 
 class EachKeyOnce(yaml.SafeLoader):

@@ -275,6 +275,12 @@ def test_a_configuration_file_stands_for_its_flags_and_later_flags_win(tmp_path)
     assert (later.train_iters, later.train_tokens) == (7, 7 * 4096)
 
 
+def test_a_name_without_a_value_in_a_configuration_file_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text("num_layers: 3\nwarmup_iters:\n")
+    with pytest.raises(ConfigError, match="run.yaml: warmup_iters: has no value; give one, or leave the line out"):
+        parse_config(["--config", str(tmp_path / "run.yaml")])
+
+
 def test_flags_of_a_mixture_before_those_of_a_dense_baseline_are_named():
     def note(flags):
         given = parse_flags(make_parser(), flags.split())

@@ -35,12 +35,18 @@ def parse_arguments(texts):
     add("--output", required=True, type=Path, metavar="DIR", help="directory to make")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
-    add("--license", metavar="ID", help="for the model card, such as apache-2.0")
-    add("--base-model", metavar="OWNER/NAME", help="for the model card: what was continued, on the hub")
+    add("--license", metavar="ID", type=hub_word, help="for the model card, such as apache-2.0")
+    add("--base-model", metavar="OWNER/NAME", type=hub_word, help="for the model card: what was continued, on the hub")
     add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="of a file (default: %(default)s)")
     add("--push-to-hub", metavar="OWNER/NAME", help="publish it on the Hugging Face hub too")
     add("--overwrite", action="store_true", help="replace an earlier export in the output directory")
     return parser.parse_args(texts)
+
+
+def hub_word(text):
+    if not re.fullmatch(r"[\w.+/-]+", text):
+        raise ValueError("write it as the hub does, in one word")
+    return text
 
 
 def shard_size(text):

@@ -33,7 +33,10 @@ def parse_arguments(texts):
     parser.add_argument("--sample-prompts", nargs="+", default=[], metavar="TEXT", help="show how each kept checkpoint "
         "continues it")  # fmt: skip
     parser.add_argument("--sample-tokens", type=at_least(1), default=40, metavar="N", help="(default: %(default)s)")
-    return parser.parse_args(texts)
+    arguments = parser.parse_args(texts)
+    if arguments.output and arguments.output.is_dir():
+        parser.error(f"--output {arguments.output}: is a directory; give a file in it")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import math
 
 from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
+from moh_lm.model.routing import is_causal
 
 
 def layout_problems(config, world_size):
@@ -71,6 +72,9 @@ def tensor_problems(model, tp):
     if model.num_key_value_heads < tp:
         step, whole_groups = tp, f"; choose a multiple of --tensor-parallel-size {tp}"
     found = []
+    if not is_causal(model):
+        given = f"--routing {model.heads.routing}"
+        found.append(f"--tensor-parallel-size {tp}: the router of {given} needs whole sequences; choose 1")
     if model.intermediate_size % tp:
         found.append(f"--intermediate-size {model.intermediate_size}: not a multiple of --tensor-parallel-size {tp}")
     if heads % step:

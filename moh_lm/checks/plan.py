@@ -20,6 +20,14 @@ def plan_warnings(config, dataset):
             f"--learning-rate {rate:g}: is high. AdamW moves a weight by about that in a step, and weights begin with "
             f"a standard deviation of 0.02; choose at most {HIGH_RATE:g}"
         )
+    model = config.model
+    if model.routed_layers() and model.active_share() == 1 and not model.routed_layers()[0].varies:
+        yield (
+            "--num-active-routed-heads: with the shared heads every token uses all of them, so that nothing is "
+            "selected; choose fewer, or --head-selection gated"
+        )
+    if config.data.validation_fraction > 0.5:
+        yield f"--validation-fraction {config.data.validation_fraction:g}: less is left to train on than is held out"
     if dataset is None:
         yield f"--data-dir {config.data.data_dir}: does not exist; a run needs it"
         return

@@ -149,7 +149,10 @@ class HeadRouter(nn.Module):
         return affinity + self.bias_rate * self.bias_steps.to(affinity)
 
     def select(self, ranking, recall):
-        if self.layer.by_sign:
+        if not self.form.causal:
+            tokens = max(1, round(len(ranking) * self.layer.num_active / self.layer.num_routed))
+            selected = select(ranking.transpose(0, -1), tokens).transpose(0, -1)
+        elif self.layer.by_sign:
             selected = (ranking > 0).to(ranking)
         else:
             selected = select(ranking, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)

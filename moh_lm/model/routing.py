@@ -16,6 +16,9 @@ n_s shared experts and E routed ones, K of which are selected:
                    sigmoid. W_r is drawn so that the gates of selected experts begin with 1 on average. L_b is the L1
                    norm of the gates, weighed by the load, and its coefficient steers the mean number of selected
                    experts to K (ReMoE, Wang et al. 2024, arXiv 2412.14711; moh_lm/training/step_sums.py)
+    expert_choice  a control: as sigmoid, but each routed expert chooses the K / E of the tokens of a sequence that have
+                   its largest scores (MoSA, Piekos et al. 2025, arXiv 2505.00315, with own keys). What a token uses
+                   depends on later tokens, so that no text can be generated, and losses are too low
     query_norm     of the authors' MoH-LLaMA3: no weights. The score is the norm of the expert's query before rotary
                    over the deviation of these norms. A gate is 1 forward (the quantiser, Eq. 9) and has the gradient
                    of the softmax of the scores (the straight-through estimator, Eq. 10)
@@ -32,10 +35,13 @@ import math
 import torch
 import torch.nn.functional as F
 
+from moh_lm.config import ConfigError
+
 
 class Paper:
     """Eq. 5-6 to the letter, and what the other forms change. layer: ``RoutedLayer`` of moh_lm.config.
 
+    ``causal``: whether what a token uses is independent of later tokens.
     ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
     ``refuses_top_p``, ``refuses_z_loss``, ``refuses_bias``, ``refuses_noise``: why ``routing_top_p``,
     ``router_z_loss``, ``load_balance_bias_rate`` and ``router_gumbel_noise`` do not suit it, if so.
@@ -43,7 +49,7 @@ class Paper:
     ``first_score``: of a selected expert, on average, by the first weights.
     """
 
-    reads_queries = False
+    causal, reads_queries = True, False
     first_score = 0.0
     refuses_top_p = refuses_z_loss = refuses_bias = refuses_noise = None
     type_scale = 1
@@ -154,6 +160,11 @@ class Relu(Sigmoid):
         return probability * selected
 
 
+class ExpertChoice(Sigmoid):
+    causal = False
+    refuses_top_p = refuses_bias = refuses_noise = "gives every head as many tokens"
+
+
 class QueryNorm(Paper):
     reads_queries = True
     refuses_top_p = "divides its scores by their deviation, so that its probabilities do not say how sure it is"
@@ -183,6 +194,17 @@ class QueryNorm(Paper):
         return gates + (selected - gates).detach()  # Eq. 9 forward, Eq. 10 backward
 
 
+def is_causal(model):
+    return model.heads.head_selection != "mixture" or FORMS[model.heads.routing].causal
+
+
+def check_causal(model):
+    """Raise ConfigError if ``model`` cannot go from token to token."""
+    if not is_causal(model):
+        given = f"--routing {model.heads.routing}"
+        raise ConfigError([f"{given} sees later tokens: a control, for training only; train another form"])
+
+
 def gates_of_one(model):
     """Whether the gates of the mixture ``model`` are 1 where all scores are equal."""
     return all(abs(gate - 1) < 1e-3 for layer in range(model.num_layers) for gate in layer_gates(model, layer))
@@ -206,5 +228,6 @@ FORMS = {
     "released": Released,
     "sigmoid": Sigmoid,
     "relu": Relu,
+    "expert_choice": ExpertChoice,
     "query_norm": QueryNorm,
 }

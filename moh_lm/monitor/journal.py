@@ -55,11 +55,12 @@ class Journal:
         self.rows = Rows(Path(directory) / "events.jsonl")
         self.writes = writes
 
-    def add(self, event, step, text, **facts):
-        """Print ``text`` and record the event with its ``facts``, JSON-able."""
+    def add(self, event, step, text=None, **facts):
+        """Print ``text``, if there is any, and record the event with its ``facts``, JSON-able."""
         if not self.writes:
             return
-        print(text, flush=True)
+        if text:
+            print(text, flush=True)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.rows.add({"time": now, "event": event, "step": step, **facts})
 

@@ -36,7 +36,7 @@ def start_process_group(timeout):
     # Which of DeepSpeed's own ops could be built: none, or it would ask a compiler about each. The one that it would
     # build by itself, on a CPU, takes a minute and shared memory that nobody removes; training calls none of them.
     deepspeed.ops.__compatible_ops__ = {}
-    deepspeed_logger.setLevel("WARNING")
+    deepspeed_logger.setLevel("ERROR")  # a skipped step is told by moh_lm/training/incidents.py
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # it is this rank's: set below
     accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])

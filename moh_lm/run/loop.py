@@ -146,7 +146,8 @@ class Run:
         except BadNumbers as error:
             self.saver.finish()
             text = f"step {state.step}: {error}; {self.saver.newest()}"
-            self.journal.add("failed", state.step, text)
+            self.journal.add("failed", state.step)  # said when the rank ends
+            self.report()
             raise BadNumbers(text) from error
         self.interval.add(result, data_seconds, run.tokens_per_iteration, bad_sources)
         self.engine.begin(state.step)
@@ -202,8 +203,12 @@ class Run:
             self.journal.add("complete", step, f"complete: {step} steps are in {run.checkpoint_dir}")
         else:
             self.journal.add("stopped", step, self.stop_text(step))
-        if self.log and run.run_report:
-            report_run(run.checkpoint_dir)
+        self.report()
+
+    def report(self):
+        """The page of the run, if it is wanted."""
+        if self.log and self.config.run.run_report:
+            report_run(self.config.run.checkpoint_dir)
 
     def stop_text(self, step):
         reason = f" ({self.stop.reason})" if self.stop.reason else ""

@@ -45,6 +45,7 @@ def main(given):
             describe(given, config, dataset, world_size)
         if given.save_config and rank == 0:
             save_config(given, given.save_config)
+            print(f"wrote {given.save_config}", flush=True)
         if not dry_run:
             lock = lock_run_directory(config.run.checkpoint_dir) if rank == 0 else None  # noqa: F841 - held to the end
             device = start_process_group(config.reliability.hang_timeout + MARGIN)

@@ -5,6 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 
+from moh_lm.quantities import wrapped
 from moh_lm.training.guard import REASONS
 
 
@@ -44,7 +45,7 @@ def report(engine, loader, batches, journal, step, result):
         where = f"rank {listing(facts['ranks'])}; sample {listing(facts['samples'])} of {listing(facts['sources'])}"
     what = "SKIPPED" if result.skipped else "SPIKE"
     text = f"{what} step {step}: {'; '.join([facts['reason'], *facts['details']])} ({where})"
-    journal.add("skipped" if result.skipped else "spike", step, text, **facts)
+    journal.add("skipped" if result.skipped else "spike", step, wrapped(text, 2), **facts)
     return facts["sources"]
 
 

@@ -74,6 +74,8 @@ WARNINGS = {
     "--train-iters 9000": r"epochs of even \d\d, odd \d\d: more than 16",
     "--vocab-size 640": "--vocab-size 640: the tokenizer of the data has 64 pieces, so that 90%",
     "--learning-rate 0.02": "--learning-rate 0.02: is high",
+    "--num-active-routed-heads 4": "--num-active-routed-heads: with the shared heads every token uses all of them",
+    "--validation-fraction 0.9": "--validation-fraction 0.9: less is left to train on than is held out",
     "--require-checkpoint": "--require-checkpoint: --checkpoint-dir .* has none",
     "--data-dir nowhere": "--data-dir nowhere: does not exist",
 }

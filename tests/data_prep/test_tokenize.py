@@ -380,7 +380,8 @@ def test_by_default_a_hundredth_of_the_records_or_a_certain_number_may_be_bad(mo
         except InputError as error:
             return str(error).split(": ")[1].split(" (")[0]
 
-    assert outcome(1, 10) == 1
+    assert outcome(1, 9) == 1
+    assert outcome(1, 10) == "10 of 11 records are bad"
     assert outcome(1, 11) == "11 of 12 records are bad"
     assert outcome(99 * 11, 11) == 99 * 11
     assert outcome(99 * 11 - 1, 11) == "11 of 1,099 records are bad"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moh_lm.checks import model_problems
+from moh_lm.checks.layout import tensor_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import BALANCE
@@ -56,6 +57,9 @@ CASES = {
     "sigmoid, no shared head": dict(shared=0, active=3, routing="sigmoid"),
     "sigmoid, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="sigmoid"),
     "gated": dict(shared=0, active=1, selection="gated"),
+    "expert choice": dict(shared=3, active=2, routing="expert_choice"),
+    "expert choice, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group",
+                                  routing="expert_choice"),
     "relu": dict(shared=3, active=2, routing="relu"),
     "relu, no shared head": dict(shared=0, active=3, routing="relu", scope="global_batch"),
     "relu, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="relu"),
@@ -156,6 +160,7 @@ def reference_gates(config, x, queries, weights, bias=None):
         return [torch.tensor(float(i < h_s + k)).double() for i in range(HEADS)], [], [], []
     size = HEADS // config.num_key_value_heads if heads.routing_unit == "key_value_group" else 1
     n, h_s, k = HEADS // size, h_s // size, k // size
+    by_sigmoid, k = heads.routing in ("sigmoid", "expert_choice"), n if heads.routing == "expert_choice" else k
     released, query_norm, scaled = (heads.routing == name for name in ("released", "query_norm", "paper_scaled"))
     if query_norm:
         experts = [queries[i * size : (i + 1) * size] for i in range(h_s, n)]
@@ -173,13 +178,13 @@ def reference_gates(config, x, queries, weights, bias=None):
             gates = shared + [s * (s > 0) for s in scores]
             positive = [s.item() > 0 for s in scores]
             return [gate for gate in gates for _ in range(size)], [s * (s > 0) for s in scores], positive, scores
-        if heads.routing == "sigmoid":
+        if by_sigmoid:
             shared = [2 / (1 + (-s).exp()) for s in shared]
             sigmoids = [1 / (1 + (-s).exp()) for s in scores]
             probabilities = [p / sum(sigmoids) for p in sigmoids]
         else:
             shared, probabilities = softmax(shared), softmax(scores)
-    affinities = sigmoids if heads.routing == "sigmoid" else probabilities
+    affinities = sigmoids if by_sigmoid else probabilities
     ranks = [a.item() + b for a, b in zip(affinities, bias or [0] * len(affinities), strict=True)]
     best = sorted(range(len(ranks)), key=lambda i: (-ranks[i], i))[:k]
     if heads.routing_top_p is not None:
@@ -189,7 +194,7 @@ def reference_gates(config, x, queries, weights, bias=None):
     if query_norm:
         routed = [p + (1 - p).detach() if on else 0 * p for p, on in zip(probabilities, selected, strict=True)]
         return [gate for gate in shared + routed for _ in range(size)], probabilities, selected, scores
-    if heads.routing == "sigmoid":
+    if by_sigmoid:
         routed = [2 * p if on else 0 * p for p, on in zip(sigmoids, selected, strict=True)]
         return [gate for gate in shared + routed for _ in range(size)], probabilities, selected, scores
     routed = [p if on else 0 * p for p, on in zip(probabilities, selected, strict=True)]
@@ -206,6 +211,20 @@ def reference_gates(config, x, queries, weights, bias=None):
             a1, a2 = 2 * a1, 2 * a2
     gates = [a1 * p for p in shared] + [a2 * p for p in routed]
     return [gate for gate in gates for _ in range(size)], probabilities, selected, scores
+
+
+def tokens_of_experts(config, routes):
+    """``routes`` of a sequence whose tokens use all experts -> those that each expert chooses of its tokens."""
+    size = HEADS // config.num_key_value_heads if config.heads.routing_unit == "key_value_group" else 1
+    routed, first = len(routes[0][2]), config.heads.num_shared_heads[0]
+    number = round(LENGTH * config.heads.num_active_routed_heads[0] / size / routed)
+    for i in range(routed):
+        best = sorted(range(LENGTH), key=lambda t: (-routes[t][3][i].item(), t))[:number]
+        for t in set(range(LENGTH)) - set(best):
+            routes[t][2][i] = False
+            for head in range(first + i * size, first + (i + 1) * size):
+                routes[t][0][head] = 0 * routes[t][0][head]
+    return routes
 
 
 def rotate(config, vector, position):
@@ -255,6 +274,8 @@ def reference_attention(config, layer, x, bias=None):
         keys = [(layer.k_proj.weight @ token).view(-1, HEAD_DIM) for token in x[:, b]]
         values = [(layer.v_proj.weight @ token).view(-1, HEAD_DIM) for token in x[:, b]]
         routes = [reference_gates(config, x[t, b], queries[t], weights, bias) for t in range(LENGTH)]
+        if config.heads.routing == "expert_choice":
+            routes = tokens_of_experts(config, routes)
         rows = []
         for t in range(LENGTH):
             total = torch.zeros(D).double()
@@ -298,6 +319,7 @@ def reference_attention(config, layer, x, bias=None):
 OWN_KEYS = (
     "shared and routed", "released, no shared head", "query norm", "12.5%", "all routed heads", "one stage",
     "25%, grouped queries", "groups", "groups, query norm", "scaled", "sigmoid", "gated", "relu", "bias", "top-p",
+    "expert choice",
     "window", "window, released, groups", "window, top-p",
 )  # fmt: skip
 OF_OWN = {f"{name}, own keys": CASES[name] | {"keys": "selected"} for name in OWN_KEYS}
@@ -422,6 +444,12 @@ def test_a_z_loss_is_refused_where_it_would_do_harm(routing):
     (problem,) = model_problems(config)
     assert problem.startswith(f"--router-z-loss 0.29: --routing {routing} ")
     assert not model_problems(replace(config, heads=replace(config.heads, router_z_loss=0.0)))
+
+
+def test_heads_that_choose_tokens_need_whole_sequences():
+    config = make_config(shared=4, active=2, routing="expert_choice")
+    (problem,) = tensor_problems(replace(config, heads=replace(config.heads, router_z_loss=0.0)), 2)
+    assert problem.startswith("--tensor-parallel-size 2: the router of --routing expert_choice needs whole sequences")
 
 
 def test_a_bias_moves_by_the_sign_of_what_the_load_lacks_of_the_mean():

@@ -185,12 +185,15 @@ def test_a_copy_in_a_pipeline_that_is_in_no_norm_is_looked_at_too(data_dir, tmp_
 
 
 def test_too_many_skipped_steps_end_the_run_and_the_last_checkpoint_is_named(data_dir, tmp_path):
-    flags = arguments(data_dir, tmp_path, *EVERY_STEP[2:], "--save-interval", "2", "--max-skipped-steps", "2")
+    more = ("--save-interval", "2", "--max-skipped-steps", "2", "--run-report")
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP[2:], *more)
     messages = run_ranks(run_with, 2, flags, 3, nan_in_the_loss, 1, 5)
     assert messages[0] == messages[1]
     assert "3 of the last 128 steps were skipped" in messages[0]
     assert messages[0].endswith(f"the last checkpoint is {tmp_path}/checkpoints/step-4")
     assert [event["step"] for event in events(tmp_path, "skipped")] == [3, 4, 5]
+    pytest.importorskip("matplotlib")
+    assert "<td>failed after step 5 of 7</td>" in (tmp_path / "report.html").read_text()
 
 
 # --- Spikes ---

@@ -24,6 +24,7 @@ from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer
 from tools import export_hf as command
+from tools import generate
 from tools.hf import export_check
 from tools.hf.import_config import model_config
 from tools.work import export_hf
@@ -472,6 +473,15 @@ def test_an_earlier_export_is_replaced_only_if_asked_for(run, tmp_path, export, 
     assert export("--checkpoint", run, "--output", output, "--overwrite")[0] == 0
     assert "tokenizer.json" not in before and "tokenizer.json" in contents(output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "hf"]
+
+
+def test_a_model_whose_heads_see_later_tokens_is_not_exported_and_writes_no_text(tokenizer, tmp_path, export, capsys):
+    chosen = replace(PAPER, heads=replace(HEADS, routing="expert_choice"))
+    run_ranks(write_checkpoint, 1, tmp_path / "run", chosen, tokenizer, False)
+    code, _, error = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 2 and error.startswith("export_hf: --routing expert_choice sees later tokens")
+    assert generate.main(["--model", str(tmp_path / "run"), "--prompt", "the"]) == 2
+    assert capsys.readouterr().err.startswith("generate: --routing expert_choice sees later tokens")
 
 
 def test_an_export_that_computes_something_else_is_not_published(run, tmp_path, export, monkeypatch):

@@ -132,6 +132,7 @@ CALLS = {
         --model . --suite llm6 | --model .: has no config.json
         --model bare | --suite: must be given
         --model hf --suite llm7 | --suite llm7: choose one of llm6, llama14, llama14e
+        --model hf --suite llm6 --data nosuch | --data nosuch: does not exist
         --model hf --suite llm6 --tasks mmlu | --tasks mmlu: is not in llm6
         --model hf --suite llm6 --batch-size banana | --batch-size banana: write a number from 1 on
         --model hf --suite llm6 --batch-size 0 | --batch-size 0: write a number from 1 on, auto, or
@@ -157,6 +158,7 @@ CALLS = {
         --chekpoint run --output out | flag --chekpoint is unknown: did you mean --checkpoint?
         --checkpoint run --output out --dtype fp32 | --dtype fp32: choose one of float32, bfloat16
         --checkpoint run --output out --max-shard-size 5 | --max-shard-size 5: write a size such as
+        --checkpoint run --output out --license x:[y | --license x:[y: write it as the hub does
         --checkpoint run --output out --overwrite yes | argument 'yes' belongs to no flag: remove it
     """,
     "tools/generate.py": """
@@ -228,8 +230,10 @@ CALLS = {
     """,
     "tools/run_report.py": """
         | RUN: must be given
-        nosuch | nosuch/config.json: no configuration ([Errno 2] No such file or directory
+        nosuch | nosuch: has no metrics.jsonl; give the directory of a run that has begun
         run | run: has no metrics.jsonl
+        hf | hf: has no metrics.jsonl
+        run --output . | --output .: is a directory; give a file in it
         run --out x.html | flag --out is unknown: did you mean --output?
     """,
     "data_prep/tokenize.py": """
@@ -244,6 +248,7 @@ CALLS = {
         --tokenizer file --source a=x --output out --max-bad-fraction 2 | --max-bad-fraction 2
         --tokenizer file --source a=x --output out --only a | --only chooses among the sources that
         --tokenizer file --source a=x --outptu out | flag --outptu is unknown: did you mean
+        tran --input x | command tran is unknown: did you mean train?
         train | --output: must be given
         train --input nosuch --output m.model | --input nosuch: matches no file
         train --input x --vocab-size banana --output m.model | --vocab-size banana: write a whole

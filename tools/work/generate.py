@@ -13,6 +13,7 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.generation import generate
+from moh_lm.model.routing import check_causal
 from moh_lm.model.transformer import CausalLM, saved_tensors
 from tools.devices import usable_device
 from tools.hf.export_files import exported_files
@@ -45,6 +46,7 @@ def load(arguments, attention_backend="auto"):
     else:
         directory = find_step(directory)
         run = step_config(directory)
+        check_causal(run.model)
         config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
     if attention_backend == "loops" and (arguments.device or "cpu") != "cpu":
         raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {arguments.device}; choose auto"])

@@ -12,6 +12,7 @@ from matplotlib import colormaps
 from moh_lm.data.files import publish
 from moh_lm.monitor.report import pictures
 from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, written
+from moh_lm.monitor.row import rounded
 from moh_lm.quantities import short, time_left
 
 MOST_EVENTS = 300  # rows of the table; the curves have all
@@ -179,6 +180,6 @@ def sample_rows(runs):
 
 def event_row(event):
     """(time, step, event, its facts in words)."""
-    facts = {key: value for key, value in event.items() if key not in ("time", "event", "step")}
+    facts = {key: rounded(value) for key, value in event.items() if key not in ("time", "event", "step") and value}
     words = "; ".join(f"{key}: {written(value)}" for key, value in facts.items())
     return event["time"], event["step"], event["event"], words

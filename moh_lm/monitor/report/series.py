@@ -17,7 +17,7 @@ POINTS = 400
 HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md defines them
     "entropy": "Entropy of the load",
     "unused": "Share of unused heads",
-    "a1": "a1, weight of the shared heads",
+    "a1": "a1, weight of the shared heads; a2 is the rest",
     "gate_rms": "RMS of the gates",
     "balance_loss": "Balance loss",
 }
@@ -32,9 +32,9 @@ class RunRecord:
     def __init__(self, directory):
         self.directory = Path(directory)
         self.name = self.directory.resolve().name
-        self.config = Config.load(self.directory / "config.json")
         if not (self.directory / "metrics.jsonl").exists():
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
+        self.config = Config.load(self.directory / "config.json")
         self.events = [row for _, row in complete_rows(self.directory / "events.jsonl")]
         training, evaluations = [], []
         for _, row in complete_rows(self.directory / "metrics.jsonl"):
