@@ -37,10 +37,10 @@ def parse_arguments(texts):
     add("--hours", type=above_0, metavar="X", default=math.inf, help="no run begins that would end later (default: no "
         "limit)")  # fmt: skip
     add("--sizes", nargs="+", metavar="NAME", default=sizes, choices=sizes, help="s, m, l (default: all)")
-    add("--rates", type=above_0, metavar="X", nargs="+", default=[0.5, 1, 2], help="factors of the learning rate "
-        "(default: 0.5 1 2)")  # fmt: skip
-    add("--tokens-per-parameter", type=above_0, metavar="X", default=6, help="of the dense model, embeddings included "
-        "(default: 6)")  # fmt: skip
+    add("--rates", type=above_0, metavar="X", nargs="+", default=[0.25, 0.5, 1], help="factors of the learning "
+        "rate (default: 0.25 0.5 1)")  # fmt: skip
+    add("--tokens-per-parameter", type=above_0, metavar="X", help="of the dense model, embeddings included "
+        "(default: 3, 4.7, 6)")  # fmt: skip
     add("--plan", action="store_true", help="say what would be trained, and end")
     flags, flags.others = parser.parse_known_args(texts)
     problems = parser.all_problems()

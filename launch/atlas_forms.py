@@ -17,20 +17,22 @@ COMMON = (
 
 
 class Size(NamedTuple):
-    """A rung of the ladder; rate: the learning rate that factors multiply, in proportion to 1 / width."""
+    """A rung of the ladder. rate: the learning rate that factors multiply, in proportion to 1 / width. tokens: of a
+    run for each parameter of the dense model; about 10 for each outside the embeddings."""
 
     name: str
     heads: int
     rate: float
+    tokens: float
     flags: str
 
 
 SIZES = (
-    Size("s", 8, 4e-3, "--num-layers 3 --hidden-size 96 --head-dim 12 --intermediate-size 256 "
+    Size("s", 8, 4e-3, 3, "--num-layers 3 --hidden-size 96 --head-dim 12 --intermediate-size 256 "
          "--batch-tokens 2K --micro-batch-size 8"),
-    Size("m", 16, 2.4e-3, "--num-layers 4 --hidden-size 160 --head-dim 10 --intermediate-size 384 "
+    Size("m", 16, 2.4e-3, 4.7, "--num-layers 4 --hidden-size 160 --head-dim 10 --intermediate-size 384 "
          "--batch-tokens 4K --micro-batch-size 16"),
-    Size("l", 32, 1.5e-3, "--num-layers 4 --hidden-size 256 --head-dim 8 --intermediate-size 688 "
+    Size("l", 32, 1.5e-3, 6, "--num-layers 4 --hidden-size 256 --head-dim 8 --intermediate-size 688 "
          "--batch-tokens 8K --micro-batch-size 16"),
 )  # fmt: skip
 

@@ -96,7 +96,8 @@ class Atlas:
     def iterations(self, size, variant):
         """Those in which the size's dense model sees so many tokens per parameter, for all of its variants."""
         config = self.config(size, VARIANTS[0])
-        tokens = self.flags.tokens_per_parameter * parameter_counts(config.model)["total"] * variant.tokens
+        ratio = self.flags.tokens_per_parameter or size.tokens
+        tokens = ratio * parameter_counts(config.model)["total"] * variant.tokens
         return math.ceil(tokens / config.run.tokens_per_iteration)
 
     def run(self, trial):

@@ -61,7 +61,8 @@ def test_the_best_rate_is_looked_for_until_it_is_not_at_the_edge():
 
 
 def test_forms_are_tuned_then_compared_seed_by_seed_and_nothing_is_done_twice(tmp_path):
-    plan = make(tmp_path, "--variants", "dense", "paper-50", "paper-75", "--seeds", "1", "2", "--sizes", "s", "m")
+    rates = ("--rates", "0.5", "1", "2", "--sizes", "s", "m")
+    plan = make(tmp_path, "--variants", "dense", "paper-50", "paper-75", "--seeds", "1", "2", *rates)
     best = ("dense/rate-1", "paper-50/rate-2")
     names, losses = [], {("dense", "0.5"): 3.1, ("dense", "1"): 3.0, ("paper-50", "2"): 2.9, ("paper-50", "4"): 3.0}
     while run := plan.next_run(set(), {}):
@@ -80,7 +81,7 @@ def test_forms_are_tuned_then_compared_seed_by_seed_and_nothing_is_done_twice(tm
 def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
     plan = make(tmp_path, "--variants", "dense", "--rates", "1", "--seeds", "1", "--sizes", "s", "m", "--hours", "3")
     small, middle = plan.trials()
-    tokens = 6 * 1_118_880  # parameters of the smallest model, as --dry-run gives them
+    tokens = 3 * 1_118_880  # parameters of the smallest model, as --dry-run gives them
     assert plan.hours(small, 1000) == pytest.approx(atlas.OVERHEAD * tokens / 1000 / 3600, rel=1e-3)
     assert plan.next_run(set(), {}).name == "s/dense/rate-1-seed-1"
     assert plan.hours(middle, 500) > 3
