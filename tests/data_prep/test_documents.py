@@ -298,6 +298,8 @@ DAMAGED = {
     "crawl.warc": (b"WARC/1.0\r\nWARC-Type: warcinfo\r\n", "a WARC file; extract its text"),
     "crawl.warc.gz": (gzip.compress(b"WARC/1.1\r\nWARC-Type: warcinfo\r\n"), "a WARC file; extract its text"),
     "table.csv": (b"id,text\n1,words\n", "a table of comma-separated values; convert it to parquet"),
+    "TABLE.CSV": (b"id,text\n1,words\n", "a table of comma-separated values; convert it to parquet"),
+    "table.tab": (b"id\ttext\n1\twords\n", "a table of tab-separated values; convert it to parquet"),
     "table.tsv.gz": (gzip.compress(b"id\ttext\n1\twords\n"), "a table of tab-separated values; convert it to parquet"),
     "utf-16.jsonl": ('{"text": "a"}\n'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
     "utf-16-le.txt": ("plain text\n".encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8"),

@@ -91,6 +91,13 @@ def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
     assert "planned: 1 runs" in said and "left out of --hours 3: 1 runs" in said and "m dense" in said
 
 
+def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):
+    given = make(tmp_path, "--tokens-per-parameter", "0.5")
+    for size, own in zip(SIZES, (3, 4.7, 6), strict=True):
+        iterations = [plan.iterations(size, VARIANTS[0]) for plan in (make(tmp_path), given)]
+        assert iterations[0] / iterations[1] == pytest.approx(own / 0.5, rel=0.01)
+
+
 def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
     log = tmp_path / "runs" / "s" / "dense" / "rate-1-seed-1.log"
     log.parent.mkdir(parents=True)

@@ -597,6 +597,12 @@ def test_one_domain_has_loads_and_no_comparison(tools, planted):
     assert "give a second one" in page and "NaN" not in json.dumps(tools["report"].plain(report))
 
 
+def test_a_scale_ends_at_the_highest_value(tools):
+    highest = tools["report"].highest
+    assert highest(np.array([[np.nan, 0.2], [0.1, np.nan]])) == 0.2
+    assert 0 < highest(np.zeros((2, 2))) == highest(np.full((2, 2), np.nan)) < 0.01
+
+
 def test_what_has_to_be_mended_is_said(tools, capsys, run, corpus, tmp_path, monkeypatch):
     flags = ("--model", run, "--output", tmp_path, "--data", f"a={corpus}/a.jsonl")
     for more, words in [
