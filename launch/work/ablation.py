@@ -5,7 +5,7 @@ from launch.ablation import COMMON, VARIANTS
 from launch.work.runs import Run, check_flags, exit_code, train_all
 from moh_lm.flags import parse_config
 
-FAILURES = ()
+FAILURES = OSError
 ORDER = [variant.name for variant in VARIANTS]
 
 

@@ -16,7 +16,7 @@ from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.shards import ShardError, read_manifest
 from moh_lm.flags import parse_config
 
-FAILURES = RuntimeError
+FAILURES = (RuntimeError, OSError)
 MOST_RATES = 6  # tried for one form, if the best is always at the edge
 ENOUGH_TOKENS = 20_000_000  # of text; with less, larger sizes read it several times
 OVERHEAD = 1.1  # evaluations and the start of a run, over its training

@@ -11,7 +11,7 @@ from launch.work.runs import ROOT, Run, as_flags, check_flags, exit_code, train_
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.flags import parse_config
 
-FAILURES = ()
+FAILURES = OSError
 PARTS = (1, 2, 4)  # the budgets are the whole one over these
 DECAY = 5  # a budget over this is its decay, so that all decays begin at a multiple of a fifth of the whole run
 
