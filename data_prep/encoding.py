@@ -10,19 +10,15 @@ document in a thousand is then encoded by SentencePiece as well, and must come o
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import sentencepiece
 
-from data_prep.hugging_face_model import HuggingFaceModel
 from data_prep.segment_cache import SegmentCache, segment_cache
-from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, sha256_of
-from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
+from moh_lm.data.tokenizer import model_files, read_model
 
-OPTIONAL = TOKENIZER_FILES[-1]  # of the files of Hugging Face
 BATCH = 1 << 17  # characters of text that are encoded together
 CHECKED = 1000  # one document in so many is encoded twice, unless
 LONGEST_CHECKED = 1 << 20  # it has more characters: SentencePiece takes about 45 bytes of memory for each
@@ -34,35 +30,6 @@ class Options:
 
     text_key: str = "text"
     shuffle: bool = True
-
-
-def model_files(path: str | Path) -> dict[str, Path]:
-    """What is at ``path``, a file or a directory: name in a data directory -> file, the one with the pieces first."""
-    path = Path(path)
-    if path.is_dir():
-        path = next(iter(tokenizer_files(path)), path / TOKENIZER_FILES[1])
-    if path.suffix == ".json":
-        files = {name: path.with_name(name) for name in TOKENIZER_FILES[1:]}
-        return {name: file for name, file in files.items() if file.is_file() or name != OPTIONAL}
-    return {TOKENIZER_FILES[0]: path}
-
-
-def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | TiktokenModel | HuggingFaceModel:
-    """Raises ConfigError if there is no model at ``path``."""
-    if missing := [file for file in model_files(path).values() if not file.is_file()]:
-        raise ConfigError([
-            f"--tokenizer {path}: no such file as {missing[0]}; give a SentencePiece model, or a directory with one or "
-            "with tokenizer.json and tokenizer_config.json"
-        ])
-    model = next(iter(model_files(path).values()))
-    if model.suffix == ".json":
-        return HuggingFaceModel(model.parent)
-    if is_tiktoken(model):
-        return TiktokenModel(model)
-    try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(model))
-    except (RuntimeError, OSError) as error:
-        raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error
 
 
 class Tokenizer:

@@ -21,15 +21,16 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from data_prep import bpe_continuation as bpe
 from data_prep.containers import InputError
-from data_prep.encoding import Tokenizer, model_files
-from data_prep.hugging_face_model import HuggingFaceModel
+from data_prep.encoding import Tokenizer
 from data_prep.output import check_model_file
 from data_prep.report import table
 from data_prep.tiktoken_extension import extended_ranks
-from data_prep.tiktoken_model import is_tiktoken
 from data_prep.training_sample import read_sample, sample_sentences, sampled_units
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
+from moh_lm.data.hugging_face_model import HuggingFaceModel
+from moh_lm.data.tiktoken_model import is_tiktoken
+from moh_lm.data.tokenizer import model_files
 
 FAILURES = (InputError, OSError)  # of text that cannot be read, of a model that cannot be written
 HELD_OUT = 50  # one line in so many is not trained on

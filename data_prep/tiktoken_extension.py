@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.bpe_continuation import BETWEEN, cut_where_old, joined_tokens, spelled, too_little_text
-from data_prep.tiktoken_model import WORDS, TiktokenModel
+from moh_lm.data.tiktoken_model import WORDS, TiktokenModel
 
 BATCH = 100_000  # words
 

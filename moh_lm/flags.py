@@ -267,6 +267,8 @@ def placeholder(entry):
         return "TIME"
     if entry.name in MIXES:
         return "NAME=WEIGHT"
+    if "metavar" in entry.metadata:
+        return entry.metadata["metavar"]
     return {str: "PATH", float: "X"}.get(entry.metadata.get("parse", entry.type), "N")
 
 

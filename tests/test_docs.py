@@ -61,7 +61,7 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"launch/ladder.sh.* --widths", "--widths 32 --rates 1e-3"),
     (r"moh_lm.pretrain --preset", f"{SIZES} {RUN}"),
     (r"generate.py", "--max-new-tokens 4"),
-    (r"run_report.py.*--sample-prompts", "--sample-tokens 4"),
+    (r"--sample-prompts", "--sample-tokens 4"),
     (r"head_report.py", "--tokens 256 --ablation-tokens 32"),
     (r"evaluate.py.* llm6", f"{ROWS} --tasks sciq --max-length 512"),
     (r"evaluate.py.* llama14", f"{ROWS} --tasks arc_challenge --max-length 512"),

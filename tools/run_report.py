@@ -1,11 +1,9 @@
 """A page on a run: loss by source, events, speed, head load, configuration. Several runs are compared on one page.
 
-    python tools/run_report.py RUN [RUN ...] [--output FILE.html] [--png] [--sample-prompts TEXT ...]
+    python tools/run_report.py RUN [RUN ...] [--output FILE.html] [--png]
 
 RUN is a run directory; the run may be going on. The page is one file that needs no other. Without --output it is
 RUN/report.html; of several runs it is report.html in the current directory. --png writes every picture beside it.
---sample-prompts adds text: how each kept checkpoint continues each TEXT, greedily. RUN/samples.jsonl remembers it, so
-that later pages have it too, when the checkpoint is gone.
 
 Exit codes: 0; 1 the page cannot be written; 2 an argument has to be mended.
 """
@@ -17,7 +15,6 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.parser import Parser
-from moh_lm.quantities import at_least
 from tools.command import run
 
 
@@ -30,9 +27,6 @@ def parse_arguments(texts):
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--output", type=Path, metavar="FILE.html", help="(default: report.html in RUN)")
     parser.add_argument("--png", action="store_true", help="write the pictures beside the page too")
-    parser.add_argument("--sample-prompts", nargs="+", default=[], metavar="TEXT", help="show how each kept checkpoint "
-        "continues it")  # fmt: skip
-    parser.add_argument("--sample-tokens", type=at_least(1), default=40, metavar="N", help="(default: %(default)s)")
     arguments = parser.parse_args(texts)
     if arguments.output and arguments.output.is_dir():
         parser.error(f"--output {arguments.output}: is a directory; give a file in it")

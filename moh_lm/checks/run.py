@@ -97,7 +97,7 @@ def decay_problems(config):
 
 
 def run_problems(run):
-    found = below(run, 1, "seq_length", "micro_batch_size", "log_interval")
+    found = below(run, 1, "seq_length", "micro_batch_size", "log_interval", "sample_tokens")
     found += below(run, 0, "eval_interval", "eval_samples", "seed")
     if not run.checkpoint_dir:
         found.append("--checkpoint-dir is missing: give the directory of this run")

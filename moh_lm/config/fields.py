@@ -16,7 +16,7 @@ class ConfigError(Exception):
 
 
 def option(default, help, **metadata):
-    """A dataclass field with its help text; moh_lm.flags reads choices, parse, binary and replaces of ``metadata``."""
+    """A dataclass field with its help; moh_lm.flags reads choices, parse, binary, metavar, replaces of ``metadata``."""
     return field(default=default, metadata={"help": help, **metadata})
 
 

@@ -116,6 +116,10 @@ class RunConfig:
     eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
     eval_samples: int = option(128, "held-out sequences evaluated per source")
     eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")
+    sample_prompts: tuple[str, ...] = option(
+        (), "texts that every evaluation continues, most likely token by token", parse=str, metavar="TEXT"
+    )
+    sample_tokens: int = option(40, "tokens of each of these samples")
     log_interval: int = option(10, "iterations per line of the log")
     peak_tflops: float | None = option(
         None, "of one device in this precision, for the MFU (default: of the GPUs that are known)", parse=float

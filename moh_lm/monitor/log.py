@@ -34,9 +34,10 @@ class RunLog:
         self.started = time.perf_counter()
         self.printed = 0
         write_json(Path(directory) / "config.json", config.to_dict())
-        path = Path(directory) / "metrics.jsonl"
-        keep_rows(path, first_step)
-        self.rows = Rows(path)
+        paths = [Path(directory) / name for name in ("metrics.jsonl", "samples.jsonl")]
+        for path in paths:
+            keep_rows(path, first_step)
+        self.rows, self.sample_rows = map(Rows, paths)
         self.boards = Boards(directory, first_step, config.run.wandb, config.to_dict())
 
     def training(self, row, figures):
@@ -106,6 +107,13 @@ class RunLog:
         self.boards.scalars(scalars, step)
         shown = "  ".join(f"{name} {list(metrics.values())[-1]:.1%}" for name, metrics in scores.items())
         print(wrapped(f"tasks after {step} steps: {shown}", 2), flush=True)
+
+    def samples(self, step, texts):
+        """Log how the model continues each prompt: {prompt: text}."""
+        for prompt, text in texts.items():
+            self.sample_rows.add({"step": step, "prompt": prompt, "text": text})
+            print(wrapped(f"sample after {step} steps: {prompt!r} is continued by {text!r}", 2), flush=True)
+        self.boards.text("samples", "\n\n".join(f"**{prompt}**{text}" for prompt, text in texts.items()), step)
 
     def write(self, row):
         self.rows.add(finite(row))

@@ -66,23 +66,10 @@ class Tasks:
         if problems:
             raise ConfigError([f"--eval-tasks {path}: {problem}" for problem in problems])
 
-    def micro_batches(self, task, micro_batch_size, rank, size):
-        """The choices of ``task`` that data-parallel rank ``rank`` of ``size`` scores, and how many there are in all.
-
-        ``sources`` are their numbers. As many micro-batches on every rank: sequences without labels make up the rest.
-        """
-        choices = [choice for question in self.questions[task] for choice in question.choices]
-        rows = len(choices) + -len(choices) % (micro_batch_size * size)
-        windows = np.zeros((rows, self.seq_length + 1), dtype=np.int64)
-        labels = np.full((rows, self.seq_length), IGNORED)
-        for row, (context, continuation, _) in enumerate(choices):
-            ids = (context + continuation)[-(self.seq_length + 1) :]
-            windows[row, : len(ids)] = ids
-            labels[row, len(ids) - len(continuation) - 1 : len(ids) - 1] = continuation
-        numbers = np.minimum(np.arange(rows), len(choices) - 1)  # what has no label adds nothing to the last one
-        mine = np.arange(rows).reshape(-1, size, micro_batch_size)[:, rank]  # [n, b]
-        tensors = [torch.from_numpy(array) for array in (windows[:, :-1].copy(), labels, numbers)]
-        return [MicroBatch(*(tensor[here] for tensor in tensors)) for here in mine], len(choices)
+    def micro_batches(self, task, *share):
+        """This rank's ``share`` of the choices of ``task``, and how many there are in all."""
+        texts = [choice[:2] for question in self.questions[task] for choice in question.choices]
+        return labelled_rows(texts, self.seq_length, *share), len(texts)
 
     def metrics(self, task, losses):
         """{"acc": ..., "acc_norm": ...} from the losses of all choices, summed over their continuations."""
@@ -98,3 +85,21 @@ class Tasks:
                 if None not in characters:
                     rights["acc_norm"].append((scores / characters).argmax() == gold)
         return {name: float(np.mean(values)) for name, values in rights.items() if values}
+
+
+def labelled_rows(texts, seq_length, micro_batch_size, rank, size):
+    """The rows of data-parallel rank ``rank`` of ``size``, [``MicroBatch``], as many on every rank.
+
+    texts: [(context ids, continuation ids)], a row each, whose number is its source. The labels of a row are its
+    continuation. Rows without labels make up the rest.
+    """
+    rows = len(texts) + -len(texts) % (micro_batch_size * size)
+    tokens, labels = np.zeros((rows, seq_length), np.int64), np.full((rows, seq_length), IGNORED)
+    for row, (context, continuation) in enumerate(texts):
+        ids = [*context, *continuation][-(seq_length + 1) :]
+        tokens[row, : len(ids) - 1] = ids[:-1]
+        labels[row, len(ids) - len(continuation) - 1 : len(ids) - 1] = continuation
+    numbers = np.minimum(np.arange(rows), len(texts) - 1)  # what has no label adds nothing to the last one
+    mine = np.arange(rows).reshape(-1, size, micro_batch_size)[:, rank]  # [n, b]
+    tensors = [torch.from_numpy(array) for array in (tokens, labels, numbers)]
+    return [MicroBatch(*(tensor[here] for tensor in tensors)) for here in mine]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 IGNORED = -100  # label of a position that has no loss
+MOST_LIKELY = -101  # without gradients: of one that gives the id of its most likely token in place of a loss
 CHUNK_BYTES = 2**30  # of the fp32 logits of a chunk: 4,096 tokens of 65,536
 
 
@@ -25,8 +26,9 @@ def linear_cross_entropy(x, weight, labels, partition, group, z_loss=0.0):
     """Mean loss over all positions, with gradients, and the loss of each position, without.
 
     x: [..., d]. weight: [vocab/tp, d], this rank's rows of ``partition`` (padding included). labels: int64 [...], of
-    the whole vocabulary; IGNORED gives 0, and counts in the mean. z_loss: zeta, for the mean only. Returns fp32 (or
-    wider) tensors [] and [...], equal on every rank. The gradient of x is this rank's part of a sum over the ranks.
+    the whole vocabulary, IGNORED, which gives 0 and counts in the mean, or MOST_LIKELY. z_loss: zeta, for the mean
+    only. Returns fp32 (or wider) tensors [] and [...], equal on every rank. The gradient of x is this rank's part of a
+    sum over the ranks.
     """
     rows, targets = x.flatten(0, -2), labels.flatten()
     mean, losses = LinearCrossEntropy.apply(rows, weight, targets, partition, group, z_loss, torch.is_grad_enabled())
@@ -43,7 +45,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
             z = (x[rows] @ weight.t()).to(wide)  # [tokens, vocab/tp]
+            if partition.padding:
+                z[:, -partition.padding :] = -torch.inf
+            wanted = None if with_gradients else labels[rows] == MOST_LIKELY
+            ids = most_likely(z, partition, group) if wanted is not None and wanted.any() else None
             losses[rows], logsumexp = softmax_and_losses(z, labels[rows], partition, group)
+            if ids is not None:
+                losses[rows] = torch.where(wanted, ids, losses[rows])
             if z_loss:
                 squares[rows] = logsumexp.square().masked_fill(labels[rows] == IGNORED, 0)
                 z *= (1 + 2 * z_loss * logsumexp).unsqueeze(-1)
@@ -69,8 +77,6 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def softmax_and_losses(z, labels, partition, group):
     """Losses and logsumexp, [tokens]; the logits ``z`` [tokens, vocab/tp] become the softmax, in place."""
-    if partition.padding:
-        z[:, -partition.padding :] = -torch.inf
     maximum = z.amax(-1, keepdim=True)
     all_reduce(maximum, dist.ReduceOp.MAX, group)
     z -= maximum
@@ -83,6 +89,16 @@ def softmax_and_losses(z, labels, partition, group):
     z /= total.unsqueeze(-1)
     losses = (total.log() - label_logit).masked_fill(labels == IGNORED, 0)
     return losses, total.log() + maximum.squeeze(-1)
+
+
+def most_likely(z, partition, group):
+    """The ids of the largest logits, int64 [tokens], equal on every rank."""
+    values, columns = z.max(-1)
+    largest, ids = values.clone(), columns + partition.ranges[0][0]
+    all_reduce(largest, dist.ReduceOp.MAX, group)
+    ids[values < largest] = partition.size
+    all_reduce(ids, dist.ReduceOp.MIN, group)
+    return ids
 
 
 def subtract_labels(softmax, labels, partition):

@@ -19,6 +19,7 @@ from moh_lm.monitor.journal import Journal
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.report import report_run
 from moh_lm.monitor.row import training_row
+from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Tasks
 from moh_lm.parallel.agreement import set_on_any_rank, together
 from moh_lm.parallel.groups import ParallelGroups
@@ -90,6 +91,7 @@ class Run:
             pin_memory=self.device.type == "cuda",
         )
         self.tasks = Tasks(self.config, dataset.tokenizer_path)
+        self.samples = Samples(self.config, dataset.tokenizer_path)
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
         check_space(checkpoints, self.engine.fragments(), dataset.tokenizer_path)
         self.saver = Saver(
@@ -173,8 +175,9 @@ class Run:
         interval.clear()
 
     def evaluate(self):
-        """Mean loss per token of every source's held-out windows, and the scores of the tasks."""
+        """Mean loss per token of every source's held-out windows, the scores of the tasks, and samples of text."""
         loader, step = self.loader, self.state.step
+        share = self.config.run.micro_batch_size, loader.rank, loader.size
         losses = {}
         for name in loader.dataset.source_names:
             total, tokens = self.engine.evaluate(loader.validation(name, self.config.run.eval_samples))
@@ -185,12 +188,15 @@ class Run:
             self.log.evaluation(step, losses, loader.dataset.bytes_per_token())
         scores = {}
         for name in self.tasks.questions:
-            micro_batch_size = self.config.run.micro_batch_size
-            batches, choices = self.tasks.micro_batches(name, micro_batch_size, loader.rank, loader.size)
+            batches, choices = self.tasks.micro_batches(name, *share)
             scores[name] = self.tasks.metrics(name, self.engine.evaluate_rows(batches, choices)[:, 0].tolist())
             self.watchdog.progress()
         if self.log and scores:
             self.log.tasks(step, scores)
+        if self.samples.prompts:
+            texts = self.samples.continued(self.engine.evaluate_rows, self.watchdog.progress, *share)
+            if self.log:
+                self.log.samples(step, dict(zip(self.samples.prompts, texts, strict=True)))
 
     def close(self):
         """Wait until all is written, and record how the run ended."""

@@ -15,6 +15,7 @@ from moh_lm.cost.summary import describe_configuration, describe_run
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.flags import changes, config_of, idle_flags, save_config
+from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Tasks
 from moh_lm.quantities import wrapped
 from moh_lm.run.directory import lock_run_directory, make_run_directory
@@ -92,7 +93,8 @@ def open_dataset(config, problems, dry_run):
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     if dataset:
-        Tasks(config, dataset.tokenizer_path)  # so that what is wrong with them is said now
+        for read in (Tasks, Samples):  # so that what is wrong with them is said now
+            read(config, dataset.tokenizer_path)
     return dataset
 
 

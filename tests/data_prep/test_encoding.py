@@ -17,10 +17,10 @@ from sentencepiece import sentencepiece_model_pb2
 
 from data_prep import segment_cache
 from data_prep.encoding import BATCH, CHECKED, Tokenizer
-from data_prep.tiktoken_model import TiktokenModel, is_tiktoken
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
+from moh_lm.data.tiktoken_model import TiktokenModel, is_tiktoken
 from tests.tokenizing import TEXTS, hugging_face_tokenizer, json_lines, shards, tokenize, train_model
 from tools import inspect_data
 

@@ -1,9 +1,7 @@
 """Generation with a cache: what the model computes without one, from the memory of the selected heads alone."""
 
-import html
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +20,6 @@ from tests.distributed import run_ranks
 from tests.tokenizing import train_model
 from tests.tools.test_export import PAPER, write_checkpoint
 from tools import generate as generate_tool
-from tools import run_report
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=4, vocab_size=37)
@@ -281,27 +278,6 @@ def test_the_command_continues_prompts_and_the_text_in_pieces_is_the_text_at_onc
     assert row["prompt"] == "the quick" and 0 < len(row["tokens"]) <= 9
     code, streamed, _ = command(*flags, python=programs / "python", text="the quick")
     assert (code, streamed) == (0, f"the quick{row['text']}\n")
-
-
-def test_samples_on_the_page_of_a_run_are_greedy_text_and_outlive_their_checkpoint(run, tmp_path, capsys):
-    directory = tmp_path / "run"
-    shutil.copytree(run, directory)
-    (step,) = (directory / "checkpoints").glob("step-*")
-    shutil.copy(step / "config.json", directory)
-    (directory / "metrics.jsonl").touch()
-    prompts = ("the quick", "<b>")
-    for _ in range(2):  # the second adds nothing
-        assert run_report.main([str(directory), "--sample-tokens", "9", "--sample-prompts", *prompts]) == 0
-    rows = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
-    assert [(row["prompt"], row["step"]) for row in rows] == [(prompt, 7) for prompt in prompts]
-    capsys.readouterr()
-    flags = ["--model", str(run), "--max-new-tokens", "9", "--json", "--prompt", "the quick"]
-    assert generate_tool.main(flags) == 0 and json.loads(capsys.readouterr().out)["text"] == rows[0]["text"] != ""
-    shutil.rmtree(directory / "checkpoints")
-    assert run_report.main([str(directory)]) == 0
-    page = (directory / "report.html").read_text()
-    assert f"<td>the quick</td><td>run</td><td>7</td><td>{html.escape(rows[0]['text'])}</td>" in page
-    assert "<td>&lt;b&gt;</td>" in page and "<b>" not in page
 
 
 def test_what_cannot_be_generated_is_said(run, tmp_path, monkeypatch, capsys):

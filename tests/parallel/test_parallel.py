@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel import cross_entropy
-from moh_lm.parallel.cross_entropy import IGNORED, linear_cross_entropy
+from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
 from tests.distributed import run_ranks
 
@@ -122,6 +122,30 @@ def test_loss_and_gradients_in_chunks_equal_torch_with_ignored_labels(monkeypatc
     torch.testing.assert_close(torch.autograd.grad(mean * 3, (x, weight)), gradients)
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(x, weight, labels, even_partition(0, 11, None), None)[1], losses)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_label_asks_for_the_most_likely_token_beside_losses(ranks):
+    logits, expected, labels = run_ranks(most_likely_tokens, ranks)[-1]
+    wanted = labels == MOST_LIKELY
+    assert wanted.sum() == 8 and torch.equal(expected[wanted], logits.argmax(-1)[wanted].double())
+    exact = F.cross_entropy(logits.flatten(0, 1), labels.where(~wanted, -100).flatten(), reduction="none").view(5, 4)
+    torch.testing.assert_close(expected[~wanted], exact[~wanted])
+
+
+def most_likely_tokens():
+    """(all logits, losses with labels that ask for tokens, the labels); padding would win if it took part."""
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(*shape, 6, dtype=torch.double, generator=generator) for shape in ((5, 4), (9,)))
+    weight -= 5 * x.mean((0, 1))  # logits below 0, those of padding
+    labels = torch.randint(0, 9, (5, 4), generator=generator)
+    labels[1:3], labels[4, 0] = MOST_LIKELY, IGNORED
+    partition = even_partition(0, 9, group)
+    cross_entropy.CHUNK_BYTES = 7 * len(partition.take(weight)) * 8
+    with torch.no_grad():
+        losses = linear_cross_entropy(x, partition.take(weight), labels, partition, group)[1]
+    return x @ weight.t(), losses, labels
 
 
 def test_gradients_of_the_head_in_bfloat16_are_as_near_as_one_rounding():

@@ -24,7 +24,7 @@ from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
 from tests.tools.test_export import PAPER, make_weights, write_checkpoint
 from tests.training.test_training import arguments, rows, run
-from tools import evaluate, evaluate_prepare, export_hf, head_report
+from tools import evaluate, evaluate_prepare, export_hf, generate, head_report, run_report
 from tools.heads.task_text import task_domains
 from tools.hf import export_check
 from tools.tasks import suites
@@ -338,6 +338,7 @@ def test_an_answer_longer_than_the_sequences_of_the_model_is_refused_with_the_re
 
 LAYOUTS = {"data": [], "tensor": ["--tensor-parallel-size", "2"], "pipeline": ["--pipeline-parallel-size", "2"]}
 LIMIT = 4  # questions of each task
+PROMPTS = ("the model of", "care", "head token " * 200)  # the last is longer than a sequence
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +358,8 @@ def flags(data_dir, tokenizer, prepared, tmp_path_factory):
     shutil.copytree(data_dir, directory)
     give_tokenizer(directory, tokenizer)
     changes = "--vocab-size 320 --seq-length 256 --batch-tokens 2K --train-iters 2 --eval-interval 1 --save-interval 1"
-    return [*arguments(directory, "", *changes.split(), "--validation-fraction", "0.2", "--eval-tasks", str(prepared))]
+    more = ["--validation-fraction", "0.2", "--eval-tasks", str(prepared), "--sample-tokens", "5"]
+    return [*arguments(directory, "", *changes.split(), *more, "--sample-prompts", *PROMPTS)]
 
 
 def task_rows(directory):
@@ -407,6 +409,40 @@ def test_every_layout_gives_the_same_scores(layout, flags, trained, tmp_path):
     for step, scores in task_rows(trained).items():
         for name, metrics in scores.items():
             assert theirs[step][name] == pytest.approx(metrics, abs=1e-5)
+
+
+    assert samples(tmp_path) == samples(trained)
+
+
+def samples(run):
+    rows = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    return [(row["step"], row["prompt"], row["text"]) for row in rows]
+
+
+def test_samples_of_a_run_are_what_its_checkpoint_generates_and_each_is_logged_once(trained, capsys):
+    found = samples(trained)
+    assert [row[:2] for row in found] == [(step, prompt) for step in (0, 1, 2) for prompt in PROMPTS]
+    for prompt in PROMPTS[:2]:
+        assert call(generate, "--model", trained, "--max-new-tokens", 5, "--json", "--prompt", prompt) == 0
+        text = json.loads(capsys.readouterr().out)["text"]
+        assert text != "" and (2, prompt, text) in found
+    events = EventAccumulator(str(trained / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Tensors("samples/text_summary")] == [0, 1, 2]
+    assert run_report.main([str(trained)]) == 0
+    assert f"<td>care</td><td>{trained.name}</td><td>2</td>" in (trained / "report.html").read_text()
+
+
+def test_samples_that_cannot_be_written_are_refused_before_the_run(flags, data_dir, tmp_path):
+    mosa = "--head-selection mixture --routing expert_choice --routed-keys selected".split()
+    for changes, message in [
+        (["--sample-prompts", "a", ""], "--sample-prompts '': has no token; give some text"),
+        (["--data-dir", str(data_dir)], f"--sample-prompts: {data_dir} has no tokenizer"),
+        (mosa, "--routing expert_choice sees later tokens"),
+    ]:
+        config, _ = parse_config([*flags, "--eval-tasks", "", *changes, "--checkpoint-dir", str(tmp_path)])
+        with pytest.raises(ConfigError, match=message):
+            program.open_dataset(config, [], False)
 
 
 def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_dir, tmp_path):

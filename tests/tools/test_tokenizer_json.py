@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import sentencepiece
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.tiktoken_model import TiktokenModel
+from moh_lm.data.tiktoken_model import TiktokenModel
 from tools.hf import tiktoken_json
 from tools.hf.tokenizer_json import read_model, special_ids, tokenizer_config, write_tokenizer
 

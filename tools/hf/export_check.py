@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data_prep.encoding import read_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json
+from moh_lm.data.tokenizer import read_model
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import CausalLM, saved_tensors
 from tools.hf.export_files import exported_files

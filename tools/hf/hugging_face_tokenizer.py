@@ -7,7 +7,7 @@ and EOS is declared as BOS too.
 import json
 from pathlib import Path
 
-from data_prep.hugging_face_model import HuggingFaceModel
+from moh_lm.data.hugging_face_model import HuggingFaceModel
 from tools.hf.tokenizer_json import config_with, write_files
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
-from data_prep.encoding import Tokenizer, model_files
-from data_prep.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
+from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError
+from moh_lm.data.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
+from moh_lm.data.tokenizer import model_files
 from tools.hf.import_weights import EMBEDDING
 
 NOISE = 0.01

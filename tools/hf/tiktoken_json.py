@@ -7,7 +7,7 @@ LLaMA 3.1's padding are named; they stand in the vocabulary, or else ``tokenizer
 one.
 """
 
-from data_prep.tiktoken_model import END_OF_TEXT, WORDS, read_ranks
+from moh_lm.data.tiktoken_model import END_OF_TEXT, WORDS, read_ranks
 from tools.hf.tokenizer_json import bpe_model, config_with, content_of, write_files
 
 END, PAD = "<|end_of_text|>", "<|finetune_right_pad_id|>"

@@ -4,9 +4,10 @@ import json
 import tempfile
 from pathlib import Path
 
-from data_prep.encoding import Tokenizer, model_files
+from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish, sha256_of
+from moh_lm.data.tokenizer import model_files
 from tools.tasks.rows import load_tasks, task_manager
 from tools.tasks.suites import SEED, entries_of
 

@@ -10,12 +10,12 @@ import torch
 from safetensors import SafetensorError
 
 from data_prep.output import writable_directory
-from data_prep.tiktoken_model import is_tiktoken
 from moh_lm.checkpoint.fragments import full_parameters, step_config, write_safetensors
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json, write_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
+from moh_lm.data.tiktoken_model import is_tiktoken
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.routing import check_causal
 from moh_lm.model.transformer import INIT_STD, CausalLM, saved_tensors

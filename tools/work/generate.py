@@ -11,6 +11,7 @@ from data_prep.encoding import Tokenizer
 from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError
+from moh_lm.data.tokenizer import continuation
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.generation import generate
 from moh_lm.model.routing import check_causal
@@ -130,8 +131,3 @@ def write(arguments, model, tokenizer, prompts):
     later = made - sum(map(bool, new))  # the first ones come out of the prompts
     rate = f", then {later} in {done - first:.2f} s: {later / (done - first):.1f} tokens/s" if later else ""
     print(f"read {read} tokens in {first - started:.2f} s{rate}", file=sys.stderr)
-
-
-def continuation(tokenizer, prompt, tokens):
-    """What ``tokens`` add to the text of ``prompt``: a token may be a part of a character, or lead with a space."""
-    return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

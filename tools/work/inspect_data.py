@@ -6,12 +6,12 @@ import textwrap
 from bisect import bisect_right
 from pathlib import Path
 
-from data_prep.encoding import read_model
 from data_prep.report import table
 from moh_lm.config import Config, ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.data.shards import tokenizer_files
+from moh_lm.data.tokenizer import read_model
 from tools.shards.directory import open_directory, sum_of, summarize, verify
 
 ANY_VOCABULARY = 2**31

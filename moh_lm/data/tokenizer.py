@@ -1,0 +1,49 @@
+"""The tokenizer beside the shards: a SentencePiece model, LLaMA-3's vocabulary, or a tokenizer of Hugging Face.
+
+All three have the methods of SentencePieceProcessor: encode, decode, eos_id and vocab_size.
+"""
+
+from pathlib import Path
+
+import sentencepiece
+
+from moh_lm.config import ConfigError
+from moh_lm.data.hugging_face_model import HuggingFaceModel
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
+from moh_lm.data.tiktoken_model import TiktokenModel, is_tiktoken
+
+OPTIONAL = TOKENIZER_FILES[-1]  # of the files of Hugging Face
+
+
+def model_files(path: str | Path) -> dict[str, Path]:
+    """What is at ``path``, a file or a directory: name in a data directory -> file, the one with the pieces first."""
+    path = Path(path)
+    if path.is_dir():
+        path = next(iter(tokenizer_files(path)), path / TOKENIZER_FILES[1])
+    if path.suffix == ".json":
+        files = {name: path.with_name(name) for name in TOKENIZER_FILES[1:]}
+        return {name: file for name, file in files.items() if file.is_file() or name != OPTIONAL}
+    return {TOKENIZER_FILES[0]: path}
+
+
+def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | TiktokenModel | HuggingFaceModel:
+    """Raises ConfigError if there is no model at ``path``."""
+    if missing := [file for file in model_files(path).values() if not file.is_file()]:
+        raise ConfigError([
+            f"--tokenizer {path}: no such file as {missing[0]}; give a SentencePiece model, or a directory with one or "
+            "with tokenizer.json and tokenizer_config.json"
+        ])
+    model = next(iter(model_files(path).values()))
+    if model.suffix == ".json":
+        return HuggingFaceModel(model.parent)
+    if is_tiktoken(model):
+        return TiktokenModel(model)
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(model))
+    except (RuntimeError, OSError) as error:
+        raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error
+
+
+def continuation(tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """What ``tokens`` add to the text of ``prompt``: a token may be a part of a character, or lead with a space."""
+    return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]

@@ -1,0 +1,50 @@
+"""What a model writes while it trains: every evaluation continues the texts of --sample-prompts, greedily.
+
+The forward pass of the evaluation gives each new token, in every layout and without a second copy of the model: the
+label of the last token asks for the most likely one in place of a loss. RUN/samples.jsonl has a row for each text and
+evaluation, {"step", "prompt", "text"}; the page of the run shows them.
+"""
+
+from moh_lm.config import ConfigError
+from moh_lm.data.tokenizer import continuation, read_model
+from moh_lm.model.routing import check_causal
+from moh_lm.monitor.tasks import labelled_rows
+from moh_lm.parallel.cross_entropy import MOST_LIKELY
+
+
+class Samples:
+    """The texts of ``config.run.sample_prompts``, and how a model continues them.
+
+    tokenizer: path of the data's, or None. Raises ConfigError if a text has no token in it, or the model is not causal.
+    """
+
+    def __init__(self, config, tokenizer):
+        self.prompts, self.run = config.run.sample_prompts, config.run
+        if not self.prompts:
+            return
+        check_causal(config.model)
+        if tokenizer is None:
+            raise ConfigError([f"--sample-prompts: {config.data.data_dir} has no tokenizer; copy it there"])
+        self.tokenizer = read_model(tokenizer)
+        self.tokens = [list(map(int, self.tokenizer.encode(prompt, out_type=int))) for prompt in self.prompts]
+        if empty := [prompt for prompt, tokens in zip(self.prompts, self.tokens, strict=True) if not tokens]:
+            raise ConfigError([f"--sample-prompts {empty[0]!r}: has no token; give some text"])
+
+    def continued(self, evaluate_rows, progress, *share):
+        """What follows each prompt, [str], up to the end of the document; every rank calls it together.
+
+        evaluate_rows: of the engine. progress: called after each token. share: of ``labelled_rows``.
+        """
+        texts = [list(tokens) for tokens in self.tokens]
+        for _ in range(self.run.sample_tokens):
+            rows = labelled_rows([(text, [MOST_LIKELY]) for text in texts], self.run.seq_length, *share)
+            ids = evaluate_rows(rows, len(texts))[:, 0].tolist()
+            for text, index in zip(texts, ids, strict=True):
+                text.append(int(index))
+            progress()
+        return [self.written(prompt, text[len(prompt) :]) for prompt, text in zip(self.tokens, texts, strict=True)]
+
+    def written(self, prompt, tokens):
+        """The text of ``tokens``, which ends before the first that ends a document or stands for no text."""
+        ends = [token == self.tokenizer.eos_id() or token >= self.tokenizer.vocab_size() for token in tokens]
+        return continuation(self.tokenizer, prompt, tokens[: [*ends, True].index(True)])
