@@ -15,43 +15,30 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import math
-
-from launch.ablation import FLAGS, add_flags, own_flags
-from launch.atlas_forms import SIZES, TUNING_SEED, VARIANTS
-from moh_lm.config import ConfigError
+from launch.atlas_forms import SIZES, TABLE, VARIANTS
+from launch.comparison import FLAGS, add_comparison_flags, read_flags
 from moh_lm.parser import Parser
 from moh_lm.quantities import above_0
 from tools.command import GOES_ON, run
 
 
 def main(texts):
-    return run("atlas", parse_arguments, texts, work="launch.work.atlas", interrupted=GOES_ON)
+    return run("atlas", parse_arguments, texts, work="launch.work.comparison", interrupted=GOES_ON)
 
 
 def parse_arguments(texts):
     """The flags of the atlas; ``others``: those of moh_lm.pretrain. Raises ConfigError."""
     parser = Parser(prog="python launch/atlas.py", description=__doc__.splitlines()[0], epilog=FLAGS)
     add, sizes = parser.add_argument, [size.name for size in SIZES]
-    add_flags(parser, VARIANTS)
-    add("--hours", type=above_0, metavar="X", default=math.inf, help="no run begins that would end later (default: no "
-        "limit)")  # fmt: skip
+    add_comparison_flags(parser, VARIANTS, [0.25, 0.5, 1])
     add("--sizes", nargs="+", metavar="NAME", default=sizes, choices=sizes, help="s, m, l (default: all)")
-    add("--rates", type=above_0, metavar="X", nargs="+", default=[0.25, 0.5, 1], help="factors of the learning "
-        "rate (default: 0.25 0.5 1)")  # fmt: skip
     add("--tokens-per-parameter", type=above_0, metavar="X", help="of the dense model, embeddings included "
         "(default: 3, 4.7, 6)")  # fmt: skip
-    add("--plan", action="store_true", help="say what would be trained, and end")
-    flags, flags.others = parser.parse_known_args(texts)
-    problems = parser.all_problems()
-    if TUNING_SEED in flags.seeds:
-        judge = "tunes the learning rates, so it cannot judge them; choose others"
-        problems.append(f"--seeds {TUNING_SEED}: {judge}")
     instead = {"--learning-rate": "--rates", "--seed": "--seeds"}
     instead |= dict.fromkeys(("--train-iters", "--train-tokens"), "--tokens-per-parameter")
-    problems += own_flags("atlas", flags.others, instead)
-    if problems:
-        raise ConfigError(problems)
+    flags = read_flags(parser, texts, "atlas", instead)
+    tokens = flags.tokens_per_parameter
+    flags.table = TABLE._replace(sizes=tuple(size._replace(tokens=tokens or size.tokens) for size in SIZES))
     return flags
 
 

@@ -4,29 +4,13 @@ The flags of a variant come after those of its size, so they win. A form whose f
 out, and the atlas says so.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from launch.comparison import Size, Table, Variant
 
-from launch.ablation import Variant
-
-TUNING_SEED = 0  # chooses learning rates, so it takes no part in the comparison
 COMMON = (
     "--vocab-size 4096 --seq-length 256 --precision fp32 --validation-fraction 0.02 --eval-samples 128 "
     "--log-interval 50 --keep-last 1"
 ).split()
-
-
-class Size(NamedTuple):
-    """A rung of the ladder. rate: the learning rate that factors multiply, in proportion to 1 / width. tokens: of a
-    run for each parameter of the dense model; about 10 for each outside the embeddings."""
-
-    name: str
-    heads: int
-    rate: float
-    tokens: float
-    flags: str
-
-
+# Rates in proportion to 1 / width; tokens for each parameter, which are about 10 for each outside the embeddings.
 SIZES = (
     Size("s", 8, 4e-3, 3, "--num-layers 3 --hidden-size 96 --head-dim 12 --intermediate-size 256 "
          "--batch-tokens 2K --micro-batch-size 8"),
@@ -37,19 +21,12 @@ SIZES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Form(Variant):
-    """A form of routing or gating with a budget of heads, ``form-percent``.
-
-    tier: which comparisons come first. tokens: times those of the others, for the curve of the dense model.
-    """
-
-    tier: int = 1
-    tokens: float = 1
+    """A form of routing or gating with a budget of heads, ``form-percent``."""
 
     @property
     def form(self):
-        """What is tuned: the name without the percentage of heads or the length."""
+        """The name without the percentage of heads or the length."""
         return self.name.partition("-")[0]
 
 
@@ -83,3 +60,4 @@ VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("relu-50", 2, 2, RELU, tier=3),
     Form("mosa-50", 2, 2, "--routing expert_choice --routed-keys selected", tier=3),  # not causal: a control
 )
+TABLE = Table(VARIANTS, SIZES, COMMON, enough_tokens=20_000_000)  # with less, larger sizes read it several times

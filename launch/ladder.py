@@ -18,7 +18,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.ablation import FLAGS, add_flags, own_flags
+from launch.comparison import FLAGS, add_flags, read_flags
 from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES
 from moh_lm.parser import Parser
@@ -44,14 +44,10 @@ def parse_arguments(texts):
     add("--rates", type=above_0, metavar="X", nargs="+", default=RATES, help="learning rates for --widths (default: "
         "3e-3 / 4 to x 4)")  # fmt: skip
     add("--dry-run", action="store_true", help="show the command of each size and what it would do, and end")
-    flags, flags.others = parser.parse_known_args(texts)
-    problems = parser.all_problems()
     instead = dict.fromkeys(("--train-iters", "--train-tokens", "--schedule"), "--tokens-per-parameter")
-    problems += own_flags("ladder", flags.others, {**instead, "--preset": "--rungs or --widths"})
-    uneven = [width for width in flags.widths or () if isinstance(width, int) and width % 32]
-    problems += [f"--widths {width}: must be a multiple of 32" for width in uneven]
-    if problems:
-        raise ConfigError(problems)
+    flags = read_flags(parser, texts, "ladder", {**instead, "--preset": "--rungs or --widths"})
+    if uneven := [width for width in flags.widths or () if width % 32]:
+        raise ConfigError([f"--widths {width}: must be a multiple of 32" for width in uneven])
     flags.rungs = sorted({*flags.rungs}, key=SIZES.index)
     flags.widths, flags.rates = list(dict.fromkeys(flags.widths or ())), list(dict.fromkeys(flags.rates))
     return flags

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from launch.work.ablation_report import final_loss, finish, pyplot, read_run, table
+from launch.work.pictures import finish, pyplot
+from launch.work.results import final_loss, read_run, write_table
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.data.files import write_json
@@ -102,7 +103,7 @@ def write(out):
         said = "{loss:.4f} [{low:.4f}, {high:.4f}], {date}".format(**row) if row else ""
         missed = f"{loss - row['loss']:+.4f}" if row else ""
         rows.append([size, f"{ratio:g}", f"{compute:.3g}", f"{loss:.4f}", said, missed])
-    lines = table(["size", "tokens per parameter", "FLOPs", "loss", "predicted before", "missed by"], rows)
+    lines = write_table(["size", "tokens per parameter", "FLOPs", "loss", "predicted before", "missed by"], rows)
     told = len({point.size for point in points}) > 1
     if told:
         (floor,), ((a, alpha, s),) = fit(design(points), np.array([[point.loss for point in points]]))
@@ -136,7 +137,7 @@ def write_widths(out):
     rates = sorted({rate for losses in found.values() for rate in losses})
     rows = [[str(width), str(base), *(f"{losses[rate]:.4f}" if rate in losses else "" for rate in rates)]
             for (width, base), losses in sorted(found.items())]  # fmt: skip
-    publish(out / "WIDTHS.md", table(["width", "base width", *(f"{rate:g}" for rate in rates)], rows))
+    publish(out / "WIDTHS.md", write_table(["width", "base width", *(f"{rate:g}" for rate in rates)], rows))
     if pyplot is None or not found:
         return
     figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")

@@ -2,7 +2,8 @@
 
 import csv
 
-from launch.work.ablation_report import metrics, pyplot
+from launch.work.pictures import pyplot
+from launch.work.results import metrics
 from moh_lm.config import Config, ConfigError
 
 FAILURES = OSError

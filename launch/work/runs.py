@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.work.ablation_report import final_evaluation
+from launch.work.results import final_evaluation
 from moh_lm.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from launch import ablation
-from launch.work import ablation_report
+from launch.work import comparison, report, results
 from moh_lm.checks import config_problems
 from moh_lm.flags import parse_config
 from tests.launch.written_runs import write_run
@@ -43,33 +43,39 @@ def test_the_report_compares_seed_by_seed_and_leaves_out_what_is_not_complete(tm
     finals |= {"moh-50": (2.5, 2.7, 2.61), "moh-25": (3.5, 3.7, 3.61)}
     for name, losses in finals.items():
         for seed, loss in enumerate(losses, 1):
-            write_run(tmp_path, name, seed, {0: start, 10: {"a": loss, "b": loss + 1}}, [100, 90, 50])
-    write_run(tmp_path, "moh-75", 4, {0: start, 5: {"a": 1.0, "b": 1.0}}, [90])  # stopped at half
-    write_run(tmp_path, "moh-75", 5, {0: start, 10: {"a": None, "b": 1.0}}, [90])  # diverged
-    ablation_report.write(tmp_path, ["dense", "moh-75", "moh-50"])
+            write_run(tmp_path, f"model/{name}/rate-1-seed", seed, {0: start, 10: {"a": loss, "b": loss + 1}}, [90])
+    write_run(tmp_path, "model/moh-75/rate-1-seed", 4, {0: start, 5: {"a": 1.0, "b": 1.0}}, [90])  # stopped at half
+    write_run(tmp_path, "model/moh-75/rate-1-seed", 5, {0: start, 10: {"a": None, "b": 1.0}}, [90])  # diverged
+    report.write(tmp_path, table_of(tmp_path))
     rows = rows_of(tmp_path)
-    # Differences -0.1, -0.05, -0.15: mean -0.1, standard deviation 0.05, t(2) = 4.303.
-    width = 4.303 * 0.05 / math.sqrt(3)
-    assert rows["moh-75"] == ["dense", "do 75% of the heads do as well as all?", "3", f"-0.1000 ± {width:.4f}",
-                              "not told apart"]  # fmt: skip
-    assert (rows["moh-50"][-1], rows["moh-25"][-1]) == ("better", "worse")
-    assert rows["dense"][3:6] == ["3", "3.1000 ± 0.1000", "4.1000 ± 0.1000"]
-    assert rows["dense"][6:] == ["**3.6000 ± 0.1000**", "90"]
+    # Differences -0.1, -0.05, -0.15: mean -0.1, standard deviation 0.05, t(2) = 2.920 for 90%.
+    width = 2.920 * 0.05 / math.sqrt(3)
+    told = [f"-0.1000 ± {width:.4f}", "better"]
+    assert rows["moh-75"][1] == ["dense", "do 75% of the heads do as well as all?", "3", *told]
+    assert rows["moh-75"][0][-2:] == [", ".join(told), ""]
+    assert (rows["moh-50"][-1][-1], rows["moh-25"][-1][-1]) == ("better", "worse")
+    assert rows["dense"][0][5:] == ["3", "3.1000 ± 0.1000", "4.1000 ± 0.1000", "**3.6000 ± 0.1000**", "", ""]
+
+
+def table_of(out, *flags):
+    return ablation.parse_arguments([str(out), "--data-dir", "data", *flags]).table
 
 
 def rows_of(directory):
-    """{first cell: the others} of the tables of the report; of the last table that has it."""
+    """{first cell: [the others of a row]} of the tables of the report."""
     lines = (directory / "REPORT.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
-    return {first: others for first, *others in cells}
+    return {first: [others for name, *others in cells if name == first] for first, *_ in cells}
 
 
 def test_the_flops_are_those_of_the_heads_that_tokens_used(tmp_path):
     start, end = {"a": 4.0}, {"a": 3.0}
-    write_run(tmp_path, "dense", 1, {0: start, 10: end}, [1], head_selection="all")
+    write_run(tmp_path, "model/dense/rate-1-seed", 1, {0: start, 10: end}, [1], head_selection="all")
     half = {"num_shared_heads": (2, 2), "num_active_routed_heads": (4, 4)}
-    write_run(tmp_path, "moh-top-p", 1, {0: start, 10: end}, [1], [3.0, 5.0], routing_top_p=0.5, **half)
-    ablation_report.write(tmp_path, ["dense"])
+    write_run(
+        tmp_path, "model/moh-top-p/rate-1-seed", 1, {0: start, 10: end}, [1], [3.0, 5.0], routing_top_p=0.5, **half
+    )
+    report.write(tmp_path, table_of(tmp_path))
     # Forward, multiplications and additions: width 32, 8 heads of 4, sequences of 16, MLP 2048, vocabulary 64.
     per_head = 2 * 32 * 4 * 2 + 2 * 8 * 4 * 2
     other = 2 * 32 * 8 * 4 * 2 + 2 * 3 * 32 * 2048
@@ -81,10 +87,10 @@ def test_the_flops_are_those_of_the_heads_that_tokens_used(tmp_path):
 
 
 def test_an_interval_is_wide_enough_for_its_number_of_seeds():
-    # By hand: 1, 2, 4 have the mean 7/3 and the deviation sqrt(7/3); 97.5% of Student's t with 2 degrees is 4.303.
-    center, width = ablation_report.interval([1.0, 2.0, 4.0])
-    assert center == pytest.approx(7 / 3) and width == pytest.approx(4.303 * math.sqrt(7 / 3) / math.sqrt(3))
-    assert ablation_report.interval([1.0]) == (1.0, math.inf)
+    # By hand: 1, 2, 4 have the mean 7/3 and the deviation sqrt(7/3); 95% of Student's t with 2 degrees is 2.920.
+    center, width = results.interval([1.0, 2.0, 4.0])
+    assert center == pytest.approx(7 / 3) and width == pytest.approx(2.920 * math.sqrt(7 / 3) / math.sqrt(3))
+    assert results.interval([1.0]) == (1.0, math.inf)
 
 
 def test_runs_are_trained_once_and_a_failed_one_is_named(data_dir, tmp_path, programs, monkeypatch, capsys):
@@ -97,22 +103,38 @@ def test_runs_are_trained_once_and_a_failed_one_is_named(data_dir, tmp_path, pro
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     assert ablation.main([str(tmp_path), "--seeds", "1", *small, "--jobs", "2"]) == 0
     assert "DS_ACCELERATOR" not in os.environ  # where there are GPUs, runs are to find them
-    report = (tmp_path / "REPORT.md").read_text()
-    assert "2 runs of 64 tokens" in report and "| moh-50-released |" in report
+    assert rows_of(tmp_path)["moh-50-released"][0][:3] == ["2 + 2 of 6", "0.002", f"{7264 + 10 * 32:,}"]
+    assert capsys.readouterr().out.count("started") == 2
     assert ablation.main([str(tmp_path), "--seeds", "1", *small]) == 0
-    assert capsys.readouterr().out.count("already there") == 2
-    assert ablation.main([str(tmp_path), "--seeds", "2", *small, "--head-dim", "0"]) == 1
-    assert "dense-2 failed" in capsys.readouterr().err
+    assert "started" not in capsys.readouterr().out
+    (tmp_path / "runs/model/dense/rate-1-seed-2").write_text("no directory\n")
+    assert ablation.main([str(tmp_path), "--seeds", "2", "--variants", "dense", *small[4:], *small[:2]]) == 1
+    assert "rate-1-seed-2 failed" in capsys.readouterr().err
     assert ablation.main([str(tmp_path), "--seeds", "3", *small, "--train-iters", "90000", "--exit-after", "1"]) == 75
-    assert "stopped dense-3" in capsys.readouterr().out
+    assert "stopped model/dense/rate-1-seed-3" in capsys.readouterr().out
+
+
+def test_with_several_rates_each_variant_is_compared_at_its_own(data_dir, tmp_path):
+    flags = ["--variants", "dense", "moh-75", "moh-50", "--seeds", "1", "--rates", "0.5", "1", "2"]
+    given = ablation.parse_arguments([str(tmp_path), "--data-dir", str(data_dir), *flags, "--train-iters", "7"])
+    plan = comparison.Comparison(given)
+    best = {"dense": 1, "moh-75": 0.25, "moh-50": 4}
+    while run := plan.next_run(set(), {}):
+        _, variant, rest = run.name.split("/")
+        rate, seed = rest.removeprefix("rate-").split("-seed-")
+        assert f"--learning-rate {2e-3 * float(rate):g} " in " ".join(run.arguments) and run.iterations == 7
+        assert seed == "0" or float(rate) == best[variant]
+        loss = abs(math.log(float(rate) / best[variant]))
+        write_run(tmp_path, run.name.rpartition("-")[0], int(seed), {0: {"a": 9.0}, 7: {"a": loss}}, [1], iterations=7)
+    assert {path.parent.name for path in (tmp_path / "runs/model").glob("*/rate-*-seed-1")} == {*best}
 
 
 def test_runs_of_other_flags_and_arguments_that_mislead_are_refused(data_dir, tmp_path, capsys):
     good = [str(tmp_path), "--data-dir", str(data_dir), "--variants", "dense"]
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "dense-1.log").write_text("--num-layers 12\n")
+    (tmp_path / "runs/model/dense").mkdir(parents=True)
+    (tmp_path / "runs/model/dense/rate-1-seed-1.log").write_text("--num-layers 12\n")
     for flags, words in [
-        (good, "dense-1.log: its run has other flags"),
+        (good, "rate-1-seed-1.log: its run has other flags"),
         ([*good, "--train-tokens", "1M"], "give --train-iters"),
         ([*good, "--num-attention-heads", "12"], "multiple of 8"),
     ]:

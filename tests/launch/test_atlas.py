@@ -7,8 +7,8 @@ import pytest
 
 from launch import atlas as command
 from launch import atlas_corpus
-from launch.atlas_forms import SIZES, VARIANTS
-from launch.work import atlas, atlas_report
+from launch.atlas_forms import SIZES, TABLE, VARIANTS
+from launch.work import comparison, report, results
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
 from tests.launch.written_runs import write_run
@@ -21,7 +21,7 @@ def make(out, *more):
     for size, speed in (("s", 1000), ("m", 500), ("l", 250)):
         write_rows(out / "probes" / size, {"step": 5, "tokens_per_second": speed})
     flags = command.parse_arguments([str(out), "--data-dir", str(out / "data"), *more])
-    return atlas.Atlas(flags, flags.others)
+    return comparison.Comparison(flags)
 
 
 def write_rows(directory, *rows):
@@ -49,15 +49,15 @@ def test_a_variant_is_a_legal_model_with_the_share_of_heads_in_its_name(size, tm
 
 def test_the_best_rate_is_looked_for_until_it_is_not_at_the_edge():
     rates = [0.5, 1, 2]
-    assert atlas.tuning({}, rates) == (rates, None)
-    assert atlas.tuning({0.5: 3.2, 1: 3.0}, rates) == (rates, None)
-    assert atlas.tuning({0.5: 3.2, 1: 3.0, 2: 3.1}, rates) == (rates, 1)
-    assert atlas.tuning({0.5: 3.2, 1: 3.1, 2: 3.0}, rates) == ([*rates, 4], None)
-    assert atlas.tuning({0.5: 3.2, 1: 3.1, 2: 3.0, 4: math.inf}, rates) == ([*rates, 4], 2)
-    assert atlas.tuning({0.5: math.inf, 1: math.inf, 2: math.inf}, rates) == ([*rates, 0.25], None)
-    falling = {0.5 * 2**step: 3 - step for step in range(atlas.MOST_RATES)}
-    assert atlas.tuning(falling, rates) == (sorted(falling), max(falling))  # it ends
-    assert atlas.tuning({}, [1.0]) == ([], 1.0)
+    assert comparison.tuning({}, rates) == (rates, None)
+    assert comparison.tuning({0.5: 3.2, 1: 3.0}, rates) == (rates, None)
+    assert comparison.tuning({0.5: 3.2, 1: 3.0, 2: 3.1}, rates) == (rates, 1)
+    assert comparison.tuning({0.5: 3.2, 1: 3.1, 2: 3.0}, rates) == ([*rates, 4], None)
+    assert comparison.tuning({0.5: 3.2, 1: 3.1, 2: 3.0, 4: math.inf}, rates) == ([*rates, 4], 2)
+    assert comparison.tuning({0.5: math.inf, 1: math.inf, 2: math.inf}, rates) == ([*rates, 0.25], None)
+    falling = {0.5 * 2**step: 3 - step for step in range(comparison.MOST_RATES)}
+    assert comparison.tuning(falling, rates) == (sorted(falling), max(falling))  # it ends
+    assert comparison.tuning({}, [1.0]) == ([], 1.0)
 
 
 def test_forms_are_tuned_then_compared_seed_by_seed_and_nothing_is_done_twice(tmp_path):
@@ -82,7 +82,7 @@ def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
     plan = make(tmp_path, "--variants", "dense", "--rates", "1", "--seeds", "1", "--sizes", "s", "m", "--hours", "3")
     small, middle = plan.trials()
     tokens = 3 * 1_118_880  # parameters of the smallest model, as --dry-run gives them
-    assert plan.hours(small, 1000) == pytest.approx(atlas.OVERHEAD * tokens / 1000 / 3600, rel=1e-3)
+    assert plan.hours(small, 1000) == pytest.approx(comparison.OVERHEAD * tokens / 1000 / 3600, rel=1e-3)
     assert plan.next_run(set(), {}).name == "s/dense/rate-1-seed-1"
     assert plan.hours(middle, 500) > 3
     assert plan.next_run({plan.run(small).directory}, {}) is None
@@ -92,9 +92,9 @@ def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
 
 
 def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):
-    given = make(tmp_path, "--tokens-per-parameter", "0.5")
+    plans = make(tmp_path), make(tmp_path, "--tokens-per-parameter", "0.5")
     for size, own in zip(SIZES, (3, 4.7, 6), strict=True):
-        iterations = [plan.iterations(size, VARIANTS[0]) for plan in (make(tmp_path), given)]
+        iterations = [plan.iterations(of, VARIANTS[0]) for plan in plans for of in plan.sizes if of.name == size.name]
         assert iterations[0] / iterations[1] == pytest.approx(own / 0.5, rel=0.01)
 
 
@@ -104,7 +104,7 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
     log.write_text("--num-layers 12\n")
     plan = make(tmp_path, "--variants", "dense", "--rates", "1")
     with pytest.raises(ConfigError, match="rate-1-seed-1.log: its run has other flags"):
-        atlas.check_flags(map(plan.run, plan.trials()))
+        comparison.check_flags(map(plan.run, plan.trials()))
     for flags, words in [(["--seeds", "0"], "tunes the learning rates"), (["--train-iters", "5"], "the atlas sets it")]:
         with pytest.raises(ConfigError, match=words):
             make(tmp_path, *flags)
@@ -125,12 +125,12 @@ def test_a_schedule_is_held_against_the_runs_of_the_plan(tmp_path):
 def test_the_tokens_of_the_dense_model_are_found_on_a_line_in_the_logarithm():
     points = {tokens: 5 - 0.3 * math.log(tokens) for tokens in (50, 100, 200)}
     for tokens, inside in ((50, True), (80, True), (170, True), (200, True), (30, False), (400, False)):
-        found, lies_inside = atlas_report.tokens_of_dense(points, 5 - 0.3 * math.log(tokens))
+        found, lies_inside = report.tokens_of_dense(points, 5 - 0.3 * math.log(tokens))
         assert found == pytest.approx(tokens) and lies_inside == inside
     bent = {50: 4.0, 100: 3.0, 200: 2.8}
-    assert atlas_report.tokens_of_dense(bent, 2.9)[0] == pytest.approx(100 * math.sqrt(2))
-    assert atlas_report.tokens_of_dense({50: 4.0}, 3.5) is None
-    assert atlas_report.tokens_of_dense({50: 4.0, 100: 4.1}, 3.5) is None
+    assert report.tokens_of_dense(bent, 2.9)[0] == pytest.approx(100 * math.sqrt(2))
+    assert report.tokens_of_dense({50: 4.0}, 3.5) is None
+    assert report.tokens_of_dense({50: 4.0, 100: 4.1}, 3.5) is None
 
 
 def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
@@ -144,22 +144,20 @@ def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
     write_run(tmp_path, "s/released-50/rate-2-seed", 0, {0: START, 10: {"a": 1.0}}, [90])  # tunes, is not compared
     write_run(tmp_path, "s/released-50/rate-1-seed", 0, {0: START, 10: {"a": 1.5}}, [90])
     write_run(tmp_path, "s/released-50/rate-2-seed", 4, {0: START, 5: {"a": 1.0}}, [90])  # stopped at half
-    found = atlas_report.read_runs(tmp_path / "runs")["s"]
-    table = atlas_report.compared(found)
+    found = report.read_runs(tmp_path / "runs", TABLE)["s"]
+    table = report.compared(found)
     paired = stats.ttest_rel(form, dense).confidence_interval(0.9)
-    center, width = atlas_report.interval(
-        atlas_report.differences(table["released-50"], table["dense"]), atlas_report.STUDENT_90
-    )
+    center, width = results.interval(results.differences(table["released-50"], table["dense"]))
     assert (center - width, center + width) == pytest.approx(tuple(paired), abs=2e-5)
     # The dense model gains 0.1 by doubling its tokens: a lead of d is worth a factor of 2 ** (d / 0.1).
     leads = [math.log(2) * (theirs - mine) / 0.1 for theirs, mine in zip(dense, form, strict=True)]
     wide = stats.t.interval(0.9, 2, sum(leads) / 3, stats.sem(leads))
-    factor, low, high, inside = atlas_report.multipliers(table)["released-50"]
+    factor, low, high, inside = report.multipliers(table)["released-50"]
     expected = [math.exp(value) for value in (wide[0], sum(leads) / 3, wide[1])]
     assert [low, factor, high] == pytest.approx(expected, rel=1e-3) and inside
-    assert atlas_report.tuning_losses(found) == {"released-50": {1: 1.5, 2: 1.0}}
+    assert report.tuning_losses(found) == {"released-50": {1: 1.5, 2: 1.0}}
     points = [stats.t.ppf(0.95, degrees) for degrees in range(1, 16)]
-    assert list(atlas_report.STUDENT_90) == pytest.approx(points, abs=5e-4)
+    assert list(results.STUDENT) == pytest.approx(points, abs=5e-4)
 
 
 def test_the_report_says_what_is_told_apart(tmp_path):
@@ -169,7 +167,7 @@ def test_the_report_says_what_is_told_apart(tmp_path):
         write_run(tmp_path, "s/dense/rate-1-seed", seed, dense, [90], head_selection="all")
         write_run(tmp_path, "s/static-50/rate-1-seed", seed, half, [90], **static)
         write_run(tmp_path, "s/paper-50/rate-1-seed", seed, paper, [90])
-    atlas_report.write(tmp_path)
+    report.write(tmp_path, TABLE)
     lines = (tmp_path / "REPORT.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
     rows = {row[1]: row for row in cells}

@@ -1,43 +1,50 @@
-"""The report of an atlas: REPORT.md with its tables, and the pictures of atlas_pictures.py.
+"""The report of a table of runs: REPORT.md with its tables, and the pictures of pictures.py.
 
 Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N; runs that are not complete are left out. L is the validation loss at the
-end of a run, nats per token, mean over sources. Differences of L are those of ablation_report.py, with 90%
-intervals. The multiplier of a form is T_dense(L) / T: the tokens with which the dense model ends at the form's loss,
-over the form's own. docs/atlas.md says how T_dense is interpolated. The interval of a multiplier is that of its
-logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the heads that tokens use.
+end of a run, nats per token, mean over sources. The multiplier of a form is T_dense(L) / T: the tokens with which the
+dense model ends at the form's loss, over the form's own. docs/atlas.md says how T_dense is interpolated. The interval
+of a multiplier is that of its logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the heads that
+tokens use.
 """
 
 import math
 from itertools import pairwise
 from statistics import mean
 
-from launch.atlas_forms import SIZES, TUNING_SEED, VARIANTS
-from launch.work import ablation_report as runs_report
-from launch.work.ablation_report import differences, final_loss, flops, interval, read_run, table
-from launch.work.atlas_pictures import draw
+from launch.comparison import TUNING_SEED
+from launch.work.pictures import draw
+from launch.work.results import (
+    differences,
+    final_loss,
+    flops,
+    interval,
+    read_run,
+    results_table,
+    told_apart,
+    write_table,
+)
 from moh_lm.cost.memory import parameter_counts
 
-# 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
-STUDENT_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
 
 
-def write(out):
-    """Write OUT/REPORT.md and its pictures."""
-    found = read_runs(out / "runs")
+def write(out, table):
+    """Write OUT/REPORT.md and its pictures. table: a ``Table``."""
+    found = read_runs(out / "runs", table)
     sizes = {size: compared(variants) for size, variants in found.items()}
     sizes = {size: variants for size, variants in sizes.items() if variants}
-    text = markdown(sizes, tuning_losses(found.get(SIZES[0].name, {})))
+    factors = {size: multipliers(variants) for size, variants in sizes.items()}
+    text = markdown(sizes, factors, table, tuning_losses(found.get(table.sizes[0].name, {})))
     (out / "REPORT.md").write_text(text, encoding="utf-8")
     print(text)
-    draw(out, sizes, {size: multipliers(variants) for size, variants in sizes.items()})
+    draw(out, sizes, table.variants, factors)
 
 
-def read_runs(directory):
-    """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the atlas."""
+def read_runs(directory, table):
+    """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the table."""
     found = {}
-    for size in SIZES:
-        for variant in VARIANTS:
+    for size in table.sizes:
+        for variant in table.variants:
             for path in sorted((directory / size.name / variant.name).glob("rate-*-seed-*/config.json")):
                 run, (factor, seed) = read_run(path.parent), path.parent.name.removeprefix("rate-").split("-seed-")
                 if run:
@@ -97,46 +104,61 @@ def multipliers(variants):
             told.append(tokens_of_dense(points, final_loss(run)))
         logs = [math.log(told_[0] / tokens_of(run)) for told_, run in zip(told, runs.values(), strict=True) if told_]
         if logs:
-            center, width = interval(logs, STUDENT_90)
+            center, width = interval(logs)
             bounds = (math.exp(center + side) if width < math.inf else None for side in (-width, width))
             found[name] = (math.exp(center), *bounds, all(told_[1] for told_ in told if told_))
     return found
 
 
-def markdown(sizes, tuned):
-    """The whole report. sizes: {size: {variant: {seed: run}}}. tuned: of ``tuning_losses``."""
-    lines = ["# Atlas", "", *(summary(sizes) if sizes else ["Nothing is compared yet."]), ""]
+def markdown(sizes, factors, table, tuned):
+    """The whole report. sizes: {size: {variant: {seed: run}}}. factors: {size: ``multipliers``}."""
+    told = any(factors.values())
+    lines = ["# Report", "", *([] if sizes else ["Nothing is compared yet.", ""])]
+    lines += [*summary(sizes, factors), ""] if told else []
     for size, variants in sizes.items():
-        lines += [*size_section(size, variants), ""]
+        lines += [*size_section(size, variants, factors[size]), ""]
+        lines += answers(variants, table.questions)
     lines += [
-        "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. To dense, to static:",
-        "mean of the differences seed by seed with its 90% interval of Student's distribution, to all heads and to as",
-        "many heads that are always the same. Seeds are all that it takes into account: not another corpus, size or",
-        "length of training. Of ten comparisons where nothing differs, one is told apart by chance; one seed tells",
-        "nothing apart. Tokens x: tokens with which the dense model ends at this loss, over the tokens of the run,",
-        "with its 90% interval; *: a seed lies beyond the dense runs of half and twice the tokens. FLOPs x: the same",
-        "in FLOPs of training, with the heads that tokens use.",
+        "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. FLOPs: of training on a",
+        "token with the heads that it uses; with top-p, those of the last interval. To dense, to static: mean of the",
+        "differences seed by seed with its 90% interval of Student's distribution, to all heads and to as many heads",
+        "that are always the same. Seeds are all that it takes into account: not another corpus, size or length",
+        "of training. Of ten comparisons where nothing differs, one is told apart by chance, and one seed tells",
+        "nothing apart.",
         "",
-        *tuning_section(tuned),
     ]
-    return "\n".join(lines) + "\n"
+    lines += [
+        "Tokens x: tokens with which the dense model ends at this loss, over the tokens of the run, with its 90%",
+        "interval; *: a seed lies beyond the dense runs of half and twice the tokens. FLOPs x: the same in FLOPs.",
+        "",
+    ] * told
+    return "\n".join([*lines, *tuning_section(tuned, table.sizes[0])]) + "\n"
 
 
-def summary(sizes):
+def summary(sizes, factors):
     """Of each form and size, the difference to dense and the multiplier in tokens."""
-    factors, rows = {size: multipliers(variants) for size, variants in sizes.items()}, []
+    rows = []
     for name in dict.fromkeys(name for variants in sizes.values() for name in variants if name not in LENGTHS):
         rows.append([name])
         for size, variants in sizes.items():
             rows[-1].append(difference(variants.get(name, {}), variants.get(DENSE, {})))
             rows[-1].append(shown(factors[size][name], 1) if name in factors[size] else "")
-    return table(["", *(title for size in sizes for title in (f"{size}: to dense", "tokens x"))], rows)
+    return write_table(["", *(title for size in sizes for title in (f"{size}: to dense", "tokens x"))], rows)
 
 
-def size_section(size, variants):
+def answers(variants, questions):
+    """The differences that the questions of the table ask for."""
+    rows = []
+    for name, against, question in questions:
+        if found := differences(variants.get(name, {}), variants.get(against, {})):
+            rows.append([name, against, question, str(len(found)), *told_apart(found)])
+    return [*write_table(["", "against", "", "seeds", "difference", ""], rows), ""] if rows else []
+
+
+def size_section(size, variants, found):
     first = next(iter(next(iter(variants.values())).values()))
     model, dense = first["config"].model, variants.get(DENSE, {})
-    found, whole = multipliers(variants), [flops(run) for run in dense.values()][:1]
+    whole = [flops(run) for run in dense.values()][:1]
 
     def outside(name, runs):
         counts = parameter_counts(runs[0]["config"].model)
@@ -153,15 +175,15 @@ def size_section(size, variants):
     after = {
         "to dense": lambda name, runs: difference(variants[name], dense) if name not in LENGTHS else "",
         "to static": lambda name, runs: difference(variants[name], static_of(variants, name)),
-        "tokens x": lambda name, runs: shown(found[name], 1) if name in found else "",
-        "FLOPs x": in_flops,
     }
+    if found:
+        after |= {"tokens x": lambda name, runs: shown(found[name], 1) if name in found else "", "FLOPs x": in_flops}
     yield (
         f"## Size {size}: {model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads of "
         f"{model.head_dim}, {sum(map(len, variants.values()))} runs"
     )
     yield ""
-    yield from runs_report.results_table(variants, DENSE, before, after)
+    yield from results_table(variants, DENSE, before, after)
 
 
 def static_of(variants, name):
@@ -173,7 +195,7 @@ def static_of(variants, name):
 def difference(runs, against):
     """The difference of the losses seed by seed, in words; empty if no seed is in both."""
     found = differences(runs, against)
-    return ", ".join(runs_report.told_apart(found, STUDENT_90)) if found else ""
+    return ", ".join(told_apart(found)) if found else ""
 
 
 def shown(found, factor):
@@ -183,11 +205,11 @@ def shown(found, factor):
     return f"{center * factor:.2f}{limits}" + ("" if inside else "*")
 
 
-def tuning_section(tuned):
+def tuning_section(tuned, size):
     """Of each form, the final loss at every factor of the learning rate that was tried; the best in bold."""
     if not tuned:
         return
-    size, factors = SIZES[0], sorted({factor for losses in tuned.values() for factor in losses})
+    factors = sorted({factor for losses in tuned.values() for factor in losses})
     yield f"## Learning rates: size {size.name}, seed {TUNING_SEED}"
     yield ""
     rows = []
@@ -196,6 +218,6 @@ def tuning_section(tuned):
         best = min(losses, key=losses.get)
         cells[best] = f"**{cells[best]}**"
         rows.append([name, *cells.values()])
-    yield from table(["", *(f"{factor * size.rate:g}" for factor in factors)], rows)
+    yield from write_table(["", *(f"{factor * size.rate:g}" for factor in factors)], rows)
     yield ""
     yield "The best factor of a form is used at every size, times the size's own rate, and with every other seed."

@@ -1,13 +1,13 @@
-"""The work of launch/atlas.py: what is trained next, what it costs, and the report."""
+"""The work of launch/ablation.py and launch/atlas.py: what is trained next, what it costs, and the report."""
 
 import math
 import time
 from statistics import mean, median
 from typing import NamedTuple
 
-import launch.work.atlas_report as report
-from launch.atlas_forms import COMMON, SIZES, TUNING_SEED, VARIANTS, Form, Size
-from launch.work.ablation_report import final_evaluation, metrics
+import launch.work.report as report
+from launch.comparison import TUNING_SEED, Size, Variant
+from launch.work.results import final_evaluation, metrics
 from launch.work.runs import DIVERGED, Run, as_flags, check_flags, exit_code, train_all
 from moh_lm.checks import config_problems, schedule_problems
 from moh_lm.config import ConfigError
@@ -18,41 +18,41 @@ from moh_lm.flags import parse_config
 
 FAILURES = (RuntimeError, OSError)
 MOST_RATES = 6  # tried for one form, if the best is always at the edge
-ENOUGH_TOKENS = 20_000_000  # of text; with less, larger sizes read it several times
 OVERHEAD = 1.1  # evaluations and the start of a run, over its training
 RECENT = 100  # intervals of the log that tell the speed: a machine may be busier on one day than on another
 PROBE_STEPS = 20  # of a first run of a size, which tells its speed
 
 
 class Trial(NamedTuple):
-    """A run that the atlas wants; factor: of the learning rate, None as long as the tuning has not told it."""
+    """A run that the table wants; factor: of the learning rate, None as long as the tuning has not told it."""
 
     size: Size
-    variant: Form
+    variant: Variant
     factor: float | None
     seed: int
 
 
 def run(flags):
     if flags.report:
-        return report.write(flags.out)
-    atlas = Atlas(flags, flags.others)
-    describe_data(flags.data_dir)
-    for variant, reason in atlas.refused.items():
+        return report.write(flags.out, flags.table)
+    comparison = Comparison(flags)
+    describe_data(flags.data_dir, flags.table.enough_tokens)
+    for variant, reason in comparison.refused.items():
         print(f"left out: {variant}: {reason}")
-    if not atlas.variants:
-        raise ConfigError(list(dict.fromkeys(atlas.refused.values())))
-    atlas.check_flags()
-    atlas.measure_speeds()
-    atlas.describe_plan()
+    if not comparison.variants:
+        raise ConfigError(list(dict.fromkeys(comparison.refused.values())))
+    comparison.check_flags()
+    if flags.plan or flags.hours < math.inf:
+        comparison.measure_speeds()
+        comparison.describe_plan()
     if flags.plan:
         return 0
-    codes = train_all(atlas.next_run, flags.jobs, flags.ranks)
-    report.write(flags.out)
+    codes = train_all(comparison.next_run, flags.jobs, flags.ranks)
+    report.write(flags.out, flags.table)
     return exit_code(codes)
 
 
-def describe_data(directory):
+def describe_data(directory, enough):
     """Print the tokens of each source, and whether they are enough; raise ConfigError if there are none."""
     try:
         sources = read_manifest(directory)["sources"]
@@ -62,18 +62,19 @@ def describe_data(directory):
     tokens = {name: sum(unit["tokens"] for unit in source["units"].values()) for name, source in sources.items()}
     found = sum(tokens.values())
     print(f"text: {found:,} tokens: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
-    if found < ENOUGH_TOKENS:
-        print(f"text: fewer than {ENOUGH_TOKENS:,} tokens; the atlas goes on, and reads them more often")
+    if found < enough:
+        print(f"text: fewer than {enough:,} tokens, which are read more often")
 
 
-class Atlas:
+class Comparison:
     """What is wanted, what of it is there, and what comes next; ``refused``: {variant: why it cannot be trained}."""
 
-    def __init__(self, flags, others):
-        self.flags, self.others, self.begun = flags, others, time.monotonic()
-        self.sizes = [size for size in SIZES if size.name in flags.sizes]
+    def __init__(self, flags):
+        self.flags, self.table, self.others, self.begun = flags, flags.table, flags.others, time.monotonic()
+        self.sizes = [size for size in self.table.sizes if size.name in flags.sizes]
         self.refused, self.variants = {}, []
-        for variant in (variant for variant in VARIANTS if variant.name in flags.variants):
+        chosen = [each for each in self.table.variants if {each.name, each.table} & {*flags.variants}]
+        for variant in chosen:
             try:
                 configs = [self.config(size, variant) for size in self.sizes]
                 problems = [problem for config in configs for problem in config_problems(config, world_size=1)]
@@ -86,7 +87,7 @@ class Atlas:
 
     def model_arguments(self, size, variant):
         """Flags that say what is trained, without those of its budget, rate and seed."""
-        return [*COMMON, *size.flags.split(), *variant.arguments(size.heads)]
+        return [*self.table.common, *size.flags.split(), *variant.arguments(size.heads, size.layers)]
 
     def config(self, size, variant):
         """The ``Config`` of the variant with a budget that leaves room for any schedule. Raises ConfigError."""
@@ -94,10 +95,11 @@ class Atlas:
         return parse_config([*self.model_arguments(size, variant), *place, *self.others])[0]
 
     def iterations(self, size, variant):
-        """Those in which the size's dense model sees so many tokens per parameter, for all of its variants."""
-        config = self.config(size, VARIANTS[0])
-        ratio = self.flags.tokens_per_parameter or size.tokens
-        tokens = ratio * parameter_counts(config.model)["total"] * variant.tokens
+        """Those of the size, or those in which its first variant sees so many tokens per parameter."""
+        if size.iterations:
+            return math.ceil(size.iterations * variant.tokens)
+        config = self.config(size, self.table.variants[0])
+        tokens = size.tokens * parameter_counts(config.model)["total"] * variant.tokens
         return math.ceil(tokens / config.run.tokens_per_iteration)
 
     def run(self, trial):
@@ -113,6 +115,7 @@ class Atlas:
             "learning-rate": f"{factor * size.rate:g}",
             "min-learning-rate": f"{factor * size.rate / 10:g}",
         }
+        schedule = {key: value for key, value in schedule.items() if f"--{key}" not in self.table.common}
         own = {"seed": seed, "data-dir": self.flags.data_dir, "checkpoint-dir": directory}
         arguments = [*self.model_arguments(size, variant), *as_flags(schedule), *self.others, *as_flags(own)]
         return Run(name, directory, steps, arguments)
@@ -124,17 +127,17 @@ class Atlas:
             variants = [variant for variant in self.variants if variant.tier == tier]
             for variant in variants:
                 if variant.form not in best:
-                    tuned = next(first for first in VARIANTS if first.form == variant.form)
+                    tuned = next(first for first in self.table.variants if first.form == variant.form)
                     wanted, best[variant.form] = tuning(self.tuning_losses(tuned, diverged), self.flags.rates)
-                    yield from (Trial(SIZES[0], tuned, factor, TUNING_SEED) for factor in wanted)
+                    yield from (Trial(self.table.sizes[0], tuned, factor, TUNING_SEED) for factor in wanted)
             for size in self.sizes:
                 for seed in self.flags.seeds:
                     yield from (Trial(size, variant, best[variant.form], seed) for variant in variants)
 
     def tuning_losses(self, variant, diverged):
         """{factor: final loss} of the runs of seed 0 that have ended."""
-        folder = self.flags.out / "runs" / SIZES[0].name / variant.name
-        steps, found = self.iterations(SIZES[0], variant), {}
+        size = self.table.sizes[0]
+        folder, steps, found = self.flags.out / "runs" / size.name / variant.name, self.iterations(size, variant), {}
         for path in folder.glob(f"rate-*-seed-{TUNING_SEED}/"):
             losses = final_evaluation(path, steps)
             if losses or path in diverged:
@@ -145,13 +148,13 @@ class Atlas:
     def next_run(self, busy, codes):
         """For ``train_all``: the first run that can begin and would end within the hours."""
         left = self.flags.hours - (time.monotonic() - self.begun) / 3600
-        speeds = {size: self.speed(size) for size in SIZES}
+        speeds = {size: self.speed(size) for size in self.table.sizes} if left < math.inf else {}
         for trial in self.trials([path for path, code in codes.items() if code == DIVERGED]):
             if trial.factor is None:
                 continue
             run = self.run(trial)
             begun = run.directory in busy or run.directory in codes or run.is_complete()
-            if not begun and self.hours(trial, speeds[trial.size]) <= left:
+            if not begun and (left == math.inf or self.hours(trial, speeds[trial.size]) <= left):
                 return run
         return None
 
@@ -167,12 +170,13 @@ class Atlas:
 
     def measure_speeds(self):
         """Know the dense model's tokens per second at every size: from runs that are there, or from a few steps."""
-        for size in dict.fromkeys((SIZES[0], *self.sizes)):
+        for size in dict.fromkeys((self.table.sizes[0], *self.sizes)):
             if self.speed(size) is None:
                 steps = {"train-iters": PROBE_STEPS, "warmup-iters": 1, "eval-interval": 0, "log-interval": 5}
                 directory = self.flags.out / "probes" / size.name
                 own = {"data-dir": self.flags.data_dir, "checkpoint-dir": directory}
-                arguments = [*self.model_arguments(size, VARIANTS[0]), *as_flags(steps), *self.others, *as_flags(own)]
+                dense = self.model_arguments(size, self.table.variants[0])
+                arguments = [*dense, *as_flags(steps), *self.others, *as_flags(own)]
                 probes = [Run(f"the first steps of size {size.name}", directory, PROBE_STEPS, arguments)]
                 codes = train_all(lambda busy, codes, probes=probes: probes.pop() if probes else None, 1)
                 if any(codes.values()):
@@ -191,7 +195,7 @@ class Atlas:
         """How long a run takes from where it is, about; FLOPs tell how much slower than the dense model it is."""
         run, config = self.run(trial._replace(factor=trial.factor or 1)), self.config(trial.size, trial.variant)
         cost, dense = (flops_per_token(each.model, each.run.seq_length)["active"]
-                       for each in (config, self.config(trial.size, VARIANTS[0])))  # fmt: skip
+                       for each in (config, self.config(trial.size, self.table.variants[0])))  # fmt: skip
         done = max((row["step"] for row in metrics(run.directory)), default=0)
         tokens = max(0, run.iterations - done) * config.run.tokens_per_iteration
         return OVERHEAD * tokens * cost / dense / speed / 3600
@@ -200,7 +204,7 @@ class Atlas:
         """Print what is there, what fits into the hours, and what is left out."""
         there, planned, left_out = 0, {}, {}
         free = [0.0] * self.flags.jobs  # when each job ends
-        speeds = {size: self.speed(size) for size in SIZES}
+        speeds = {size: self.speed(size) for size in self.table.sizes}
         for trial in self.trials():
             cell = f"{trial.size.name} {trial.variant.name}" + (" (tuning)" if trial.seed == TUNING_SEED else "")
             if trial.factor is not None and self.run(trial).is_complete():

@@ -1,0 +1,134 @@
+"""Tables of runs that compare variants of a model: what they hold, and the flags of the commands that train them.
+
+launch/ablation.py and launch/atlas.py have a table each; launch/work/comparison.py trains it.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from moh_lm.config import ConfigError
+from moh_lm.quantities import above_0, at_least
+
+FLAGS = "and the flags of python -m moh_lm.pretrain --help, which win over those of the table"  # the end of --help
+TUNING_SEED = 0  # chooses learning rates, so it takes no part in the comparison
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Heads in eighths of all heads: always on, and chosen for each token; None: ordinary attention.
+
+    Eighths need not be whole: over all layers the numbers are as near to them as whole heads allow. table: the name by
+    which ``--variants`` chooses it with its neighbours; those without one are trained if none is chosen. tier: which
+    comparisons come first. tokens: times those of the others.
+    """
+
+    name: str
+    shared: float | None
+    active: float = 0
+    flags: str = ""
+    table: str = ""
+    tier: int = 1
+    tokens: float = 1
+
+    @property
+    def form(self):
+        """Variants of one form share the learning rate that the first of them is tuned to."""
+        return self.name
+
+    def arguments(self, heads, layers=1):
+        """Its flags with ``heads`` attention heads. layers: of the model; one will do where eighths are whole."""
+        if self.shared is None:
+            budget = ["--head-selection", "all"]
+        else:
+            shared = spread(self.shared * heads / 8, layers)
+            used = spread((self.shared + self.active) * heads / 8, layers)
+            active = [both - always for both, always in zip(used, shared, strict=True)]
+            budget = ["--num-shared-heads", *numbers(shared), "--num-active-routed-heads", *numbers(active)]
+        return ["--num-attention-heads", str(heads), *budget, *self.flags.format(half=heads // 2).split()]
+
+
+def spread(mean, layers):
+    """A whole number for each layer, which differ by at most 1; their sum is the nearest to ``mean`` times layers."""
+    ends = [round(round(mean * layers) * layer / layers) for layer in range(layers + 1)]
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def numbers(values):
+    """The values of a flag: one for each layer, or one for all."""
+    return [str(value) for value in (values if len(set(values)) > 1 else values[:1])]
+
+
+class Size(NamedTuple):
+    """rate: the learning rate that factors multiply. tokens: of a run for each parameter of the first variant, if
+    ``iterations`` are not given. layers: as of ``Variant.arguments``."""
+
+    name: str
+    heads: int
+    rate: float
+    tokens: float
+    flags: str
+    layers: int = 1
+    iterations: int | None = None
+
+
+class Table(NamedTuple):
+    """Every variant is compared at every size with the first one. common: flags of all. enough_tokens: of text; with
+    less, the command says so. questions: (variant, against, the question) of the report."""
+
+    variants: tuple
+    sizes: tuple
+    common: list
+    enough_tokens: int = 0
+    questions: tuple = ()
+
+
+def add_flags(parser):
+    """Those of every table of runs."""
+    add = parser.add_argument
+    add("out", type=whole_path, metavar="OUT", help="directory for runs and report")
+    add("--data-dir", type=whole_path, metavar="DIR", required=True, help="written by data_prep/tokenize.py")
+    add("--jobs", type=at_least(1), metavar="N", default=1, help="runs at a time (default: 1)")
+    add("--report", action="store_true", help="write the report of what is complete, and end")
+    add("--ranks", type=at_least(1), metavar="N", default=1, help="processes of each run, one per GPU (default: 1)")
+
+
+def add_comparison_flags(parser, variants, rates):
+    """Those of a comparison. rates: the factors that are tried for each form."""
+    add_flags(parser)
+    tables = sorted({variant.table for variant in variants} - {""})
+    names = [variant.name for variant in variants]
+    usual = [variant.name for variant in variants if not variant.table]
+    words = f"by name{', or all of ' if tables else ''}{', '.join(tables)} (default: {usual[0]} to {usual[-1]})"
+    add = parser.add_argument
+    add("--variants", nargs="+", metavar="NAME", default=usual, choices=names + tables, help=words)
+    add("--seeds", type=at_least(0), metavar="N", nargs="+", default=[1, 2, 3], help="of weights and order of "
+        "samples (default: 1 2 3)")  # fmt: skip
+    add("--rates", type=above_0, metavar="X", nargs="+", default=rates, help="factors of the learning rate; of several "
+        f"the best of seed {TUNING_SEED} is used (default: {' '.join(map(str, rates))})")  # fmt: skip
+    add("--hours", type=above_0, metavar="X", default=math.inf, help="no run begins that would end later (default: no "
+        "limit)")  # fmt: skip
+    add("--plan", action="store_true", help="say what would be trained, and end")
+
+
+def read_flags(parser, texts, program, instead):
+    """The flags in ``texts``; ``others``: those of moh_lm.pretrain. {flag that the program sets: what to give
+    ``instead``}. Raises ConfigError."""
+    flags, flags.others = parser.parse_known_args(texts)
+    problems = parser.all_problems()
+    if TUNING_SEED in getattr(flags, "seeds", ()):
+        judge = "tunes the learning rates, so it cannot judge them; choose others"
+        problems.append(f"--seeds {TUNING_SEED}: {judge}")
+    given = {text.partition("=")[0] for text in flags.others}
+    instead = {**instead, "--checkpoint-dir": "OUT"}
+    problems += [f"{flag}: the {program} sets it; give {instead[flag]}" for flag in sorted(given & instead.keys())]
+    if "--save-config" in given:
+        problems.append("--save-config: there are many runs; config.json of each has its flags")
+    if problems:
+        raise ConfigError(problems)
+    return flags
+
+
+def whole_path(text):
+    return Path(text).resolve()
