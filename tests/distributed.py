@@ -4,6 +4,7 @@ Every rank is a process with one thread and a gloo group; the function gets the 
 first exception of any rank is raised in the test, with its traceback.
 """
 
+import contextlib
 import gc
 import os
 import socket
@@ -29,8 +30,7 @@ CONTEXT.set_forkserver_preload(["moh_lm.pretrain", *IMPORTS, *OF_TESTS])
 
 def run_ranks(function, world_size, *arguments):
     """What ``function(*arguments)`` returns on each of ``world_size`` gloo ranks, as a list."""
-    with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         ranks = [
             CONTEXT.Process(target=run_rank, args=(rank, world_size, port, folder, function, arguments))
             for rank in range(world_size)
@@ -71,6 +71,15 @@ def run_rank(rank, world_size, port, folder, function, arguments):
         Path(folder, f"{rank}.error").write_text(traceback.format_exc())
     sys.stdout.flush()
     os._exit(0)  # gloo's threads now and then abort the interpreter's own shutdown
+
+
+@contextlib.contextmanager
+def reserved_port():
+    """A port at which the first rank can listen, and which no other program is given as long as it is held."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # others that set it can bind the number
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def free_port():
