@@ -5,6 +5,7 @@ import re
 import textwrap
 from decimal import Decimal, InvalidOperation
 from itertools import groupby
+from shlex import quote
 
 SUFFIXES = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
 DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+)")
@@ -92,7 +93,7 @@ def words(value):
     if isinstance(value, tuple) and value and not isinstance(value[0], tuple):
         return by_layer(value)
     if isinstance(value, list | tuple):
-        value = " ".join("=".join(part) if isinstance(part, tuple) else part for part in value)
+        value = " ".join("=".join(part) if isinstance(part, tuple) else quote(part) for part in value)
     return "none" if value in (None, "") else str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -35,7 +35,9 @@ def describe_configuration(config):
     """Every field, resolved, under the title of its section."""
     lines = []
     for section, pairs in groupby(walk(config), key=lambda pair: pair[0]):
-        settings = ", ".join(f"{entry.name}\0{words(getattr(section, entry.name))}" for _, entry in pairs)
+        values = {entry: getattr(section, entry.name) for _, entry in pairs}  # those with a metavar are not by layer
+        values = {entry: list(value) if "metavar" in entry.metadata else value for entry, value in values.items()}
+        settings = ", ".join(f"{entry.name}\0{words(value)}" for entry, value in values.items())
         lines += ["", type(section).__doc__, wrapped(f"  {settings}", 2).replace("\0", " ")]
     return lines
 

@@ -50,11 +50,8 @@ class Boards:
         """picture: uint8 [height, width, 3]."""
         self.draw("add_image", tag, picture, step, dataformats="HWC")
 
-    def text(self, tag, text, step):
-        self.draw("add_text", tag, text, step)
-
     def alarm(self, text, step):
-        self.text("alarms", text, step)
+        self.draw("add_text", "alarms", text, step)
         if self.wandb is not None:
             self.guarded(self.wandb.alert, title="alarm", text=text)
 

@@ -113,7 +113,8 @@ class RunLog:
         for prompt, text in texts.items():
             self.sample_rows.add({"step": step, "prompt": prompt, "text": text})
             print(wrapped(f"sample after {step} steps: {prompt!r} is continued by {text!r}", 2), flush=True)
-        self.boards.text("samples", "\n\n".join(f"**{prompt}**{text}" for prompt, text in texts.items()), step)
+        text = "\n\n".join(f"**{prompt}**{text}" for prompt, text in texts.items())
+        self.boards.draw("add_text", "samples", text, step)
 
     def write(self, row):
         self.rows.add(finite(row))

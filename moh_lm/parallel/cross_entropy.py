@@ -47,11 +47,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             z = (x[rows] @ weight.t()).to(wide)  # [tokens, vocab/tp]
             if partition.padding:
                 z[:, -partition.padding :] = -torch.inf
-            wanted = None if with_gradients else labels[rows] == MOST_LIKELY
-            ids = most_likely(z, partition, group) if wanted is not None and wanted.any() else None
+            wanted = labels[rows] == MOST_LIKELY
+            ids = most_likely(z, partition, group) if not with_gradients and wanted.any() else 0
             losses[rows], logsumexp = softmax_and_losses(z, labels[rows], partition, group)
-            if ids is not None:
-                losses[rows] = torch.where(wanted, ids, losses[rows])
+            losses[rows] = torch.where(wanted, ids, losses[rows])
             if z_loss:
                 squares[rows] = logsumexp.square().masked_fill(labels[rows] == IGNORED, 0)
                 z *= (1 + 2 * z_loss * logsumexp).unsqueeze(-1)

@@ -1,6 +1,7 @@
 """The page of a dry run: its order and width, what was given, the time, and a warning for what is hardly meant."""
 
 import re
+import shlex
 import signal
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 from moh_lm import pretrain
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.cost.summary import describe_heads
+from moh_lm.cost.summary import describe_configuration, describe_heads
 from moh_lm.flags import changes, parse_config
 
 SCRIPT = """--num-layers 4 --hidden-size 64 --intermediate-size 96 --num-attention-heads 8 --num-shared-heads 4
@@ -55,6 +56,14 @@ def test_what_a_flag_replaces_beside_a_preset_is_the_value_of_the_preset():
     lines = changes("--preset 1M --num-layers 8 --hidden-size 128 --train-iters 7 --window 256".split())
     new = ["--num-layers 8, was 5", "--window 256, was not given", "--train-iters 7, was --train-tokens 20000000"]
     assert lines[1:] == [f"  {text}" for text in ("--preset 1M", *new)]
+
+
+def test_texts_are_quoted_as_a_shell_wants_them():
+    given = ["--sample-prompts", "def f(x):", "it's"]
+    quoted = shlex.join(given)
+    assert changes(given)[1:] == [f"  {quoted}, was not given"]
+    page = " ".join(" ".join(describe_configuration(parse_config([*SCRIPT.split(), *given])[0])).split())
+    assert f"sample_prompts {quoted.partition(' ')[2]}, sample_tokens 40" in page
 
 
 def test_the_time_and_its_cost_follow_from_flops_peak_and_price(dry_run):
