@@ -63,8 +63,9 @@ step "Export to Hugging Face form"
 up_to_date "$out/hf/config.json" "$out/run/checkpoints/latest" ||
     run python tools/export_hf.py --checkpoint "$out/run" --output "$out/hf" --overwrite
 
-step "Results"
-python launch/quickstart_results.py "$out"
+step "Text from the export"
+run python tools/generate.py --model "$out/hf" --max-new-tokens 40 --temperature 0.7 \
+    --prompt "The built-in function" --prompt "Return the" --prompt "    def __init__(self"
 
 printf '\nEverything is in %s:\n' "$out"
 echo "    corpus/ tokenizer.model data/    text, SentencePiece model, token shards"

@@ -18,7 +18,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.config import ConfigError
 from moh_lm.parser import Parser
-from moh_lm.quantities import at_least
+from moh_lm.quantities import above_0, at_least
 from tools.command import device, run
 from tools.tasks.suites import SUITES
 
@@ -44,6 +44,8 @@ def parse_arguments(texts):
         "%(default)s)")  # fmt: skip
     add("--ablation-tokens", type=at_least(0), metavar="N", help="of each domain, for the importance by ablation; 0: "
         "leave it out (default: 2048 for dense and static models, else 0)")  # fmt: skip
+    add("--l0", type=above_0, nargs="+", default=[], metavar="X", help="penalties for each head of L0 gates that are "
+        "trained on the tokens of the ablation (Voita et al. 2019), such as 0.001 0.003 0.01")  # fmt: skip
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the weights (default: %(default)s)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
     arguments = parser.parse_args(texts)

@@ -12,17 +12,9 @@ from itertools import pairwise
 from statistics import mean
 
 from launch.comparison import TUNING_SEED
+from launch.work import results
 from launch.work.pictures import draw
-from launch.work.results import (
-    differences,
-    final_loss,
-    flops,
-    interval,
-    read_run,
-    results_table,
-    told_apart,
-    write_table,
-)
+from launch.work.results import differences, final_loss, flops, interval, read_run, results_table, told_apart
 from moh_lm.cost.memory import parameter_counts
 
 DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
@@ -143,7 +135,7 @@ def summary(sizes, factors):
         for size, variants in sizes.items():
             rows[-1].append(difference(variants.get(name, {}), variants.get(DENSE, {})))
             rows[-1].append(shown(factors[size][name], 1) if name in factors[size] else "")
-    return write_table(["", *(title for size in sizes for title in (f"{size}: to dense", "tokens x"))], rows)
+    return results.write_table(["", *(title for size in sizes for title in (f"{size}: to dense", "tokens x"))], rows)
 
 
 def answers(variants, questions):
@@ -152,7 +144,7 @@ def answers(variants, questions):
     for name, against, question in questions:
         if found := differences(variants.get(name, {}), variants.get(against, {})):
             rows.append([name, against, question, str(len(found)), *told_apart(found)])
-    return [*write_table(["", "against", "", "seeds", "difference", ""], rows), ""] if rows else []
+    return [*results.write_table(["", "against", "", "seeds", "difference", ""], rows), ""] if rows else []
 
 
 def size_section(size, variants, found):
@@ -218,6 +210,6 @@ def tuning_section(tuned, size):
         best = min(losses, key=losses.get)
         cells[best] = f"**{cells[best]}**"
         rows.append([name, *cells.values()])
-    yield from write_table(["", *(f"{factor * size.rate:g}" for factor in factors)], rows)
+    yield from results.write_table(["", *(f"{factor * size.rate:g}" for factor in factors)], rows)
     yield ""
     yield "The best factor of a form is used at every size, times the size's own rate, and with every other seed."

@@ -25,7 +25,7 @@ from tools import head_report
 from tools.work import head_report as report
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-NAMES = ("ablation", "findings", "importance", "measures", "page", "text")
+NAMES = ("ablation", "findings", "gates", "importance", "measures", "page", "text")
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,13 @@ def test_heads_built_by_hand_are_recognised(tools, zipf):
     assert figures["prefix"][0].max() < 0.1
 
 
+def test_a_head_is_positional_by_its_largest_weights_or_by_its_mean_weight(tools):
+    nan, class_of = math.nan, tools["findings"].class_of
+    assert class_of(7, 0.95, 0.1, 0.1, 0.9, 0.9) == "positional" and class_of(1, 0.95, 0.5, 0.2, 0, 0)[:4] == "prev"
+    assert class_of(3, 0.4, 0.81, 0.1, 0.9, 0)[:4] == "prev" and class_of(3, 0.4, 0.1, 0.81, 0.9, 0) == "positional"
+    assert class_of(2, 0.89, 0.1, 0.79, 0.9, 0) == "induction" and class_of(-1, nan, nan, nan, nan, nan) == "none"
+
+
 # --- Formulas ---
 
 SMALL = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=8, vocab_size=80)
@@ -230,8 +237,9 @@ def test_offsets_and_loads_are_counts_over_the_attention_of_the_model(tools, mod
                 shares.append(hits / len(asked) if len(asked) >= 20 else 0)
             assert figures["offset"][layer, head] == np.argmax(shares)
             assert figures["offset_share"][layer, head] == pytest.approx(max(shares))
-            for key, column in (("previous", -1), ("first", None)):
-                expected = np.mean([row[0 if column is None else t - 1].item() for row, t in queries])
+            for key, back in (("previous", 1), ("second", 2), ("first", None)):
+                asked = [(row, t) for row, t in queries if t >= (back or 1)]
+                expected = np.mean([row[0 if back is None else t - back].item() for row, t in asked])
                 assert figures[key][layer, head] == pytest.approx(expected, abs=1e-6)
     place = 0
     for domain in texts:
@@ -352,6 +360,41 @@ def test_importance_is_the_rise_of_the_loss_with_the_columns_of_the_head_at_zero
                 assert curve["loss"][name][point] == pytest.approx(loss(name), abs=1e-9)
             for weight, values in zip(weights, kept, strict=True):
                 weight.copy_(values)
+
+
+def test_a_trained_gate_is_0_where_a_head_is_not_worth_its_penalty(tools, texts, monkeypatch):
+    gates = tools["gates"]
+    monkeypatch.setattr(gates, "STEPS", 80)
+    model, used = random_model("dense, tied"), np.ones((2, 8), bool)
+    weights = [layer.self_attn.o_proj.weight for layer in model.model.layers]
+    with torch.no_grad():
+        weights[1][:, 24:32] = 0  # head 3 of layer 1 writes nothing
+    losses, rises = tools["ablation"].measure_ablation(model, texts, 80, nothing)
+    rows = gates.measure_gates(model, texts, 80, [1e-9, 1e9], used, nothing)
+    few, none = rows
+    assert (few["kept"], none["kept"]) == (1, 0) and few["heads"].all() and not none["heads"].any()
+    curve = tools["ablation"].measure_pruning(model, texts, 80, rises, used)
+    assert none["loss"] == pytest.approx({name: of[-1] for name, of in curve["loss"].items()})
+    windows = [domain.windows[0][None] for domain in texts]
+    z = gates.trained_gates(model, windows, 1e-3, used)
+    assert z[1, 3] == 0 and (z > 0).sum() > 4  # what the others write lowers the loss of these very windows
+    (row,) = gates.measure_gates(model, texts[:1], 40, [1e-3], used, nothing)
+    z = gates.trained_gates(model, windows[:1], 1e-3, used)
+    with torch.no_grad():
+        for weight, of_layer in zip(weights, z, strict=True):
+            weight *= of_layer.repeat_interleave(8)
+        expected = model(windows[0][:, :-1], windows[0][:, 1:])[0].item()
+    assert row["loss"] == {texts[0].name: pytest.approx(expected, rel=1e-9)}
+
+
+def test_the_chance_of_a_gate_above_0_is_that_of_its_draws(tools):
+    gates, log_alpha = tools["gates"], torch.tensor([-3.0, -1.5, 0.0, 2.0]).double()
+    u = torch.rand(400_000, 1, generator=torch.Generator().manual_seed(1)).double().clamp(1e-9, 1 - 1e-9)
+    s = 1 / (1 + torch.exp(-(u.log() - (1 - u).log() + log_alpha) / (2 / 3)))
+    drawn = (1.2 * s - 0.1 > 0).double().mean(0)
+    torch.testing.assert_close(gates.above_0(log_alpha), drawn, rtol=0, atol=0.003)
+    by_hand = 1.2 / (1 + math.exp(-0.5)) - 0.1
+    assert gates.stretched(torch.tensor([0.5, 9.0, -9.0])).tolist() == pytest.approx([by_hand, 1, 0])
 
 
 # --- Domains ---
@@ -545,8 +588,9 @@ def call(tools, capsys, *arguments):
     return code, *capsys.readouterr()
 
 
-def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys, run, corpus, tmp_path):
-    flags = ("--model", run, "--output", tmp_path / "out", "--tokens", 512, "--ablation-tokens", 64)
+def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys, run, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(tools["gates"], "STEPS", 60)
+    flags = ("--model", run, "--output", tmp_path / "out", "--tokens", 512, "--ablation-tokens", 64, "--l0", 1e-6, 9)
     code, out, _ = call(tools, capsys, *flags, "--data", f"a<b>&c={corpus}/a.jsonl", str(corpus / "data"))
     assert code == 0 and "index.html" in out
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
@@ -571,6 +615,9 @@ def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys
             assert cells in page
     assert report["similarity"]["first"]["first"] is not None and report["specialisation"][0][0] is None
     assert report["ablation"]["tokens"] == 64 and len(report["most"]) == 5 and len(report["least"]) == 1
+    least, most = report["ablation"]["l0"]
+    assert (least["lambda"], most["lambda"], most["kept"]) == (1e-6, 9, 0) and least["kept"] > 0
+    assert f"<td>9</td><td>0.0</td><td>{most['loss']['a<b>&c']:.4f}</td>" in page
     assert str(report["alike"][0][0]) in page and report["most"][0]["excerpts"][0]["tokens"]
 
 

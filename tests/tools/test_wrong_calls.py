@@ -286,10 +286,6 @@ CALLS = {
     "launch/quickstart_corpus.py": """
         | OUTPUT: must be given
     """,
-    "launch/quickstart_results.py": """
-        | OUT: must be given
-        nosuch | nosuch/run/metrics.jsonl: no such file or directory
-    """,
     "launch/quickstart_recovery.py": """
         --mixture run | --control: must be given
         --mixture nosuch --control nosuch | --mixture nosuch: was not evaluated before its

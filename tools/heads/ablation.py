@@ -66,7 +66,7 @@ def measure_pruning(model, domains, num_tokens, rises, used):
         pruned = [partial(without_heads, layer, mask) for layer, mask in zip(layers, masks, strict=True)]
         for domain in domains:
             texts = [window.to(device)[None] for window in sample(domain, num_tokens)]
-            of = [loss_of(model, model.model.embed_tokens(tokens[:, :-1]), pruned, tokens) for tokens in texts]
+            of = [loss_of(model, model.model.embed(tokens[:, :-1]), pruned, tokens) for tokens in texts]
             losses[domain.name].append(float(np.mean(of)))
     return {"kept": [1 - number / len(order) for number in left_out], "loss": losses}
 

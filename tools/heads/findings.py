@@ -8,8 +8,9 @@
                    the Jensen-Shannon divergence of its use over the domains, each with the same weight. It is what
                    one token's use of the head tells of its domain: 0 if the load is the same in all, at most 1.
     class          the first of these that holds:
-                   previous-token   offset 1 for at least 90% of the queries (Voita et al. 2019)
-                   positional       another offset for at least 90%
+                   previous-token   offset 1 for at least 90% of the queries (Voita et al. 2019), or a mean weight above
+                                    0.8 on the token before
+                   positional       another offset for at least 90%, or such a weight on the one before that
                    induction        prefix matching of at least 0.4 (Olsson et al. 2022 give scores and no threshold;
                                     0.4 is that of TransformerLens' tutorials)
                    rare-token       at least half of the queries (more than half in Voita et al. 2019)
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-POSITIONAL, INDUCTION, RARE = 0.9, 0.4, 0.5
+POSITIONAL, WEIGHT, INDUCTION, RARE = 0.9, 0.8, 0.4, 0.5
 CLASSES = ("previous-token", "positional", "induction", "rare-token", "none", "unused")
 SPAN = 32  # tokens of an excerpt
 
@@ -40,7 +41,7 @@ def kinds_of(model):
 def classes_of(measures):
     """Class of each head: [L][h]. measures: of ``measure_text``, with ``prefix`` and ``rare``."""
     used = used_heads(measures)
-    keys = ("offset", "offset_share", "prefix", "rare")
+    keys = ("offset", "offset_share", "previous", "second", "prefix", "rare")
     return [
         [
             class_of(*(measures[key][layer, head] for key in keys)) if used[layer, head] else "unused"
@@ -55,9 +56,11 @@ def used_heads(measures):
     return sum(measures["load"].values()) > 0
 
 
-def class_of(offset, share, prefix, rare):
-    if share >= POSITIONAL:
-        return "previous-token" if offset == 1 else "positional"
+def class_of(offset, share, previous, second, prefix, rare):
+    if share >= POSITIONAL and offset == 1 or previous > WEIGHT:
+        return "previous-token"
+    if share >= POSITIONAL or second > WEIGHT:
+        return "positional"
     if prefix >= INDUCTION:
         return "induction"
     return "rare-token" if rare >= RARE else "none"

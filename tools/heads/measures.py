@@ -16,6 +16,7 @@ Attention a_i(t, u) of query t to token u <= t, over the queries that use the he
     offset      the distance o <= s / 2 at which the largest weight lies most often, and how often: the share of the
                 queries t >= max(o, 1) with argmax_u a(t, u) = t - o (Voita et al. 2019, section 5.1)
     previous    mean of a(t, t - 1), t >= 1 (Olsson et al. 2022, head activation evaluators)
+    second      mean of a(t, t - 2), t >= 2
     first       mean of a(t, 0), t >= 1: how much it rests on the first token
     sink        the same over all heads of a layer, for each domain
     prefix      on random tokens repeated four times: mean over t, whose token has occurred before, of the sum of
@@ -109,8 +110,8 @@ def measure_text(model, domains, progress):
     """{measure: array} over the windows of ``domains``.
 
     load, gate: {domain: [L, h]}. gate_rms, sink: {domain: [L]}. half_load: {domain: [2, L, h]}, of its windows in turn.
-    gates: {domain: float16 [windows, s, L, h]}. written, offset, offset_share, previous, first: [L, h]. cka: [L, h, h].
-    progress: called after each layer. L layers, h heads.
+    gates: {domain: float16 [windows, s, L, h]}. written, offset, offset_share, previous, second, first: [L, h]. cka:
+    [L, h, h]. progress: called after each layer. L layers, h heads.
     """
     windows = [(number, index) for number, domain in enumerate(domains) for index in range(len(domain.windows))]
     batches = [domains[number].windows[index][None] for number, index in windows]
@@ -191,11 +192,11 @@ class Offsets:
     def __init__(self, num_heads, length):
         self.hits = torch.zeros(num_heads, length // 2 + 1, dtype=torch.int64)
         self.queries = torch.zeros_like(self.hits)  # that have a token at this distance
-        self.weights = torch.zeros(num_heads, 2, dtype=torch.float64)  # sums of a(t, t - 1) and a(t, 0)
+        self.weights = torch.zeros(num_heads, 3, dtype=torch.float64)  # sums of a(t, t - 1), a(t, t - 2) and a(t, 0)
 
     def add(self, heads):
         """Count the queries; returns the sum of their a(t, 0), over all heads, and their number."""
-        before, queries = self.weights[:, 1].sum(), 0
+        before, queries = self.weights[:, 2].sum(), 0
         length, farthest = len(heads.query), self.hits.shape[1]
         position = torch.arange(length, device=heads.query.device)
         for head in range(len(self.hits)):
@@ -206,21 +207,21 @@ class Offsets:
             of_position = torch.zeros(farthest + length, dtype=torch.int64, device=used.device)
             of_position[1:length] = used.sum(0)
             reached = of_position.flip(0).cumsum(0).flip(0)[:farthest]  # used queries t >= o
-            previous = weights.diagonal(dim1=1, dim2=2)  # a(t, t - 1)
+            back = (weights.diagonal(-o, 1, 2)[used[:, o:]].sum() for o in (0, 1))  # a(t, t - 1) and a(t, t - 2)
             self.hits[head] += hits.cpu()
             self.queries[head] += reached.cpu()
             queries += used.sum().item()
-            self.weights[head] += torch.stack((previous[used].sum(), weights[..., 0][used].sum())).double().cpu()
-        return (self.weights[:, 1].sum() - before).item(), queries
+            self.weights[head] += torch.stack((*back, weights[..., 0][used].sum())).double().cpu()
+        return (self.weights[:, 2].sum() - before).item(), queries
 
     def figures(self):
         shares = ratio(self.hits.numpy(), np.where(self.queries.numpy() < FEWEST, 0, self.queries.numpy()))
         known = ~np.isnan(shares).all(1)
         best = np.where(known, np.nan_to_num(shares, nan=-1.0).argmax(1), -1)
-        queries = np.where(known, self.queries[:, 0].numpy(), 0)
-        previous, first = (ratio(column, queries) for column in self.weights.numpy().T)
+        queries = np.where(known[:, None], self.queries[:, [1, 2, 1]].numpy(), 0)
+        previous, second, first = ratio(self.weights.numpy(), queries).T
         share = np.where(known, shares[np.arange(len(best)), best], np.nan)
-        return {"offset": best, "offset_share": share, "previous": previous, "first": first}
+        return {"offset": best, "offset_share": share, "previous": previous, "second": second, "first": first}
 
 
 def measure_prefix(model, sequences):

@@ -5,11 +5,9 @@ page.html is the template. Here stand the rows of its tables and how numbers and
 
 import base64
 import math
-from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from tools.heads import ablation, findings, measures
+from moh_lm.monitor.report.page import template_beside
+from tools.heads import ablation, findings, gates, measures
 from tools.work.generate import UNFINISHED
 
 NEWLINE = "\N{DOWNWARDS ARROW WITH TIP LEFTWARDS}"
@@ -18,17 +16,10 @@ MOST_PLACES = 48  # heads of a class that are listed
 
 def page(report, pictures, decode):
     """The HTML text. report, pictures: of ``head_report.report_of``. decode: a function from token ids to text."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    environment.filters.update(number=number, percent=percent, image=image, numbered=numbered)
+    template = template_beside(__file__, number=number, percent=percent, image=image, numbered=numbered)
     columns = head_columns(report)
-    formulas = {"Measures": measures, "Findings": findings, "Importance": ablation}
-    return environment.get_template("page.html").render(
+    formulas = {"Measures": measures, "Findings": findings, "Importance": ablation, "L0 gates": gates}
+    return template.render(
         report={"ablation": None, **report},
         pictures=pictures,
         picture_of=picture_of,
@@ -42,6 +33,10 @@ def page(report, pictures, decode):
         alike_rows=[(layer, other, head, number(value)) for layer, head, other, value in report["alike"]],
         sink_columns=["layer", *(f"{of} {name}" for of in ("sink %", "gate") for name in report["sink"])],
         sink_rows=sink_rows(report),
+        l0_rows=[
+            [f"{row['lambda']:g}", percent(row["kept"]), *(number(loss, 4) for loss in row["loss"].values())]
+            for row in report.get("ablation", {}).get("l0", [])
+        ],
         head_columns=list(columns),
         head_rows=[
             [cell(i, j) for cell in columns.values()] for i, row in enumerate(report["class"]) for j in range(len(row))
@@ -138,7 +133,7 @@ def head_columns(report):
         "class": of(report["class"], str),
         "offset": of(report["offset"], lambda offset: offset if offset >= 0 else ""),
         "at it %": of(report["offset_share"], percent),
-        **{key: of(report[key]) for key in ("previous", "first", "prefix")},
+        **{key: of(report[key]) for key in ("previous", "second", "first", "prefix")},
         "rare %": of(report["rare"], percent),
         "written": of(report["written"]),
         "CKA": of(report["nearest_cka"]),

@@ -200,22 +200,20 @@ class MoHLlamaConfig(PretrainedConfig):
                 f"num_key_value_heads {self.num_key_value_heads}: must divide num_attention_heads "
                 f"{self.num_attention_heads}"
             )
-        if self.head_selection not in HEAD_SELECTIONS:
-            raise ValueError(f"head_selection {self.head_selection!r}: must be one of {', '.join(HEAD_SELECTIONS)}")
-        if self.routing not in ROUTINGS:
-            raise ValueError(f"routing {self.routing!r}: must be one of {', '.join(ROUTINGS)}")
-        if self.routing_unit not in ROUTING_UNITS:
-            raise ValueError(f"routing_unit {self.routing_unit!r}: must be one of {', '.join(ROUTING_UNITS)}")
-        if self.routed_keys not in ROUTED_KEYS:
-            raise ValueError(f"routed_keys {self.routed_keys!r}: must be one of {', '.join(ROUTED_KEYS)}")
+        for key, allowed in (
+            ("head_selection", HEAD_SELECTIONS),
+            ("routing", ROUTINGS),
+            ("routing_unit", ROUTING_UNITS),
+            ("routed_keys", ROUTED_KEYS),
+            ("routing_dtype", ROUTING_DTYPES if self.routing_top_p is None else ROUTING_DTYPES[:1]),
+        ):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key} {getattr(self, key)!r}: must be one of {', '.join(allowed)}")
         shared_by = self.num_attention_heads // self.num_key_value_heads
         if self.query_dim not in (self.head_dim, *range(1, self.head_dim - shared_by + 1)):
             raise ValueError(
                 f"query_dim {self.query_dim}: head_dim {self.head_dim} must be {shared_by} above it at least"
             )
-        allowed = ROUTING_DTYPES if self.routing_top_p is None else ROUTING_DTYPES[:1]
-        if self.routing_dtype not in allowed:
-            raise ValueError(f"routing_dtype {self.routing_dtype!r}: must be one of {', '.join(allowed)}")
         without_top_p = self.routing in ("query_norm", "sigmoid", "relu")
         if self.routing_top_p is not None and (not 0 < self.routing_top_p <= 1 or without_top_p):
             raise ValueError(

@@ -12,6 +12,7 @@ from moh_lm.data.files import ShardError, publish
 from tools.heads import findings
 from tools.heads.ablation import measure_ablation, measure_pruning
 from tools.heads.findings import CLASSES, routed_mask, used_heads
+from tools.heads.gates import measure_gates
 from tools.heads.measures import SEGMENT, measure_prefix, measure_rare, measure_text
 from tools.heads.page import page, picture_of
 from tools.heads.pictures import class_map, curves, head_map, head_panels
@@ -58,8 +59,9 @@ def report_of(arguments, model, tokenizer, domains):
     routed, num_layers = routed_mask(kinds), len(kinds)
     tokens = arguments.ablation_tokens
     if tokens is None:
-        tokens = 0 if routed.any() else ABLATION_TOKENS
-    with tqdm(total=num_layers * (2 if tokens else 1), desc="layers", unit="layer", disable=None) as bar:
+        tokens = 0 if routed.any() and not arguments.l0 else ABLATION_TOKENS
+    steps = num_layers * (2 if tokens else 1) + len(arguments.l0)
+    with tqdm(total=steps, desc="layers", unit="layer", disable=None) as bar:
         measures = measure_text(model, domains, bar.update)
         ranks, counts = frequency_ranks(domains, model.model.embed_tokens.weight.shape[0])
         measures["prefix"] = measure_prefix(model, repeated_sequences(ranks, counts, tokenizer.eos_id))
@@ -68,7 +70,8 @@ def report_of(arguments, model, tokenizer, domains):
         if tokens:
             losses, rises = measure_ablation(model, domains, tokens, bar.update)
             curve = measure_pruning(model, domains, tokens, rises, used)
-            ablation = {"ablation": {"tokens": tokens, "loss": losses, "rise": rises, "pruning": curve}}
+            gates = measure_gates(model, domains, tokens, arguments.l0, used, bar.update)
+            ablation = {"ablation": {"tokens": tokens, "loss": losses, "rise": rises, "pruning": curve, "l0": gates}}
     near, which = findings.nearest(measures["cka"], used)
     report = {
         "model": str(arguments.model),

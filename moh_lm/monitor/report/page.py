@@ -28,14 +28,7 @@ def write_page(directories, output, with_png=False):
     runs = [RunRecord(directory) for directory in directories]
     figures = figures_of_run(runs[0]) if len(runs) == 1 else figures_of_comparison(runs)
     drawn = {name: Markup(pictures.svg(figure, name)) for name, (_, figure) in figures.items()}  # noqa: S704 - ours
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    text = environment.get_template("page.html").render(
+    text = template_beside(__file__).render(
         runs=runs,
         names=names_of(runs),
         compared=[
@@ -56,6 +49,14 @@ def write_page(directories, output, with_png=False):
     for path, content in files.items():
         publish(path, content)
     return list(files)
+
+
+def template_beside(file, **filters):
+    """page.html in the folder of ``file``, a template."""
+    loader, blocks = FileSystemLoader(Path(file).parent), dict(trim_blocks=True, lstrip_blocks=True)
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
+    found.filters.update(filters)
+    return found.get_template("page.html")
 
 
 # --- Pictures ---
