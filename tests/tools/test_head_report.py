@@ -25,7 +25,7 @@ from tools import head_report
 from tools.work import head_report as report
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-NAMES = ("ablation", "findings", "gates", "importance", "measures", "page", "text")
+NAMES = ("ablation", "findings", "gates", "importance", "measures", "page", "syntax", "text")
 
 
 @pytest.fixture(scope="module")
@@ -511,6 +511,79 @@ def corpus(tokenizer, tmp_path_factory):
     return directory
 
 
+# --- Syntax ---
+
+TREES = """# text = The dog's friend can't see.
+1	The	the	DET	_	_	2	det	_	_
+2	dog	dog	NOUN	_	_	4	nmod:poss	_	SpaceAfter=No
+3	's	's	PART	_	_	2	case	_	_
+4	friend	friend	NOUN	_	_	7	nsubj	_	_
+5-6	can't	_	_	_	_	_	_	_	_
+5	ca	can	AUX	_	_	7	aux	_	SpaceAfter=No
+6	n't	not	PART	_	_	7	advmod	_	_
+7	see	see	VERB	_	_	0	root	_	SpaceAfter=No
+7.1	it	it	PRON	_	_	_	_	7:obj	_
+8	.	.	PUNCT	_	_	7	punct	_	_
+
+# text = del mar
+1	de	de	ADP	_	_	3	case	_	_
+2	el	el	DET	_	_	3	det	_	_
+3	mar	mar	NOUN	_	_	0	root	_	_
+
+1	Dogs	dog	NOUN	_	_	2	nsubj	_	_
+2	bark	bark	VERB	_	_	0	root	_	_
+"""
+
+
+def test_the_words_of_a_treebank_are_found_in_the_tokens_of_its_text(tools, tokenizer, tmp_path):
+    path = tmp_path / "trees.conllu"
+    path.write_text(TREES)
+    read = tools["syntax"].read_treebank
+    first, second = read(path, tokenizer, 1000, 64)  # "del" is not "de" and "el"
+    decode = tokenizer.model.decode
+    assert [decode(each.tokens.tolist()) for each in (first, second)] == ["The dog's friend can't see.", "Dogs bark"]
+    words = "The dog 's friend ca n't see .".split()
+    expected = [("det dependent", 2, 1), ("nmod dependent", 4, 2), ("case governor", 3, 2), ("nsubj dependent", 7, 4),
+                ("aux dependent", 7, 5), ("advmod dependent", 7, 6), ("punct governor", 8, 7)]  # fmt: skip
+    assert [pair[:2] for pair in first.pairs] == [(name, later - earlier) for name, later, earlier in expected]
+    for (_, _, asks, start, end), (_, later, earlier) in zip(first.pairs, expected, strict=True):
+        before = decode(first.tokens[:asks].tolist())
+        assert len(before) < len("".join(words[:later])) + 5
+        assert words[later - 1][-1] in decode([int(first.tokens[asks])])
+        assert words[earlier - 1] in decode(first.tokens[start:end].tolist())
+    assert len(read(path, tokenizer, 3, 64)) == 1  # enough tokens
+    for text, words in ((b"\xff", "cannot be read"), (b"no treebank", "has no sentence of up to 64 tokens")):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError, match=words):
+            read(path, tokenizer, 1000, 64)
+
+
+def test_hits_of_a_relation_are_largest_weights_on_the_other_word(tools, model):
+    draw = np.random.default_rng(0)
+    sentences = []
+    for _ in range(12):
+        tokens, pairs = torch.from_numpy(draw.integers(0, 80, 24)), []
+        for _ in range(8):
+            first, asks = sorted(draw.choice(24, 2, replace=False).tolist())
+            end = int(draw.integers(first, asks)) + 1
+            pairs.append((draw.choice(["nsubj governor", "obj dependent"]), int(draw.integers(1, 4)), asks, first, end))
+        sentences.append(tools["syntax"].Sentence(tokens, pairs))
+    found = tools["syntax"].measure_syntax(model, sentences)
+    maps = [attended(model, sentence.tokens) for sentence in sentences]
+    for relation, figures in found.items():
+        pairs = [(n, pair) for n, sentence in enumerate(sentences) for pair in sentence.pairs if pair[0] == relation]
+        distances = [pair[1] for _, pair in pairs]
+        assert figures["pairs"] == len(pairs)
+        assert figures["baseline"] == max(distances.count(each) for each in (1, 2, 3)) / len(pairs)
+        for layer, head in ((0, 0), (0, 6), (1, 1), (1, 7)):
+            hits = [pair[3] <= int(maps[n][layer][0][head, pair[2]].argmax()) < pair[4]
+                    for n, pair in pairs if maps[n][layer][1][pair[2], head]]  # fmt: skip
+            share = figures["share"][layer, head]
+            assert share == pytest.approx(np.mean(hits)) if len(hits) >= 20 else math.isnan(share)
+            assert figures["follows"][layer, head] == (share >= figures["baseline"] + 0.1)
+    assert sum(figures["pairs"] for figures in found.values()) == 96
+
+
 def read(tools, tokenizer, *entries, seq_length=40, num_tokens=200, vocab_size=None):
     size = vocab_size or tokenizer.vocab_size
     return tools["text"].read_domains(entries, tokenizer, size, seq_length, num_tokens, "text")
@@ -591,6 +664,8 @@ def call(tools, capsys, *arguments):
 def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys, run, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(tools["gates"], "STEPS", 60)
     flags = ("--model", run, "--output", tmp_path / "out", "--tokens", 512, "--ablation-tokens", 64, "--l0", 1e-6, 9)
+    (tmp_path / "trees").write_text("\n".join([TREES[TREES.index("1\tDogs") :]] * 31))
+    flags += ("--treebank", tmp_path / "trees")
     code, out, _ = call(tools, capsys, *flags, "--data", f"a<b>&c={corpus}/a.jsonl", str(corpus / "data"))
     assert code == 0 and "index.html" in out
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
@@ -615,6 +690,8 @@ def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys
             assert cells in page
     assert report["similarity"]["first"]["first"] is not None and report["specialisation"][0][0] is None
     assert report["ablation"]["tokens"] == 64 and len(report["most"]) == 5 and len(report["least"]) == 1
+    assert list(report["syntax"]) == ["nsubj dependent"] and report["syntax"]["nsubj dependent"]["pairs"] == 31
+    assert "<td class=\"left\">nsubj dependent</td><td>31</td><td>100.0</td>" in page
     least, most = report["ablation"]["l0"]
     assert (least["lambda"], most["lambda"], most["kept"]) == (1e-6, 9, 0) and least["kept"] > 0
     assert f"<td>9</td><td>0.0</td><td>{most['loss']['a<b>&c']:.4f}</td>" in page

@@ -6,8 +6,10 @@ page.html is the template. Here stand the rows of its tables and how numbers and
 import base64
 import math
 
+import numpy as np
+
 from moh_lm.monitor.report.page import template_beside
-from tools.heads import ablation, findings, gates, measures
+from tools.heads import ablation, findings, gates, measures, syntax
 from tools.work.generate import UNFINISHED
 
 NEWLINE = "\N{DOWNWARDS ARROW WITH TIP LEFTWARDS}"
@@ -18,9 +20,9 @@ def page(report, pictures, decode):
     """The HTML text. report, pictures: of ``head_report.report_of``. decode: a function from token ids to text."""
     template = template_beside(__file__, number=number, percent=percent, image=image, numbered=numbered)
     columns = head_columns(report)
-    formulas = {"Measures": measures, "Findings": findings, "Importance": ablation, "L0 gates": gates}
+    formulas = {"Measures": measures, "Findings": findings, "Importance": ablation, "L0 gates": gates, "Syntax": syntax}
     return template.render(
-        report={"ablation": None, **report},
+        report={"ablation": None, "syntax": None, **report},
         pictures=pictures,
         picture_of=picture_of,
         newline=NEWLINE,
@@ -37,6 +39,7 @@ def page(report, pictures, decode):
             [f"{row['lambda']:g}", percent(row["kept"]), *(number(loss, 4) for loss in row["loss"].values())]
             for row in report.get("ablation", {}).get("l0", [])
         ],
+        syntax_rows=syntax_rows(report.get("syntax") or {}),
         head_columns=list(columns),
         head_rows=[
             [cell(i, j) for cell in columns.values()] for i, row in enumerate(report["class"]) for j in range(len(row))
@@ -78,6 +81,17 @@ def token_texts(ids, decode):
         texts.append(text[len(before) :])
         before = text
     return [text.replace("\n", NEWLINE).replace("\t", "  ") for text in texts]
+
+
+def syntax_rows(relations):
+    """For each relation the baseline, the best head, and all that follow it."""
+    rows = []
+    for name, of in relations.items():
+        best = np.unravel_index(np.nanargmax(of["share"]), of["share"].shape) if not np.isnan(of["share"]).all() else ()
+        follows = ", ".join(f"{layer}.{head}" for layer, head in np.argwhere(of["follows"]))
+        share = percent(of["share"][best]) if best else ""
+        rows.append([name, of["pairs"], percent(of["baseline"]), ".".join(map(str, best)), share, follows])
+    return rows
 
 
 def summary(report):

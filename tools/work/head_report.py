@@ -16,6 +16,7 @@ from tools.heads.gates import measure_gates
 from tools.heads.measures import SEGMENT, measure_prefix, measure_rare, measure_text
 from tools.heads.page import page, picture_of
 from tools.heads.pictures import class_map, curves, head_map, head_panels
+from tools.heads.syntax import measure_syntax, read_treebank
 from tools.heads.text import SHORTEST, frequency_ranks, read_domains, repeated_sequences
 from tools.work.generate import load
 
@@ -44,7 +45,9 @@ def run(arguments):
     if arguments.suite:
         of_tasks = arguments.suite, arguments.tasks, arguments.task_data
         domains += task_domains(*of_tasks, tokenizer, length, arguments.tokens)
+    sentences = arguments.treebank and read_treebank(arguments.treebank, tokenizer, arguments.tokens, length)
     report, pictures = report_of(arguments, model, tokenizer, domains)
+    report["syntax"] = measure_syntax(model, sentences) if sentences else None
     text = page(report, pictures, tokenizer.model.decode)
     files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
     files |= {"heads.json": json.dumps(plain(report)).encode() + b"\n", "index.html": text.encode()}
