@@ -43,7 +43,7 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"tokenize.py extend", "--vocab-size 640 --sample-bytes 300K"),
     (r"launch/pretrain(?!.*--dry-run)", f"{MODEL} {RUN}"),
     (r"launch/pretrain.*--dry-run", "--validation-fraction 0"),
-    (r"launch/pretrain_llm_b.sh( --eval-tasks|$)|^sbatch", "--data-mix dolma=61.28 pile=12.48"),
+    (r"launch/pretrain_llm_b.sh( --eval-tasks| --sample-prompts|$)|^sbatch", "--data-mix dolma=61.28 pile=12.48"),
     (r"--hostfile|HOSTFILE|--nnodes|^sbatch", "--tensor-parallel-size 2"),  # which one node alone refuses
     (r"--eval-tasks", "--seq-length 128 --batch-tokens 256 --checkpoint-dir runs/with-tasks"),
     (r"launch/continue", f"{RUN} --num-layers 8 --hidden-size 64 --intermediate-size 96 --head-dim 4 --vocab-size 640 "
@@ -63,6 +63,7 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"generate.py", "--max-new-tokens 4"),
     (r"--sample-prompts", "--sample-tokens 4"),
     (r"head_report.py", "--tokens 256 --ablation-tokens 32"),
+    (r"head_report.py.* --l0", "--l0 9"),
     (r"evaluate.py.* llm6", f"{ROWS} --tasks sciq --max-length 512"),
     (r"evaluate.py.* llama14", f"{ROWS} --tasks arc_challenge --max-length 512"),
     (r"evaluate_prepare.py", f"{ROWS} --tasks sciq"),
@@ -84,6 +85,8 @@ REPLACED = (
     (" /runs/", " runs/"),
     ("exports/small", "exports/llm-b"),
     ("exports/other", "exports/llm-b"),
+    ("runs/atlas/runs/s/dense/rate-0.5-seed-1", "runs/llm-b"),
+    ("runs/atlas/data", "data/llm"),
     ("runs/first", "runs/llama3-8b-stage1"),
     ("runs/llm-b-dense", "runs/small"),
     (" --datatrove PYTHON", ""),
