@@ -13,6 +13,8 @@ from moh_lm.kernels.break_even import machine, measurement
 from moh_lm.model.attention import share_of_scores
 from moh_lm.quantities import by_layer, gibibytes, short, time_left, words, wrapped
 
+LARGEST_GPU = 288 * 2**30  # bytes of memory
+
 
 def describe_run(config, dataset, world_size):
     """Lines that say what the run is, from the model to the time. dataset: None if there is no data yet."""
@@ -205,6 +207,16 @@ def describe_memory(config, world_size):
     parts = memory_estimate(config, world_size)
     shown = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())
     yield f"memory     about {gibibytes(sum(parts.values()))} per rank (estimated): {shown}"
+
+
+def memory_warnings(config, world_size):
+    """A sentence if a rank needs more memory than the GPU of this machine has, or without one the largest GPU."""
+    need, room = sum(memory_estimate(config, world_size).values()), LARGEST_GPU
+    if torch.cuda.is_available():
+        room = torch.cuda.get_device_properties(0).total_memory
+    if need > room:
+        less = "choose --recompute or a smaller --micro-batch-size, or spread the model (tools/plan.py ranks layouts)"
+        yield f"memory: about {gibibytes(need)} per rank, and a GPU has {gibibytes(room)}; {less}"
 
 
 def describe_flops(config):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
 from moh_lm.checks import config_problems, plan_warnings
 from moh_lm.config import ConfigError
-from moh_lm.cost.summary import describe_configuration, describe_run
+from moh_lm.cost.summary import describe_configuration, describe_run, memory_warnings
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.flags import changes, config_of, idle_flags, save_config
@@ -71,7 +71,7 @@ def describe(given, config, dataset, world_size):
     if given.dry_run:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
         lines = [*changes(sys.argv[1:]), "", *lines, *describe_configuration(config), ""]
-    warnings = (*plan_warnings(config, dataset), *contradictions(config))
+    warnings = (*plan_warnings(config, dataset), *memory_warnings(config, world_size), *contradictions(config))
     print("\n".join([*lines, *(wrapped(f"warning: {text}", 9) for text in warnings)]), flush=True)
 
 

@@ -4,12 +4,15 @@ import re
 import shlex
 import signal
 import sys
+import types
 
 import pytest
+import torch
 
 from moh_lm import pretrain
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.cost.summary import describe_configuration, describe_heads
+from moh_lm.cost.memory import memory_estimate
+from moh_lm.cost.summary import describe_configuration, describe_heads, memory_warnings
 from moh_lm.flags import changes, parse_config
 
 SCRIPT = """--num-layers 4 --hidden-size 64 --intermediate-size 96 --num-attention-heads 8 --num-shared-heads 4
@@ -87,6 +90,7 @@ WARNINGS = {
     "--validation-fraction 0.9": "--validation-fraction 0.9: less is left to train on than is held out",
     "--require-checkpoint": "--require-checkpoint: --checkpoint-dir .* has none",
     "--data-dir nowhere": "--data-dir nowhere: does not exist",
+    "--hidden-size 65536": "memory: about 115[.0-9]* GiB per rank, and a GPU has 288.00 GiB; choose --recompute",
 }
 
 
@@ -95,6 +99,16 @@ def test_what_is_hardly_meant_is_a_warning(flags, dry_run):
     code, page = dry_run(*PLAN, *flags.split())
     (warning,) = page.split("\nwarning: ")[1:]
     assert code == 0 and re.match(WARNINGS[flags], " ".join(warning.split()))
+
+
+def test_a_plan_is_held_against_the_memory_of_this_machines_gpu(monkeypatch):
+    config = parse_config([*SCRIPT.split(), *PLAN])[0]
+    need = sum(memory_estimate(config, 1).values())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for room, count in ((need, 0), (need - 1, 1)):
+        device = types.SimpleNamespace(total_memory=room)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, device=device: device)
+        assert len(list(memory_warnings(config, 1))) == count
 
 
 def test_a_sound_plan_has_no_warning(dry_run):
