@@ -203,6 +203,14 @@ def attended(model, tokens):
     return found
 
 
+def test_the_curve_begins_with_the_loss_of_the_model_whatever_the_positions(tools):
+    model = make_weights(replace(PAPER, position=("learned",), learned_positions=16)).double()
+    texts = [domain(tools, "one", torch.arange(32).view(2, 16) % model.model.embed_tokens.weight.shape[0])]
+    losses, rises = tools["ablation"].measure_ablation(model, texts, 32, nothing)
+    curve = tools["ablation"].measure_pruning(model, texts, 32, rises, np.ones((2, 4), bool))
+    assert curve["loss"]["one"][0] == pytest.approx(losses["one"], rel=1e-12)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("position", [("cope", "none"), ("learned",)])
 def test_the_attention_that_is_measured_makes_the_output_whatever_the_positions(tools, position):

@@ -86,6 +86,6 @@ def loss_of(model, x, layers, tokens):
     """Mean loss of what ``layers`` make of x [s - 1, b, d], the input of all tokens, int64 [b, s], but the last."""
     for layer in layers:
         x = layer(x)
-    weight = (model.model.embed_tokens if model.tied else model.lm_head).weight
+    weight = model.head_weight()
     _, losses = linear_cross_entropy(model.model.norm(x), weight, tokens[:, 1:].t(), model.vocab_partition, model.group)
     return losses.double().mean().item()

@@ -40,7 +40,7 @@ def measure_gates(model, domains, num_tokens, penalties, used, progress):
 
 def trained_gates(model, batches, penalty, used):
     """z without noise, [L, h], after ``STEPS`` steps; the same for the same batches, [int64 [1, s + 1]]."""
-    weight = (model.model.embed_tokens if model.tied else model.lm_head).weight
+    weight = model.head_weight()
     random, used = torch.Generator().manual_seed(0), torch.from_numpy(used).to(weight.device)
     log_alpha = torch.full(used.shape, START, device=weight.device, requires_grad=True)
     adam = torch.optim.Adam([log_alpha], lr=RATE)
