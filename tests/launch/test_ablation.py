@@ -123,6 +123,8 @@ def test_with_several_rates_each_variant_is_compared_at_its_own(data_dir, tmp_pa
         _, variant, rest = run.name.split("/")
         rate, seed = rest.removeprefix("rate-").split("-seed-")
         assert f"--learning-rate {2e-3 * float(rate):g} " in " ".join(run.arguments) and run.iterations == 7
+        assert run.arguments[run.arguments.index("--warmup-iters") + 1] == "40" and "--eval-interval" in run.arguments
+        assert run.arguments.count("--warmup-iters") == run.arguments.count("--save-interval") == 1
         assert seed == "0" or float(rate) == best[variant]
         loss = abs(math.log(float(rate) / best[variant]))
         write_run(tmp_path, run.name.rpartition("-")[0], int(seed), {0: {"a": 9.0}, 7: {"a": loss}}, [1], iterations=7)

@@ -146,6 +146,7 @@ def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
     write_run(tmp_path, "s/released-50/rate-2-seed", 4, {0: START, 5: {"a": 1.0}}, [90])  # stopped at half
     found = report.read_runs(tmp_path / "runs", TABLE)["s"]
     table = report.compared(found)
+    assert set(table["released-50"]) == {1, 2, 3}
     paired = stats.ttest_rel(form, dense).confidence_interval(0.9)
     center, width = results.interval(results.differences(table["released-50"], table["dense"]))
     assert (center - width, center + width) == pytest.approx(tuple(paired), abs=2e-5)

@@ -17,8 +17,10 @@ pytest.importorskip("accelerate")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_prep.encoding import Tokenizer
-from moh_lm.config import ConfigError
+from moh_lm.config import Config, ConfigError
 from moh_lm.flags import parse_config
+from moh_lm.monitor.log import RunLog
+from moh_lm.monitor.samples import Samples
 from moh_lm.run import program
 from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
@@ -431,6 +433,20 @@ def test_samples_of_a_run_are_what_its_checkpoint_generates_and_each_is_logged_o
     assert [event.step for event in events.Tensors("samples/text_summary")] == [0, 1, 2]
     assert run_report.main([str(trained)]) == 0
     assert f"<td>care</td><td>{trained.name}</td><td>2</td>" in (trained / "report.html").read_text()
+
+
+def test_a_sample_ends_with_its_document_and_before_ids_without_a_piece(tokenizer):
+    given = Samples.__new__(Samples)
+    given.tokenizer = Tokenizer(str(tokenizer)).model
+    ids, end, beyond = given.tokenizer.encode("the model of"), given.tokenizer.eos_id(), given.tokenizer.vocab_size()
+    for tokens in ([*ids, end, *ids], [*ids, beyond, *ids], ids):
+        assert given.written(given.tokenizer.encode("a text"), tokens).strip() == "the model of"
+
+
+def test_samples_after_the_checkpoint_that_a_run_goes_on_from_are_dropped(tmp_path):
+    (tmp_path / "samples.jsonl").write_text("".join(f'{{"step": {n}, "prompt": "a", "text": "b"}}\n' for n in range(4)))
+    RunLog(tmp_path, 2, Config()).close()
+    assert [step for step, *_ in samples(tmp_path)] == [0, 1, 2]
 
 
 def test_samples_that_cannot_be_written_are_refused_before_the_run(flags, data_dir, tmp_path):

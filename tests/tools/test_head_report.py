@@ -395,6 +395,32 @@ def test_a_trained_gate_is_0_where_a_head_is_not_worth_its_penalty(tools, texts,
     assert row["loss"] == {texts[0].name: pytest.approx(expected, rel=1e-9)}
 
 
+def test_gates_are_trained_as_the_formulas_say(tools, texts, monkeypatch):
+    gates = tools["gates"]
+    monkeypatch.setattr(gates, "STEPS", 12)
+    model, used, penalty = random_model("dense, tied"), np.ones((2, 8), bool), 0.3
+    used[0, 5] = False
+    windows = [domain.windows[0][None] for domain in texts]
+    found = gates.trained_gates(model, windows, penalty, used)
+    random, log_alpha = torch.Generator().manual_seed(0), torch.full((2, 8), gates.START, requires_grad=True)
+    adam = torch.optim.Adam([log_alpha], lr=gates.RATE)
+    for step in range(12):
+        u = torch.rand(2, 8, generator=random)
+        s = 1 / (1 + torch.exp(-(torch.log(u) - torch.log(1 - u) + log_alpha) / (2 / 3)))
+        z = torch.clamp(1.2 * s - 0.1, 0, 1).double()
+        names = [f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 1)]
+        weights = {name: model.get_parameter(name) * z[layer].repeat_interleave(8) for layer, name in enumerate(names)}
+        tokens = windows[step % 2]
+        loss, _ = torch.func.functional_call(model, weights, (tokens[:, :-1], tokens[:, 1:]))
+        active = 1 / (1 + torch.exp(-(log_alpha - 2 / 3 * math.log(0.1 / 1.1))))
+        adam.zero_grad()
+        (loss + penalty * active[torch.from_numpy(used)].sum()).backward()
+        adam.step()
+    expected = torch.clamp(1.2 * torch.sigmoid(log_alpha.detach()) - 0.1, 0, 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert expected[0, 5] > expected[used].min() + 0.01
+
+
 def test_the_chance_of_a_gate_above_0_is_that_of_its_draws(tools):
     gates, log_alpha = tools["gates"], torch.tensor([-3.0, -1.5, 0.0, 2.0]).double()
     u = torch.rand(400_000, 1, generator=torch.Generator().manual_seed(1)).double().clamp(1e-9, 1 - 1e-9)
@@ -533,10 +559,9 @@ TREES = """# text = The dog's friend can't see.
 7.1	it	it	PRON	_	_	_	_	7:obj	_
 8	.	.	PUNCT	_	_	7	punct	_	_
 
-# text = del mar
-1	de	de	ADP	_	_	3	case	_	_
-2	el	el	DET	_	_	3	det	_	_
-3	mar	mar	NOUN	_	_	0	root	_	_
+# text = del el
+1	de	de	ADP	_	_	2	case	_	_
+2	el	el	PRON	_	_	0	root	_	_
 
 1	Dogs	dog	NOUN	_	_	2	nsubj	_	_
 2	bark	bark	VERB	_	_	0	root	_	_
