@@ -35,7 +35,7 @@ def draw(out, table, variants, multipliers):
 
 def line(number, name):
     """A colour for the form of this ``number``, a line for the budget of heads; after ten forms, another line."""
-    of_budget = {"75": "--", "25": ":"}.get(name.partition("-")[2], "-")
+    of_budget = {"": "-.", "75": "--", "25": ":"}.get(name.partition("-")[2], "-")
     return {"color": f"C{number % 10}", "linestyle": of_budget if number < 10 else ("-.", ":", "--")[number // 10 % 3]}
 
 
