@@ -60,4 +60,11 @@ VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("relu-50", 2, 2, RELU, tier=3),
     Form("mosa-50", 2, 2, "--routing expert_choice --routed-keys selected", tier=3),  # not causal: a control
 )
-TABLE = Table(VARIANTS, SIZES, COMMON, enough_tokens=20_000_000)  # with less, larger sizes read it several times
+QUESTIONS = (
+    ("gated-50", "gated", "half of the heads, all gated, or all of them"),
+    ("sigmoid-50", "gated-50", "does choosing heads for each token add to gating?"),
+    ("paper-50", "gated-50", "the paper's form, or as many gated heads"),
+    ("paper_scaled-50", "paper-50", "gates that begin at 1, or those of Eq. 5"),
+    ("released-50", "paper-50", "the authors' code, or their equations"),
+)
+TABLE = Table(VARIANTS, SIZES, COMMON, 20_000_000, QUESTIONS)  # with fewer tokens larger sizes read them several times
