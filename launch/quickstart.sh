@@ -64,7 +64,7 @@ up_to_date "$out/hf/config.json" "$out/run/checkpoints/latest" ||
     run python tools/export_hf.py --checkpoint "$out/run" --output "$out/hf" --overwrite
 
 step "Text from the export"
-run python tools/generate.py --model "$out/hf" --max-new-tokens 40 --temperature 0.7 \
+run python tools/generate.py --model "$out/hf" --max-new-tokens 24 --temperature 0.7 \
     --prompt "The built-in function" --prompt "Return the" --prompt "    def __init__(self"
 
 printf '\nEverything is in %s:\n' "$out"
