@@ -9,9 +9,11 @@ FROM python:3.12-slim
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ git openssh-client pdsh \
     && rm -rf /var/lib/apt/lists/*
+# The set-up commands install into the Python of the image, and find there that it is done.
+ENV VIRTUAL_ENV=/usr/local PIP_NO_CACHE_DIR=1
 WORKDIR /moh-lm
 COPY launch/environment.sh launch/
-RUN pip install --no-cache-dir "torch==$(sed -n 's/^TORCH_VERSION=//p' launch/environment.sh)"
+RUN pip install "torch==$(sed -n 's/^TORCH_VERSION=//p' launch/environment.sh)"
 COPY . .
-RUN pip install --no-cache-dir --editable '.[hf,gpu]'
+RUN bash -c 'for extra in hf gpu plot; do source launch/environment.sh $extra || exit; done'
 CMD ["python", "-m", "moh_lm.pretrain", "--help"]
