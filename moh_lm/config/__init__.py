@@ -15,14 +15,7 @@ from pathlib import Path
 
 from moh_lm.config.fields import ConfigError, as_tuples, build, flag, option, walk
 from moh_lm.config.model import SPREAD, TRAINING_ONLY, HeadsConfig, ModelConfig, RoutedLayer, spread_budget
-from moh_lm.config.run import (
-    AlarmConfig,
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    ReliabilityConfig,
-    RunConfig,
-)
+from moh_lm.config.run import AlarmConfig, DataConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunConfig
 
 __all__ = [
     "SPREAD", "TRAINING_ONLY", "AlarmConfig", "Config", "ConfigError", "DataConfig", "HeadsConfig", "ModelConfig",

@@ -34,9 +34,6 @@ def beside(prefix: str | Path, suffix: str) -> Path:
     return Path(f"{prefix}{suffix}")
 
 
-# --- Writing ---
-
-
 class Description:
     """Takes the bytes of a file piece by piece; ``facts`` is what the sidecar says of them."""
 
@@ -105,9 +102,6 @@ def seal(text: bytes) -> bytes:
 
 def seal_line(digest: str) -> bytes:
     return f',\n "sha256": "{digest}"\n}}\n'.encode()
-
-
-# --- Reading ---
 
 
 @contextmanager

@@ -60,9 +60,6 @@ def tokenizer_files(directory: str | Path) -> list[Path]:
     return [path for path in hugging_face if path.exists()] if hugging_face[0].exists() else []
 
 
-# --- Writing ---
-
-
 class ShardWriter:
     """Writes one shard: ``with ShardWriter(prefix, vocab_size) as shard: shard.add(ids); ...; shard.commit(facts)``.
 
@@ -125,9 +122,6 @@ class ShardWriter:
         publish(beside(self.prefix, ".idx"), index)
         publish(beside(self.prefix, ".json"), seal(json_bytes(sidecar)))
         return sidecar
-
-
-# --- The data directory ---
 
 
 def write_manifest(data_dir: str | Path) -> dict:

@@ -11,7 +11,6 @@ from collections import deque
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
-from torch import nn
 
 from moh_lm.kernels.documents import Documents
 from moh_lm.model.positions import LearnedPositions
@@ -19,8 +18,8 @@ from moh_lm.model.transformer import (
     INIT_STD,
     CausalLM,
     DecoderLayer,
+    FinalNorm,
     balancing_routers,
-    final_norm,
     initialize,
     loss_terms,
 )
@@ -29,41 +28,20 @@ from moh_lm.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding,
 from moh_lm.parallel.mappings import gather_sequence
 
 
-class Embedding(nn.Module):
-    """First layer of the list: tokens [b, s] -> [s/tp, b, d]. Tied, its weight serves as output head too."""
-
-    def __init__(self, config, group):
-        super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, INIT_STD, group)
-        self.group = group
-
-    def forward(self, tokens):
-        return self.embed_tokens(tokens)
-
-    def gather(self, x):
-        return gather_sequence(x, self.group)
-
-
-class Norm(nn.Module):
-    def __init__(self, config, group):
-        super().__init__()
-        self.norm = final_norm(config, group)
-
-    def forward(self, x):
-        return self.norm(x)
-
-
-class Head(nn.Module):
+class Head(ColumnParallelLinear):
     """Last layer of the list: [s/tp, b, d] -> [s, b, d]. ``PipelineCausalLM`` multiplies by its weight."""
 
     def __init__(self, config, group):
-        super().__init__()
-        partition = even_partition(0, config.vocab_size, group)
-        self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, partition)
+        super().__init__(config.hidden_size, config.vocab_size, INIT_STD, even_partition(0, config.vocab_size, group))
         self.group = group
 
     def forward(self, x):
-        return gather_sequence(x, self.group)
+        return gather(self, x)
+
+
+def gather(layer, x):
+    """[s/tp, b, d] -> [s, b, d], what the output head reads; layer: it, or the tied embedding."""
+    return gather_sequence(x, layer.group)
 
 
 def layer_list(config, seq_length, group, micro_batches, recompute, documents=None, attention_backend="auto"):
@@ -80,15 +58,15 @@ def layer_list(config, seq_length, group, micro_batches, recompute, documents=No
         )
         for i in range(config.num_layers)
     ]
+    table = (VocabParallelEmbedding, config.vocab_size, config.hidden_size, INIT_STD, group)
     if config.tie_embeddings:
-        tie = dict(tied_weight_attr="embed_tokens.weight")
-        embedding = TiedLayerSpec("embed", Embedding, config, group, **tie)
-        head = ("model.", TiedLayerSpec("embed", Embedding, config, group, forward_fn=Embedding.gather, **tie))
+        embedding = TiedLayerSpec("embed", *table)
+        head = ("model.embed_tokens.", TiedLayerSpec("embed", *table, forward_fn=gather))
     else:
-        embedding = LayerSpec(Embedding, config, group)
-        head = ("", LayerSpec(Head, config, group))
-    norm = ("model.", LayerSpec(Norm, config, group), 0)
-    first = [("model.", embedding, 0)]
+        embedding = LayerSpec(*table)
+        head = ("lm_head.", LayerSpec(Head, config, group))
+    norm = ("model.norm.", LayerSpec(FinalNorm, config, group), 0)
+    first = [("model.embed_tokens.", embedding, 0)]
     if "learned" in config.position:
         first.append(("model.embed_positions.", LayerSpec(LearnedPositions, config, INIT_STD, group, documents), 0))
     return [*first, *blocks, norm, (*head, CausalLM.head_cost(config))]
@@ -144,7 +122,7 @@ class PipelineCausalLM(PipelineModule):
         x = super().forward(x)
         if self.stage_id < self.num_stages - 1:
             return x
-        weight = self.tied_modules["embed"].embed_tokens.weight if self.tied else self.forward_funcs[-1].lm_head.weight
+        weight = (self.tied_modules["embed"] if self.tied else self.forward_funcs[-1]).weight
         labels = self.labels.popleft().to(x.device, non_blocking=True).t()  # [s, b]
         mean, self.losses = linear_cross_entropy(x, weight, labels, self.vocab_partition, self.group, self.z_loss)
         return mean
@@ -170,7 +148,7 @@ class PipelineCausalLM(PipelineModule):
     def tied_parameters(self):
         """(name, parameter, group of the stages that hold it) of the tied embedding, if this stage has it."""
         for tied in self.tied_comms.values():
-            yield "model.embed_tokens.weight", tied["module"].embed_tokens.weight, tied["group"]
+            yield "model.embed_tokens.weight", tied["module"].weight, tied["group"]
 
     def routers(self):
         """The routers of this stage that balance their load, in the order of layers."""

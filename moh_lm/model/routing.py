@@ -98,15 +98,10 @@ class PaperScaled(Paper):
         return probability * selected * self.layer.num_routed
 
 
-class Released(Paper):
-    type_scale = 2
-
+class Released(PaperScaled):
     def __init__(self, layer, two_stage):
         super().__init__(layer, two_stage)
         self.balance_factor = layer.num_routed
-
-    def shared_gates(self, scores):
-        return scores.softmax(-1) * self.layer.num_shared
 
     def routed_gates(self, scores, probability, selected):
         gates = probability * selected

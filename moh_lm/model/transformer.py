@@ -74,9 +74,7 @@ class DecoderLayer(nn.Module):
         d, eps = config.hidden_size, config.rms_norm_eps
         self.post_norm = config.post_norm
         self.input_layernorm = nn.Identity() if self.post_norm else RMSNorm(d, eps, group)
-        self.self_attn = Attention(
-            config, layer_index, init_std, output_std, loss_terms, group, attention_backend
-        )
+        self.self_attn = Attention(config, layer_index, init_std, output_std, loss_terms, group, attention_backend)
         self.post_attention_layernorm = RMSNorm(d, eps, group)
         self.mlp = MLP(config, init_std, output_std, group)
         if self.post_norm:
@@ -155,7 +153,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, index, loss_terms, recompute, group, self.documents, attention_backend)
             for index in range(config.num_layers)
         )
-        self.norm = final_norm(config, group)
+        self.norm = FinalNorm(config, group)
 
     def forward(self, tokens, step=DecoderLayer.__call__, positions=None):
         self.documents.advance(tokens.device)
@@ -170,10 +168,12 @@ class Decoder(nn.Module):
         return x if self.embed_positions is None else self.embed_positions(x, positions)
 
 
-def final_norm(config, group):
+class FinalNorm(RMSNorm):
     """The norm before the output head. Its weight begins with W / d: that is the multiplier of the logits of width
     transfer, where every export and a tied embedding have it too (moh_lm/training/parameter_groups.py)."""
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, group, init_value=config.width_ratio)
+
+    def __init__(self, config, group):
+        super().__init__(config.hidden_size, config.rms_norm_eps, group, init_value=config.width_ratio)
 
 
 class CausalLM(nn.Module):

@@ -34,24 +34,25 @@ class RunState:
 
     def capture(self):
         """The state, JSON-able. The same on every rank but for the alarms: rank 0 writes it."""
-        consumed = self.step * self.config.run.global_batch_size
+        consumed, routers = self.step * self.config.run.global_batch_size, self.engine.router_sums
         return {
             "step": self.step,
             "consumed_samples": consumed,
             "optimizer_steps": self.engine.optimizer.steps,
-            "router_shares": [share.tolist() for share in self.engine.shares],
+            "router_shares": [share.tolist() for share in routers.shares],
             "guard": self.engine.guard.state(),
             "interval": self.interval.state(),
             "alarms": self.alarms.state(),
             "data": self.dataset.state(consumed),
             **({"imported": self.imported} if self.imported else {}),
-            **({"l1_steps": self.engine.l1_steps} if self.config.model.heads.routing == "relu" else {}),
+            **({"l1_steps": int(routers.l1_steps)} if self.config.model.heads.routing == "relu" else {}),
         }
 
     def restore(self, saved):
         """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data."""
         self.step, self.imported = saved["step"], saved.get("imported")
-        shares = saved["router_shares"][: len(self.engine.shares)]  # none where a mixture goes on without routers
+        layers = len(self.engine.router_sums.shares)  # none where a mixture goes on without routers
+        shares = saved["router_shares"][:layers]
         self.engine.adopt(saved["optimizer_steps"], shares, saved.get("l1_steps", 0))
         if self.step == 0:  # an imported model: nothing was read yet
             return []

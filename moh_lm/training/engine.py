@@ -26,7 +26,7 @@ from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding, make_parameter
 from moh_lm.training.deepspeed_config import deepspeed_config
 from moh_lm.training.frozen import FrozenWeights, freeze
-from moh_lm.training.guard import DIVERGENCE, AbsurdWeight, Divergence, Guard
+from moh_lm.training.guard import DIVERGENCE, BadNumbers, Guard
 from moh_lm.training.optimizer import MOMENTS, Fragment, ShardedOptimizer, largest, make_optimizer
 from moh_lm.training.replicas import replica_differences
 from moh_lm.training.step_sums import RouterSums, StepSums
@@ -139,8 +139,7 @@ class Engine:
     def train_step(self, micro_batches, learning_rate, check_replicas=False):
         """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``.
 
-        check_replicas: compare the weights that several ranks hold. Raises Divergence where they cannot be mended, and
-        AbsurdWeight.
+        check_replicas: compare the weights that several ranks hold. Raises BadNumbers.
         """
         started = time.perf_counter()
         scale = self.config.optimizer.router_learning_rate_scale
@@ -158,10 +157,7 @@ class Engine:
         sources = [batch.sources for batch in micro_batches]
         routers = self.router_sums.take(sources, frozen=skipped or self.resting)
         get_accelerator().synchronize()
-        seconds = {
-            "forward_backward": examined.time - started,
-            "optimizer": time.perf_counter() - examined.time,
-        }
+        seconds = {"forward_backward": examined.time - started, "optimizer": time.perf_counter() - examined.time}
         losses, mean, norm = self.sums.losses, examined.mean, examined.grad_norm
         return StepResult(losses, routers, mean, norm, examined.code, skipped, seconds)
 
@@ -170,10 +166,10 @@ class Engine:
         absurd = problems_of_all_ranks(self.absurd_weights())
         if absurd:
             more = [f"and {len(absurd) - 3} more"] if len(absurd) > 3 else []
-            raise AbsurdWeight("; ".join(absurd[:3] + more))
+            raise BadNumbers("; ".join(absurd[:3] + more))
         lasting = problems_of_all_ranks(self.compare_replicas()) if code == DIVERGENCE else []
         if lasting:
-            raise Divergence(f"{'; '.join(lasting)}; also in the fp32 masters")
+            raise BadNumbers(f"{'; '.join(lasting)}; also in the fp32 masters")
 
     def absurd_weights(self):
         """Sentences for the parameters whose master weights, of this rank, cannot come from training."""
@@ -191,16 +187,6 @@ class Engine:
     def watch_gradient(self, module, inputs, output):
         if output.requires_grad:
             self.step_verdict.watch_gradient(output)
-
-    @property
-    def shares(self):
-        """For each layer with routed heads, the share of the last step's tokens that selected each of them."""
-        return self.router_sums.shares
-
-    @property
-    def l1_steps(self):
-        """n of the coefficient of ``relu`` gates (moh_lm/training/step_sums.py)."""
-        return int(self.router_sums.l1_steps)
 
     def step(self, micro_batches):
         self.engine.train()

@@ -24,19 +24,8 @@ REASONS = (
 
 
 class BadNumbers(Exception):
-    """The run cannot go on with the numbers that it has."""
-
-
-class TooManySkips(BadNumbers):
-    """More steps were skipped than --max-skipped-steps allows."""
-
-
-class Divergence(BadNumbers):
-    """Copies of a weight differ for good."""
-
-
-class AbsurdWeight(BadNumbers):
-    """A master weight is not finite, or too large to come from training: only a checkpoint has it as it was."""
+    """The run cannot go on: more steps were skipped than --max-skipped-steps allows, copies of a weight differ for
+    good, or a master weight is not finite, or too large to come from training."""
 
 
 class Guard:
@@ -91,7 +80,7 @@ class Guard:
         return found
 
     def record(self, step, loss, grad_norm, skipped):
-        """Take note of step number ``step``. Raises TooManySkips."""
+        """Take note of step number ``step``. Raises BadNumbers."""
         settings = self.settings
         if not skipped:
             for window, value in zip(self.history.values(), (loss, grad_norm), strict=True):
@@ -100,7 +89,7 @@ class Guard:
             return
         self.skipped = [earlier for earlier in self.skipped if earlier > step - settings.spike_window] + [step]
         if len(self.skipped) > settings.max_skipped_steps:
-            raise TooManySkips(
+            raise BadNumbers(
                 f"{len(self.skipped)} of the last {settings.spike_window} steps were skipped, and "
                 f"--max-skipped-steps is {settings.max_skipped_steps}"
             )

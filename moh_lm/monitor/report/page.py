@@ -59,9 +59,6 @@ def template_beside(file, **filters):
     return found.get_template("page.html")
 
 
-# --- Pictures ---
-
-
 def figures_of_run(run):
     """{name: (title, Figure)} of one run, in the order of the page."""
     marks = [(event["step"], event["event"]) for event in run.events if event["event"] in pictures.MARKS]
@@ -124,9 +121,6 @@ def figures_of_comparison(runs):
         if any(len(steps) for steps, _, _ in series.values()):
             found[key] = title, pictures.lines(series, label, logarithmic=key == "grad_norm")
     return found
-
-
-# --- Tables ---
 
 
 def names_of(runs):
