@@ -20,25 +20,4 @@
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
-from_here "${@:2}"
-begin ablation "${1:-}"
-
-if [[ " $* " == *" --data-dir"* ]]; then
-    steps_total=2
-    data=()
-else
-    steps_total=5
-    data=(--data-dir "$out/data" --data-mix topics=1 docstrings=3 library=6)
-fi
-
-step "Environment"
-source launch/environment.sh plot
-set_threads
-
-if [[ ${#data[@]} -gt 0 ]]; then
-    make_data "$out" 2048
-fi
-
-step "Runs and report"
-one_thread_a_run
-run python -m launch.ablation "$out" --jobs "$jobs" "${data[@]}" "${given[@]}"
+compare ablation "make_data 2048" "topics=1 docstrings=3 library=6" "$@"

@@ -12,4 +12,4 @@
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
-compare_sizes atlas "$@"
+compare atlas make_english "docstrings=4 prose=1 code=5" "$@"

@@ -13,4 +13,4 @@
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
-compare_sizes ladder "$@"
+compare ladder make_english "docstrings=4 prose=1 code=5" "$@"

@@ -54,7 +54,7 @@ source launch/environment.sh hf
 set_threads
 export HF_HUB_OFFLINE=1
 
-make_data "$out" 4096
+make_data 4096 "$out"
 
 step "Pretraining"
 pretrain "${MODEL[@]}" "${HEADS[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "${@:2}"

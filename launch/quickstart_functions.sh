@@ -84,16 +84,16 @@ one_thread_a_run() {
     export OMP_NUM_THREADS=1
 }
 
-# make_data OUT PIECES: in three steps a corpus, a SentencePiece model and shards below OUT.
+# make_data PIECES OUT: in three steps a corpus, a SentencePiece model and shards below OUT.
 make_data() {
-    local out=$1 corpus
+    local out=$2 corpus
     step "Corpus: three sources of text from the Python installation"
     corpus=("$out/corpus/topics.jsonl" "$out/corpus/docstrings.jsonl.zst" "$out/corpus/library.json.gz") # written last
     up_to_date "${corpus[2]}" || run python launch/quickstart_corpus.py "$out/corpus"
 
-    step "Tokenizer: a SentencePiece model of $2 pieces"
+    step "Tokenizer: a SentencePiece model of $1 pieces"
     up_to_date "$out/tokenizer.model" "${corpus[@]}" ||
-        run python data_prep/tokenize.py train --input "${corpus[@]}" --vocab-size "$2" --output "$out/tokenizer.model"
+        run python data_prep/tokenize.py train --input "${corpus[@]}" --vocab-size "$1" --output "$out/tokenizer.model"
 
     step "Shards: the documents as tokens"
     run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" \
@@ -101,11 +101,33 @@ make_data() {
         --source library="${corpus[2]}"
 }
 
-# compare_sizes PROGRAM [OUT] [FLAGS]: python -m launch.PROGRAM on technical English, three kinds of text made once in
-# OUT, or on the --data-dir among FLAGS.
-compare_sizes() {
-    local program=$1 kind sources=() data
-    from_here "${@:2}"
+# make_english OUT: the same of technical English, three kinds of text from the environment. Once only: the environment
+# may change while the runs are made, their text may not.
+make_english() {
+    local out=$1 kind sources=()
+    for kind in docstrings prose code; do
+        sources+=(--source "$kind=$out/corpus/$kind.jsonl.zst")
+    done
+
+    step "Corpus: three kinds of technical English from the environment"
+    up_to_date "$out/corpus/corpus.json" || run python -m launch.atlas_corpus "$out/corpus"
+
+    step "Tokenizer: a SentencePiece model of 4,096 pieces"
+    up_to_date "$out/tokenizer.model" "$out/corpus/corpus.json" ||
+        run python data_prep/tokenize.py train "${sources[@]}" --data-mix docstrings=4 prose=1 code=5 \
+            --sample-bytes 24M --vocab-size 4096 --output "$out/tokenizer.model"
+
+    step "Shards: the documents as tokens"
+    up_to_date "$out/data/manifest.json" "$out/tokenizer.model" ||
+        run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" \
+            --workers "$OMP_NUM_THREADS" "${sources[@]}"
+}
+
+# compare PROGRAM MAKE MIX [OUT] [FLAGS]: python -m launch.PROGRAM on the MIX of what the command MAKE makes in OUT, or
+# on the --data-dir among FLAGS.
+compare() {
+    local program=$1 make=$2 mix=$3 data=()
+    from_here "${@:4}"
     set -- "${given[@]}"
     if [[ ${1:-} && $1 != -* ]]; then
         begin "$program" "$1"
@@ -114,35 +136,18 @@ compare_sizes() {
         begin "$program"
     fi
 
-    steps_total=5
-    data=(--data-dir "$out/data" --data-mix docstrings=4 prose=1 code=5)
-    if [[ " $* " == *" --data-dir"* ]]; then
-        steps_total=2
-        data=()
+    steps_total=2
+    if [[ " $* " != *" --data-dir"* ]]; then
+        steps_total=5
+        read -ra data <<<"--data-mix $mix"
+        data+=(--data-dir "$out/data")
     fi
 
     step "Environment"
     source launch/environment.sh plot
     set_threads
-
     if [[ ${#data[@]} -gt 0 ]]; then
-        for kind in docstrings prose code; do
-            sources+=(--source "$kind=$out/corpus/$kind.jsonl.zst")
-        done
-
-        step "Corpus: three kinds of technical English from the environment"
-        # Once only: the environment may change while the runs are made, their text may not.
-        up_to_date "$out/corpus/corpus.json" || run python -m launch.atlas_corpus "$out/corpus"
-
-        step "Tokenizer: a SentencePiece model of 4,096 pieces"
-        up_to_date "$out/tokenizer.model" "$out/corpus/corpus.json" ||
-            run python data_prep/tokenize.py train "${sources[@]}" --data-mix docstrings=4 prose=1 code=5 \
-                --sample-bytes 24M --vocab-size 4096 --output "$out/tokenizer.model"
-
-        step "Shards: the documents as tokens"
-        up_to_date "$out/data/manifest.json" "$out/tokenizer.model" ||
-            run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" \
-                --workers "$OMP_NUM_THREADS" "${sources[@]}"
+        $make "$out"
     fi
 
     step "Runs and report"

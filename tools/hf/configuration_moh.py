@@ -49,6 +49,37 @@ ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
 }
 
 
+DEFAULTS = {  # of the keys that are kept as they are
+    "vocab_size": 65536,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-5,
+    "use_cache": True,
+    "head_selection": "mixture",
+    "routing": "paper",
+    "two_stage": True,
+    "routing_unit": "head",
+    "routed_keys": "all",
+    "routing_dtype": "fp32",
+    "routing_top_p": None,
+    "cope_max_position": 64,
+    "learned_positions": None,
+    "qk_norm": False,
+    "post_norm": False,
+    "load_balance_bias_rate": 0.0,
+    "output_router_gates": False,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.01,
+}
+
+
 class MoHLlamaConfig(PretrainedConfig):
     """Shape of the decoder and head budgets. Raises ValueError for a model that ``modeling_moh`` cannot compute."""
 
@@ -71,71 +102,27 @@ class MoHLlamaConfig(PretrainedConfig):
         "norm": (["hidden_states"], ["hidden_states"]),
     }
 
-    # Every argument has a legal default: transformers builds a configuration without arguments when it saves one.
+    # Every key has a legal default: transformers builds a configuration without arguments when it saves one.
     def __init__(
         self,
-        vocab_size=65536,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
         num_key_value_heads=None,
         head_dim=None,
-        hidden_act="silu",
-        attention_bias=False,
-        mlp_bias=False,
-        max_position_embeddings=2048,
-        initializer_range=0.02,
-        rms_norm_eps=1e-5,
-        use_cache=True,
         rope_theta=None,
         rope_scaling=None,
         rope_parameters=None,
-        head_selection="mixture",
-        routing="paper",
-        two_stage=True,
         num_shared_heads=None,
         num_active_routed_heads=None,
-        routing_unit="head",
-        routed_keys="all",
         query_dim=None,
-        routing_dtype="fp32",
-        routing_top_p=None,
         sliding_window=None,
         layer_types=None,
         layer_windows=None,
         layer_positions=None,
-        cope_max_position=64,
-        learned_positions=None,
-        qk_norm=False,
-        post_norm=False,
-        load_balance_bias_rate=0.0,
-        output_router_gates=False,
-        output_router_logits=False,
-        router_aux_loss_coef=0.01,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
         **kwargs,
     ):
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads or num_attention_heads
-        self.head_dim = head_dim or hidden_size // num_attention_heads
-        self.hidden_act = hidden_act
-        self.attention_bias = attention_bias
-        self.mlp_bias = mlp_bias
-        self.max_position_embeddings = max_position_embeddings
-        self.initializer_range = initializer_range
-        self.rms_norm_eps = rms_norm_eps
-        self.use_cache = use_cache
-        self.output_router_gates = output_router_gates
-        self.output_router_logits = output_router_logits
-        self.router_aux_loss_coef = router_aux_loss_coef
+        for key, default in DEFAULTS.items():
+            setattr(self, key, kwargs.pop(key, default))
+        self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
+        self.head_dim = head_dim or self.hidden_size // self.num_attention_heads
 
         # ``rope_scaling`` is not set as an attribute: in transformers 5 it is an alias of ``rope_parameters``.
         rope = {**(rope_scaling or {}), **(rope_parameters or {})}
@@ -144,42 +131,26 @@ class MoHLlamaConfig(PretrainedConfig):
         self.rope_theta = self.rope_parameters["rope_theta"]
 
         of_type = {"sliding_attention": sliding_window or 0, "full_attention": 0}
-        kinds = layer_types or ["sliding_attention"] * num_hidden_layers
+        kinds = layer_types or ["sliding_attention"] * self.num_hidden_layers
         self.layer_windows = list(layer_windows or [of_type[kind] for kind in kinds])
         if any(self.layer_windows):  # read by caches, and by vLLM
             self.sliding_window = max(self.layer_windows)
             self.layer_types = ["sliding_attention" if width else "full_attention" for width in self.layer_windows]
 
-        self.layer_positions = list(layer_positions or ["rotary"] * num_hidden_layers)
-        self.cope_max_position = cope_max_position
-        self.learned_positions = learned_positions
+        self.layer_positions = list(layer_positions or ["rotary"] * self.num_hidden_layers)
 
-        self.head_selection = head_selection
-        self.routing = routing
-        self.two_stage = two_stage
-        self.routing_unit = routing_unit
-        self.routed_keys = routed_keys
         self.query_dim = query_dim or self.head_dim
-        self.routing_dtype = routing_dtype
-        self.routing_top_p = routing_top_p
-        self.qk_norm = qk_norm
-        self.post_norm = post_norm
-        self.load_balance_bias_rate = load_balance_bias_rate
-        shared, active = num_attention_heads // 2, max(1, num_attention_heads // 4)
-        if head_selection == "all":  # every head is always on
-            shared, active, num_shared_heads, num_active_routed_heads = num_attention_heads, 0, None, None
-        self.num_shared_heads = list(num_shared_heads or [shared] * num_hidden_layers)
-        self.num_active_routed_heads = list(num_active_routed_heads or [active] * num_hidden_layers)
+        heads, layers = self.num_attention_heads, self.num_hidden_layers
+        shared, active = heads // 2, max(1, heads // 4)
+        if self.head_selection == "all":  # every head is always on
+            shared, active, num_shared_heads, num_active_routed_heads = heads, 0, None, None
+        self.num_shared_heads = list(num_shared_heads or [shared] * layers)
+        self.num_active_routed_heads = list(num_active_routed_heads or [active] * layers)
         self._check()
 
         # auto_map and other keys travel in kwargs; without them a saved model could not be loaded again.
-        super().__init__(
-            tie_word_embeddings=tie_word_embeddings,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            **kwargs,
-        )
+        absent = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        super().__init__(**{**absent, **kwargs})
 
     @property
     def heads_per_expert(self):

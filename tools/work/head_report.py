@@ -15,7 +15,7 @@ from tools.heads.findings import CLASSES, routed_mask, used_heads
 from tools.heads.gates import measure_gates
 from tools.heads.measures import SEGMENT, measure_prefix, measure_rare, measure_text
 from tools.heads.page import page, picture_of
-from tools.heads.pictures import class_map, curves, head_map, head_panels
+from tools.heads.pictures import class_map, curves, head_maps, themed
 from tools.heads.syntax import measure_syntax, read_treebank
 from tools.heads.text import SHORTEST, frequency_ranks, read_domains, repeated_sequences
 from tools.work.generate import load
@@ -132,24 +132,25 @@ def describe(kinds):
 
 def draw_pictures(report, used):
     kinds, layers = report["kind"], range(len(report["kind"]))
-    pictures = {"classes": class_map(report["class"], list(CLASSES), kinds)}
+    pictures = {"classes": themed(class_map, report["class"], list(CLASSES), kinds)}
     alike = report["nearest_cka"]
-    pictures["redundancy"] = head_map(alike, layers, "highest CKA", 0, highest(alike), kinds)
+    pictures["redundancy"] = themed(head_maps, [(None, alike)], layers, "highest CKA", 0, highest(alike), kinds)
     if report["routed"]:
         routed = routed_mask(kinds)
         loads = np.stack([np.where(routed, 100 * load, np.nan) for load in report["load"].values()])
         panels = [(f"layer {layer}", loads[:, layer]) for layer in np.flatnonzero(routed.any(1))]
-        pictures["load"] = head_panels(panels, list(report["load"]), "load in percent", 0, highest(loads))
+        pictures["load"] = themed(head_maps, panels, list(report["load"]), "load in percent", 0, highest(loads))
         bits = 1000 * report["specialisation"]
-        pictures["specialisation"] = head_map(bits, layers, "millibits", 0, highest(bits), kinds)
+        pictures["specialisation"] = themed(head_maps, [(None, bits)], layers, "millibits", 0, highest(bits), kinds)
     for index, (name, rises) in enumerate(report.get("ablation", {"rise": {}})["rise"].items()):
         shown = np.where(used, 1000 * rises, np.nan)
         name = picture_of("importance", index, name)
-        low = min(0, np.nanmin(shown))
-        pictures[name] = head_map(shown, layers, "0.001 nats per token", low, highest(shown), kinds)
+        scale = "0.001 nats per token", min(0, np.nanmin(shown)), highest(shown)
+        pictures[name] = themed(head_maps, [(None, shown)], layers, *scale, kinds)
     if "ablation" in report:
         kept, losses = report["ablation"]["pruning"].values()
-        pictures["pruning"] = curves(100 * np.array(kept), losses, "heads kept in percent", "loss in nats per token")
+        axes = 100 * np.array(kept), losses, "heads kept in percent", "loss in nats per token"
+        pictures["pruning"] = themed(curves, *axes)
     return pictures
 
 
