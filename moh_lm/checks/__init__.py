@@ -18,6 +18,7 @@ from moh_lm.checks.run import (
     router_problems,
     run_problems,
     schedule_problems,
+    window_problems,
 )
 from moh_lm.data.mixture import data_problems
 
@@ -39,6 +40,7 @@ def config_problems(config, world_size):
         *router_problems(config),
         *run_problems(config.run),
         *backend_problems(config),
+        *window_problems(config),
         *compile_problems(config),
         *reliability_problems(config.reliability),
         *alarm_problems(config.alarms),

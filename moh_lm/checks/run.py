@@ -8,7 +8,7 @@ import shutil
 import torch
 
 from moh_lm.checks.ranges import below
-from moh_lm.config import OptimizerConfig, flag
+from moh_lm.config import OptimizerConfig, RunConfig, flag
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.routing import FORMS
 
@@ -137,6 +137,24 @@ def backend_problems(config):
     if backend == "triton" and head_dim not in TRITON_HEAD_DIMS:
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         found.append(f"{given}: has no kernels for --head-dim {head_dim}, only for {allowed}; choose auto")
+    return found
+
+
+def window_problems(config):
+    """What the strategies of windows need, or contradict."""
+    run, defaults = config.run, RunConfig()
+    if run.window_strategy == "fixed":
+        changed = [key for key in ("window_min", "window_max") if getattr(run, key) != getattr(defaults, key)]
+        return [f"{flag(key)} {getattr(run, key)}: needs --window-strategy sequence or entropy" for key in changed]
+    found, given = below(run, 2, "window_min"), f"--window-strategy {run.window_strategy}"
+    if run.window_max < run.window_min:
+        found.append(f"--window-max {run.window_max}: must be at least --window-min {run.window_min}")
+    if run.window_strategy == "sequence" and {*config.model.window} != {config.half_window()}:
+        found.append(f"{given}: the windows are {config.half_window()} by it; leave --window out")
+    if run.window_strategy == "entropy" and run.compile:
+        found.append(f"{given}: its windows change with every step, and --compile makes graphs of one; leave it out")
+    if run.window_strategy == "entropy" and config.model.heads.routed_keys == "selected":
+        found.append(f"{given}: entropies are those of heads that see all tokens; leave out --routed-keys selected")
     return found
 
 

@@ -10,7 +10,7 @@ them are shown at once, before any process group is opened. This package needs t
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moh_lm.config.fields import ConfigError, as_tuples, build, flag, option, walk
@@ -34,6 +34,14 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
+
+    def __post_init__(self):
+        if self.run.window_strategy == "sequence" and not any(self.model.window):
+            object.__setattr__(self, "model", replace(self.model, window=(self.half_window(),)))
+
+    def half_window(self):
+        """That of --window-strategy sequence."""
+        return min(max(self.run.seq_length // 2, self.run.window_min), self.run.window_max)
 
     def data_parallel_size(self, world_size):
         return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)

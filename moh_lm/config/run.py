@@ -131,6 +131,14 @@ class RunConfig:
     run_report: bool = option(False, "write report.html, a page on the run, when it is complete or stops")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")
     compile: bool = option(False, "have torch.compile make the kernels of each layer; the first step takes a minute")
+    window_strategy: str = option(
+        "fixed",
+        "windows as --window says; half of --seq-length; or following the entropy of each layer's attention, step by "
+        "step, from --window on; the last two between --window-min and --window-max",
+        choices=("fixed", "sequence", "entropy"),
+    )
+    window_min: int = option(512, "least window of a strategy")
+    window_max: int = option(4096, "largest window of a strategy")
     attention_backend: str = option(
         "auto",
         "attention of the selected heads only (triton, flex, cpu_sparse), of all (dense), or what was measured faster",

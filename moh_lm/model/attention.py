@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moh_lm.kernels.attention import choose_backend, moh_attention
-from moh_lm.kernels.documents import mean_keys, narrow
+from moh_lm.kernels.documents import Boundaries, document_mask, mean_keys, narrow
 from moh_lm.kernels.own_keys import marked_features
 from moh_lm.model.positions import ContextualPositions
 from moh_lm.model.rotary import rotary_of
@@ -74,6 +74,7 @@ class Attention(nn.Module):
         self.positions = positions or rotary_of(config, layer_index)
         self.causal = causal
         self.window = config.window[layer_index]
+        self.index, self.entropy = layer_index, None  # of moh_lm.training.windows, where it is measured
         self.selection, self.own_keys = config.heads.head_selection, config.own_keys(layer_index)
         self.group = group
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
@@ -109,7 +110,7 @@ class Attention(nn.Module):
         share = (1.0 if resting else self.active_share) * share_of_scores(length, self.window)
         in_a_range = self.causal and self.cope is None  # else the backend is dense
         backend = choose_backend(self.backend, x.device, x.dtype, shape, share, in_a_range, self.own_keys)
-        if backend == "cpu_sparse" and self.selects_first and not resting:
+        if backend == "cpu_sparse" and self.selects_first and not resting and self.entropy is None:
             gates, selected, routed = self.route(x, recall)
             return output_of_rows(self, x, gates, selected, documents), routed
         projected = self.project(x, recall=recall, needs_selection=self.own_keys or backend != "dense")
@@ -168,6 +169,8 @@ class Attention(nn.Module):
     def attend(self, projected, documents=None, backend="dense"):
         """g_i H_i of every head: [s, b, h/tp, e]. documents: ``Boundaries``, or None. backend: any but ``auto``."""
         seen = self.sees(documents, projected.query, backend, projected.key)
+        if self.entropy is not None and self.training:
+            self.entropy += entropy_sums(projected.query, projected.key, seen)
         own_keys = self.own_keys and projected.selected is not None
         return moh_attention(*projected[:5], self.heads.num_leading, seen, backend, self.causal, own_keys)
 
@@ -272,6 +275,24 @@ class Attention(nn.Module):
         if counted:
             heads += h * (28 * counted + 8 * config.cope_max_position + 12 * e) + 2 * width * (h - k) * e
         return heads / tp + width * d
+
+
+@torch.no_grad()
+def entropy_sums(query, key, seen):
+    """Entropies of the attention weights of all queries and heads, in nats: their sum and their number, float64 [2].
+
+    query: [s, b, h, e], key: [s, b, k, e]. seen: ``Boundaries``, or None. A sequence at a time.
+    """
+    wide, total = torch.promote_types(query.dtype, torch.float32), query.new_zeros((), dtype=torch.float64)
+    seen = seen or Boundaries(query.new_zeros(1, len(query)), None, None)
+    masks = document_mask(seen.starts) if seen.mask is None else seen.mask
+    key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
+    for row in range(query.shape[1]):
+        mask = masks[row % len(masks)]
+        scores = torch.einsum("qhe,khe->hqk", query[:, row].to(wide), key[:, row].to(wide)) / query.shape[3] ** 0.5
+        scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
+        total += torch.special.entr(scores.softmax(-1)).sum(dtype=torch.float64)
+    return torch.stack((total, torch.full_like(total, query[..., 0].numel())))
 
 
 def share_of_scores(length, window):

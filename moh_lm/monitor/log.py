@@ -54,6 +54,7 @@ class RunLog:
         scalars |= {f"runtime/seconds_{part}": seconds for part, seconds in runtime["seconds"].items()}
         scalars["runtime/seconds_data_slowest"] = runtime["slowest_data"]["seconds"]
         scalars["runtime/memory_gib"] = runtime["memory"]["gib"]
+        scalars |= {f"window/layer_{index:02d}": width for index, width in enumerate(row.get("window", ()))}
         self.boards.scalars(scalars | head_scalars(self.model, figures), step)
         self.head_maps(figures, step)
         print("\n".join(self.lines(row)), flush=True)

@@ -32,6 +32,7 @@ def training_row(config, dataset, interval, step, rate, grad_norm, figures, rank
         "source_bits_per_byte": bits_per_byte(losses, dataset.bytes_per_token()),
         "tokens_per_second": round(speed, 1),
         "skipped_steps": interval.skipped_steps,
+        **({"window": list(config.model.window)} if run.window_strategy == "entropy" else {}),
         **({"heads": rounded(figures)} if figures else {}),
         "runtime": {
             "seconds": rounded(interval.seconds_per_step()),

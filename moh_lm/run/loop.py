@@ -121,7 +121,7 @@ class Run:
         started = time.perf_counter()
         if due(step, self.config.reliability.save_interval) or last or self.stopping:
             tokenizer = self.state.dataset.tokenizer_path
-            self.saver.save(step, self.engine.fragments(), self.config, self.state.capture(), tokenizer)
+            self.saver.save(step, self.engine.fragments(), self.state.config_now(), self.state.capture(), tokenizer)
         elif not writing:
             self.saver.finish()
         self.interval.seconds["save"] += time.perf_counter() - started
@@ -158,7 +158,7 @@ class Run:
 
     def write_log(self, rate, result):
         """The line of the interval that ends here, and the alarms that fire or end with it."""
-        config, step, interval = self.config, self.state.step, self.interval
+        config, step, interval = self.state.config_now(), self.state.step, self.interval
         ranks = waits_and_memory(interval, self.device)
         if self.log:
             figures = None

@@ -39,6 +39,8 @@ def resume(state, journal, progress):
         return
     saved = together(lambda: read_state(step))
     before, now = together(lambda: Config.load(step / "config.json")).to_dict(), config.to_dict()
+    if config.run.window_strategy == "entropy":
+        before["window"] = now["window"]  # where the windows of a run began; state.json has those of now
     together(lambda: refuse_changes(step, saved, before, config, state.dataset))
     begins = saved["step"] == 0
     for key in now:
@@ -133,6 +135,8 @@ def model_changes(before, config):
     """
     now, found = config.to_dict(), []
     for key in names_of(config.model):
+        if key == "window" and config.run.window_strategy == "entropy":
+            continue
         dropped = key == "head_selection" and before[key] == "mixture"
         if before[key] == now[key] or (config.run.allow_routing_change and key in TRAINING_ONLY):
             continue

@@ -4,6 +4,7 @@
     optimizer_steps           iterations whose gradients were applied
     router_shares             for each layer with routed heads, the share of a step's tokens that selected each of them
     l1_steps                  with routing relu: n of the coefficient that holds its gates down
+    windows                   with --window-strategy entropy: windows and entropies of the layers
     guard                     the skipped steps, and the window in which spikes are looked for (moh_lm.training.guard)
     interval                  sums since the last line of the log (moh_lm.monitor.interval)
     alarms                    what has fired (moh_lm.monitor.alarms)
@@ -12,6 +13,8 @@
 
 ``RunState`` writes it and takes it back; nothing else in the code knows its keys but those who read one of them.
 """
+
+from dataclasses import replace
 
 from moh_lm.config import ConfigError, ReliabilityConfig
 from moh_lm.data.files import read_json
@@ -45,8 +48,15 @@ class RunState:
             "alarms": self.alarms.state(),
             "data": self.dataset.state(consumed),
             **({"imported": self.imported} if self.imported else {}),
+            **({"windows": [windows.widths, windows.entropies]} if (windows := self.engine.windows) else {}),
             **({"l1_steps": int(routers.l1_steps)} if self.config.model.heads.routing == "relu" else {}),
         }
+
+    def config_now(self):
+        """The configuration with the windows of now."""
+        windows = self.engine.windows
+        model = replace(self.config.model, window=tuple(windows.widths)) if windows else self.config.model
+        return replace(self.config, model=model)
 
     def restore(self, saved):
         """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data."""
@@ -54,6 +64,8 @@ class RunState:
         layers = len(self.engine.router_sums.shares)  # none where a mixture goes on without routers
         shares = saved["router_shares"][:layers]
         self.engine.adopt(saved["optimizer_steps"], shares, saved.get("l1_steps", 0))
+        if self.engine.windows and "windows" in saved:
+            self.engine.windows.set(*saved["windows"])
         if self.step == 0:  # an imported model: nothing was read yet
             return []
         self.engine.guard.restore(saved["guard"])

@@ -31,6 +31,7 @@ from moh_lm.training.optimizer import MOMENTS, Fragment, ShardedOptimizer, large
 from moh_lm.training.replicas import replica_differences
 from moh_lm.training.step_sums import RouterSums, StepSums
 from moh_lm.training.verdict import StepVerdict
+from moh_lm.training.windows import EntropyWindows
 
 
 class StepResult(NamedTuple):
@@ -89,6 +90,9 @@ class Engine:
             groups,
             device,
         )
+        self.windows = None
+        if config.run.window_strategy == "entropy":
+            self.windows = EntropyWindows(self.model, config, groups, device)
         freeze(self.named_parameters(), config.optimizer.train_only)
         names = {parameter: name for name, parameter in self.named_parameters()}
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
@@ -156,6 +160,8 @@ class Engine:
             self.refuse_lasting_faults(examined.code)
         sources = [batch.sources for batch in micro_batches]
         routers = self.router_sums.take(sources, frozen=skipped or self.resting)
+        if self.windows:
+            self.windows.move(skipped)
         get_accelerator().synchronize()
         seconds = {"forward_backward": examined.time - started, "optimizer": time.perf_counter() - examined.time}
         losses, mean, norm = self.sums.losses, examined.mean, examined.grad_norm
