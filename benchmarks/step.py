@@ -18,18 +18,21 @@ import sys
 if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-import argparse
 import platform
 from statistics import median
 
 import torch
 
 from benchmarks.attention import budgets
-from benchmarks.timing import seconds
+from benchmarks.timing import checked, seconds
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.break_even import fastest
 from moh_lm.model.transformer import CausalLM, compile_layers
+from moh_lm.parser import Parser
+from moh_lm.quantities import at_least
+from tools.command import device as device_name
+from tools.devices import usable_device
 from tools.hf.keys import written
 
 SHAPES = {
@@ -41,18 +44,7 @@ VOCAB = {"tiny": 1024}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--shape", default="llm-s", choices=SHAPES)
-    add("--seq-length", type=int, nargs="+", default=[1024])
-    add("--micro-batch-size", type=int, default=1)
-    add("--contestants", nargs="+", default=["dense", "moh-75", "moh-50", "hf"], metavar="NAME")
-    add("--backend", default="auto", help="attention backend of ours (default: auto)")
-    add("--rounds", type=int, default=3, help="that count (default: 3)")
-    add("--threads", type=int, default=torch.get_num_threads())
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--peak-tflops", type=float, help="of the device in this precision, for the MFU")
-    arguments = parser.parse_args()
+    arguments = checked(read_options)
     sys.stdout.reconfigure(line_buffering=True)  # a run that is cut off has shown the lengths that it finished
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
@@ -60,6 +52,23 @@ def main():
     print(f"{name}; torch {torch.__version__}, Python {platform.python_version()}; {' '.join(sys.argv)}")
     for length in arguments.seq_length:
         compare(arguments, length, device)
+
+
+def read_options(texts):
+    parser = Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--shape", default="llm-s", choices=SHAPES)
+    add("--seq-length", type=at_least(1), nargs="+", default=[1024])
+    add("--micro-batch-size", type=at_least(1), default=1)
+    add("--contestants", nargs="+", default=["dense", "moh-75", "moh-50", "hf"], metavar="NAME")
+    add("--backend", default="auto", help="attention backend of ours (default: auto)")
+    add("--rounds", type=at_least(1), default=3, help="that count (default: 3)")
+    add("--threads", type=at_least(1), default=torch.get_num_threads())
+    add("--device", type=device_name, help="(default: a GPU if there is one)")
+    add("--peak-tflops", type=float, help="of the device in this precision, for the MFU")
+    arguments = parser.parse_args(texts)
+    arguments.device = usable_device(arguments.device)
+    return arguments
 
 
 def compare(arguments, length, device):

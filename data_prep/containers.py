@@ -97,7 +97,8 @@ def sniff(file, name: str) -> tuple[str, str]:
     elif misnamed and not holds_json and (named_json or misnamed[1] in ("parquet", "arrow") or not head):
         problem = f"not {misnamed[1]} as its name says: it {f'begins with {head[:40]}' if head else 'is empty'}"
     elif named_json and not holds_json and ONE_JSON_VALUE.match(content):
-        problem = "one JSON value instead of an object per line; convert it, such as with jq -c '.[]'"
+        form = ".[]" if content.startswith(b"[") else "."
+        problem = f"one JSON value instead of an object per line; convert it, such as with jq -c '{form}'"
     elif (named_json or holds_json) and b"\n" not in content and CARRIAGE_RETURN.search(content):
         problem = "lines that end in carriage returns alone; convert it, such as with tr '\\r' '\\n'"
     elif (table := NAMED_TABLE.search(name)) and not holds_json:

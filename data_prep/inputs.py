@@ -96,7 +96,7 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
         while glob.has_magic(root):
             root = os.path.dirname(root)
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-        found = [path for path in matches if os.path.isfile(path)]
+        found = [path for path in matches if not os.path.isdir(path)]  # a broken link too: it is told of
         if not found:
             remedy = f"for the files of a directory write '{pattern}/*'" if matches else "check the path"
             problems.append(f"{option}{pattern}: matches no file; {remedy}")
@@ -125,6 +125,8 @@ def inspect_files(files: list[tuple[str, str]]) -> Iterator[tuple[str, Piece | I
 
     def inspect(file):
         try:
+            if os.path.exists(file[0]) and not os.path.isfile(file[0]):
+                raise InputError(f"{file[0]}: is a pipe, a socket or a device; give files")
             return file[0], inspect_file(*file)
         except InputError as error:
             return file[0], error

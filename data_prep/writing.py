@@ -64,7 +64,8 @@ def nothing_read(dropped: dict[str, int], documents: int) -> str | None:
     reasons = bad_records(dropped)
     if documents or not reasons or "of another set" in dropped:
         return None
-    return f"holds no document ({reasons}); give the right --text-key, convert the file, or leave it out"
+    remedy = "convert it, such as with iconv" if dropped.get("bad UTF-8") else "give the right --text-key, convert it"
+    return f"holds no document ({reasons}); {remedy}, or leave it out"
 
 
 def bad_records(dropped: dict[str, int]) -> str:

@@ -3,6 +3,14 @@
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 
+# --help shows the opening comment of the script. Flags of the program that it starts are in python -m ... --help.
+for text in "$@"; do
+    if [[ $text == --help || $text == -h ]]; then
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+        exit
+    fi
+done
+
 # begin SCRIPT [OUT]: makes the directory `out`, OUT or runs/SCRIPT, and goes to the root of the checkout.
 begin() {
     out=${2:-$root/runs/$1}

@@ -11,6 +11,9 @@ import os
 import signal
 import sys
 
+if "--help" in sys.argv:  # at once, without a launcher
+    os.execvpe("bash", ["bash", *sys.argv[1:]], os.environ | {"RANK_PYTHON": sys.executable})
+
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the launcher is imported: no traceback
 
 from deepspeed.launcher import runner  # noqa: E402

@@ -107,9 +107,10 @@ def by_layer(values, separator=", "):
     return "layers " + separator.join(parts)
 
 
-def wrapped(line, indent=11):
+def wrapped(line, indent=11, break_words=False):
     """``line`` in as many lines of 80 columns as it takes, the later ones indented."""
-    return textwrap.fill(line, 80, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    ways = {"break_long_words": break_words, "break_on_hyphens": False}
+    return textwrap.fill(line, 80, subsequent_indent=" " * indent, **ways)
 
 
 def time_left(seconds):

@@ -25,11 +25,13 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/run_report.py", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--output", type=Path, metavar="FILE.html", help="(default: report.html in RUN)")
+    default = "(default: RUN/report.html; of several runs report.html)"
+    parser.add_argument("--output", type=Path, metavar="FILE.html", help=default)
     parser.add_argument("--png", action="store_true", help="write the pictures beside the page too")
     arguments = parser.parse_args(texts)
     if arguments.output and arguments.output.is_dir():
         parser.error(f"--output {arguments.output}: is a directory; give a file in it")
+    arguments.runs = list(dict.fromkeys(arguments.runs))
     return arguments
 
 

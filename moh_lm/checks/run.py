@@ -176,6 +176,11 @@ def reliability_problems(reliability):
     found += below(reliability, 1, "hang_timeout")
     if reliability.exit_after is not None:
         found += below(reliability, 1, "exit_after")
+    if reliability.max_skipped_steps >= reliability.spike_window:
+        found.append(
+            f"--max-skipped-steps {reliability.max_skipped_steps}: is counted over --spike-window "
+            f"{reliability.spike_window} steps, which cannot hold more; choose a smaller number"
+        )
     if reliability.absurd_factor != 0 and not 100 <= reliability.absurd_factor < math.inf:
         found.append(
             f"--absurd-factor {reliability.absurd_factor:g}: must be 100 or above, or honest steps would be skipped; "

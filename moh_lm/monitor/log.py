@@ -113,7 +113,8 @@ class RunLog:
         """Log how the model continues each prompt: {prompt: text}."""
         for prompt, text in texts.items():
             self.sample_rows.add({"step": step, "prompt": prompt, "text": text})
-            print(wrapped(f"sample after {step} steps: {prompt!r} is continued by {text!r}", 2), flush=True)
+            shown = f"sample after {step} steps: {prompt!r} is continued by {text!r}"
+            print(wrapped(shown, 2, break_words=True), flush=True)
         text = "\n\n".join(f"**{prompt}**{text}" for prompt, text in texts.items())
         self.boards.draw("add_text", "samples", text, step)
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from data_prep import units as module
-from data_prep.inputs import matching_files, named_source
+from data_prep.inputs import matching_files, named_source, recognized_sources
 from data_prep.output import record_groups, recorded_groups
 from data_prep.units import divide, plan_units
 from moh_lm.config import ConfigError
@@ -44,6 +44,19 @@ def test_names_do_not_change_when_a_directory_tree_moves(tmp_path):
     before = [unit.name for unit in units(f"{tmp_path}/here/**/*.txt")]
     (tmp_path / "here").rename(tmp_path / "there")
     assert [unit.name for unit in units(f"{tmp_path}/there/**/*.txt")] == before
+
+
+def test_what_is_no_file_is_told_of_and_not_opened(tmp_path):
+    write(tmp_path, {"a.jsonl": '{"text": "a", "meta": {"pile_set_name": "Github"}}'})
+    os.mkfifo(tmp_path / "b.txt")
+    (tmp_path / "c.txt").symlink_to("/dev/zero")
+    (tmp_path / "d.txt").symlink_to("nowhere")
+    (tmp_path / "e").mkdir()
+    source = named_source("--source a=", [f"{tmp_path}/*"])
+    assert [piece.name for piece in source.pieces] == ["a.jsonl"]
+    sources, unreadable, _ = recognized_sources([str(tmp_path)], "text", set(), [])
+    assert list(sources) == ["pile"] and unreadable == source.unreadable
+    assert [text.partition(": ")[0] for text in unreadable] == [f"{tmp_path}/{name}.txt" for name in "bcd"]
 
 
 def test_hidden_files_such_as_those_of_macos_match_no_star(tmp_path):

@@ -338,3 +338,12 @@ def test_a_failed_installation_is_reported_and_repeated(checkout):
     assert "no network" in output and "[environment] error: pip failed" in output.splitlines()[-1]
     (checkout / "offline").unlink()
     assert [len(prepare(checkout, "test")[2]) for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart_continue", "ablation", "atlas", "ladder"])
+def test_help_of_a_script_is_its_opening_comment_and_begins_nothing(name, tmp_path):
+    script = ROOT / "launch" / f"{name}.sh"
+    for flags in (["--help"], [str(tmp_path / "out"), "--help"]):
+        shown = subprocess.run(["bash", script, *flags], capture_output=True, text=True, timeout=60, check=True).stdout
+        assert f"bash launch/{name}.sh" in shown and "set -euo" not in shown and not (tmp_path / "out").exists()
+        assert len(shown.splitlines()) >= 5

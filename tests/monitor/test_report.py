@@ -74,6 +74,31 @@ def test_an_end_that_a_resume_undid_is_no_end(runs, tmp_path):
     assert RunRecord(tmp_path / "run").state.startswith("at step 1,000 of")
 
 
+def test_a_run_that_is_started_once_more_when_it_is_complete_is_complete(runs, tmp_path):
+    shutil.copytree(runs.second, tmp_path / "run")
+    with open(tmp_path / "run" / "events.jsonl", "a") as file:
+        file.write(json.dumps({"time": "2026-01-01T00:00:00Z", "event": "resumed", "step": STEPS - 1}) + "\n")
+    assert RunRecord(tmp_path / "run").state == "complete after step 1,000 of 1,000"
+
+
+def test_what_a_resume_undid_is_not_marked_and_neighbouring_skips_are_one_row(runs, tmp_path):
+    shutil.copytree(runs.first, tmp_path / "run")
+    more = [("skipped", 901), ("skipped", 990), ("resumed", 900), ("skipped", 950), ("skipped", 951)]
+    with open(tmp_path / "run" / "events.jsonl", "a") as file:
+        file.writelines(json.dumps({"time": f"t{step}", "event": event, "step": step}) + "\n" for event, step in more)
+    record = RunRecord(tmp_path / "run")
+    skipped = [event["step"] for event in record.standing_events() if event["event"] == "skipped"]
+    assert skipped == [305, 950, 951]
+    rows = page.event_rows(record.events)[-3:]
+    assert [row[:3] for row in rows] == [("t901", 901, "skipped"), ("t900", 900, "resumed"), ("t950", 950, "skipped")]
+    assert rows[2][3].startswith("2 steps, the last is 951")
+
+
+def test_a_page_that_cannot_be_written_is_one_line(runs, capsys):
+    assert run_report.main([str(runs.first), "--output", "/proc/x.html"]) == 2
+    assert capsys.readouterr().err.startswith("run_report: --output /proc/x.html: cannot be written")
+
+
 def test_its_command_leads_to_the_same_configuration(runs):
     words = shlex.split(RunRecord(runs.first).command().replace("\\\n", ""))
     assert words[:3] == ["python", "-m", "moh_lm.pretrain"]

@@ -53,6 +53,7 @@ CALLS = {
         stray | argument 'stray' belongs to no flag: remove it
         --num-layers banana | --num-layers banana: write a whole number
         --num-layers | --num-layers: needs a value
+        ok --max-skipped-steps 20 --spike-window 20 | --max-skipped-steps 20: is counted over --spike-window 20
         --learning-rate fast | --learning-rate fast: write a number such as 3e-4
         --train-tokens 1.5 | --train-tokens 1.5: write a whole number, or one with a suffix such as 4M or
         --routing magic | --routing magic: choose one of paper, paper_scaled, released, sigmoid
@@ -256,6 +257,7 @@ CALLS = {
         train --source a=x --data-mix a --output m.model | --data-mix a: write NAME=WEIGHT for each
         extend --tokenizer nosuch --vocab-size 10 --input x --output m.model | --tokenizer nosuch
         extend --tokenizer file --vocab-size 10 --add-pieces x --output m.model | --add-pieces
+        extend --tokenizer file --vocab-size 10 --output ./file | --output ./file: is the --tokenizer, which
         extend --tokenizer file --output m.model | one of the arguments --vocab-size --add-pieces
     """,
     "launch/ablation.py": """

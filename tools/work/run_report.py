@@ -2,12 +2,18 @@
 
 from pathlib import Path
 
+from moh_lm.config import ConfigError
 from moh_lm.monitor.report.page import write_page
 
-FAILURES = OSError
+FAILURES = ()
 
 
 def run(arguments):
     default = arguments.runs[0] / "report.html" if len(arguments.runs) == 1 else Path("report.html")
-    for path in write_page(arguments.runs, arguments.output or default, arguments.png):
+    output = arguments.output or default
+    try:
+        files = write_page(arguments.runs, output, arguments.png)
+    except OSError as error:
+        raise ConfigError([f"--output {output}: cannot be written ({error.strerror}); give another file"]) from error
+    for path in files:
         print(f"wrote {path}")

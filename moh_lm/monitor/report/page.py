@@ -3,6 +3,7 @@
 matplotlib and Jinja2 come with the extra ``plot``.
 """
 
+from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -39,7 +40,7 @@ def write_page(directories, output, with_png=False):
         losses=loss_rows(runs),
         differences=differences(runs),
         samples=sample_rows(runs),
-        events=[event_row(event) for event in runs[0].events if event["event"] not in QUIET][-MOST_EVENTS:],
+        events=event_rows([event for event in runs[0].events if event["event"] not in QUIET])[-MOST_EVENTS:],
         settings=[(key, written(value)) for key, value in runs[0].config.to_dict().items()],
     )
     files = {Path(output): text.encode()}
@@ -61,8 +62,8 @@ def template_beside(file, **filters):
 
 def figures_of_run(run):
     """{name: (title, Figure)} of one run, in the order of the page."""
-    marks = [(event["step"], event["event"]) for event in run.events if event["event"] in pictures.MARKS]
-    marks = [(step, event) for step, event in marks if step <= run.step]  # others were undone by a resume
+    marks = [(event["step"], event["event"]) for event in run.standing_events() if event["event"] in pictures.MARKS]
+    marks = [(step, event) for step, event in marks if step <= run.step]  # the rows end there
     curves = run.curves
     found = {"loss": ("Loss", pictures.lines(by_source(run, "loss/", "validation/"), "nats per token", marks))}
     if bits := by_source(run, "bits/", "validation_bits/"):
@@ -173,8 +174,21 @@ def sample_rows(runs):
     return sorted(rows, key=lambda row: row[:3])
 
 
-def event_row(event):
-    """(time, step, event, its facts in words)."""
+def event_rows(events):
+    """[(time, step, event, its facts in words)]; skipped steps that follow one another are one row."""
+    rows = []
+    for name, found in groupby(events, lambda event: event["event"]):
+        same = list(found)
+        if name == "skipped" and len(same) > 1:
+            first, last = same[0], same[-1]
+            words = f"{len(same)} steps, the last is {last['step']}, for which {facts_of(last)}"
+            rows.append((first["time"], first["step"], name, words))
+        else:
+            rows += [(event["time"], event["step"], name, facts_of(event)) for event in same]
+    return rows
+
+
+def facts_of(event):
+    """Such as "reason: spike"."""
     facts = {key: rounded(value) for key, value in event.items() if key not in ("time", "event", "step") and value}
-    words = "; ".join(f"{key}: {written(value)}" for key, value in facts.items())
-    return event["time"], event["step"], event["event"], words
+    return "; ".join(f"{key}: {written(value)}" for key, value in facts.items())

@@ -55,9 +55,20 @@ class RunRecord:
         """How the run ended, in words."""
         turns = [event for event in self.events if event["event"] in ("complete", "stopped", "failed", "resumed")]
         last, of = turns[-1] if turns else None, self.config.run.train_iters
+        if self.step >= of and (last is None or last["event"] == "resumed"):  # the same command was given once more
+            return f"complete after step {self.step:,} of {of:,}"
         if last is None or last["event"] == "resumed" or last["step"] < self.step:
             return f"at step {self.step:,} of {of:,}; it goes on, or was killed"
         return f"{last['event']} after step {last['step']:,} of {of:,}"
+
+    def standing_events(self):
+        """The events but those of steps that a later resume undid."""
+        standing = []
+        for event in self.events:
+            if event["event"] == "resumed":
+                standing = [earlier for earlier in standing if earlier["step"] <= event["step"]]
+            standing.append(event)
+        return standing
 
     def command(self):
         """The flags that differ from the defaults, as they would be typed."""
