@@ -91,7 +91,7 @@ def test_what_a_resume_undid_is_not_marked_and_neighbouring_skips_are_one_row(ru
     assert skipped == [305, 950, 951]
     rows = page.event_rows(record.events)[-3:]
     assert [row[:3] for row in rows] == [("t901", 901, "skipped"), ("t900", 900, "resumed"), ("t950", 950, "skipped")]
-    assert rows[2][3].startswith("2 steps, the last is 951")
+    assert rows[2][3].startswith("2 steps up to step 951; the last: ")
 
 
 def test_a_page_that_cannot_be_written_is_one_line(runs, capsys):

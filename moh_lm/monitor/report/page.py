@@ -181,7 +181,7 @@ def event_rows(events):
         same = list(found)
         if name == "skipped" and len(same) > 1:
             first, last = same[0], same[-1]
-            words = f"{len(same)} steps, the last is {last['step']}, for which {facts_of(last)}"
+            words = f"{len(same)} steps up to step {last['step']}; the last: {facts_of(last)}"
             rows.append((first["time"], first["step"], name, words))
         else:
             rows += [(event["time"], event["step"], name, facts_of(event)) for event in same]
