@@ -75,7 +75,7 @@ QUESTIONS = (
     ("moh-75-shared-0", "moh-75", "75% without shared heads, and so in one stage (Table 6)"),
     ("moh-75-one-stage", "moh-75", "75% with shared heads in one stage (Table 6)"),
     *((f"moh-75-share-{share}", "moh-75", f"{share}% of used heads shared, for 66.7% (Table 7)") for share in SHARES),
-    *((f"dense-heads-{heads}", "dense", f"{heads} heads of the same width in all") for heads in (1, 4, 16, 32)),
+    *((f"dense-heads-{heads}", "dense", f"heads: {heads} at the same width") for heads in (1, 4, 16, 32)),
     ("moa-50", "gqa-dense", "half of the heads, one key/value head, gates that add up to 1 (MoA)"),
     ("switch-50", "moh-50", "sigmoid gates, no shared head (SwitchHead's gates)"),
     ("gqa-50", "gqa-dense", "50% under grouped-query attention"),

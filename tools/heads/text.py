@@ -51,7 +51,7 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
             windows = read_shards(entry, name, place, tokenizer, seq_length, num_tokens)
             domains = [Domain(name, windows, Counter()) for name, windows in windows.items()]
         elif not separator or not name:
-            raise ConfigError([f"--data {entry}: write NAME=FILES or NAME=DIR, or DIR for all sources of a directory"])
+            raise ConfigError([f"--data {entry}: is no directory of shards; give one, or NAME=FILES or NAME=DIR"])
         else:
             domains = [read_text(name, place, tokenizer, seq_length, num_tokens, text_key)]
         for domain in domains:
