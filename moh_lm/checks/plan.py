@@ -2,9 +2,16 @@
 
 import math
 
+from moh_lm.config import flag
+
 REPEATED = 16  # epochs of a source; more than 4 begin to cost, more than these teach little (arXiv 2305.16264)
 HIGH_RATE = 0.01  # AdamW moves a weight by about the rate in a step; weights begin with a standard deviation of 0.02
 UNUSED = 0.1  # share of the rows of the embedding
+UNUSUAL = (  # below and above which a value, unless it is 0, is more likely a slip; and a usual one
+    (lambda config: config.optimizer, "weight_decay", 1e-4, 1, "0.1"),
+    (lambda config: config.optimizer, "gradient_clipping", 1e-2, 1e3, "1"),
+    (lambda config: config.model.heads, "load_balance_coefficient", 1e-6, 1, "0.01"),
+)
 
 
 def plan_warnings(config, dataset):
@@ -20,6 +27,10 @@ def plan_warnings(config, dataset):
             f"--learning-rate {rate:g}: is high. AdamW moves a weight by about that in a step, and weights begin with "
             f"a standard deviation of 0.02; choose at most {HIGH_RATE:g}"
         )
+    for section, key, least, most, choice in UNUSUAL:
+        value = getattr(section(config), key)
+        if value and not least <= value <= most:
+            yield f"{flag(key)} {value:g}: is far from what is usual; choose about {choice}"
     model = config.model
     if model.routed_layers() and model.active_share() == 1 and not model.routed_layers()[0].varies:
         yield (
