@@ -6,7 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from moh_lm import flags, pretrain
-from moh_lm.checks import config_problems, model_problems, tensor_problems
+from moh_lm.checks import config_problems
+from moh_lm.checks.layout import tensor_problems
+from moh_lm.checks.model import model_problems
 from moh_lm.config import Config, ConfigError, walk
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.cost.memory import parameter_counts

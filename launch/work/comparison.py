@@ -9,7 +9,8 @@ import launch.work.report as report
 from launch.comparison import TUNING_SEED, Size, Variant
 from launch.work.results import final_evaluation, metrics
 from launch.work.runs import DIVERGED, Run, as_flags, check_flags, exit_code, train_all
-from moh_lm.checks import config_problems, schedule_problems
+from moh_lm.checks import config_problems
+from moh_lm.checks.run import schedule_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts

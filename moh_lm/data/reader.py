@@ -12,20 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moh_lm.data.files import (
-    BLOCK,
-    CHUNK,
-    REMEDY,
-    Description,
-    ShardError,
-    beside,
-    block_sums,
-    check_facts,
-    damaged_block,
-    opened,
-    read_facts,
-    read_range,
-)
+from moh_lm.data import files
+from moh_lm.data.files import ShardError
 from moh_lm.data.index import HEADER, Counts, DocumentStarts, read_counts, verify_arrays
 
 SIDECAR = {
@@ -66,14 +54,15 @@ class Shard:
         """
         self.check_content()
         size = self.dtype.itemsize
-        with opened(f"{self.prefix}.bin") as file:
-            return np.frombuffer(read_range(file, first * size, (first + count) * size, self.sums.bin), self.dtype)
+        with files.opened(f"{self.prefix}.bin") as file:
+            part = files.read_range(file, first * size, (first + count) * size, self.sums.bin)
+            return np.frombuffer(part, self.dtype)
 
     @contextmanager
     def document_starts(self) -> Iterator[DocumentStarts]:
         """Where its documents begin, while its index is open. Raises ShardError, also from its use."""
         self.check_content()
-        with opened(f"{self.prefix}.idx") as file:
+        with files.opened(f"{self.prefix}.idx") as file:
             yield DocumentStarts(file, self.counts(), self.sums.idx)
 
     def counts(self) -> Counts:
@@ -92,7 +81,7 @@ class Shard:
 
     def index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The index, memory-mapped: sequence lengths int32 [n], byte offsets int64 [n], document bounds int64 [m]."""
-        content = np.memmap(beside(self.prefix, ".idx"), mode="r", offset=HEADER.size)
+        content = np.memmap(files.beside(self.prefix, ".idx"), mode="r", offset=HEADER.size)
         lengths, pointers, bounds = np.split(content, [4 * self.num_sequences, 12 * self.num_sequences])
         return lengths.view("<i4"), pointers.view("<i8"), bounds.view("<i8")
 
@@ -102,13 +91,13 @@ def open_shard(prefix: str | Path, *, foreign: bool = False) -> Shard:
 
     ``foreign`` accepts a pair without a sidecar, written by another tool. Raises ShardError.
     """
-    bin_path, idx_path, json_path = (beside(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
+    bin_path, idx_path, json_path = (files.beside(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
     sidecar = read_sidecar(json_path) if json_path.exists() else None
     if sidecar is None and not foreign:
         raise ShardError(f"{json_path} is missing: the shard is unfinished; run data_prep/tokenize.py again")
-    with opened(idx_path) as file:
+    with files.opened(idx_path) as file:
         counts, idx_bytes = read_counts(file), os.fstat(file.fileno()).st_size
-    with opened(bin_path) as file:
+    with files.opened(bin_path) as file:
         bin_bytes = os.fstat(file.fileno()).st_size
     if bin_bytes != counts.tokens * counts.dtype.itemsize:
         expected = counts.tokens * counts.dtype.itemsize
@@ -126,7 +115,7 @@ def open_shard(prefix: str | Path, *, foreign: bool = False) -> Shard:
                 raise ShardError(f"{json_path}: {what} is recorded as {recorded}, but is {actual}")
         shard.largest_id, shard.sidecar = sidecar["largest_id"], sidecar
         shard.content = hashlib.sha256((sidecar["bin"]["sha256"] + sidecar["idx"]["sha256"]).encode()).hexdigest()
-        shard.sums = Sums(block_sums(sidecar["bin"]), block_sums(sidecar["idx"]))
+        shard.sums = Sums(files.block_sums(sidecar["bin"]), files.block_sums(sidecar["idx"]))
     return shard
 
 
@@ -138,15 +127,15 @@ def verify_shard(shard: Shard, report: Callable[[int], None] = lambda num_bytes:
     """
     sound = True
     for key in ("bin", "idx"):
-        path, actual = f"{shard.prefix}.{key}", Description()
-        with opened(path) as file:
-            while data := file.read(CHUNK):
+        path, actual = f"{shard.prefix}.{key}", files.Description()
+        with files.opened(path) as file:
+            while data := file.read(files.CHUNK):
                 actual.update(data)
                 report(len(data))
         recorded = shard.sidecar[key] if shard.sidecar else actual.facts()
         if actual.facts() != recorded:
             sound = False
-            yield damaged_file(path, block_sums(recorded), block_sums(actual.facts()))
+            yield damaged_file(path, files.block_sums(recorded), files.block_sums(actual.facts()))
     if sound:
         try:
             verify_arrays(f"{shard.prefix}.idx", shard.dtype.itemsize, *shard.index())
@@ -156,22 +145,23 @@ def verify_shard(shard: Shard, report: Callable[[int], None] = lambda num_bytes:
 
 def damaged_file(path, recorded, actual) -> str:
     if len(actual) != len(recorded):
-        return f"{path}: {len(actual)} blocks of {BLOCK} bytes, but its sidecar has the checksums of {len(recorded)}"
+        count = f"{len(actual)} blocks of {files.BLOCK} bytes"
+        return f"{path}: {count}, but its sidecar has the checksums of {len(recorded)}"
     differ = np.flatnonzero(np.not_equal(recorded, actual))
     if not len(differ):
         return f"{path}: its SHA-256 is not that of the sidecar, though the CRC-32 of every block is"
     more = f"; {len(differ) - 1} more blocks are damaged" if len(differ) > 1 else ""
-    return damaged_block(path, int(differ[0])) + more
+    return files.damaged_block(path, int(differ[0])) + more
 
 
 def read_sidecar(path: Path) -> dict:
     """The sidecar at ``path``. Raises ShardError if it is damaged or not one of this version."""
-    sidecar = read_facts(path)
-    check_facts(path, sidecar, SIDECAR)
-    check_facts(path, sidecar["tokenizer"], {"sha256": str}, "tokenizer ")
+    sidecar = files.read_facts(path)
+    files.check_facts(path, sidecar, SIDECAR)
+    files.check_facts(path, sidecar["tokenizer"], {"sha256": str}, "tokenizer ")
     for key in ("bin", "idx"):
-        check_facts(path, sidecar[key], FILE, f"{key} ")
-        blocks = -(-sidecar[key]["bytes"] // BLOCK)
+        files.check_facts(path, sidecar[key], FILE, f"{key} ")
+        blocks = -(-sidecar[key]["bytes"] // files.BLOCK)
         if not re.fullmatch(rf"([0-9a-f]{{8}}){{{blocks}}}", sidecar[key]["crc32"]):
-            raise ShardError(f"{path}: is damaged: {key} crc32 is not that of {blocks} blocks; {REMEDY}")
+            raise ShardError(f"{path}: is damaged: {key} crc32 is not that of {blocks} blocks; {files.REMEDY}")
     return sidecar

@@ -23,21 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moh_lm.data.files import (
-    REMEDY,
-    VERSION,
-    Description,
-    ShardError,
-    beside,
-    check_facts,
-    json_bytes,
-    opened,
-    publish,
-    read_facts,
-    read_json,
-    seal,
-    temporary_name,
-)
+from moh_lm.data import files
+from moh_lm.data.files import ShardError
 from moh_lm.data.index import DTYPES, DocumentStarts, index_bytes, token_code
 from moh_lm.data.reader import Shard, open_shard
 
@@ -73,11 +60,11 @@ class ShardWriter:
         self.dtype = np.dtype(DTYPES[token_code(vocab_size)])
         self.lengths = array("i")
         self.largest_id = -1
-        self.description = Description()
+        self.description = files.Description()
 
     def __enter__(self):
-        beside(self.prefix, ".json").unlink(missing_ok=True)
-        self.temporary = temporary_name(beside(self.prefix, ".bin"))
+        files.beside(self.prefix, ".json").unlink(missing_ok=True)
+        self.temporary = files.temporary_name(files.beside(self.prefix, ".bin"))
         self.file = open(self.temporary, "wb")  # noqa: SIM115 (closed by __exit__)
         return self
 
@@ -109,18 +96,18 @@ class ShardWriter:
         self.file.flush()
         os.fsync(self.file.fileno())
         sidecar = {
-            "version": VERSION,
+            "version": files.VERSION,
             "dtype": self.dtype.name,
             "documents": len(lengths),
             "tokens": int(lengths.sum(dtype=np.int64)),
             "largest_id": self.largest_id,
             **facts,
             "bin": self.description.facts(),
-            "idx": Description(index).facts(),
+            "idx": files.Description(index).facts(),
         }
-        os.replace(self.temporary, beside(self.prefix, ".bin"))
-        publish(beside(self.prefix, ".idx"), index)
-        publish(beside(self.prefix, ".json"), seal(json_bytes(sidecar)))
+        os.replace(self.temporary, files.beside(self.prefix, ".bin"))
+        files.publish(files.beside(self.prefix, ".idx"), index)
+        files.publish(files.beside(self.prefix, ".json"), files.seal(files.json_bytes(sidecar)))
         return sidecar
 
 
@@ -155,8 +142,8 @@ def write_manifest(data_dir: str | Path) -> dict:
                 f"run data_prep/tokenize.py for {source} again"
             )
     tokenizer = {key: value for _, used in tokenizers.values() for key, value in used.items() if key != "engine"}
-    manifest = {"version": VERSION, "tokenizer": tokenizer, "cut_fractions": list(CUTS), "sources": sources}
-    publish(Path(data_dir) / "manifest.json", seal(json_bytes(manifest)))
+    manifest = {"version": files.VERSION, "tokenizer": tokenizer, "cut_fractions": list(CUTS), "sources": sources}
+    files.publish(Path(data_dir) / "manifest.json", files.seal(files.json_bytes(manifest)))
     return manifest
 
 
@@ -180,18 +167,18 @@ def unit_entry(shard: Shard) -> dict:
 def read_manifest(data_dir: str | Path) -> dict:
     """The manifest of a data directory. Raises ShardError if it is damaged, or the tokenizer beside it another one."""
     path = Path(data_dir) / "manifest.json"
-    manifest = read_facts(path)
-    check_facts(path, manifest, {"tokenizer": dict, "sources": dict, "cut_fractions": list})
+    manifest = files.read_facts(path)
+    files.check_facts(path, manifest, {"tokenizer": dict, "sources": dict, "cut_fractions": list})
     for name, source in manifest["sources"].items():
-        check_facts(path, source, {"tokens": int, "documents": int, "units": dict}, f"{name} ")
+        files.check_facts(path, source, {"tokens": int, "documents": int, "units": dict}, f"{name} ")
         for unit, entry in source["units"].items():
-            check_facts(path, entry, UNIT, f"{name}/{unit} ")
-            check_facts(path, entry["bytes"], dict.fromkeys((".bin", ".idx", ".json"), int), f"{name}/{unit} ")
+            files.check_facts(path, entry, UNIT, f"{name}/{unit} ")
+            files.check_facts(path, entry["bytes"], dict.fromkeys((".bin", ".idx", ".json"), int), f"{name}/{unit} ")
             cuts = [cut for cut in entry["cuts"] if isinstance(cut, int)]
             if entry["dtype"] not in NAMES or len(cuts) != len(manifest["cut_fractions"]):
-                raise ShardError(f"{path}: is damaged: dtype or cuts of {name}/{unit}; {REMEDY}")
+                raise ShardError(f"{path}: is damaged: dtype or cuts of {name}/{unit}; {files.REMEDY}")
     if manifest["sources"]:
-        check_facts(path, manifest["tokenizer"], {"sha256": str, "vocab_size": int}, "tokenizer ")
+        files.check_facts(path, manifest["tokenizer"], {"sha256": str, "vocab_size": int}, "tokenizer ")
         for tokenizer in tokenizer_files(data_dir)[:1]:
             check_tokenizer(tokenizer, manifest["tokenizer"]["sha256"])
             if tokenizer.name != TOKENIZER_FILES[0]:
@@ -203,7 +190,7 @@ def check_end(path: Path, recorded: int | None):
     """Raise ShardError unless tokenizer_config.json beside the tokenizer.json at ``path`` names ``recorded`` as EOS."""
     config = path.with_name(TOKENIZER_FILES[2])
     try:
-        pieces, end = read_json(path), read_json(config).get("eos_token")
+        pieces, end = files.read_json(path), files.read_json(config).get("eos_token")
         end = end["content"] if isinstance(end, dict) else end
         ids = pieces["model"]["vocab"]
         ids = dict(ids) if isinstance(ids, dict) else {piece: index for index, (piece, _) in enumerate(ids)}
@@ -216,7 +203,7 @@ def check_end(path: Path, recorded: int | None):
 
 def check_tokenizer(path: Path, recorded: str):
     """Raise ShardError unless the tokenizer at ``path`` has the SHA-256 ``recorded``."""
-    with opened(path) as file:
+    with files.opened(path) as file:
         found = hashlib.sha256(file.read()).hexdigest()
     if found != recorded:
         raise ShardError(
@@ -252,7 +239,7 @@ def open_source(data_dir: str | Path, name: str, manifest: dict, fraction: float
         elif known is not None:
             cuts.append(entry["cuts"][known])
         else:
-            with opened(os.path.join(directory, f"{unit}.idx")) as file:
+            with files.opened(os.path.join(directory, f"{unit}.idx")) as file:
                 cuts.append(DocumentStarts(file, shards[-1].counts(), None).cut(fraction))
     finished = {file[: -len(".json")] for file in sizes if file.endswith(".json")}
     return OpenedSource(shards, cuts, sorted(finished - units.keys()))
@@ -269,7 +256,7 @@ def file_sizes(directory) -> dict[str, int]:
 
 def wrong_size(path, size, expected) -> str:
     if size is not None:
-        return f"{path}: {size} bytes, but manifest.json records {expected}; {REMEDY}"
+        return f"{path}: {size} bytes, but manifest.json records {expected}; {files.REMEDY}"
     if path.endswith(".json"):
         return f"{path} is missing: the shard is unfinished; run data_prep/tokenize.py again"
-    return f"{path} is missing; {REMEDY}"
+    return f"{path} is missing; {files.REMEDY}"

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moh_lm.checks import model_problems
+from moh_lm.checks.model import model_problems
 from moh_lm.config import Config, ModelConfig
 from moh_lm.model.rotary import inverse_frequencies, magnitude, rotary_of, rotary_table
 

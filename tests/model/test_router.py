@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from moh_lm.checks import model_problems
 from moh_lm.checks.layout import tensor_problems
+from moh_lm.checks.model import model_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import BALANCE

@@ -12,7 +12,7 @@ import json
 import shlex
 from dataclasses import fields
 
-from moh_lm.checks import model_problems
+from moh_lm.checks.model import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
 from moh_lm.config.fields import as_tuples
 from tools.hf.keys import (

@@ -3,7 +3,10 @@
 import json
 from dataclasses import replace
 
-from moh_lm.checks import below, layout_problems, model_problems, optimizer_problems
+from moh_lm.checks.layout import layout_problems
+from moh_lm.checks.model import model_problems
+from moh_lm.checks.ranges import below
+from moh_lm.checks.run import optimizer_problems
 from moh_lm.config import ConfigError
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts, stage_shares
