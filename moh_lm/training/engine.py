@@ -95,19 +95,20 @@ class Engine:
             self.windows = EntropyWindows(self.model, config, groups, device)
         freeze(self.named_parameters(), config.optimizer.train_only)
         names = {parameter: name for name, parameter in self.named_parameters()}
+        mpu = groups if groups.tensor is not None and groups.pipeline is None else None  # PipelineModule brings its own
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
             self.engine, *_ = deepspeed.initialize(
                 model=self.model,
                 optimizer=make_optimizer([(names[p], p) for p in self.model.parameters()], config),
                 config=deepspeed_config(config, self.micro_batches, sum(p.numel() for p in self.model.parameters())),
-                mpu=self.mpu(),
+                mpu=mpu,
                 dist_init_required=False,
             )
         self.optimizer = ShardedOptimizer(
             self.engine.optimizer,
             config.parallel.zero_stage,
             group_rank(groups.data),
-            self.examine,
+            lambda norm, copies: self.step_verdict.examine(norm, copies),
             config.optimizer.router_gradient_clipping,
         )
         self.frozen = FrozenWeights([parameter for _, parameter in self.named_parameters()], groups.data)
@@ -136,9 +137,6 @@ class Engine:
         self.resting = self.config.model.after(step) != self.config.model
         for router in self.head_routers:
             router.resting = self.resting
-
-    def mpu(self):
-        return self.groups if self.groups.tensor is not None else None
 
     def train_step(self, micro_batches, learning_rate, check_replicas=False):
         """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``.
@@ -185,10 +183,6 @@ class Engine:
             for name, size in sizes
             if not self.guard.sound(size)
         ]
-
-    def examine(self, norm, copies):
-        """DeepSpeed's optimizer calls this with the gradient norm of the step; see ``StepVerdict.examine``."""
-        return self.step_verdict.examine(norm, copies)
 
     def watch_gradient(self, module, inputs, output):
         if output.requires_grad:
@@ -279,9 +273,6 @@ class PipelineEngine(Engine):
             run.seed,
             self.last_stage_loss,
         )
-
-    def mpu(self):
-        return None  # PipelineModule brings its own
 
     def last_stage_loss(self, mean, labels_and_sources):
         self.sums.add(self.model.losses, *labels_and_sources)

@@ -28,9 +28,7 @@ The keys are those of ``LlamaConfig`` and these:
 The rotary settings may arrive as ``rope_theta`` and ``rope_scaling`` (transformers 4) or as ``rope_parameters``
 (transformers 5); both ``rope_theta`` and ``rope_parameters`` are kept, so that every version reads what any wrote.
 ``partial_rotary_factor`` in ``rope_parameters`` is the share of a head's features, its first ones, that turn.
-``output_router_gates`` makes the model return the gates and selections of every layer. ``output_router_logits`` makes
-it return the scores of the routed heads and their load-balance loss; with labels, that loss times
-``router_aux_loss_coef`` is added to the loss (Eq. 8).
+``output_router_gates``, ``output_router_logits`` and ``router_aux_loss_coef`` are told in modeling_moh.py.
 """
 
 from transformers import PretrainedConfig

@@ -39,7 +39,6 @@ def run_list(arguments):
     goes_on = f"a run goes on from {steps[0]}, if it is sound" if steps else "there is nothing to go on from"
     if latest not in steps[:1]:
         print(f"latest names {latest}; {goes_on}" if latest else f"there is no latest; {goes_on}")
-    return 0
 
 
 def describe_entry(entry, latest):
@@ -139,7 +138,6 @@ def run_show(arguments):
         print(json.dumps(content, indent=1))
     else:
         print("\n".join(describe_step(step, content)))
-    return 0
 
 
 def describe_step(step, content):
@@ -176,8 +174,6 @@ def shares(segment):
 
 
 def run_diff(arguments):
-    if arguments.top < 0:
-        raise ConfigError([f"--top {arguments.top}: must be 0 or more"])
     first, second = (Step(locate(path)[0]) for path in (arguments.a, arguments.b))
     configs = first.config.to_dict(), second.config.to_dict()
     rows = read.changes(first, second)
@@ -238,13 +234,11 @@ def describe_change(found):
 
 def run_copy(arguments):
     print(f"copied to {copy(arguments.step, arguments.dest)}; what was read and what was written has the right hashes")
-    return 0
 
 
 def run_consolidate(arguments):
     size = consolidate(arguments.step, arguments.file, arguments.moments, getattr(torch, arguments.dtype))
     print(f"wrote {arguments.file}, {size:,} bytes")
-    return 0
 
 
 COMMANDS = {
