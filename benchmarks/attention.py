@@ -26,6 +26,9 @@ import sys
 
 if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    from benchmarks.flags import attention_flags, checked
+
+    options = checked(attention_flags, sys.argv[1:])  # before the imports that take seconds
 
 import platform
 from datetime import date
@@ -36,7 +39,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.timing import checked, device_flags, in_turns, ratio, set_up, stopwatch
+from benchmarks.flags import SHAPES
+from benchmarks.timing import in_turns, ratio, set_up, stopwatch
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels import break_even
 from moh_lm.kernels.attention import moh_attention
@@ -44,15 +48,6 @@ from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 from moh_lm.kernels.documents import boundaries, narrow
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import RouterStatistics, attach_loss
-from moh_lm.parser import Parser
-from moh_lm.quantities import at_least
-
-SHAPES = {  # hidden size, query heads, key/value heads, head dimension
-    "llm-s": (768, 12, 12, 64),
-    "llm-b": (1536, 16, 16, 96),
-    "llama3-8b": (4096, 32, 8, 128),
-}
-
 
 TILE = 64
 PARTS = ("forward", "both")
@@ -65,8 +60,7 @@ def bases(documents, dtype):
     return {name: getattr(SDPBackend, f"{name}_ATTENTION") for name in (first, "CUDNN")}
 
 
-def main():
-    options = checked(read_options)
+def main(options):
     device, dtype = set_up(options)
     print(conditions := describe(device, dtype))
     new = break_even.Measurement(*break_even.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
@@ -101,25 +95,6 @@ def main():
             sys.exit(f"--save: nothing is written, since no layer ran both by {sparse} and by a base (see above)")
         break_even.save(new._replace(elements=min(elements), ratios=rows))
         print(f"written to {break_even.FILE}")
-
-
-def read_options(texts):
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llm-s", "llm-b"])
-    parser.add_argument("--lengths", nargs="+", type=at_least(1), default=[512, 1024, 2048, 4096])
-    parser.add_argument("--active", nargs="+", type=int, choices=(50, 75), default=[50, 75])
-    parser.add_argument("--levels", nargs="+", choices=("core", "layer"), default=["core", "layer"])
-    device_flags(parser, rounds=7)
-    parser.add_argument("--micro-batch", type=at_least(1))
-    parser.add_argument("--documents", type=at_least(1), help="their mean length in tokens (default: none)")
-    parser.add_argument("--window", type=at_least(0), default=0, help="keys that a token sees; 0: all before it")
-    parser.add_argument("--save", action="store_true", help="let auto go by these figures on this machine")
-    options = parser.parse_args(texts)
-    if options.save and (options.documents or options.window or "layer" not in options.levels):
-        parser.error("--save: auto goes by whole layers without --documents and --window; leave out these and --levels")
-    if options.save and not os.access(break_even.FILE.parent, os.W_OK):
-        parser.error(f"--save: {break_even.FILE.parent} cannot be written to; run it in a checkout of your own")
-    return options
 
 
 def make_documents(mean, length, batch, device):
@@ -276,4 +251,4 @@ def run(function, inputs, backward):
 
 
 if __name__ == "__main__":
-    main()
+    main(options)

@@ -24,6 +24,9 @@ import sys
 
 if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    from benchmarks.flags import checked, decode_flags
+
+    options = checked(decode_flags, sys.argv[1:])  # before the imports that take seconds
 
 import contextlib
 import itertools
@@ -33,14 +36,13 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from benchmarks.attention import SHAPES, budgets, describe
-from benchmarks.timing import checked, device_flags, in_turns, ratio, recorded, seconds, set_up, stopwatch
+from benchmarks.attention import budgets, describe
+from benchmarks.flags import SHAPES
+from benchmarks.timing import in_turns, ratio, recorded, seconds, set_up, stopwatch
 from moh_lm.kernels import decode
 from moh_lm.kernels.decode import decode_attention
 from moh_lm.model.own_cache import OwnKeys
 from moh_lm.model.router import select
-from moh_lm.parser import Parser
-from moh_lm.quantities import at_least
 
 CACHES_BYTES = 256 * 2**20  # more than a processor's cache, or an H200's of 50 MB
 BASE = "all, equal lengths"
@@ -48,8 +50,7 @@ TILES = [(16, 32, 4, 3), (16, 32, 4, 4), (16, 32, 8, 4), (16, 64, 4, 3), (16, 64
 PROGRAMS = (4, 8, 16)  # per multiprocessor
 
 
-def main():
-    options = checked(read_options)
+def main(options):
     device, dtype = set_up(options)
     print(describe(device, dtype))
     for shape in options.shapes:
@@ -60,16 +61,6 @@ def main():
                 inputs = make_inputs(SHAPES[shape], length, batch, device, dtype)
                 found = contestants(SHAPES[shape], options.active, inputs)
                 report(f"{shape} T={length} b={batch}", found, options.rounds, device)
-
-
-def read_options(texts):
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llm-s", "llm-b", "llama3-8b"])
-    parser.add_argument("--lengths", nargs="+", type=at_least(1), default=[2048, 8192, 32768])
-    parser.add_argument("--batches", nargs="+", type=at_least(1), default=[1, 4])
-    parser.add_argument("--active", nargs="+", type=int, choices=(50, 75), default=[50, 75])
-    device_flags(parser, rounds=9)
-    return parser.parse_args(texts)
 
 
 def make_inputs(shape, length, batch, device, dtype, seed=0):
@@ -184,4 +175,4 @@ def use(triton_decode, dtype, tile, programs):
 
 
 if __name__ == "__main__":
-    main()
+    main(options)

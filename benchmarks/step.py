@@ -17,6 +17,9 @@ import sys
 
 if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    from benchmarks.flags import checked, step_flags
+
+    options = checked(step_flags, sys.argv[1:])  # before the imports that take seconds
 
 import platform
 from statistics import median
@@ -24,51 +27,26 @@ from statistics import median
 import torch
 
 from benchmarks.attention import budgets
-from benchmarks.timing import checked, seconds
+from benchmarks.flags import MODELS, checked
+from benchmarks.timing import seconds
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.break_even import fastest
 from moh_lm.model.transformer import CausalLM, compile_layers
-from moh_lm.parser import Parser
-from moh_lm.quantities import at_least
-from tools.command import device as device_name
 from tools.devices import usable_device
 from tools.hf.keys import written
 
-SHAPES = {
-    "llm-s": dict(num_layers=12, hidden_size=768, intermediate_size=2048, num_attention_heads=12, head_dim=64),
-    "llm-b": dict(num_layers=24, hidden_size=1536, intermediate_size=4096, num_attention_heads=16, head_dim=96),
-    "tiny": dict(num_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32),
-}
 VOCAB = {"tiny": 1024}
 
 
-def main():
-    arguments = checked(read_options)
+def main(arguments):
     sys.stdout.reconfigure(line_buffering=True)  # a run that is cut off has shown the lengths that it finished
-    torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {arguments.threads} threads"
+    device = torch.device(checked(usable_device, arguments.device))
+    torch.set_num_threads(arguments.threads or torch.get_num_threads())
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}; torch {torch.__version__}, Python {platform.python_version()}; {' '.join(sys.argv)}")
     for length in arguments.seq_length:
         compare(arguments, length, device)
-
-
-def read_options(texts):
-    parser = Parser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--shape", default="llm-s", choices=SHAPES)
-    add("--seq-length", type=at_least(1), nargs="+", default=[1024])
-    add("--micro-batch-size", type=at_least(1), default=1)
-    add("--contestants", nargs="+", default=["dense", "moh-75", "moh-50", "hf"], metavar="NAME")
-    add("--backend", default="auto", help="attention backend of ours (default: auto)")
-    add("--rounds", type=at_least(1), default=3, help="that count (default: 3)")
-    add("--threads", type=at_least(1), default=torch.get_num_threads())
-    add("--device", type=device_name, help="(default: a GPU if there is one)")
-    add("--peak-tflops", type=float, help="of the device in this precision, for the MFU")
-    arguments = parser.parse_args(texts)
-    arguments.device = usable_device(arguments.device)
-    return arguments
 
 
 def compare(arguments, length, device):
@@ -116,7 +94,7 @@ def allocated(device):
 
 def make(name, arguments, length, device):
     """(step: tokens [b, s + 1] -> loss, FLOPs per token) of a contestant."""
-    sizes = {**SHAPES[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
+    sizes = {**MODELS[arguments.shape], "vocab_size": VOCAB.get(arguments.shape, 65536)}
     heads = HeadsConfig(head_selection="all")
     kind = name.removesuffix("-compiled")
     if kind.startswith("moh-"):
@@ -172,4 +150,4 @@ def hugging_face_loss(model, tokens):
 
 
 if __name__ == "__main__":
-    main()
+    main(options)

@@ -3,30 +3,10 @@
 A GPU may replay the work from a CUDA graph, so that small kernels do not wait for Python.
 """
 
-import sys
 import time
 from statistics import median
 
 import torch
-
-from moh_lm.config import ConfigError
-from moh_lm.quantities import at_least
-
-
-def checked(read):
-    """What ``read`` makes of the arguments; what has to be mended is one line on standard error, and exit code 2."""
-    try:
-        return read(sys.argv[1:])
-    except ConfigError as error:
-        print("\n".join(f"{sys.argv[0]}: {problem}" for problem in error.problems), file=sys.stderr)
-        sys.exit(2)
-
-
-def device_flags(parser, rounds):
-    """The flags of what runs on the GPU, if there is one, or else on the CPU."""
-    parser.add_argument("--threads", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(1), default=rounds)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
 
 
 def set_up(options):
