@@ -51,7 +51,7 @@ def attention_flags(texts):
 
 
 def decode_flags(texts):
-    parser = Parser(description="Attention of one new token to a cache: all heads and the selected ones, timed in turns.")
+    parser = Parser(description="Attention of one new token to a cache: all heads, and the selected ones.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llm-s", "llm-b", "llama3-8b"])
     parser.add_argument("--lengths", nargs="+", type=at_least(1), default=[2048, 8192, 32768])
     parser.add_argument("--batches", nargs="+", type=at_least(1), default=[1, 4])
