@@ -156,6 +156,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--window-strategy entropy --window-min 64 --window-max 32": ("--window-max 32", "at least --window-min 64"),
     "--window-strategy sequence --window 100": ("--window-strategy sequence", "leave --window out"),
     "--window-strategy entropy --compile": ("--window-strategy entropy", "--compile"),
+    "--window-strategy entropy --routed-keys selected": ("--window-strategy entropy", "leave out --routed-keys"),
+    "--max-skipped-steps 20 --spike-window 20": ("--max-skipped-steps 20", "--spike-window 20"),
     "--position rotary cope": ("--position has 2", "12"),
     "--position alibi": ("--position alibi", "rotary, cope, learned, none"),
     "--position cope --cope-max-position 0": ("--cope-max-position 0", "1 or above"),

@@ -42,7 +42,7 @@ def test_windows_move_by_the_formula_and_not_in_a_skipped_step():
     windows = EntropyWindows(torch.nn.ModuleList(), config, ParallelGroups(), "cpu")
     layers = [Attention(config.model, index, 0.02, 0.02, 1, None) for index in range(2)]
     windows.layers = layers
-    for sums, skipped in (((6.0, 9.0), False), ((900.0, math.nan), True), ((2.0, 1.0), False)):
+    for sums, skipped in (((6.0, 9.0), False), ((900.0, 9.0), True), ((2.0, 1.0), False)):
         for layer, total in zip(layers, sums, strict=True):
             layer.entropy = torch.tensor([total, 4.0]).double()
         windows.move(skipped)
