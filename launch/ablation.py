@@ -57,6 +57,13 @@ VARIANTS = (
     Variant("moa-50", 0, 4, "--routing released --num-key-value-heads 1", "forms"),
     # SwitchHead's gates: a sigmoid of each selected head, none always on. Its experts inside a head are not here
     Variant("switch-50", 0, 4, "--routing sigmoid", "forms"),
+    # tokens to the same loss, whole matrices orthogonalised or heads by themselves
+    Variant("dense-half", None, table="muon", tokens=0.5),
+    Variant("dense-double", None, table="muon", tokens=2),
+    Variant("dense-muon", None, 0, "--optimizer muon", "muon"),
+    Variant("dense-muon-head", None, 0, "--optimizer muon --muon-split head", "muon"),
+    Variant("moh-50-muon", 2, 2, "--optimizer muon", "muon"),
+    Variant("moh-50-muon-head", 2, 2, "--optimizer muon --muon-split head", "muon"),
 )
 QUESTIONS = (
     ("moh-75", "dense", "do 75% of the heads do as well as all?"),
@@ -78,6 +85,10 @@ QUESTIONS = (
     *((f"dense-heads-{heads}", "dense", f"heads: {heads} at the same width") for heads in (1, 4, 16, 32)),
     ("moa-50", "gqa-dense", "half of the heads, one key/value head, gates that add up to 1 (MoA)"),
     ("switch-50", "moh-50", "sigmoid gates, no shared head (SwitchHead's gates)"),
+    ("dense-muon", "dense", "Muon instead of AdamW, all heads"),
+    ("dense-muon-head", "dense-muon", "its q, k, v and o orthogonalised by heads"),
+    ("moh-50-muon", "moh-50", "Muon instead of AdamW, 50%"),
+    ("moh-50-muon-head", "moh-50-muon", "its q, k, v and o orthogonalised by heads"),
     ("gqa-50", "gqa-dense", "50% under grouped-query attention"),
     ("gqa-50-groups", "gqa-50", "whole key/value groups instead of single heads"),
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moh_lm.config import ConfigError
+from moh_lm.flags import make_parser, parse_flags
 from moh_lm.quantities import above_0, at_least
 
 FLAGS = "and the flags of python -m moh_lm.pretrain --help, which win over those of the table"  # the end of --help
@@ -34,8 +35,8 @@ class Variant:
 
     @property
     def form(self):
-        """Variants of one form share the learning rate that the first of them is tuned to."""
-        return self.name
+        """Variants of one form share the learning rate that the first of them is tuned to: here the lengths of one."""
+        return self.name if self.tokens == 1 else self.name.rpartition("-")[0]
 
     def arguments(self, heads, layers=1):
         """Its flags with ``heads`` attention heads. layers: of the model; one will do where eighths are whole."""
@@ -90,6 +91,7 @@ def add_flags(parser):
     add("out", type=whole_path, metavar="OUT", help="directory for runs and report")
     add("--data-dir", type=whole_path, metavar="DIR", required=True, help="written by data_prep/tokenize.py")
     add("--jobs", type=at_least(1), metavar="N", default=1, help="runs at a time (default: 1)")
+    add("--check", action="store_true", help="say what is wrong with the flags, and end")
     add("--report", action="store_true", help="write the report of what is complete, and end")
     add("--ranks", type=at_least(1), metavar="N", default=1, help="processes of each run, one per GPU (default: 1)")
 
@@ -125,6 +127,12 @@ def read_flags(parser, texts, program, instead):
     problems += [f"{flag}: the {program} sets it; give {instead[flag]}" for flag in sorted(given & instead.keys())]
     if "--save-config" in given:
         problems.append("--save-config: there are many runs; config.json of each has its flags")
+    else:
+        try:
+            if parse_flags(make_parser(), flags.others).dry_run:
+                problems.append("--dry-run: there are many runs; --plan says which")
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
     return flags

@@ -53,7 +53,6 @@ TRAINING=(
     --eval-interval 250
     --eval-samples 64 # of each source
     --log-interval 10
-    --run-report # report.html in the run directory: the run on one page
     --checkpoint-dir runs/llama3-8b-stage1
 )
 RELIABILITY=(

@@ -68,7 +68,6 @@ TRAINING=(
     --eval-interval 1000
     --eval-samples 256 # of each source
     --log-interval 10
-    --run-report # report.html in the run directory: the run on one page
     --checkpoint-dir runs/llm-s
 )
 RELIABILITY=(

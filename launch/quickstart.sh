@@ -43,7 +43,6 @@ TRAINING=(
     --eval-interval 250
     --eval-samples 64
     --log-interval 20
-    --run-report
     --checkpoint-dir "$out/run"
 )
 

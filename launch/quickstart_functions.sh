@@ -150,6 +150,9 @@ compare() {
         read -ra data <<<"--data-mix $mix"
         data+=(--data-dir "$out/data")
     fi
+    if python3 -c "import launch.$program" 2>/dev/null; then # before anything is made, if this Python can read the flags
+        python3 -m "launch.$program" "$out" "${data[@]}" "$@" --check || exit
+    fi
 
     step "Environment"
     source launch/environment.sh plot

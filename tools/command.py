@@ -29,6 +29,8 @@ def run(name, parse, texts, work=None, code=1, remark="", extra=None, interrupte
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
     try:
         arguments = parse(texts)
+        if getattr(arguments, "check", False):  # --check
+            return 0
         module = importlib.import_module(work or f"tools.work.{name}")
         failures = module.FAILURES
         with contextlib.redirect_stdout(Output(sys.stdout, unheard)):

@@ -128,7 +128,7 @@ class RunConfig:
         None, "price of an hour of one device, for what --dry-run and tools/plan.py estimate", parse=float
     )
     wandb: str = option("", "project of Weights & Biases that gets the log too")
-    run_report: bool = option(False, "write report.html, a page on the run, when it is complete or stops")
+    run_report: bool = option(True, "write report.html, a page on the run, when it is complete or stops")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")
     compile: bool = option(False, "have torch.compile make the kernels of each layer; the first step takes a minute")
     window_strategy: str = option(

@@ -109,8 +109,8 @@ class Case:
 
     def start(self, directory, layout, *hooks):
         tp, pp, dp, stage = map(str, layout)
-        parallel = ["--tensor-parallel-size", tp, "--pipeline-parallel-size", pp, "--zero-stage", stage]
-        flags = [*self.flags, *parallel, "--checkpoint-dir", str(directory)]
+        parallel = f"--tensor-parallel-size {tp} --pipeline-parallel-size {pp} --zero-stage {stage}".split()
+        flags = [*self.flags, *parallel, "--run-report", "false", "--checkpoint-dir", str(directory)]
         self.counts["starts"] += 1
         return Job(flags, math.prod(layout[:3]), self.folder / f"output-{self.counts['starts']}", hooks)
 

@@ -347,3 +347,15 @@ def test_help_of_a_script_is_its_opening_comment_and_begins_nothing(name, tmp_pa
         shown = subprocess.run(["bash", script, *flags], capture_output=True, text=True, timeout=60, check=True).stdout
         assert f"bash launch/{name}.sh" in shown and "set -euo" not in shown and not (tmp_path / "out").exists()
         assert len(shown.splitlines()) >= 5
+
+
+@pytest.mark.parametrize("name", ["ablation", "atlas", "ladder"])
+def test_a_comparison_tells_a_wrong_flag_before_it_makes_anything(name, tmp_path):
+    script = ROOT / "launch" / f"{name}.sh"
+    command = ["bash", script, tmp_path / "out", "--lr", "1", "--hidden-size", "wide"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and not done.stdout and not list((tmp_path / "out").iterdir())
+    assert done.stderr.splitlines() == [
+        f"{name}: flag --lr is unknown: did you mean --learning-rate?",
+        f"{name}: --hidden-size wide: write a whole number",
+    ]

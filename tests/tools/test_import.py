@@ -617,7 +617,7 @@ def test_a_sample_of_text_is_measured_with_the_tokenizer_of_the_model(imported, 
 RUN = """
     --seq-length 16 --batch-tokens 128 --micro-batch-size 2 --train-iters 6 --warmup-iters 2 --precision fp32
     --learning-rate 1e-2 --min-learning-rate 1e-3 --validation-fraction 0.1 --log-interval 2 --save-interval 3
-    --eval-interval 4 --eval-samples 5 --keep-last 1
+    --eval-interval 4 --eval-samples 5 --keep-last 1 --run-report false
 """
 
 

@@ -267,6 +267,7 @@ CALLS = {
         out --data-dir DATA --train-tokens 1M | --train-tokens: the ablation sets it; give --train-iters
         out --data-dir DATA --checkpoint-dir x | --checkpoint-dir: the ablation sets it; give OUT
         out --data-dir DATA --train-iters 0 | --train-iters 0: must be 1 or above
+        out --data-dir DATA --dry-run | --dry-run: there are many runs; --plan says which
         out --data-dir DATA --lr 3 | flag --lr is unknown: did you mean --learning-rate?
     """,
     "launch/atlas.py": """
