@@ -46,6 +46,7 @@ def parse_arguments(texts):
         "leave it out (default: 2048 for dense and static models, else 0)")  # fmt: skip
     add("--l0", type=above_0, nargs="+", default=[], metavar="X", help="penalties for each head of L0 gates that are "
         "trained on the tokens of the ablation (Voita et al. 2019), such as 0.001 0.003 0.01")  # fmt: skip
+    add("--since", type=Path, metavar="DIR", help="an earlier step directory of the run: how far each head has moved")
     add("--treebank", type=Path, metavar="FILE", help="sentences in CoNLL-U, for heads that follow syntax")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the weights (default: %(default)s)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")

@@ -25,7 +25,7 @@ from tools import head_report
 from tools.work import head_report as report
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-NAMES = ("ablation", "findings", "gates", "importance", "measures", "page", "syntax", "text")
+NAMES = ("ablation", "changes", "findings", "gates", "importance", "measures", "page", "syntax", "text")
 
 
 @pytest.fixture(scope="module")
@@ -698,7 +698,7 @@ def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys
     monkeypatch.setattr(tools["gates"], "STEPS", 60)
     flags = ("--model", run, "--output", tmp_path / "out", "--tokens", 512, "--ablation-tokens", 64, "--l0", 1e-6, 9)
     (tmp_path / "trees").write_text("\n".join([TREES[TREES.index("1\tDogs") :]] * 31))
-    flags += ("--treebank", tmp_path / "trees")
+    flags += ("--treebank", tmp_path / "trees", "--since", run)
     code, out, _ = call(tools, capsys, *flags, "--data", f"a<b>&c={corpus}/a.jsonl", str(corpus / "data"))
     assert code == 0 and "index.html" in out
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
@@ -707,7 +707,7 @@ def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys
     links = re.findall(r'(?:src|srcset|href)="([^"]*)', page)
     assert links and all(link.startswith(("#", "data:image/png;base64,")) for link in links)
     images = re.findall(r"<img [^>]*>", page)
-    assert len(images) == len(list((tmp_path / "out").glob("*.png"))) == 4 + 3 + 1
+    assert len(images) == len(list((tmp_path / "out").glob("*.png"))) == 4 + 3 + 2
     assert all(re.search(r'alt="[^"]+"', image) for image in images)
     for path in (tmp_path / "out").glob("*.png"):
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size < 60_000
@@ -728,7 +728,36 @@ def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys
     least, most = report["ablation"]["l0"]
     assert (least["lambda"], most["lambda"], most["kept"]) == (1e-6, 9, 0) and least["kept"] > 0
     assert f"<td>9</td><td>0.0</td><td>{most['loss']['a<b>&c']:.4f}</td>" in page
+    assert report["changes"]["head"] == [[0] * 4] * 2
     assert str(report["alike"][0][0]) in page and report["most"][0]["excerpts"][0]["tokens"]
+
+
+def test_a_head_has_changed_by_its_rows_of_q_and_columns_of_o(tools):
+    model, earlier = random_model("paper, window"), random_model("paper, window")
+    attention, before = model.model.layers[1].self_attn, earlier.model.layers[1].self_attn
+    e = attention.head_dim
+    with torch.no_grad():
+        attention.q_proj.weight[2 * e : 3 * e] *= 1.5
+        attention.o_proj.weight[:, 3 * e : 4 * e] = 0
+        attention.k_proj.weight.zero_()
+    changes = tools["changes"].measure_changes(model, earlier)
+    q, o = before.q_proj.weight[2 * e : 3 * e].norm().item(), before.o_proj.weight[:, 2 * e : 3 * e].norm().item()
+    last = before.q_proj.weight[3 * e : 4 * e].norm().item(), before.o_proj.weight[:, 3 * e : 4 * e].norm().item()
+    expected = np.zeros_like(changes)
+    expected[1, 2], expected[1, 3] = 0.5 * q / math.hypot(q, o), last[1] / math.hypot(*last)
+    np.testing.assert_allclose(changes, expected, rtol=1e-12)
+    del earlier.model.layers[1]
+    with pytest.raises(ConfigError, match="--since: its heads are not those of --model"):
+        tools["changes"].measure_changes(model, earlier)
+
+
+def test_the_half_of_the_routed_heads_that_is_used_less_is_held_against_the_rest(tools):
+    changes = np.array([[9.0, 1, 2, 3, 4], [9, 9, 9, 9, 9]])
+    load = np.array([[1.0, 0.4, 0.1, 0.3, 0.2], [1, 1, 1, 1, 1]])
+    routed = np.array([[False, True, True, True, True], [False] * 5])
+    found = tools["changes"].rare_against_others(changes, load, routed)
+    assert found == pytest.approx(((2 + 4) / (1 + 3), 0.15, 0.35))
+    assert all(map(math.isnan, tools["changes"].rare_against_others(changes, load, routed & False)))
 
 
 @pytest.mark.parametrize("name", ["static", "dense, tied"])

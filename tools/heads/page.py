@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from moh_lm.monitor.report.page import template_beside
-from tools.heads import ablation, findings, gates, measures, syntax
+from tools.heads import ablation, changes, findings, gates, measures, syntax
 from tools.work.generate import UNFINISHED
 
 NEWLINE = "\N{DOWNWARDS ARROW WITH TIP LEFTWARDS}"
@@ -21,8 +21,9 @@ def page(report, pictures, decode):
     template = template_beside(__file__, number=number, percent=percent, image=image, numbered=numbered)
     columns = head_columns(report)
     formulas = {"Measures": measures, "Findings": findings, "Importance": ablation, "L0 gates": gates, "Syntax": syntax}
+    formulas["Changes"] = changes
     return template.render(
-        report={"ablation": None, "syntax": None, **report},
+        report={"ablation": None, "syntax": None, "changes": None, **report},
         pictures=pictures,
         picture_of=picture_of,
         newline=NEWLINE,
@@ -157,6 +158,8 @@ def head_columns(report):
         columns["bits"] = of(report["specialisation"], fine)
         columns |= {f"load % {name}": of(load, percent) for name, load in report["load"].items()}
         columns |= {f"gate {name}": of(gate) for name, gate in report["gate"].items()}
+    if "changes" in report:
+        columns["change %"] = of(report["changes"]["head"], percent)
     if "ablation" in report:
         columns |= {f"rise {name}": of(rises, fine) for name, rises in report["ablation"]["rise"].items()}
     return columns

@@ -2,6 +2,7 @@
 
 import json
 import math
+from argparse import Namespace
 
 import numpy as np
 from tqdm import tqdm
@@ -11,6 +12,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
 from tools.heads import findings
 from tools.heads.ablation import measure_ablation, measure_pruning
+from tools.heads.changes import measure_changes, rare_against_others
 from tools.heads.findings import CLASSES, routed_mask, used_heads
 from tools.heads.gates import measure_gates
 from tools.heads.measures import SEGMENT, measure_prefix, measure_rare, measure_text
@@ -46,7 +48,11 @@ def run(arguments):
         of_tasks = arguments.suite, arguments.tasks, arguments.task_data
         domains += task_domains(*of_tasks, tokenizer, length, arguments.tokens)
     sentences = arguments.treebank and read_treebank(arguments.treebank, tokenizer, arguments.tokens, length)
-    report, pictures = report_of(arguments, model, tokenizer, domains)
+    changes = None
+    if arguments.since:
+        earlier = load(Namespace(**{**vars(arguments), "model": arguments.since}))[0]
+        changes = measure_changes(model, earlier)
+    report, pictures = report_of(arguments, model, tokenizer, domains, changes)
     report["syntax"] = measure_syntax(model, sentences) if sentences else None
     text = page(report, pictures, tokenizer.model.decode)
     files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
@@ -56,8 +62,8 @@ def run(arguments):
     print(f"{arguments.output / 'index.html'}: {len(text) / 1e6:.1f} MB, {len(pictures)} pictures")
 
 
-def report_of(arguments, model, tokenizer, domains):
-    """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}})."""
+def report_of(arguments, model, tokenizer, domains, changes=None):
+    """(what heads.json holds, with arrays, {picture: {"light", "dark": PNG}}). changes: of ``measure_changes``."""
     kinds = findings.kinds_of(model)
     routed, num_layers = routed_mask(kinds), len(kinds)
     tokens = arguments.ablation_tokens
@@ -92,6 +98,10 @@ def report_of(arguments, model, tokenizer, domains):
         **{key: values for key, values in measures.items() if key not in ("gates", "half_load")},
         **ablation,
     }
+    if changes is not None:
+        whole = np.mean(list(measures["load"].values()), axis=0)
+        rare = dict(zip(("ratio", "rare_load", "other_load"), rare_against_others(changes, whole, routed), strict=True))
+        report["changes"] = {"since": str(arguments.since), "head": changes, **rare}
     if routed.any():
         report |= compare_domains(arguments, measures, domains, routed)
     return report, draw_pictures(report, used)
@@ -147,6 +157,9 @@ def draw_pictures(report, used):
         name = picture_of("importance", index, name)
         scale = "0.001 nats per token", min(0, np.nanmin(shown)), highest(shown)
         pictures[name] = themed(head_maps, [(None, shown)], layers, *scale, kinds)
+    if "changes" in report:
+        percent = 100 * report["changes"]["head"]
+        pictures["changes"] = themed(head_maps, [(None, percent)], layers, "change in percent", 0, percent.max(), kinds)
     if "ablation" in report:
         kept, losses = report["ablation"]["pruning"].values()
         axes = 100 * np.array(kept), losses, "heads kept in percent", "loss in nats per token"
