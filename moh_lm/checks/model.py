@@ -19,7 +19,7 @@ def model_problems(model):
     if found:
         return found
     heads, key_value_heads = model.num_attention_heads, model.num_key_value_heads
-    turned = model.head_dim * model.rotary_fraction
+    turned = (model.qk_rope_head_dim if model.attention == "latent" else model.head_dim) * model.rotary_fraction
     if model.hidden_size % heads and model.head_dim == model.hidden_size // heads:
         found.append(
             f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
@@ -28,6 +28,7 @@ def model_problems(model):
     elif model.head_dim < 1 or ("rotary" in model.position and (turned < 2 or turned // 1 % 2)):
         share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
+    found += latent_problems(model)
     found += position_problems(model)
     if heads % key_value_heads:
         found.append(
@@ -63,6 +64,31 @@ def model_problems(model):
 
 def per_layer(model):
     return f"give one for all layers, or one for each of --num-layers {model.num_layers}"
+
+
+def latent_problems(model):
+    """What latent attention needs, or contradicts."""
+    given, sizes = "--attention latent", ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
+    if model.attention == "heads":
+        return [
+            f"{flag(key)} {getattr(model, key)}: has no meaning without {given}; leave it out"
+            for key in sizes
+            if getattr(model, key) is not None
+        ]
+    found = below(model, 1, *(key for key in sizes if getattr(model, key) is not None))
+    if model.qk_rope_head_dim % 2:
+        found.append(f"--qk-rope-head-dim {model.qk_rope_head_dim}: features turn in pairs; choose an even number")
+    others = (
+        ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "heads share no keys"),
+        ("--rotary-fraction", model.rotary_fraction, 1.0, "--qk-rope-head-dim says what turns"),
+        ("--qk-norm", model.qk_norm, False, "the latents have norms"),
+        ("--base-width", model.base_width, model.hidden_size, "its rule is for projections of the width"),
+        ("--routed-keys", model.heads.routed_keys, "all", "a token keeps one vector for all heads"),
+        ("--position", "cope" in model.position and "cope", False, "its table fits heads of --head-dim"),
+    )
+    return found + [
+        f"{name} {value}: with {given}, {why}; leave it out" for name, value, free, why in others if value != free
+    ]
 
 
 def position_problems(model):

@@ -117,7 +117,7 @@ def run_problems(run):
 
 def backend_problems(config):
     """Attention backends asked for by name that could not compute this model here."""
-    backend, head_dim = config.run.attention_backend, config.model.head_dim
+    backend, head_dim = config.run.attention_backend, config.model.query_dim
     if backend in ("auto", "dense"):
         return []
     given = f"--attention-backend {backend}"
@@ -136,7 +136,7 @@ def backend_problems(config):
         found.append(f"{given}: the package triton is not installed; pip install triton, or choose auto")
     if backend == "triton" and head_dim not in TRITON_HEAD_DIMS:
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
-        found.append(f"{given}: has no kernels for --head-dim {head_dim}, only for {allowed}; choose auto")
+        found.append(f"{given}: has no kernels for heads of {head_dim} features, only for {allowed}; choose auto")
     return found
 
 

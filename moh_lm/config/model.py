@@ -86,6 +86,19 @@ class ModelConfig:
     num_attention_heads: int = option(12, "query heads per layer")
     num_key_value_heads: int | None = option(None, "key/value heads (default: one per query head)", parse=int)
     head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)", parse=int)
+    attention: str = option(
+        "heads",
+        "keys and values of each head, or of heads that share them; or latent: made of one short vector of a token, "
+        "which is what a cache keeps (DeepSeek-V2)",
+        choices=("heads", "latent"),
+    )
+    kv_lora_rank: int | None = option(None, "of latent: features of that vector (default: 4 heads)", parse=int)
+    q_lora_rank: int | None = option(
+        None, "of latent: features of a vector that queries are made of (default: of the input itself)", parse=int
+    )
+    qk_rope_head_dim: int | None = option(
+        None, "of latent: features that turn, beside the --head-dim others (default: half of them)", parse=int
+    )
     base_width: int | None = option(
         None, "hidden size at which learning rates and first weights are as given; others follow (default: this one)",
         parse=int,
@@ -131,6 +144,10 @@ class ModelConfig:
             object.__setattr__(self, "base_width", self.hidden_size)
         if self.head_dim is None and heads > 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
+        if self.attention == "latent":
+            for key, default in (("kv_lora_rank", 4 * self.head_dim), ("qk_rope_head_dim", self.head_dim // 2)):
+                if getattr(self, key) is None:
+                    object.__setattr__(self, key, default)
         if self.heads.head_selection == "gated":
             if self.heads.routing not in (HeadsConfig.routing, "sigmoid"):
                 given = f"--head-selection gated: contradicts --routing {self.heads.routing}"
@@ -148,6 +165,11 @@ class ModelConfig:
         for key, default in (("window", 0), ("position", "rotary")):
             value = getattr(self, key) or (default,)
             object.__setattr__(self, key, value * self.num_layers if len(value) == 1 else value)
+
+    @property
+    def query_dim(self):
+        """Features of a head's query, and of its key."""
+        return self.head_dim + (self.qk_rope_head_dim if self.attention == "latent" else 0)
 
     @property
     def width_ratio(self):

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from moh_lm.model.attention import Attention
+from moh_lm.model.latent import attention_kind
 from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
@@ -37,11 +37,11 @@ def cache_bytes(model, seq_length, width):
     """Bytes that generation keeps of a text of ``seq_length`` tokens, for each of them: {"whole", "read" for the next
     token, "multi_head", of attention with as many key/value as query heads and no window}; numbers of ``width`` bytes.
     """
-    one = 2 * width * model.num_key_value_heads * model.head_dim  # keys and values of a token in a layer
+    one = width * attention_kind(model).cache_width(model)  # keys and values of a token in a layer
     seen = [one * min(window or seq_length, seq_length) / seq_length for window in model.window]
-    shares = [Attention.cache_shares(model, layer) for layer in range(model.num_layers)]
+    shares = [attention_kind(model).cache_shares(model, layer) for layer in range(model.num_layers)]
     whole, read = (sum(map(math.prod, zip(seen, part, strict=True))) for part in zip(*shares, strict=True))
-    multi_head = one * model.num_layers * model.num_attention_heads // model.num_key_value_heads
+    multi_head = 2 * width * model.num_attention_heads * model.head_dim * model.num_layers
     return {"whole": whole, "read": read, "multi_head": multi_head}
 
 

@@ -48,7 +48,7 @@ def describe_model(model):
     counts = parameter_counts(model)
     yield (
         f"model      {model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
-        f"{model.num_attention_heads} heads x {model.head_dim}, {model.num_key_value_heads} key/value heads, "
+        f"{model.num_attention_heads} heads x {model.head_dim}, {describe_keys(model)}, "
         f"vocabulary {model.vocab_size}"
     )
     yield (
@@ -74,6 +74,13 @@ def describe_window(model):
     """Layers by what they see, such as: 512 tokens in 3 of 4 layers, the whole sequence in 1."""
     counts = Counter(f"{width} tokens" if width else "the whole sequence" for width in model.window)
     return ", ".join(f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items())
+
+
+def describe_keys(model):
+    """What keys and values are made of, in words."""
+    if model.attention == "latent":
+        return f"latent keys of {model.kv_lora_rank} + {model.qk_rope_head_dim} features"
+    return f"{model.num_key_value_heads} key/value heads"
 
 
 def describe_positions(model):
@@ -146,7 +153,7 @@ def describe_attention(config):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     heads = model.num_attention_heads
-    queries = (run.seq_length, run.micro_batch_size, heads // config.parallel.tensor_parallel_size, model.head_dim)
+    queries = (run.seq_length, run.micro_batch_size, heads // config.parallel.tensor_parallel_size, model.query_dim)
     shares = [
         (model.active_heads(index) / heads * share_of_scores(run.seq_length, width), kind != "cope")
         for index, (width, kind) in enumerate(zip(model.window, model.position, strict=True))

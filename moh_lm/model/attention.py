@@ -62,7 +62,11 @@ class Attention(nn.Module):
 
     loss_terms: of ``HeadRouter``. backend: of ``choose_backend``. positions: an encoding such as ``Rotary``, by default
     that of ``config``. causal: whether a token sees only those before it, and itself.
+
+    one_cache: whether what is kept of a token is its key and its value. by_rows: whether row_path.py computes it.
     """
+
+    one_cache, by_rows = False, True
 
     def __init__(
         self, config, layer_index, init_std, output_std, loss_terms, group, backend="auto", positions=None, causal=True
@@ -70,7 +74,7 @@ class Attention(nn.Module):
         super().__init__()
         self.backend = backend
         self.active_share = config.active_heads(layer_index) / config.num_attention_heads
-        self.head_dim = config.head_dim
+        self.head_dim, self.query_dim = config.head_dim, config.query_dim
         self.positions = positions or rotary_of(config, layer_index)
         self.causal = causal
         self.window = config.window[layer_index]
@@ -81,23 +85,27 @@ class Attention(nn.Module):
         cope = config.position[layer_index] == "cope"
         table_std = init_std / math.sqrt(config.width_ratio)  # no sum over the width: see parameter_groups
         self.cope = ContextualPositions(config, table_std, self.heads) if cope else None
-        d, e = config.hidden_size, self.head_dim
-        query_size, key_size = config.num_attention_heads * e, config.num_key_value_heads * e
-        shared_by = config.num_attention_heads // config.num_key_value_heads
-        few_keys = config.num_key_value_heads < group_size(group)  # every rank holds all of them
-        self.key_runs = self.heads.key_runs(shared_by) if few_keys else None
-        keys = None if few_keys else self.heads.partition(0, e, queries_per_key=shared_by)
-        self.q_proj = ColumnParallelLinear(d, query_size, init_std, self.heads.partition(0, e))
-        self.k_proj = ColumnParallelLinear(d, key_size, init_std, keys)
-        self.v_proj = ColumnParallelLinear(d, key_size, init_std, keys)
-        self.o_proj = RowParallelLinear(query_size, d, output_std, self.heads.partition(1, e), group)
-        self.q_norm, self.k_norm = (
-            RMSNorm(e, config.rms_norm_eps, group) if config.qk_norm else nn.Identity() for _ in range(2)
-        )
+        self.make_projections(config, init_std)
+        size, columns = config.num_attention_heads * self.head_dim, self.heads.partition(1, self.head_dim)
+        self.o_proj = RowParallelLinear(size, config.hidden_size, output_std, columns, group)
         mixture = config.heads.head_selection == "mixture"
         self.router = HeadRouter(config, layer_index, init_std, group, loss_terms) if mixture else None
         self.reads_queries = mixture and self.router.form.reads_queries
-        self.selects_first = mixture and not self.reads_queries and self.router.layer.num_routed > 0
+        self.selects_first = self.by_rows and mixture and not self.reads_queries and self.router.layer.num_routed > 0
+
+    def make_projections(self, config, init_std):
+        """The weights of queries, keys and values."""
+        d, e = config.hidden_size, self.head_dim
+        shared_by = config.num_attention_heads // config.num_key_value_heads
+        few_keys = config.num_key_value_heads < group_size(self.group)  # every rank holds all of them
+        self.key_runs = self.heads.key_runs(shared_by) if few_keys else None
+        keys = None if few_keys else self.heads.partition(0, e, queries_per_key=shared_by)
+        self.q_proj = ColumnParallelLinear(d, config.num_attention_heads * e, init_std, self.heads.partition(0, e))
+        self.k_proj = ColumnParallelLinear(d, config.num_key_value_heads * e, init_std, keys)
+        self.v_proj = ColumnParallelLinear(d, config.num_key_value_heads * e, init_std, keys)
+        self.q_norm, self.k_norm = (
+            RMSNorm(e, config.rms_norm_eps, self.group) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x, documents=None, recall=None):
         """x: [s/tp, b, d], normalised -> [s/tp, b, d], and the ``Routed`` of the router, or None.
@@ -105,7 +113,7 @@ class Attention(nn.Module):
         documents: ``Boundaries`` that no token sees beyond, or None. recall: ``Recall``, or None.
         """
         length = x.shape[0] * group_size(self.group)
-        shape = (length, x.shape[1], self.heads.num_heads // group_size(self.group), self.head_dim)  # of the queries
+        shape = (length, x.shape[1], self.heads.num_heads // group_size(self.group), self.query_dim)  # of the queries
         resting = self.router is not None and self.router.resting  # all heads are in use
         share = (1.0 if resting else self.active_share) * share_of_scores(length, self.window)
         in_a_range = self.causal and self.cope is None  # else the backend is dense
@@ -127,7 +135,7 @@ class Attention(nn.Module):
             gates, selected, routed = self.route(x, recall, needs_selection)
         x = gather_sequence(x, self.group)  # [s, b, d]
         key, value, table = self.keys_and_values(x, positions, length)
-        query = self.split_heads(self.q_proj(x))
+        query = self.queries(x)
         if self.selection == "static":
             gates = selected = self.static_gates(query)
         elif self.reads_queries:
@@ -135,7 +143,7 @@ class Attention(nn.Module):
             gates, routed = self.router(x, recall, norms)
             gates = self.heads.take(gates)  # [s, b, h/tp]
             selected = None if routed is None else self.heads.take(self.router.heads_in_use(routed.selection))
-        return Projected(self.positions.turn(self.q_norm(query), table), key, value, gates, selected, routed)
+        return Projected(self.turned(query, table), key, value, gates, selected, routed)
 
     def route(self, x, recall, needs_selection=True):
         """Gates [s, b, h/tp], heads in use [s, b, h/tp] or None for all, and ``Routed``, by weights of the router."""
@@ -145,6 +153,14 @@ class Attention(nn.Module):
             selection = gather_sequence(routed.selection, self.group)  # [s, b, E]
             selected = self.heads.take(self.router.heads_in_use(selection))
         return gates, selected, routed
+
+    def queries(self, x):
+        """Of x [s, b, d], before norm and positions: [s, b, h/tp, e]."""
+        return self.split_heads(self.q_proj(x))
+
+    def turned(self, query, table):
+        """Queries at the positions of the ``table``."""
+        return self.positions.turn(self.q_norm(query), table)
 
     def keys_and_values(self, x, positions=None, length=None):
         """Keys at their positions and values [s, b, kv/tp, e] of x [s, b, d], and the table of the positions.
@@ -194,6 +210,18 @@ class Attention(nn.Module):
     def split_heads(self, projected):
         return projected.unflatten(-1, (-1, self.head_dim))  # [s, b, heads/tp, e]
 
+    def project_token(self, x, positions, length):
+        """``Projected`` of tokens that ask a cache, with the key and the value that it keeps of them."""
+        return self.project(x, positions, length)
+
+    def to_cache(self, x, projected, positions, length):
+        """(keys, values) that a cache keeps of x, [s, b, kv, e]; projected: of ``project``."""
+        return projected.key, projected.value
+
+    def from_cache(self, context):
+        """g_i H_i [b, h, e] of what a cache answers to ``project_token``."""
+        return context
+
     def cache_shape(self, rows, length):
         """Shape of the keys, and of the values, that a cache holds for ``rows`` texts of at most ``length`` tokens: of
         the last ones, as many as the window holds."""
@@ -227,7 +255,18 @@ class Attention(nn.Module):
         return shared + (1 - shared) * used, shared + (1 - shared) * used**2
 
     @staticmethod
-    def cost(config, layer_index, seq_length, active_heads=None):
+    def products(config):
+        """Multiplications of a token: (for each head, for each score and what it weighs, for all keys and values)."""
+        d, e = config.hidden_size, config.head_dim
+        return 2 * d * e, 2 * e, 2 * d * config.num_key_value_heads * e
+
+    @staticmethod
+    def cache_width(config):
+        """Numbers that a cache keeps of a token: keys and values of a layer."""
+        return 2 * config.num_key_value_heads * config.head_dim
+
+    @classmethod
+    def cost(cls, config, layer_index, seq_length, active_heads=None):
         """Multiplications of a token on average in the forward pass: {"dense", "active"}.
 
         "dense" counts every head. "active" leaves out the queries, scores and outputs of the heads that a token does
@@ -235,13 +274,13 @@ class Attention(nn.Module):
         tokens that it does not see. active_heads: how many it uses, by default the most that it may. How much of the
         sequence a head sees is said by ``mean_keys``.
         """
-        d, e = config.hidden_size, config.head_dim
+        d, always = config.hidden_size, 0
         active = config.active_heads(layer_index) if active_heads is None else active_heads
         seen = mean_keys(seq_length, config.window[layer_index])
-        per_head, scores = 2 * d * e, 2 * seen * e  # query and output projections; scores, and their sum
+        per_head, per_score, keys = cls.products(config)
+        scores = seen * per_score
         if config.position[layer_index] == "cope":
-            scores += (seen + config.cope_max_position + 1) * e  # gates; what each position adds
-        keys, always = 2 * d * config.num_key_value_heads * e, 0
+            scores += (seen + config.cope_max_position + 1) * config.head_dim  # gates; what each position adds
         if config.heads.head_selection == "mixture":
             form = FORMS[config.heads.routing](config.routed_layer(layer_index), config.heads.two_stage)
             always += d * sum(rows for rows, _ in form.weights(0, d).values())

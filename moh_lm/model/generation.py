@@ -45,7 +45,7 @@ class Cache:
             own = compact and attention.own_keys and not attention.window
             self.own.append(OwnKeys(rows, shape[1], shape[3], weight) if own else None)
             self.keys.append(weight.new_zeros((0,) if own else shape))
-            self.values.append(torch.zeros_like(self.keys[-1]))
+            self.values.append(self.keys[-1] if attention.one_cache else torch.zeros_like(self.keys[-1]))
             of_heads, masked = (rows, attention.heads.num_heads, shape[2]), attention.own_keys and not own
             self.used.append(weight.new_zeros(of_heads, dtype=torch.bool) if masked else None)
 
@@ -59,7 +59,8 @@ def read_prompt(model, cache, row, tokens):
         if cache.own[layer]:
             cache.own[layer].add(row, heads.key[:, 0], heads.value[:, 0], heads.in_use()[:, 0])
             return attention.attend(heads)
-        pairs = [(cache.keys[layer], heads.key), (cache.values[layer], heads.value)]
+        caches = cache.keys[layer], cache.values[layer]
+        pairs = list(zip(caches, attention.to_cache(x, heads, positions, cache.max_length), strict=True))
         if attention.own_keys:
             pairs.append((cache.used[layer], heads.in_use()))
         for kept, new in pairs:
@@ -84,7 +85,7 @@ def read_token(model, cache, tokens, attention_backend="auto"):
     rows, lengths = torch.arange(len(tokens), device=tokens.device), cache.lengths + 1
 
     def attend(attention, layer, x):
-        heads = attention.project(x, length=cache.max_length, positions=positions[None])
+        heads = attention.project_token(x, positions[None], cache.max_length)
         gates = heads.gates if heads.gates is None else heads.gates[0]
         active = heads.in_use()[0]
         if own := cache.own[layer]:
@@ -100,7 +101,8 @@ def read_token(model, cache, tokens, attention_backend="auto"):
             used[rows, :, slots] = active
         added = attention.cope and attention.cope.of_cache(heads.query[0], keys, lengths)
         more = attention_backend, used, added
-        return decode_attention(heads.query[0], keys, values, held, active, gates, *more)[None]
+        context = decode_attention(heads.query[0], keys, values, held, active, gates, *more)
+        return attention.from_cache(context)[None]
 
     logits = last_logits(model, tokens[:, None], attend, positions[:, None])
     cache.lengths += 1

@@ -62,8 +62,9 @@ class Rotary(NamedTuple):
 
 def rotary_of(config, layer_index=0):
     """The ``Rotary`` of a layer of a ``ModelConfig``."""
+    whole = config.qk_rope_head_dim if config.attention == "latent" else config.head_dim
     share = config.rotary_fraction if config.position[layer_index] == "rotary" else 0
-    width = int(config.head_dim * share)  # rounded as transformers does
+    width = int(whole * share)  # rounded as transformers does
     return Rotary(width, *(getattr(config, f"rope_{name}") for name in Rotary._fields[1:]))
 
 

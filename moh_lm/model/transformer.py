@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_lm.kernels.break_even import fastest
 from moh_lm.kernels.documents import Documents
-from moh_lm.model.attention import Attention
 from moh_lm.model.balance import attach_loss
+from moh_lm.model.latent import attention_kind
 from moh_lm.model.positions import LearnedPositions
 from moh_lm.model.router import Recall
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
@@ -74,7 +74,8 @@ class DecoderLayer(nn.Module):
         d, eps = config.hidden_size, config.rms_norm_eps
         self.post_norm = config.post_norm
         self.input_layernorm = nn.Identity() if self.post_norm else RMSNorm(d, eps, group)
-        self.self_attn = Attention(config, layer_index, init_std, output_std, loss_terms, group, attention_backend)
+        kind = attention_kind(config)
+        self.self_attn = kind(config, layer_index, init_std, output_std, loss_terms, group, attention_backend)
         self.post_attention_layernorm = RMSNorm(d, eps, group)
         self.mlp = MLP(config, init_std, output_std, group)
         if self.post_norm:
@@ -122,7 +123,7 @@ class DecoderLayer(nn.Module):
     def cost(config, layer_index, seq_length, active_heads=None):
         """``Attention.cost`` of the whole layer."""
         mlp = MLP.cost(config)
-        attention = Attention.cost(config, layer_index, seq_length, active_heads)
+        attention = attention_kind(config).cost(config, layer_index, seq_length, active_heads)
         return {kind: value + mlp for kind, value in attention.items()}
 
     @staticmethod
@@ -133,7 +134,8 @@ class DecoderLayer(nn.Module):
         normalised.
         """
         norms = (2 * 4 + 2 * width) * config.hidden_size / tp
-        return norms + Attention.kept_bytes(config, width, tp, counted) + MLP.kept_bytes(config, width, tp)
+        attention = attention_kind(config).kept_bytes(config, width, tp, counted)
+        return norms + attention + MLP.kept_bytes(config, width, tp)
 
 
 class Decoder(nn.Module):

@@ -59,7 +59,7 @@ def rule_of(name, parameter, config):
 
 def is_block_matrix(name):
     """Whether a parameter is a projection of a decoder layer, of its attention or its MLP."""
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def or_else(value, default):

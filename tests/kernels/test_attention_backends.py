@@ -132,7 +132,7 @@ def test_a_run_goes_on_with_another_backend(data_dir, tmp_path, dense):
         (False, "triton", "triton: needs a CUDA GPU, and this machine shows none; choose auto"),
         (False, "flex", "flex: needs a CUDA GPU, and this machine shows none; choose auto"),
         (True, "cpu_sparse", "cpu_sparse: is for machines without a GPU; choose auto"),
-        (True, "triton --head-dim 24", "triton: has no kernels for --head-dim 24, only for 16, 32, 48, 64"),
+        (True, "triton --head-dim 24", "triton: has no kernels for heads of 24 features, only for 16, 32, 48, 64"),
         (False, "cpu_sparse", None),
         (True, "triton --reset-at-documents", None),
         (True, "auto --head-dim 24", None),

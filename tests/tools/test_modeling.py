@@ -45,10 +45,10 @@ GROUPS = {  # two of two heads
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def make_model(seed=0, attention="sdpa", **changes):
+def make_model(seed=0, kernels="sdpa", **changes):
     """A model whose weights are large enough that every part of it shows in the logits."""
     model = MoHLlamaForCausalLM._from_config(
-        MoHLlamaConfig(**{**SHAPE, **changes}), attn_implementation=attention
+        MoHLlamaConfig(**{**SHAPE, **changes}), attn_implementation=kernels
     ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -163,15 +163,37 @@ def counted(table, query, keys):
     return added[::-1]
 
 
+def latent_heads(config, weights, inputs):
+    """Queries, keys and values [heads, ...] of each token; of queries and keys what turns comes first."""
+    split, heads, t = {"q": [], "k": [], "v": []}, config.num_attention_heads, config.turning_dim
+
+    def norm(x, weight):
+        return weight * x / np.sqrt(np.mean(x * x) + config.rms_norm_eps)
+
+    for x in inputs:
+        of_queries = "q_proj" if config.q_lora_rank is None else "q_b_proj"
+        asks = x if config.q_lora_rank is None else norm(weights["q_a_proj"] @ x, weights["q_a_layernorm"])
+        query = (weights[of_queries] @ asks).reshape(heads, -1)
+        split["q"].append(np.concatenate([query[:, -t:], query[:, :-t]], axis=1))
+        both = weights["kv_a_proj_with_mqa"] @ x
+        made = (weights["kv_b_proj"] @ norm(both[:-t], weights["kv_a_layernorm"])).reshape(heads, -1)
+        split["k"].append(np.stack([np.concatenate([both[-t:], row[: config.head_dim]]) for row in made]))
+        split["v"].append(made[:, config.head_dim :])
+    return split
+
+
 def reference_attention(config, layer, weights, inputs):
     """inputs [s, d], normalised -> [s, d]."""
     heads, dim = config.num_attention_heads, config.query_dim
     group, window = heads // config.num_key_value_heads, config.layer_windows[layer]
-    split = {name: [(weights[f"{name}_proj"] @ x).reshape(-1, dim) for x in inputs] for name in "qkv"}
+    latent = config.attention == "latent"
+    split = latent_heads(config, weights, inputs) if latent else {
+        name: [(weights[f"{name}_proj"] @ x).reshape(-1, dim) for x in inputs] for name in "qkv"
+    }  # fmt: skip
+    dim += config.turning_dim
     router = {key.split(".")[1]: value for key, value in weights.items() if key.startswith("router.")}
-    turned = int(dim * config.rope_parameters.get("partial_rotary_factor", 1)) * (
-        config.layer_positions[layer] == "rotary"
-    )
+    turned = config.turning_dim or int(dim * config.rope_parameters.get("partial_rotary_factor", 1))
+    turned *= config.layer_positions[layer] == "rotary"
 
     def placed(vector, position):
         return np.concatenate([rotated(vector[:turned], position, config.rope_theta), vector[turned:]])
@@ -250,7 +272,7 @@ def drawn_heads(seed):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_logits_equal_the_equations_in_float64(seed):
-    model = make_model(seed, attention=("sdpa", "eager")[seed % 2], **drawn_heads(seed))
+    model = make_model(seed, kernels=("sdpa", "eager")[seed % 2], **drawn_heads(seed))
     assert_equals_reference(model, random_tokens(1, 9, seed)[0])
 
 
@@ -270,6 +292,13 @@ WINDOWS = {
     "none, a part turned": {
         "layer_positions": ["none", "rotary"], "rope_parameters": {"partial_rotary_factor": 0.67, "rope_theta": 50.0},
     },
+    "latent": {
+        "attention": "latent", "kv_lora_rank": 5, "qk_rope_head_dim": 4, "q_lora_rank": 7, "layer_windows": [4, 0],
+    },
+    "latent, no latent of queries": {
+        "attention": "latent", "kv_lora_rank": 9, "qk_rope_head_dim": 2, "layer_positions": ["rotary", "none"],
+        "routing": "query_norm",
+    },
 }  # fmt: skip
 
 
@@ -277,7 +306,7 @@ WINDOWS = {
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("changes", WINDOWS.values(), ids=WINDOWS)
 def test_windows_and_positions_are_those_of_the_equations_with_a_cache_and_without(changes, attention, tmp_path):
-    model, tokens = make_model(attention=attention, **changes), random_tokens(2, 14)
+    model, tokens = make_model(kernels=attention, **changes), random_tokens(2, 14)
     assert_equals_reference(model, tokens[0])
     whole = model(tokens, use_cache=False).logits
     for cut in (1, 5, 9):
@@ -295,7 +324,7 @@ def test_windows_and_positions_are_those_of_the_equations_with_a_cache_and_witho
     assert torch.equal(texts, tokens)
     model.config.save_pretrained(tmp_path)
     read = MoHLlamaConfig.from_pretrained(tmp_path)
-    for key in ("layer_windows", "layer_positions", "cope_max_position", "learned_positions", "rope_parameters"):
+    for key in ("layer_windows", "layer_positions", "cope_max_position", "rope_parameters", "kv_lora_rank"):
         assert getattr(read, key) == getattr(model.config, key)
 
 
@@ -485,7 +514,7 @@ def test_output_router_logits_adds_the_load_balance_loss_without_padding(routing
 
 @torch.no_grad()
 def test_attention_weights_are_returned_by_eager_attention_only():
-    model, tokens = make_model(attention="eager", num_key_value_heads=2), random_tokens(2, 7)
+    model, tokens = make_model(kernels="eager", num_key_value_heads=2), random_tokens(2, 7)
     outputs = model(tokens, output_attentions=True)
     assert len(outputs.attentions) == 2 and outputs.logits.equal(model(tokens).logits)
     layer, x = model.model.layers[0], model(tokens, output_hidden_states=True).hidden_states[0]
@@ -586,7 +615,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_p
 @pytest.mark.parametrize("tied, rope", [(False, None), (True, None), (False, LLAMA3), (True, LINEAR), (False, YARN)])
 def test_with_all_heads_the_model_is_llama_to_the_bit(attention, tied, rope):
     changes = {"head_selection": "all", "num_key_value_heads": 2, "tie_word_embeddings": tied, "head_dim": 12}
-    model = make_model(attention=attention, rope_parameters=rope, **changes)
+    model = make_model(kernels=attention, rope_parameters=rope, **changes)
     own = {"head_selection", "routing", "two_stage", "num_shared_heads", "num_active_routed_heads", "model_type"}
     own |= {"output_router_gates", "output_router_logits", "router_aux_loss_coef", "rope_parameters"}
     shape = {k: v for k, v in model.config.to_dict().items() if k not in own | {"architectures", "auto_map"}}
@@ -616,14 +645,14 @@ COUNTED = {"num_key_value_heads": 2, "layer_positions": ["cope", "none"], "cope_
 
 def test_positions_are_counted_only_where_all_scores_are_made():
     with pytest.raises(ValueError, match="attn_implementation flex_attention: .* choose sdpa or eager"):
-        make_model(attention="flex_attention", **COUNTED)
+        make_model(kernels="flex_attention", **COUNTED)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("changes", [*CASES, COUNTED])
 @torch.no_grad()
 def test_a_cache_chunks_and_left_padding_do_not_change_logits(changes, attention):
-    model, tokens = make_model(attention=attention, **changes), random_tokens(2, 12)
+    model, tokens = make_model(kernels=attention, **changes), random_tokens(2, 12)
     whole = model(tokens, use_cache=False).logits
     tolerance = 3e-6 * whole.abs().max().item()
 
@@ -677,7 +706,7 @@ def test_heads_that_keep_their_own_tokens_equal_the_equations_in_beams_too(chang
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @torch.no_grad()
 def test_a_mask_that_later_tokens_bring_holds_for_heads_with_their_own_keys(attention):
-    model, tokens = make_model(attention=attention, routed_keys="selected"), random_tokens(1, 10)
+    model, tokens = make_model(kernels=attention, routed_keys="selected"), random_tokens(1, 10)
     visible = torch.ones(10, 10, dtype=torch.bool).tril()
     visible[6:, 1:3] = False
     lowest = torch.finfo(torch.float32).min
@@ -775,7 +804,7 @@ def test_a_foreign_attention_implementation_gets_the_layer_and_the_arguments_of_
         tokens = random_tokens(1, 8)
         with torch.no_grad():
             expected = make_model()(tokens).logits
-            logits = make_model(attention="recorder")(tokens, use_cache=False, marker="mine").logits
+            logits = make_model(kernels="recorder")(tokens, use_cache=False, marker="mine").logits
     finally:
         del ALL_ATTENTION_FUNCTIONS["recorder"]
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

@@ -32,7 +32,7 @@ SIZES = """
 COUNTED = "--position none cope rotary cope --cope-max-position 3 --rotary-fraction 0.5"
 GROUPED = "--num-attention-heads 16 --num-key-value-heads 8 --num-shared-heads 8 --num-active-routed-heads 3"
 MODELS = {
-    "dense": "--head-selection all",
+    "sigmoid, latent": "--routing sigmoid --attention latent --kv-lora-rank 12 --q-lora-rank 20",
     "dense, tied": "--head-selection all --tie-embeddings --base-width 16",
     "paper": "",
     "paper, step, grouped, window": f"--load-balance-scope global_batch --window 6 --base-width 16 {GROUPED}",
@@ -55,7 +55,7 @@ LAYOUTS = [
     (1, 1, 1, 2, 1, 2, False, "query norm, step, grouped"),
     (1, 1, 2, 2, 4, 4, False, "dense, tied"),
     (1, 1, 2, 2, 1, 4, False, "paper, step, grouped, window"),
-    (1, 1, 2, 3, 2, 1, True, "dense"),
+    (1, 1, 2, 3, 2, 1, True, "sigmoid, latent"),
     (1, 1, 2, 3, 2, 1, True, "query norm, step, grouped"),
     (1, 2, 1, 1, 2, 1, True, "released, one key"),
     (2, 1, 1, 2, 1, 1, False, "released, one key"),
@@ -72,13 +72,13 @@ LAYOUTS = [
     (2, 1, 2, 2, 2, 2, True, "released, step, tied"),
     (2, 1, 2, 3, 1, 1, True, "no shared head below, windows, own keys"),
     (2, 2, 1, 1, 2, 1, False, "paper, step, grouped, window"),
-    (2, 2, 1, 1, 4, 2, False, "dense"),
+    (2, 2, 1, 1, 4, 2, False, "sigmoid, latent"),
     (4, 1, 1, 2, 4, 1, False, "paper"),
     (4, 1, 1, 2, 1, 1, True, "query norm, step, grouped"),
     (4, 1, 1, 3, 1, 4, False, "released, step, tied"),
     (1, 2, 4, 1, 4, 1, True, "released, step, tied"),
     (1, 2, 4, 1, 1, 4, True, "query norm, step, grouped"),
-    (1, 4, 2, 1, 4, 2, False, "dense"),
+    (1, 4, 2, 1, 4, 2, False, "sigmoid, latent"),
     (2, 1, 4, 3, 1, 1, True, "dense, tied"),
     (2, 4, 1, 1, 4, 4, True, "query norm, step, grouped"),
     (4, 1, 2, 3, 2, 2, False, "released, one key"),
@@ -87,7 +87,7 @@ LAYOUTS = [
     (4, 2, 1, 1, 4, 2, False, "query norm"),
     (1, 4, 4, 1, 1, 4, False, "released, one key"),
     (1, 4, 4, 1, 1, 2, False, "paper"),
-    (4, 1, 4, 2, 1, 4, True, "dense"),
+    (4, 1, 4, 2, 1, 4, True, "sigmoid, latent"),
     (4, 4, 1, 1, 1, 1, False, "paper, step, grouped, window"),
 ]
 
@@ -218,8 +218,8 @@ def test_layouts_in_bf16_differ_less_than_bf16_from_fp32(data_dir, one_process, 
 def test_layouts_of_continued_training_run_with_their_degrees(degrees, model, data_dir, tmp_path):
     tensor, pipeline, data = degrees
     sizes = f"--num-layers 8 --num-key-value-heads 4 --gradient-clipping 1.0 {model}".split()
-    many = (tensor, pipeline, data, 1, 1, False, "dense")
-    for name, layout in (("one", (1, 1, 1, 1, 1, False, "dense")), ("many", many)):
+    many = (tensor, pipeline, data, 1, 1, False, "paper")
+    for name, layout in (("one", (1, 1, 1, 1, 1, False, "paper")), ("many", many)):
         flags = [*flags_of(layout, data_dir, tmp_path / name), "--head-selection", "mixture", *sizes]
         run_ranks(run, layout[0] * layout[1] * layout[2], flags)
     losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("one", "many")]

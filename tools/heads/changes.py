@@ -25,7 +25,8 @@ def measure_changes(model, earlier):
 
 def head_weights(attention):
     """Rows of q and columns of o of each head: float64 [h, 2 d e]."""
-    rows, columns = (project.weight.detach().double() for project in (attention.q_proj, attention.o_proj))
+    queries = attention.q_proj if hasattr(attention, "q_proj") else attention.q_b_proj
+    rows, columns = (project.weight.detach().double() for project in (queries, attention.o_proj))
     heads = attention.heads.num_heads
     return torch.cat((rows.view(heads, -1), columns.T.reshape(heads, -1)), dim=1)
 

@@ -14,6 +14,9 @@ The keys are those of ``LlamaConfig`` and these:
     routed_keys              all; selected: a routed head sees, and keeps, the tokens only that select it
     query_dim                where the caches of an engine need heads wider than the model's, for routed_keys selected:
                              the model's; head_dim is then that of the caches
+    attention                heads; latent: keys and values of all heads are made of one vector of a token, of
+                             kv_lora_rank features, and qk_rope_head_dim features that turn stand beside the head_dim
+                             others (arXiv 2405.04434). q_lora_rank: features of the vector of queries; null: none
     qk_norm                  RMSNorm of each head's query and key, with one weight for all heads, before their positions
     post_norm                norms after attention and MLP instead of before them
     layer_positions          one kind per layer: rotary; cope, positions that queries count (arXiv 2405.18719); none;
@@ -39,6 +42,7 @@ ROUTING_UNITS = ("head", "key_value_group")
 ROUTING_DTYPES = ("fp32", "bf16")
 ROUTED_KEYS = ("all", "selected")
 POSITIONS = ("rotary", "cope", "learned", "none")
+ATTENTIONS = ("heads", "latent")
 ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
     "default": (),
     "linear": ("factor",),
@@ -69,6 +73,10 @@ DEFAULTS = {  # of the keys that are kept as they are
     "routing_top_p": None,
     "cope_max_position": 64,
     "learned_positions": None,
+    "attention": "heads",
+    "kv_lora_rank": None,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": None,
     "qk_norm": False,
     "post_norm": False,
     "load_balance_bias_rate": 0.0,
@@ -151,6 +159,11 @@ class MoHLlamaConfig(PretrainedConfig):
         super().__init__(**{**absent, **kwargs})
 
     @property
+    def turning_dim(self):
+        """Features of a query beside the head_dim others."""
+        return self.qk_rope_head_dim if self.attention == "latent" else 0
+
+    @property
     def heads_per_expert(self):
         """Heads that a router selects together."""
         return self.num_attention_heads // self.num_key_value_heads if self.routing_unit == "key_value_group" else 1
@@ -173,11 +186,18 @@ class MoHLlamaConfig(PretrainedConfig):
             ("head_selection", HEAD_SELECTIONS),
             ("routing", ROUTINGS),
             ("routing_unit", ROUTING_UNITS),
-            ("routed_keys", ROUTED_KEYS),
+            ("routed_keys", ROUTED_KEYS if self.attention == "heads" else ROUTED_KEYS[:1]),
+            ("attention", ATTENTIONS),
             ("routing_dtype", ROUTING_DTYPES if self.routing_top_p is None else ROUTING_DTYPES[:1]),
         ):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key} {getattr(self, key)!r}: must be one of {', '.join(allowed)}")
+        latent = self.attention == "latent"
+        if latent and not (self.kv_lora_rank and self.qk_rope_head_dim):
+            raise ValueError("attention latent: needs kv_lora_rank and qk_rope_head_dim")
+        shared_keys = self.num_key_value_heads != self.num_attention_heads
+        if latent and (self.qk_norm or shared_keys or "cope" in self.layer_positions):
+            raise ValueError("attention latent: leave out num_key_value_heads, qk_norm and cope")
         shared_by = self.num_attention_heads // self.num_key_value_heads
         if self.query_dim not in (self.head_dim, *range(1, self.head_dim - shared_by + 1)):
             raise ValueError(

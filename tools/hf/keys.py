@@ -40,6 +40,10 @@ MODEL = (
     Key("tie_word_embeddings", "tie_embeddings", False),
 )
 OURS = (  # of a moh_llama only, and only if it is another than by default
+    Key("attention", "attention", "heads"),
+    Key("kv_lora_rank", "kv_lora_rank", None),
+    Key("q_lora_rank", "q_lora_rank", None),
+    Key("qk_rope_head_dim", "qk_rope_head_dim", None),
     Key("qk_norm", "qk_norm", False),
     Key("post_norm", "post_norm", False),
     Key("layer_positions", "position", ()),

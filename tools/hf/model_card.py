@@ -9,7 +9,14 @@ neither data nor losses. Losses are rounded to what no layout changes.
 from collections import Counter
 from pathlib import Path
 
-from moh_lm.cost.summary import describe_cache, describe_norms, describe_positions, describe_window, routing_facts
+from moh_lm.cost.summary import (
+    describe_cache,
+    describe_keys,
+    describe_norms,
+    describe_positions,
+    describe_window,
+    routing_facts,
+)
 from moh_lm.data.mixture import sample_counts
 from moh_lm.monitor.head_load import fair_load
 from moh_lm.monitor.journal import complete_rows
@@ -61,8 +68,7 @@ def model_facts(model, dtype, parameters, seq_length):
         "parameters": f"{parameters:,}, {str(dtype).removeprefix('torch.')}",
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"vocabulary {model.vocab_size:,}",
-        "attention": f"{model.num_attention_heads} heads of {model.head_dim}, "
-        f"{model.num_key_value_heads} key/value heads",
+        "attention": f"{model.num_attention_heads} heads of {model.head_dim}, {describe_keys(model)}",
         **({"positions": positions} if (positions := describe_positions(model)) else {}),
         **({"rotary embedding": rope} if "rotary" in model.position else {}),
         **({"sliding window": describe_window(model)} if any(model.window) else {}),

@@ -403,22 +403,15 @@ class MoHLlamaAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.query_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
+        self.scaling = (self.head_dim + config.turning_dim) ** -0.5
         self.attention_dropout = 0.0
         self.is_causal = True
         self.sliding_window = config.layer_windows[layer_idx] or None  # read by flash attention, which has no mask
         self.in_bf16 = config.routing_dtype == "bf16"
         self.num_shared = config.num_shared_heads[layer_idx]
         self.num_active = config.num_active_routed_heads[layer_idx]
-        query_size = config.num_attention_heads * self.head_dim
-        key_value_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
-        self.q_norm, self.k_norm = (
-            MoHLlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
-        )
+        self.make_projections(config)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
         self.rotary = config.layer_positions[layer_idx] == "rotary"
         self.cope = MoHLlamaContextualPositions(config) if config.layer_positions[layer_idx] == "cope" else None
         routed = config.head_selection == "mixture" and self.num_shared < config.num_attention_heads
@@ -427,6 +420,30 @@ class MoHLlamaAttention(nn.Module):
         if config.head_selection == "mixture" and (config.routing != "query_norm" or config.load_balance_bias_rate):
             self.router = MoHLlamaRouter(config, layer_idx)
         self.gated = self.router is not None or self.num_shared < config.num_attention_heads  # else every gate is 1
+
+    def make_projections(self, config):
+        key_value_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.q_norm, self.k_norm = (
+            MoHLlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
+
+    def project(self, hidden_states, position_embeddings):
+        """Queries before norm and rotary [b, s, h, e]; then queries, and what a cache keeps as keys and values, each
+        [b, heads, s, e]."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        given, key, value = (project(hidden_states).view(shape) for project in projections)
+        query, key = self.q_norm(given).transpose(1, 2), self.k_norm(key).transpose(1, 2)
+        if self.rotary:
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        return given, query, key, value.transpose(1, 2)
+
+    def expand(self, key, value):
+        """Keys and values of heads, of what a cache has kept."""
+        return key, value
 
     def route(self, hidden_states, query):
         """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before norm and rotary."""
@@ -449,15 +466,8 @@ class MoHLlamaAttention(nn.Module):
         present=None, **kwargs,
     ):  # fmt: skip
         shape = hidden_states.shape[:-1]
-        query = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
-        key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
-        value = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
-        gates, selected, scores = self.route(hidden_states, query)
-
-        query, key = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2)  # [b, h, s, head_dim]
-        if self.rotary:
-            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        value = value.transpose(1, 2)
+        given, query, key, value = self.project(hidden_states, position_embeddings)
+        gates, selected, scores = self.route(hidden_states, given)
         layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
         if layer is not None:
             layer.keep(key, value, used, present)
@@ -468,6 +478,7 @@ class MoHLlamaAttention(nn.Module):
         if past_key_values is not None and layer is None:
             # transformers 4 finds the slots of a static cache by cache_position
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
+        key, value = self.expand(key, value)
         if self.cope is not None:
             attention_mask = self.cope(query, key, attention_mask)
 
@@ -483,6 +494,42 @@ class MoHLlamaAttention(nn.Module):
         if self.gated:
             output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
         return self.o_proj(output.reshape(*shape, -1)), weights, gates, selected, scores  # Eq. 4
+
+
+class MoHLlamaLatentAttention(MoHLlamaAttention):
+    """Keys and values of all heads are made of one latent of a token and one key that turns (arXiv 2405.04434), which
+    are all that a cache keeps. In the weights of queries the features that turn are the last, in here the first."""
+
+    def make_projections(self, config):
+        self.latent_dim, self.turning_dim = config.kv_lora_rank, config.turning_dim
+        size = config.num_attention_heads * (self.head_dim + self.turning_dim)
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = MoHLlamaRMSNorm(config.q_lora_rank, config.rms_norm_eps)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, size, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, self.latent_dim + self.turning_dim, bias=False)
+        self.kv_a_layernorm = MoHLlamaRMSNorm(self.latent_dim, config.rms_norm_eps)
+        self.kv_b_proj = nn.Linear(self.latent_dim, 2 * config.num_attention_heads * self.head_dim, bias=False)
+
+    def project(self, hidden_states, position_embeddings):
+        """As of ``MoHLlamaAttention``: the key is the one that turns, [b, 1, s, t], and the value the latent."""
+        if self.config.q_lora_rank is None:
+            given = self.q_proj(hidden_states)
+        else:
+            given = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        given = given.unflatten(-1, (-1, self.head_dim + self.turning_dim)).roll(self.turning_dim, -1)
+        latent, key = self.kv_a_proj_with_mqa(hidden_states).split((self.latent_dim, self.turning_dim), -1)
+        query, key = given.transpose(1, 2), key.unsqueeze(1)
+        if self.rotary:
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        return given, query, key, self.kv_a_layernorm(latent).unsqueeze(1)
+
+    def expand(self, key, value):
+        still, value = self.kv_b_proj(value[:, 0]).unflatten(-1, (-1, 2 * self.head_dim)).transpose(1, 2).chunk(2, -1)
+        key = torch.cat((key.expand(-1, still.shape[1], -1, -1), still), -1)
+        return key, F.pad(value, (0, self.turning_dim))  # kernels have keys and values of one width
 
 
 class MoHLlamaRMSNorm(nn.Module):
@@ -515,7 +562,8 @@ class MoHLlamaMLP(nn.Module):
 class MoHLlamaDecoderLayer(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
-        self.self_attn = MoHLlamaAttention(config, layer_idx)
+        latent = config.attention == "latent"
+        self.self_attn = (MoHLlamaLatentAttention if latent else MoHLlamaAttention)(config, layer_idx)
         self.mlp = MoHLlamaMLP(config)
         self.post_norm = config.post_norm
         if self.post_norm:
@@ -577,8 +625,9 @@ class MoHLlamaRotaryEmbedding(nn.Module):
         self.config = config
 
     def forward(self, x, position_ids):
+        width = self.config.turning_dim or self.config.query_dim
         with torch.autocast(device_type=x.device.type, enabled=False):
-            frequencies = rotary_frequencies(self.config.rope_parameters, self.config.query_dim, x.device)
+            frequencies = rotary_frequencies(self.config.rope_parameters, width, x.device)
             angles = position_ids[..., None].float() * frequencies  # [b, s, r / 2]
             angles = torch.cat((angles, angles), dim=-1)
             magnitude = rotary_magnitude(self.config.rope_parameters)
@@ -707,6 +756,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         if "cope" in config.layer_positions and config._attn_implementation not in ("eager", "sdpa"):
             given = config._attn_implementation
             raise ValueError(f"attn_implementation {given}: cannot count positions (cope); choose sdpa or eager")
+        if config._attn_implementation == "vllm" and config.attention == "latent":
+            raise ValueError("attention latent: vLLM's cache keeps heads; use transformers")
         self.config_of_masks = None
         if "cope" in config.layer_positions:  # its layers need to know what is seen
             self.config_of_masks = copy.copy(config)

@@ -14,6 +14,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.tokenizer import continuation
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.generation import generate
+from moh_lm.model.latent import attention_kind
 from moh_lm.model.routing import check_causal
 from moh_lm.model.transformer import CausalLM, saved_tensors
 from tools.devices import usable_device
@@ -72,7 +73,8 @@ def load(arguments, attention_backend="auto"):
 
 
 def check_triton(device, config):
-    problems, head_dim = [], config.head_dim
+    latent = config.attention == "latent"
+    problems, head_dim = [], attention_kind(config).cache_width(config) if latent else config.head_dim
     if any(map(config.own_keys, range(config.num_layers))):
         problems.append("cannot leave out keys, which the heads of this model do; choose auto or dense")
     if torch.device(device).type != "cuda":
