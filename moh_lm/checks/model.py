@@ -82,7 +82,6 @@ def latent_problems(model):
         ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "heads share no keys"),
         ("--rotary-fraction", model.rotary_fraction, 1.0, "--qk-rope-head-dim says what turns"),
         ("--qk-norm", model.qk_norm, False, "the latents have norms"),
-        ("--base-width", model.base_width, model.hidden_size, "its rule is for projections of the width"),
         ("--routed-keys", model.heads.routed_keys, "all", "a token keeps one vector for all heads"),
         ("--position", "cope" in model.position and "cope", False, "its table fits heads of --head-dim"),
     )

@@ -32,7 +32,7 @@ SIZES = """
 COUNTED = "--position none cope rotary cope --cope-max-position 3 --rotary-fraction 0.5"
 GROUPED = "--num-attention-heads 16 --num-key-value-heads 8 --num-shared-heads 8 --num-active-routed-heads 3"
 MODELS = {
-    "sigmoid, latent": "--routing sigmoid --attention latent --kv-lora-rank 12 --q-lora-rank 20",
+    "paper, latent": "--attention latent --kv-lora-rank 12 --q-lora-rank 20",
     "dense, tied": "--head-selection all --tie-embeddings --base-width 16",
     "paper": "",
     "paper, step, grouped, window": f"--load-balance-scope global_batch --window 6 --base-width 16 {GROUPED}",
@@ -55,7 +55,7 @@ LAYOUTS = [
     (1, 1, 1, 2, 1, 2, False, "query norm, step, grouped"),
     (1, 1, 2, 2, 4, 4, False, "dense, tied"),
     (1, 1, 2, 2, 1, 4, False, "paper, step, grouped, window"),
-    (1, 1, 2, 3, 2, 1, True, "sigmoid, latent"),
+    (1, 1, 2, 3, 2, 1, True, "paper, latent"),
     (1, 1, 2, 3, 2, 1, True, "query norm, step, grouped"),
     (1, 2, 1, 1, 2, 1, True, "released, one key"),
     (2, 1, 1, 2, 1, 1, False, "released, one key"),
@@ -72,13 +72,13 @@ LAYOUTS = [
     (2, 1, 2, 2, 2, 2, True, "released, step, tied"),
     (2, 1, 2, 3, 1, 1, True, "no shared head below, windows, own keys"),
     (2, 2, 1, 1, 2, 1, False, "paper, step, grouped, window"),
-    (2, 2, 1, 1, 4, 2, False, "sigmoid, latent"),
+    (2, 2, 1, 1, 4, 2, False, "paper, latent"),
     (4, 1, 1, 2, 4, 1, False, "paper"),
     (4, 1, 1, 2, 1, 1, True, "query norm, step, grouped"),
     (4, 1, 1, 3, 1, 4, False, "released, step, tied"),
     (1, 2, 4, 1, 4, 1, True, "released, step, tied"),
     (1, 2, 4, 1, 1, 4, True, "query norm, step, grouped"),
-    (1, 4, 2, 1, 4, 2, False, "sigmoid, latent"),
+    (1, 4, 2, 1, 4, 2, False, "paper, latent"),
     (2, 1, 4, 3, 1, 1, True, "dense, tied"),
     (2, 4, 1, 1, 4, 4, True, "query norm, step, grouped"),
     (4, 1, 2, 3, 2, 2, False, "released, one key"),
@@ -87,7 +87,7 @@ LAYOUTS = [
     (4, 2, 1, 1, 4, 2, False, "query norm"),
     (1, 4, 4, 1, 1, 4, False, "released, one key"),
     (1, 4, 4, 1, 1, 2, False, "paper"),
-    (4, 1, 4, 2, 1, 4, True, "sigmoid, latent"),
+    (4, 1, 4, 2, 1, 4, True, "paper, latent"),
     (4, 4, 1, 1, 1, 1, False, "paper, step, grouped, window"),
 ]
 
