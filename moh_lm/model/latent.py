@@ -109,6 +109,11 @@ class LatentAttention(Attention):
     def cache_width(config):
         return config.kv_lora_rank + config.qk_rope_head_dim
 
+    @staticmethod
+    def cache_shares(config, layer_index):
+        """All of it is kept, and read whichever heads a token uses."""
+        return 1.0, 1.0
+
     @classmethod
     def kept_bytes(cls, config, width, tp, counted=0):
         """As of ``Attention``: of the rank's heads q, k, padded v and context, and what is left of it; the input, what

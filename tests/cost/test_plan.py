@@ -75,6 +75,8 @@ def test_heads_with_their_own_keys_save_scores_keys_and_cache():
     grouped = parse(LLAMA3_8B, "--routed-keys", "selected").model
     used = (4 + 4 * (1 - 495 / 12870)) / 8  # a group of four without any of 8 of 16 heads
     assert cache_bytes(grouped, 8192, 2)["whole"] == pytest.approx(used * 32 * 2 * 2 * 1024)
+    latent = parse(LLM_B, *budget, "--attention", "latent", "--kv-lora-rank", "100", "--qk-rope-head-dim", "28").model
+    assert cache_bytes(latent, 2048, 2) == {"whole": 24 * 128 * 2, "read": 24 * 128 * 2, "multi_head": size}
     windows = [cache_bytes(parse(LLM_B, *budget, "--window", "256", "--routed-keys", keys).model, 2048, 2)["whole"]
                for keys in ("all", "selected")]  # fmt: skip
     assert windows == [size / 8] * 2  # a window keeps the keys of all its tokens
