@@ -126,7 +126,7 @@ def flops(run):
 def heads(run):
     """How many of the heads a token uses, in words; of the first layer where layers differ."""
     model = run["config"].model
-    chosen, total = model.heads, model.num_attention_heads
+    chosen, total = model.heads, model.of_layer(0).num_attention_heads
     if chosen.head_selection == "all":
         return f"all {total}"
     shared, active = chosen.num_shared_heads[0], chosen.num_active_routed_heads[0]

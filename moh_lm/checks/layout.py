@@ -65,27 +65,25 @@ def tensor_problems(model, tp):
     unless there are fewer groups than ranks."""
     if tp == 1 or model_problems(model):
         return []
-    heads, shared_by = model.num_attention_heads, model.num_attention_heads // model.num_key_value_heads
-    whole_groups = f", in whole key/value groups; choose a multiple of --tensor-parallel-size {tp} * {shared_by} query "
-    whole_groups += f"heads per key/value head = {tp * shared_by}"
-    step = tp * shared_by
-    if model.num_key_value_heads < tp:
-        step, whole_groups = tp, f"; choose a multiple of --tensor-parallel-size {tp}"
+    shared_by = model.queries_per_key
     found = []
     if not is_causal(model):
         given = f"--routing {model.heads.routing}"
         found.append(f"--tensor-parallel-size {tp}: the router of {given} needs whole sequences; choose 1")
     if model.intermediate_size % tp:
         found.append(f"--intermediate-size {model.intermediate_size}: not a multiple of --tensor-parallel-size {tp}")
-    if heads % step:
-        found.append(
-            f"--tensor-parallel-size {tp}: must divide --num-key-value-heads {model.num_key_value_heads}, or be above "
-            f"it, and divide --num-attention-heads {heads}"
-        )
-    else:
-        leading = {model.leading_heads(layer) for layer in range(model.num_layers)}
-        found += [
-            f"{number} heads always on: every rank must hold as many{whole_groups}"
-            for number in sorted(leading - set(range(0, heads + 1, step)))
-        ]
-    return found
+    for layer in range(model.num_layers):
+        of, leading = model.of_layer(layer), model.leading_heads(layer)
+        heads, keys, step = of.num_attention_heads, of.num_key_value_heads, tp * shared_by
+        whole_groups = f", in whole key/value groups; choose a multiple of --tensor-parallel-size {tp} * {shared_by} "
+        whole_groups += f"query heads per key/value head = {step}"
+        if keys < tp:
+            step, whole_groups = tp, f"; choose a multiple of --tensor-parallel-size {tp}"
+        if heads % step:
+            found.append(
+                f"--tensor-parallel-size {tp}: must divide --num-key-value-heads {keys}, or be above it, and divide "
+                f"--num-attention-heads {heads}"
+            )
+        elif leading % step:
+            found.append(f"{leading} heads always on: every rank must hold as many{whole_groups}")
+    return list(dict.fromkeys(found))

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from moh_lm.checks.ranges import below, divisors
 from moh_lm.config import flag
+from moh_lm.config.model import OF_LAYERS
 from moh_lm.model.rotary import NEEDS
 from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
 
@@ -14,11 +15,11 @@ OF_POSITION = {  # setting -> its kind of positions
 
 
 def model_problems(model):
-    found = below(model, 1, "num_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    found += below(model, 1, "num_key_value_heads", "vocab_size", "base_width")
+    found = below(model, 1, "num_layers", "hidden_size", "intermediate_size", "vocab_size", "base_width")
+    found = found or head_count_problems(model)
     if found:
         return found
-    heads, key_value_heads = model.num_attention_heads, model.num_key_value_heads
+    heads = max(model.head_counts)
     turned = (model.qk_rope_head_dim if model.attention == "latent" else model.head_dim) * model.rotary_fraction
     if model.hidden_size % heads and model.head_dim == model.hidden_size // heads:
         found.append(
@@ -30,11 +31,6 @@ def model_problems(model):
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
     found += latent_problems(model)
     found += position_problems(model)
-    if heads % key_value_heads:
-        found.append(
-            f"--num-key-value-heads {key_value_heads}: must divide --num-attention-heads {heads}; "
-            f"choose one of {divisors(heads, heads)}"
-        )
     for key in ("rope_theta", "rms_norm_eps"):
         if not 0 < getattr(model, key) < math.inf:
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
@@ -60,6 +56,41 @@ def model_problems(model):
         budgets = budget_problems(model)
         return found + (budgets or warmup_problems(model))
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
+
+
+def head_count_problems(model):
+    """Query heads and key/value heads of each layer."""
+    found = [
+        f"{flag(key)} {value}: must be 1 or above"
+        for key in OF_LAYERS
+        for value in sorted({*as_tuple(getattr(model, key))})
+        if value < 1
+    ]
+    found += [
+        f"{flag(key)} has {len(values)} numbers: {per_layer(model)}"
+        for key in OF_LAYERS
+        if len(values := as_tuple(getattr(model, key))) not in (1, model.num_layers)
+    ]
+    if found:
+        return found
+    pairs = dict.fromkeys(
+        (of.num_attention_heads, of.num_key_value_heads) for of in map(model.of_layer, range(len(model.head_counts)))
+    )
+    found = [
+        f"--num-key-value-heads {keys}: must divide --num-attention-heads {heads}; choose one of "
+        f"{divisors(heads, heads)}"
+        for heads, keys in pairs
+        if heads % keys
+    ]
+    if not found and len({heads // keys for heads, keys in pairs}) > 1:
+        given = " ".join(map(str, as_tuple(model.num_key_value_heads)))
+        advice = "as many query heads must share a key/value head in every layer; give a number for each layer"
+        found.append(f"--num-key-value-heads {given}: {advice}")
+    return found
+
+
+def as_tuple(value):
+    return value if isinstance(value, tuple) else (value,)
 
 
 def per_layer(model):
@@ -191,7 +222,7 @@ def spread_problems(model):
             f"--head-budget-slope {slope:g}: shares from {rate - slope / 2:.3g} to {rate + slope / 2:.3g} are not all "
             f"between 0 and 1; choose at most {most:.3g}"
         ]
-    if abs(share - rate) > model.heads_per_expert / model.num_attention_heads:
+    if abs(share - rate) > model.heads_per_expert / min(model.head_counts):
         return [
             f"--head-budget {rate:g}: the numbers of shared and routed heads use {share:.1%} of all; choose another "
             "share, or leave out --num-shared-heads or --num-active-routed-heads"
@@ -231,7 +262,6 @@ def bias_problems(model):
 
 def budget_problems(model):
     """The numbers of shared and routed heads, layer by layer."""
-    heads = model.num_attention_heads
     size = max(1, model.heads_per_expert) if model.heads.head_selection == "mixture" else 1
     budgets = {key: getattr(model.heads, key) for key in ("num_shared_heads", "num_active_routed_heads")}
     found = [
@@ -243,6 +273,7 @@ def budget_problems(model):
         return found
     first_layer = {}  # of each sentence: the same mistake in every layer is said once
     for layer, (shared, active) in enumerate(zip(*budgets.values(), strict=True)):
+        heads = model.of_layer(layer).num_attention_heads
         routed = heads - shared
         if not 0 <= shared <= heads:
             sentence = (

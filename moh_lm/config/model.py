@@ -69,6 +69,7 @@ class HeadsConfig:
     )
 
 
+OF_LAYERS = ("num_attention_heads", "num_key_value_heads")  # of ModelConfig: a number, or a tuple of one per layer
 SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: said again by the budgets of the layers
 TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
@@ -80,11 +81,15 @@ TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
 class ModelConfig:
     """model: shape of the decoder (defaults: LLM-S of the paper)"""
 
+    # num_attention_heads and num_key_value_heads become a number where it is that of all layers; see ``of_layer``.
+
     num_layers: int = option(12, "decoder layers")
     hidden_size: int = option(768, "width of the residual stream")
     intermediate_size: int = option(2048, "width of the SwiGLU MLP")
-    num_attention_heads: int = option(12, "query heads per layer")
-    num_key_value_heads: int | None = option(None, "key/value heads (default: one per query head)", parse=int)
+    num_attention_heads: tuple[int, ...] = option((12,), "query heads: one number, or one per layer", parse=int)
+    num_key_value_heads: tuple[int, ...] = option(
+        (), "key/value heads: one number, or one per layer (default: one per query head)", parse=int
+    )
     head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)", parse=int)
     attention: str = option(
         "heads",
@@ -137,9 +142,13 @@ class ModelConfig:
     heads: HeadsConfig = field(default_factory=HeadsConfig)
 
     def __post_init__(self):
-        heads = self.num_attention_heads
-        if self.num_key_value_heads is None:
-            object.__setattr__(self, "num_key_value_heads", heads)
+        for key in OF_LAYERS:
+            value = getattr(self, key)
+            value = self.num_attention_heads if value is None or value == () else value
+            equal = isinstance(value, tuple) and len({*value}) == 1
+            object.__setattr__(self, key, value[0] if equal else value)
+        counts = self.head_counts
+        heads = max(counts)
         if self.base_width is None:
             object.__setattr__(self, "base_width", self.hidden_size)
         if self.head_dim is None and heads > 0:
@@ -152,19 +161,30 @@ class ModelConfig:
             if self.heads.routing not in (HeadsConfig.routing, "sigmoid"):
                 given = f"--head-selection gated: contradicts --routing {self.heads.routing}"
                 raise ConfigError([f"{given}, for its gates are those of sigmoid; leave one of them out"])
-            gated = dict(head_selection="mixture", routing="sigmoid", num_shared_heads=(heads,))
+            gated = dict(head_selection="mixture", routing="sigmoid", num_shared_heads=counts)
             object.__setattr__(self, "heads", replace(self.heads, **gated, num_active_routed_heads=(0,)))
         if not self.heads.num_active_routed_heads:
             object.__setattr__(self, "heads", replace(self.heads, **spread_budget(self, self.heads.num_shared_heads)))
         budgets = {
-            "num_shared_heads": self.heads.num_shared_heads or (heads // 2,),
-            "num_active_routed_heads": self.heads.num_active_routed_heads or (max(1, heads // 4),),
+            "num_shared_heads": self.heads.num_shared_heads or tuple(n // 2 for n in counts),
+            "num_active_routed_heads": self.heads.num_active_routed_heads or tuple(max(1, n // 4) for n in counts),
         }
         per_layer = {key: value * self.num_layers if len(value) == 1 else value for key, value in budgets.items()}
         object.__setattr__(self, "heads", replace(self.heads, **per_layer))
         for key, default in (("window", 0), ("position", "rotary")):
             value = getattr(self, key) or (default,)
             object.__setattr__(self, key, value * self.num_layers if len(value) == 1 else value)
+
+    @property
+    def head_counts(self):
+        """Query heads: one number for all layers, or one per layer."""
+        value = self.num_attention_heads
+        return value if isinstance(value, tuple) else (value,)
+
+    def of_layer(self, layer):
+        """The model with the heads of this layer in all layers."""
+        several = {key: getattr(self, key) for key in OF_LAYERS if isinstance(getattr(self, key), tuple)}
+        return replace(self, **{key: values[layer] for key, values in several.items()}) if several else self
 
     @property
     def query_dim(self):
@@ -188,7 +208,7 @@ class ModelConfig:
         """Heads of ``layer`` that a token uses."""
         heads = self.heads
         if heads.head_selection == "all":
-            return self.num_attention_heads
+            return self.of_layer(layer).num_attention_heads
         return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
 
     def after(self, step):
@@ -199,18 +219,23 @@ class ModelConfig:
     def active_share(self):
         """Share of all heads that a token uses, at most."""
         active = sum(map(self.active_heads, range(self.num_layers)))
-        return active / (self.num_layers * self.num_attention_heads)
+        return active * len(self.head_counts) / (self.num_layers * sum(self.head_counts))
 
     @property
     def heads_per_expert(self):
         """Heads that a router selects together: one, or all that share a key/value head."""
-        grouped = self.heads.routing_unit == "key_value_group"
-        return self.num_attention_heads // self.num_key_value_heads if grouped else 1
+        return self.queries_per_key if self.heads.routing_unit == "key_value_group" else 1
+
+    @property
+    def queries_per_key(self):
+        """Query heads that share a key/value head, in every layer."""
+        first = self.of_layer(0)
+        return first.num_attention_heads // first.num_key_value_heads
 
     def routed_layer(self, index):
         """The ``RoutedLayer`` of a layer of a mixture."""
         size, shared = self.heads_per_expert, self.heads.num_shared_heads[index]
-        active, routed = self.heads.num_active_routed_heads[index], self.num_attention_heads - shared
+        active, routed = self.heads.num_active_routed_heads[index], self.of_layer(index).num_attention_heads - shared
         by_sign = self.heads.routing == "relu"
         budget = (shared // size, routed // size, active // size)
         return RoutedLayer(index, *budget, size, self.heads.routing_top_p, by_sign)
@@ -218,8 +243,9 @@ class ModelConfig:
     def own_keys(self, layer):
         """Whether routed heads of ``layer`` see the tokens only that select them."""
         heads = self.heads
-        routed = heads.head_selection == "mixture" and heads.num_shared_heads[layer] < self.num_attention_heads
-        return routed and heads.routed_keys == "selected"
+        if heads.head_selection != "mixture" or heads.routed_keys != "selected":
+            return False
+        return heads.num_shared_heads[layer] < self.of_layer(layer).num_attention_heads
 
     def routed_layers(self):
         """A ``RoutedLayer`` for every layer that balances the load of routed heads, in order."""
@@ -237,24 +263,26 @@ def spread_budget(model, shared, tensor_parallel_size=1):
     on come in what every tensor-parallel rank can hold, unless ``shared`` gives their numbers. {} where the shares, or
     the heads, are none that moh_lm.checks lets pass.
     """
-    heads, number, layers = model.heads, model.num_attention_heads, model.num_layers
-    if not (0 < (heads.head_budget or 0) <= 1 and abs(heads.head_budget_slope) <= 1 and number >= 1):
+    heads, numbers, layers = model.heads, model.head_counts, model.num_layers
+    numbers = numbers * layers if len(numbers) == 1 else numbers
+    if not (0 < (heads.head_budget or 0) <= 1 and abs(heads.head_budget_slope) <= 1 and min(numbers) >= 1):
         return {}
-    group = number // max(1, model.num_key_value_heads) or 1
+    group = numbers[0] // max(1, model.of_layer(0).num_key_value_heads) or 1
     unit = step = group if heads.routing_unit == "key_value_group" else 1
     if tensor_parallel_size > 1:
         step = tensor_parallel_size * group
     if heads.head_selection == "static":
         unit = step
     active, due = [], 0.0
-    for layer in range(layers):
+    for layer, number in enumerate(numbers):
         due += number * (heads.head_budget + heads.head_budget_slope * (layer / max(1, layers - 1) - 0.5))
         active.append(min(max(round((due - sum(active)) / unit) * unit, unit), number))
-    active.sort(reverse=heads.head_budget_slope < 0)
-    routed = max(unit, number // 4)
-    shared = shared or tuple(max(0, count - routed) // step * step for count in active)
+    if len({*numbers}) == 1:
+        active.sort(reverse=heads.head_budget_slope < 0)
+    both = list(zip(active, numbers, strict=True))
+    shared = shared or tuple(max(0, count - max(unit, number // 4)) // step * step for count, number in both)
     shared = shared * layers if len(shared) == 1 else shared
-    rest = (min(max(count - on, unit), number - on) for count, on in zip(active, shared, strict=False))
+    rest = (min(max(count - on, unit), number - on) for (count, number), on in zip(both, shared, strict=False))
     return {"num_shared_heads": shared, "num_active_routed_heads": tuple(rest)}
 
 

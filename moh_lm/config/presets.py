@@ -42,11 +42,12 @@ def preset(size, given):
     if d % head and not {"num_attention_heads", "head_dim"} & values.keys():
         advice = f"choose a multiple of {head}, or give --num-attention-heads"
         raise ConfigError([f"--hidden-size {d}: --preset {size} has heads of {head}; {advice}"])
-    heads = choose("num_attention_heads", max(1, d // head))
-    choose("head_dim", d // max(1, heads))
+    heads = choose("num_attention_heads", (max(1, d // head),))
+    heads = heads if isinstance(heads, tuple) else (heads,)
+    choose("head_dim", d // max(1, *heads))
     if "head_budget" not in given:
-        choose("num_shared_heads", (heads // 2,))
-        choose("num_active_routed_heads", (max(1, round(heads / 4)),))
+        choose("num_shared_heads", tuple(n // 2 for n in heads))
+        choose("num_active_routed_heads", tuple(max(1, round(n / 4)) for n in heads))
     choose("routing", "paper_scaled")
     choose("vocab_size", 2 ** round(math.log2(4096 * scale**0.43)))
     length = choose("seq_length", 1024)

@@ -37,11 +37,14 @@ def cache_bytes(model, seq_length, width):
     """Bytes that generation keeps of a text of ``seq_length`` tokens, for each of them: {"whole", "read" for the next
     token, "multi_head", of attention with as many key/value as query heads and no window}; numbers of ``width`` bytes.
     """
-    one = width * attention_kind(model).cache_width(model)  # keys and values of a token in a layer
-    seen = [one * min(window or seq_length, seq_length) / seq_length for window in model.window]
-    shares = [attention_kind(model).cache_shares(model, layer) for layer in range(model.num_layers)]
+    kind, layers = attention_kind(model), range(model.num_layers)
+    ones = [width * kind.cache_width(model.of_layer(layer)) for layer in layers]  # keys and values of a token
+    windows = [min(window or seq_length, seq_length) / seq_length for window in model.window]
+    seen = [one * share for one, share in zip(ones, windows, strict=True)]
+    shares = [kind.cache_shares(model, layer) for layer in layers]
     whole, read = (sum(map(math.prod, zip(seen, part, strict=True))) for part in zip(*shares, strict=True))
-    multi_head = 2 * width * model.num_attention_heads * model.head_dim * model.num_layers
+    heads = sum(model.of_layer(layer).num_attention_heads for layer in layers)
+    multi_head = 2 * width * heads * model.head_dim
     return {"whole": whole, "read": read, "multi_head": multi_head}
 
 

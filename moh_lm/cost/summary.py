@@ -48,7 +48,7 @@ def describe_model(model):
     counts = parameter_counts(model)
     yield (
         f"model      {model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
-        f"{model.num_attention_heads} heads x {model.head_dim}, {describe_keys(model)}, "
+        f"{words(model.num_attention_heads)} heads x {model.head_dim}, {describe_keys(model)}, "
         f"vocabulary {model.vocab_size}"
     )
     yield (
@@ -80,7 +80,7 @@ def describe_keys(model):
     """What keys and values are made of, in words."""
     if model.attention == "latent":
         return f"latent keys of {model.kv_lora_rank} + {model.qk_rope_head_dim} features"
-    return f"{model.num_key_value_heads} key/value heads"
+    return f"{words(model.num_key_value_heads)} key/value heads"
 
 
 def describe_positions(model):
@@ -96,15 +96,17 @@ def describe_heads(model):
     heads = model.heads
     if heads.head_selection == "all":
         return "all of them for every token"
-    number, share = model.num_attention_heads, f"{model.active_share():.1%} of the heads"
+    share = f"{model.active_share():.1%} of the heads"
+    numbers = [model.of_layer(layer).num_attention_heads for layer in range(model.num_layers)]
     if heads.head_selection == "static":
-        on = [f"the first {model.active_heads(layer)} of {number}" for layer in range(model.num_layers)]
+        on = [f"the first {model.active_heads(layer)} of {number}" for layer, number in enumerate(numbers)]
         return f"{by_layer(on, '; ')}; static, {share}"
     if not model.routed_layers():
-        return f"gated: all {model.num_attention_heads} for every token, whatever the budgets; routing {heads.routing}"
+        number = words(model.num_attention_heads)
+        return f"gated: all {number} for every token, whatever the budgets; routing {heads.routing}"
     most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
-    pairs = zip(heads.num_shared_heads, heads.num_active_routed_heads, strict=True)
-    on = [f"{shared} shared, {most}{active} of {number - shared} routed" for shared, active in pairs]
+    triples = zip(heads.num_shared_heads, heads.num_active_routed_heads, numbers, strict=True)
+    on = [f"{shared} shared, {most}{active} of {number - shared} routed" for shared, active, number in triples]
     return f"{by_layer(on, '; ')}; {most}{share} for a token; routing {', '.join(routing_facts(model))}"
 
 
@@ -152,11 +154,12 @@ def describe_attention(config):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-    heads = model.num_attention_heads
+    heads = max(model.head_counts)
     queries = (run.seq_length, run.micro_batch_size, heads // config.parallel.tensor_parallel_size, model.query_dim)
+    layers = zip(map(model.of_layer, range(model.num_layers)), model.window, model.position, strict=True)
     shares = [
-        (model.active_heads(index) / heads * share_of_scores(run.seq_length, width), kind != "cope")
-        for index, (width, kind) in enumerate(zip(model.window, model.position, strict=True))
+        (of.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, width), kind != "cope")
+        for index, (of, width, kind) in enumerate(layers)
     ]
     if device.type == "cpu" and run.compile:
         yield "attention  auto: dense in every layer, since cpu_sparse cannot be compiled"

@@ -71,6 +71,7 @@ class Attention(AttentionCost, nn.Module):
         self, config, layer_index, init_std, output_std, loss_terms, group, backend="auto", positions=None, causal=True
     ):  # fmt: skip
         super().__init__()
+        config = config.of_layer(layer_index)
         self.backend = backend
         self.active_share = config.active_heads(layer_index) / config.num_attention_heads
         self.head_dim, self.query_dim = config.head_dim, config.query_dim

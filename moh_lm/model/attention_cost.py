@@ -22,6 +22,7 @@ class AttentionCost:
         r query heads share a key/value head, which is used if one of them is selected: of E routed experts K are, none
         of r with a chance of (E - r over K) / (E over K).
         """
+        config = config.of_layer(layer_index)
         heads, unit = config.num_attention_heads, config.heads_per_expert
         always = config.leading_heads(layer_index) if config.heads.head_selection != "all" else heads
         r, of_shared = heads // config.num_key_value_heads, -(-always * config.num_key_value_heads // heads)
@@ -61,6 +62,7 @@ class AttentionCost:
         tokens that it does not see. active_heads: how many it uses, by default the most that it may. How much of the
         sequence a head sees is said by ``mean_keys``.
         """
+        config = config.of_layer(layer_index)
         d, always = config.hidden_size, 0
         active = config.active_heads(layer_index) if active_heads is None else active_heads
         seen = mean_keys(seq_length, config.window[layer_index])

@@ -134,7 +134,9 @@ class DecoderLayer(nn.Module):
         normalised.
         """
         norms = (2 * 4 + 2 * width) * config.hidden_size / tp
-        attention = attention_kind(config).kept_bytes(config, width, tp, counted)
+        kind = attention_kind(config)
+        layers = [config.of_layer(layer) for layer in range(len(config.head_counts))]  # their mean
+        attention = sum(kind.kept_bytes(layer, width, tp, counted) for layer in layers) / len(layers)
         return norms + attention + MLP.kept_bytes(config, width, tp)
 
 

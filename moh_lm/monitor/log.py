@@ -62,7 +62,7 @@ class RunLog:
     def head_maps(self, figures, step):
         """A picture of all layers and heads for the whole mix, and for each source."""
         if figures:
-            columns = self.model.num_attention_heads // self.model.heads_per_expert
+            columns = max(self.model.head_counts) // self.model.heads_per_expert
             sources = {f"routed_heads_load_of_source/{name}": loads for name, loads in figures["source_load"].items()}
             for tag, loads in {"routed_heads_load/all": figures["load"], **sources}.items():
                 picture = head_map(self.model.routed_layers(), loads, self.model.num_layers, columns)

@@ -74,7 +74,7 @@ def blocks_of(name, model, split):
     if split == "matrix" or kind not in widths:
         return None
     of_queries = kind in ("q_proj", "o_proj") and split == "group"
-    heads = model.num_attention_heads // model.num_key_value_heads if of_queries else 1
+    heads = model.queries_per_key if of_queries else 1
     return Blocks(1 if kind == "o_proj" else 0, heads * widths[kind])
 
 

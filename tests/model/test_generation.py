@@ -62,6 +62,10 @@ MODELS = {
         dict(position=("cope", "rotary"), window=(5, 0), num_key_value_heads=4, rotary_fraction=0.5),
     ),
     "CoPE": (dict(routing="query_norm"), dict(position=("none", "cope"), cope_max_position=3)),
+    "other numbers of heads": (
+        dict(num_shared_heads=(2, 0), num_active_routed_heads=(2, 3), routing="released"),
+        dict(num_attention_heads=(4, 8), num_key_value_heads=(2, 4), head_dim=8),
+    ),
     "latent": (
         dict(num_shared_heads=(2, 0), num_active_routed_heads=(3,)),
         dict(attention="latent", kv_lora_rank=7, q_lora_rank=9, qk_rope_head_dim=4, window=(5, 0)),

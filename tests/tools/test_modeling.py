@@ -87,14 +87,14 @@ def biased(config, weights, affinities, scores):
 
 def reference_gates(config, layer, weights, x, queries):
     """Gates of one token: x [d], queries [h, head_dim] before rotary."""
-    heads, shared = config.num_attention_heads, config.num_shared_heads[layer]
+    heads, shared = config.layer_heads[layer], config.num_shared_heads[layer]
     active, size = config.num_active_routed_heads[layer], 1
     if config.head_selection == "all":
         return [1.0] * heads
     if config.head_selection == "static":
         return [1.0 if head < shared + active else 0.0 for head in range(heads)]
     if config.routing_unit == "key_value_group":  # from here on heads are groups
-        size = heads // config.num_key_value_heads
+        size = config.num_attention_heads // config.num_key_value_heads
         heads, shared, active = heads // size, shared // size, active // size
         queries = queries.reshape(heads, -1)
     if config.routing == "query_norm":
@@ -184,8 +184,8 @@ def latent_heads(config, weights, inputs):
 
 def reference_attention(config, layer, weights, inputs):
     """inputs [s, d], normalised -> [s, d]."""
-    heads, dim = config.num_attention_heads, config.query_dim
-    group, window = heads // config.num_key_value_heads, config.layer_windows[layer]
+    heads, dim = config.layer_heads[layer], config.query_dim
+    group, window = config.num_attention_heads // config.num_key_value_heads, config.layer_windows[layer]
     latent = config.attention == "latent"
     split = latent_heads(config, weights, inputs) if latent else {
         name: [(weights[f"{name}_proj"] @ x).reshape(-1, dim) for x in inputs] for name in "qkv"
@@ -292,6 +292,10 @@ WINDOWS = {
     "none, a part turned": {
         "layer_positions": ["none", "rotary"], "rope_parameters": {"partial_rotary_factor": 0.67, "rope_theta": 50.0},
     },
+    "other numbers of heads": {
+        "layer_heads": [2, 4], "num_key_value_heads": 2, "num_shared_heads": [0, 2], "num_active_routed_heads": [1, 1],
+    },
+    "other numbers of heads, all on": {"layer_heads": [4, 3], "head_selection": "all"},
     "latent": {
         "attention": "latent", "kv_lora_rank": 5, "qk_rope_head_dim": 4, "q_lora_rank": 7, "layer_windows": [4, 0],
     },

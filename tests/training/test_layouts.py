@@ -44,7 +44,8 @@ MODELS = {
     "query norm": "--routing query_norm --seed 7",
     "query norm, step, grouped": f"--routing query_norm --load-balance-scope global_batch --seed 7 {GROUPED}",
     "no shared head below, windows, own keys": (
-        "--num-shared-heads 0 4 4 8 --num-active-routed-heads 4 2 4 0 --window 5 0 9 0 --routed-keys selected "
+        "--num-attention-heads 8 12 16 8 --num-shared-heads 0 4 8 8 --num-active-routed-heads 4 2 4 0 "
+        "--window 5 0 9 0 --routed-keys selected "
         "--position rotary none rotary none --rotary-fraction 0.5 --reset-at-documents"
     ),
 }

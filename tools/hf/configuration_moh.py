@@ -19,6 +19,8 @@ The keys are those of ``LlamaConfig`` and these:
                              others (arXiv 2405.04434). q_lora_rank: features of the vector of queries; null: none
     qk_norm                  RMSNorm of each head's query and key, with one weight for all heads, before their positions
     post_norm                norms after attention and MLP instead of before them
+    layer_heads              one number per layer: its query heads, where they differ. num_attention_heads and
+                             num_key_value_heads are then those of the layer with most; as many share keys in each
     layer_positions          one kind per layer: rotary; cope, positions that queries count (arXiv 2405.18719); none;
                              or in all layers learned, a table added to the embedding
     cope_max_position        the largest position that is counted
@@ -123,6 +125,7 @@ class MoHLlamaConfig(PretrainedConfig):
         layer_types=None,
         layer_windows=None,
         layer_positions=None,
+        layer_heads=None,
         **kwargs,
     ):
         for key, default in DEFAULTS.items():
@@ -146,12 +149,11 @@ class MoHLlamaConfig(PretrainedConfig):
         self.layer_positions = list(layer_positions or ["rotary"] * self.num_hidden_layers)
 
         self.query_dim = query_dim or self.head_dim
-        heads, layers = self.num_attention_heads, self.num_hidden_layers
-        shared, active = heads // 2, max(1, heads // 4)
+        self.layer_heads = list(layer_heads or [self.num_attention_heads] * self.num_hidden_layers)
         if self.head_selection == "all":  # every head is always on
-            shared, active, num_shared_heads, num_active_routed_heads = heads, 0, None, None
-        self.num_shared_heads = list(num_shared_heads or [shared] * layers)
-        self.num_active_routed_heads = list(num_active_routed_heads or [active] * layers)
+            num_shared_heads, num_active_routed_heads = self.layer_heads, [0] * self.num_hidden_layers
+        self.num_shared_heads = list(num_shared_heads or [heads // 2 for heads in self.layer_heads])
+        self.num_active_routed_heads = list(num_active_routed_heads or [max(1, n // 4) for n in self.layer_heads])
         self._check()
 
         # auto_map and other keys travel in kwargs; without them a saved model could not be loaded again.
@@ -164,9 +166,13 @@ class MoHLlamaConfig(PretrainedConfig):
         return self.qk_rope_head_dim if self.attention == "latent" else 0
 
     @property
+    def queries_per_key(self):
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
     def heads_per_expert(self):
         """Heads that a router selects together."""
-        return self.num_attention_heads // self.num_key_value_heads if self.routing_unit == "key_value_group" else 1
+        return self.queries_per_key if self.routing_unit == "key_value_group" else 1
 
     def _check(self):
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
@@ -220,20 +226,25 @@ class MoHLlamaConfig(PretrainedConfig):
                 "none, with learned_positions"
             )
         own = self.head_selection == "mixture" and self.routed_keys == "selected"
-        for shared, kind in zip(self.num_shared_heads, self.layer_positions, strict=False):
-            if own and kind == "cope" and shared < self.num_attention_heads:
+        for shared, kind, heads in zip(self.num_shared_heads, self.layer_positions, self.layer_heads, strict=False):
+            if own and kind == "cope" and shared < heads:
                 raise ValueError("routed_keys selected: cope counts all keys; choose other layer_positions")
-        for key in ("num_shared_heads", "num_active_routed_heads", "layer_windows", "layer_positions"):
+        for key in ("num_shared_heads", "num_active_routed_heads", "layer_windows", "layer_positions", "layer_heads"):
             budget = getattr(self, key)
             if len(budget) != self.num_hidden_layers:
                 raise ValueError(f"{key} {budget}: must have {self.num_hidden_layers} numbers, one per layer")
-        budgets = zip(self.num_shared_heads, self.num_active_routed_heads, strict=True)
-        for layer, (shared, active) in enumerate(budgets):
-            routed = self.num_attention_heads - shared
+        if max(self.layer_heads) != self.num_attention_heads or any(n % self.queries_per_key for n in self.layer_heads):
+            raise ValueError(
+                f"layer_heads {self.layer_heads}: the most must be num_attention_heads {self.num_attention_heads}, and "
+                f"all multiples of {self.queries_per_key}, which share a key"
+            )
+        budgets = zip(self.num_shared_heads, self.num_active_routed_heads, self.layer_heads, strict=True)
+        for layer, (shared, active, heads) in enumerate(budgets):
+            routed = heads - shared
             if routed < 0 or shared < 0 or not min(1, routed) <= active <= routed:
                 raise ValueError(
                     f"layer {layer} with {shared} shared and {active} active routed heads: of num_attention_heads "
-                    f"{self.num_attention_heads}, {routed} are routed and at least one of them must be active"
+                    f"{heads}, {routed} are routed and at least one of them must be active"
                 )
             size = self.heads_per_expert if self.head_selection == "mixture" else 1
             if shared % size or active % size:

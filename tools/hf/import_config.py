@@ -27,6 +27,7 @@ from tools.hf.keys import (
     ROPE,
     ROPE_TYPES,
     SLIDING,
+    read_head_counts,
     read_window,
 )
 
@@ -81,7 +82,8 @@ def model_config(values, heads=None, code_is_known=False):
         raise ConfigError([f"config.json: {problem}" for problem in problems])
     try:
         model = ModelConfig(
-            **{entry.field: as_tuples(values.get(entry.key, entry.absent)) for entry in (*MODEL, *OURS)},
+            **{entry.field: as_tuples(values.get(entry.key, entry.absent)) for entry in (*MODEL, *OURS)}
+            | read_head_counts(values),
             heads=heads or own_heads(values),
             window=read_window(values),
             **rope,

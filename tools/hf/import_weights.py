@@ -187,7 +187,7 @@ def extended(source, extend, name, count):
 def arranged(source, name, order, config):
     """(blocks, origin) of a projection with its heads in another ``order``; (None, "as it is") for other parameters."""
     e, kind = config.head_dim, name.split(".")[-2]
-    shared_by = config.num_attention_heads // config.num_key_value_heads
+    shared_by = config.queries_per_key
     if kind == "o_proj":
 
         def columns():
@@ -207,7 +207,7 @@ def weighed(source, name, trained):
     """(blocks, origin) of an output projection, its columns times the gates of their heads at equal scores."""
     layer = layer_of(name)
     (shared, routed), leading = layer_gates(trained, layer), trained.heads.num_shared_heads[layer]
-    gates = torch.full((trained.num_attention_heads,), routed)
+    gates = torch.full((trained.of_layer(layer).num_attention_heads,), routed)
     gates[:leading] = shared
     columns = gates.repeat_interleave(trained.head_dim)
     return lambda: (block * columns for block in source.blocks(name)), "times the gates at equal scores"

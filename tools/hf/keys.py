@@ -9,6 +9,7 @@ A model with all heads is a Llama, or with one window in all layers a Mistral; a
 from typing import NamedTuple
 
 from moh_lm.config import ModelConfig
+from moh_lm.config.model import OF_LAYERS
 from moh_lm.model.rotary import NEEDS
 
 REQUIRED = object()
@@ -81,7 +82,8 @@ FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}  # of
 def model_type(model):
     """That of a ModelConfig's export."""
     widths = {*model.window}
-    if model.heads.head_selection != "all" or len(widths) > 1 or ours(model) or model.rotary_fraction != PARTIAL.absent:
+    several = len(widths) > 1 or len(model.head_counts) > 1
+    if model.heads.head_selection != "all" or several or ours(model) or model.rotary_fraction != PARTIAL.absent:
         return "moh_llama"
     return "mistral" if any(widths) else "llama"
 
@@ -96,6 +98,8 @@ def ours(model):
 def written(model):
     """The keys of a ModelConfig, with those of its heads if it is a moh_llama."""
     keys = {entry.key: getattr(model, entry.field) for entry in MODEL} | FIXED | written_rope(model)
+    if len(model.head_counts) > 1:  # transformers knows one number
+        keys |= {key: max(keys[key]) for key in OF_LAYERS} | {"layer_heads": list(model.head_counts)}
     if any(model.window):
         keys |= written_window(model)
     if model_type(model) != "moh_llama":
@@ -105,6 +109,15 @@ def written(model):
         return keys | {"head_selection": "all"}
     heads = {entry: getattr(model.heads, entry.field) for entry in HEADS}
     return keys | {entry.key: value for entry, value in heads.items() if value != entry.absent}
+
+
+def read_head_counts(values):
+    """The fields of the heads of each layer, {} where they are those of MODEL; keys are shared as in the largest."""
+    if "layer_heads" not in values:
+        return {}
+    most, keys = values["num_attention_heads"], values.get("num_key_value_heads") or values["num_attention_heads"]
+    heads = tuple(values["layer_heads"])
+    return dict(zip(OF_LAYERS, (heads, tuple(number * keys // most for number in heads)), strict=True))
 
 
 def written_window(model):

@@ -20,6 +20,7 @@ from moh_lm.cost.summary import (
 from moh_lm.data.mixture import sample_counts
 from moh_lm.monitor.head_load import fair_load
 from moh_lm.monitor.journal import complete_rows
+from moh_lm.quantities import words
 from tools.hf.keys import model_type
 
 
@@ -68,7 +69,7 @@ def model_facts(model, dtype, parameters, seq_length):
         "parameters": f"{parameters:,}, {str(dtype).removeprefix('torch.')}",
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"vocabulary {model.vocab_size:,}",
-        "attention": f"{model.num_attention_heads} heads of {model.head_dim}, {describe_keys(model)}",
+        "attention": f"{words(model.num_attention_heads)} heads of {model.head_dim}, {describe_keys(model)}",
         **({"positions": positions} if (positions := describe_positions(model)) else {}),
         **({"rotary embedding": rope} if "rotary" in model.position else {}),
         **({"sliding window": describe_window(model)} if any(model.window) else {}),

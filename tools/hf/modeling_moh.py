@@ -127,7 +127,7 @@ class MoHLlamaRouter(nn.Module):
         size = config.heads_per_expert
         self.heads_per_expert = size
         self.num_shared = config.num_shared_heads[layer_idx] // size  # of experts, as the next two
-        self.num_routed = config.num_attention_heads // size - self.num_shared
+        self.num_routed = config.layer_heads[layer_idx] // size - self.num_shared
         self.num_active = config.num_active_routed_heads[layer_idx] // size
         self.top_p = config.routing_top_p
         self.in_bf16 = config.routing_dtype == "bf16"
@@ -375,10 +375,10 @@ class MoHLlamaContextualPositions(nn.Module):
     q_i e[p] is added to its score, where e is a table of each head, interpolated between whole positions.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, num_heads):
         super().__init__()
         self.most = config.cope_max_position
-        self.weight = nn.Parameter(torch.empty(config.num_attention_heads, self.most + 1, config.head_dim))
+        self.weight = nn.Parameter(torch.empty(num_heads, self.most + 1, config.head_dim))
 
     def forward(self, query, key, attention_mask):
         """What is added to the scores, [b, h, s, k]. attention_mask [b, 1, s, k]: true, or 0, for what is seen."""
@@ -402,7 +402,7 @@ class MoHLlamaAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         self.head_dim = config.query_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.num_heads, self.num_key_value_groups = config.layer_heads[layer_idx], config.queries_per_key
         self.scaling = (self.head_dim + config.turning_dim) ** -0.5
         self.attention_dropout = 0.0
         self.is_causal = True
@@ -410,44 +410,31 @@ class MoHLlamaAttention(nn.Module):
         self.in_bf16 = config.routing_dtype == "bf16"
         self.num_shared = config.num_shared_heads[layer_idx]
         self.num_active = config.num_active_routed_heads[layer_idx]
+        self.latent = config.attention == "latent"
         self.make_projections(config)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
         self.rotary = config.layer_positions[layer_idx] == "rotary"
-        self.cope = MoHLlamaContextualPositions(config) if config.layer_positions[layer_idx] == "cope" else None
-        routed = config.head_selection == "mixture" and self.num_shared < config.num_attention_heads
+        cope = config.layer_positions[layer_idx] == "cope"
+        self.cope = MoHLlamaContextualPositions(config, self.num_heads) if cope else None
+        routed = config.head_selection == "mixture" and self.num_shared < self.num_heads
         self.own_keys = routed and config.routed_keys == "selected"
         self.router = None
         if config.head_selection == "mixture" and (config.routing != "query_norm" or config.load_balance_bias_rate):
             self.router = MoHLlamaRouter(config, layer_idx)
-        self.gated = self.router is not None or self.num_shared < config.num_attention_heads  # else every gate is 1
+        self.gated = self.router is not None or self.num_shared < self.num_heads  # else every gate is 1
 
     def make_projections(self, config):
-        key_value_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
+        key_value_size = self.num_heads // self.num_key_value_groups * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, self.num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
         self.q_norm, self.k_norm = (
             MoHLlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
 
-    def project(self, hidden_states, position_embeddings):
-        """Queries before norm and rotary [b, s, h, e]; then queries, and what a cache keeps as keys and values, each
-        [b, heads, s, e]."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        given, key, value = (project(hidden_states).view(shape) for project in projections)
-        query, key = self.q_norm(given).transpose(1, 2), self.k_norm(key).transpose(1, 2)
-        if self.rotary:
-            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        return given, query, key, value.transpose(1, 2)
-
-    def expand(self, key, value):
-        """Keys and values of heads, of what a cache has kept."""
-        return key, value
-
     def route(self, hidden_states, query):
         """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before norm and rotary."""
-        num_heads = self.config.num_attention_heads
+        num_heads = self.num_heads
         if self.router is not None and self.config.routing != "query_norm":
             return self.router(hidden_states)
         if self.config.head_selection == "mixture" and self.num_shared < num_heads:
@@ -466,8 +453,19 @@ class MoHLlamaAttention(nn.Module):
         present=None, **kwargs,
     ):  # fmt: skip
         shape = hidden_states.shape[:-1]
-        given, query, key, value = self.project(hidden_states, position_embeddings)
-        gates, selected, scores = self.route(hidden_states, given)
+        if self.latent:
+            queries, key, value = self.project(hidden_states)
+            query = queries.transpose(1, 2)
+        else:
+            # vLLM fuses the three where their names are not assigned again. Then ranks can share a key/value head.
+            queries = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
+            keys = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
+            values = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
+            query, key = self.q_norm(queries).transpose(1, 2), self.k_norm(keys).transpose(1, 2)  # [b, h, s, head_dim]
+            value = values.transpose(1, 2)
+        gates, selected, scores = self.route(hidden_states, queries)
+        if self.rotary:
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
         if layer is not None:
             layer.keep(key, value, used, present)
@@ -478,7 +476,8 @@ class MoHLlamaAttention(nn.Module):
         if past_key_values is not None and layer is None:
             # transformers 4 finds the slots of a static cache by cache_position
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
-        key, value = self.expand(key, value)
+        if self.latent:
+            key, value = self.expand(key, value)
         if self.cope is not None:
             attention_mask = self.cope(query, key, attention_mask)
 
@@ -502,7 +501,7 @@ class MoHLlamaLatentAttention(MoHLlamaAttention):
 
     def make_projections(self, config):
         self.latent_dim, self.turning_dim = config.kv_lora_rank, config.turning_dim
-        size = config.num_attention_heads * (self.head_dim + self.turning_dim)
+        size = self.num_heads * (self.head_dim + self.turning_dim)
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
         else:
@@ -511,22 +510,20 @@ class MoHLlamaLatentAttention(MoHLlamaAttention):
             self.q_b_proj = nn.Linear(config.q_lora_rank, size, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, self.latent_dim + self.turning_dim, bias=False)
         self.kv_a_layernorm = MoHLlamaRMSNorm(self.latent_dim, config.rms_norm_eps)
-        self.kv_b_proj = nn.Linear(self.latent_dim, 2 * config.num_attention_heads * self.head_dim, bias=False)
+        self.kv_b_proj = nn.Linear(self.latent_dim, 2 * self.num_heads * self.head_dim, bias=False)
 
-    def project(self, hidden_states, position_embeddings):
-        """As of ``MoHLlamaAttention``: the key is the one that turns, [b, 1, s, t], and the value the latent."""
+    def project(self, hidden_states):
+        """Queries [b, s, h, t + e], the key that turns [b, 1, s, t], and the latent [b, 1, s, r]."""
         if self.config.q_lora_rank is None:
-            given = self.q_proj(hidden_states)
+            queries = self.q_proj(hidden_states)
         else:
-            given = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        given = given.unflatten(-1, (-1, self.head_dim + self.turning_dim)).roll(self.turning_dim, -1)
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        queries = queries.unflatten(-1, (-1, self.head_dim + self.turning_dim)).roll(self.turning_dim, -1)
         latent, key = self.kv_a_proj_with_mqa(hidden_states).split((self.latent_dim, self.turning_dim), -1)
-        query, key = given.transpose(1, 2), key.unsqueeze(1)
-        if self.rotary:
-            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        return given, query, key, self.kv_a_layernorm(latent).unsqueeze(1)
+        return queries, key.unsqueeze(1), self.kv_a_layernorm(latent).unsqueeze(1)
 
     def expand(self, key, value):
+        """Keys and values of heads, of what a cache has kept."""
         still, value = self.kv_b_proj(value[:, 0]).unflatten(-1, (-1, 2 * self.head_dim)).transpose(1, 2).chunk(2, -1)
         key = torch.cat((key.expand(-1, still.shape[1], -1, -1), still), -1)
         return key, F.pad(value, (0, self.turning_dim))  # kernels have keys and values of one width
@@ -669,7 +666,7 @@ def causal_mask(config, hidden_states, attention_mask, past_key_values, cache_po
         "position_ids": position_ids,
     }
     arguments = {name: value for name, value in available.items() if name in MASK_ARGUMENTS}
-    if not window:
+    if not window or config._attn_implementation == "vllm":  # which has masks of its own
         return create_causal_mask(**arguments)
     if window < config.sliding_window:  # which is the largest one
         arguments["and_mask_function"] = lambda batch, head, query, key: key > query - window
@@ -756,6 +753,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         if "cope" in config.layer_positions and config._attn_implementation not in ("eager", "sdpa"):
             given = config._attn_implementation
             raise ValueError(f"attn_implementation {given}: cannot count positions (cope); choose sdpa or eager")
+        if config._attn_implementation == "vllm" and len({*config.layer_heads}) > 1:
+            raise ValueError(f"layer_heads {config.layer_heads}: vLLM needs as many in every layer; use transformers")
         if config._attn_implementation == "vllm" and config.attention == "latent":
             raise ValueError("attention latent: vLLM's cache keeps heads; use transformers")
         self.config_of_masks = None
@@ -764,7 +763,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             self.config_of_masks._attn_implementation = "eager"
         marked = config.head_selection == "mixture" and config.routed_keys == "selected"
         if config._attn_implementation == "vllm" and marked and config.head_dim == config.query_dim:
-            r, e = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+            r, e = config.queries_per_key, config.head_dim
             override = f'{{"head_dim": {-(-(e + r) // 16) * 16}, "query_dim": {e}}}'
             raise ValueError(f"routed_keys selected: vLLM's cache has no room for it; use --hf-overrides '{override}'")
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -776,6 +775,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         self.rotary_emb = MoHLlamaRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
+        if config._attn_implementation == "vllm":  # which gives every parameter the dtype of the model
+            self._keep_in_fp32_modules_strict = {"bias_steps"}
 
     def get_input_embeddings(self):
         return self.embed_tokens
@@ -821,7 +822,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             cache_position = torch.arange(x.shape[1], device=x.device) + past
         if position_ids is None:
             position_ids = cache_position.unsqueeze(0)
-        if self.embed_positions is not None:
+        first_stage = not isinstance(self.layers[0], nn.Identity)  # vLLM has one for each layer of other stages
+        if self.embed_positions is not None and first_stage:
             x = x + self.embed_positions(position_ids)
         seen = (self.config_of_masks or config, x, attention_mask, past_key_values, cache_position, position_ids)
         present = None

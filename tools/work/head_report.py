@@ -39,6 +39,8 @@ def run(arguments):
         raise ConfigError([f"--suite {arguments.suite}: pip install -e '.[eval]' for its tasks"])
     writable_directory(arguments.output)
     model, limit, tokenizer = load(arguments)
+    if len({layer.self_attn.heads.num_heads for layer in model.model.layers}) > 1:
+        raise ConfigError([f"--model {arguments.model}: its layers differ in their heads; maps need as many in each"])
     length = arguments.seq_length or min(limit, LONGEST_WINDOW)
     if not SEGMENT <= length <= limit:
         raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, the length of training"])

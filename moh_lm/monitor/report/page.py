@@ -14,7 +14,7 @@ from moh_lm.data.files import publish
 from moh_lm.monitor.report import pictures
 from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, written
 from moh_lm.monitor.row import rounded
-from moh_lm.quantities import short, time_left
+from moh_lm.quantities import short, time_left, words
 
 MOST_EVENTS = 300  # rows of the table; the curves have all
 QUIET = ("saved",)  # events that are not worth a row
@@ -133,7 +133,7 @@ def names_of(runs):
 def summary(run):
     """[(what, value)] of one run."""
     model, tokens = run.config.model, run.step * run.config.run.tokens_per_iteration
-    heads = f"{model.num_attention_heads} heads"
+    heads = f"{words(model.num_attention_heads)} heads"
     if model.routed_layers():
         heads += f", {model.heads.head_selection} with routing {model.heads.routing}"
     return [
