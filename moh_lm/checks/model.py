@@ -72,7 +72,7 @@ def head_count_problems(model):
         if len(values := as_tuple(getattr(model, key))) not in (1, model.num_layers)
     ]
     if found:
-        return found
+        return found[:1]  # the others follow from it, or are seen next
     pairs = dict.fromkeys(
         (of.num_attention_heads, of.num_key_value_heads) for of in map(model.of_layer, range(len(model.head_counts)))
     )
