@@ -18,6 +18,7 @@ def config_problems(config, world_size):
         *model.table_problems(config),
         *data_problems(config.data),
         *run.optimizer_problems(config.optimizer),
+        *run.split_problems(config),
         *run.schedule_problems(config),
         *run.frozen_problems(config),
         *run.router_problems(config),

@@ -29,7 +29,7 @@ def model_problems(model):
     elif model.head_dim < 1 or ("rotary" in model.position and (turned < 2 or turned // 1 % 2)):
         share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
-    found += latent_problems(model)
+    found += latent_problems(model) + width_problems(model)
     found += position_problems(model)
     for key in ("rope_theta", "rms_norm_eps"):
         if not 0 < getattr(model, key) < math.inf:
@@ -116,9 +116,36 @@ def latent_problems(model):
         ("--routed-keys", model.heads.routed_keys, "all", "a token keeps one vector for all heads"),
         ("--position", "cope" in model.position and "cope", False, "its table fits heads of --head-dim"),
     )
-    return found + [
-        f"{name} {value}: with {given}, {why}; leave it out" for name, value, free, why in others if value != free
+    return found + refusals(given, others)
+
+
+def width_problems(model):
+    """Heads of several widths, and what has no meaning with them."""
+    widths, given = model.head_dims, "--head-dims"
+    if not widths:
+        return []
+    if isinstance(model.num_attention_heads, tuple) or len(widths) != model.num_attention_heads:
+        heads = " ".join(map(str, model.head_counts))
+        return [f"{given} has {len(widths)} numbers: give one for each of --num-attention-heads {heads}"]
+    found = [
+        f"{given} {width}: the first {turned} of its features would turn, in pairs; choose an even number, 2 or above"
+        for width in sorted({*widths})
+        if (turned := int(width * model.rotary_fraction)) < 2 or turned % 2
     ]
+    others = (
+        ("--head-dim", model.head_dim, max(widths), "it is the widest"),
+        ("--attention", model.attention, "heads", "there is one width of latents"),
+        ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "heads share no keys"),
+        ("--qk-norm", model.qk_norm, False, "one weight would have to serve heads of all widths"),
+        ("--routed-keys", model.heads.routed_keys, "all", "its marks are for heads of one width"),
+        ("--position", "cope" in model.position and "cope", False, "its tables are for heads of one width"),
+    )
+    return found + refusals(given, others)
+
+
+def refusals(given, others):
+    """others: [(flag, its value, the only value that goes with the flags ``given``, why)]."""
+    return [f"{name} {value}: with {given}, {why}; leave it out" for name, value, free, why in others if value != free]
 
 
 def position_problems(model):

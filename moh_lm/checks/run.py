@@ -39,6 +39,14 @@ def optimizer_problems(optimizer):
     return found
 
 
+def split_problems(config):
+    """Blocks of heads have one size."""
+    split = config.optimizer.muon_split
+    if split == "matrix" or not config.model.head_dims:
+        return []
+    return [f"--muon-split {split}: --head-dims has heads of several widths; choose matrix"]
+
+
 def frozen_problems(config):
     """What --train-only router needs: routers with weights, that do not rest, on one pipeline stage."""
     heads, stages = config.model.heads, config.parallel.pipeline_parallel_size

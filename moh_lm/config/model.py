@@ -91,6 +91,9 @@ class ModelConfig:
         (), "key/value heads: one number, or one per layer (default: one per query head)", parse=int
     )
     head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)", parse=int)
+    head_dims: tuple[int, ...] = option(
+        (), "or the width of each head of a layer, shared heads first", parse=int, metavar="N"
+    )
     attention: str = option(
         "heads",
         "keys and values of each head, or of heads that share them; or latent: made of one short vector of a token, "
@@ -149,6 +152,8 @@ class ModelConfig:
             object.__setattr__(self, key, value[0] if equal else value)
         counts = self.head_counts
         heads = max(counts)
+        if self.head_dims and self.head_dim is None:
+            object.__setattr__(self, "head_dim", max(self.head_dims))
         if self.base_width is None:
             object.__setattr__(self, "base_width", self.hidden_size)
         if self.head_dim is None and heads > 0:
@@ -185,6 +190,10 @@ class ModelConfig:
         """The model with the heads of this layer in all layers."""
         several = {key: getattr(self, key) for key in OF_LAYERS if isinstance(getattr(self, key), tuple)}
         return replace(self, **{key: values[layer] for key, values in several.items()}) if several else self
+
+    def widths_of_heads(self):
+        """Of each head of a layer; of a model as ``of_layer`` gives it."""
+        return self.head_dims or (self.head_dim,) * self.num_attention_heads
 
     @property
     def query_dim(self):

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from moh_lm.model.latent import attention_kind
+from moh_lm.model.attention_kinds import attention_kind
 from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES

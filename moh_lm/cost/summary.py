@@ -48,7 +48,7 @@ def describe_model(model):
     counts = parameter_counts(model)
     yield (
         f"model      {model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
-        f"{words(model.num_attention_heads)} heads x {model.head_dim}, {describe_keys(model)}, "
+        f"{words(model.num_attention_heads)} heads x {describe_width(model)}, {describe_keys(model)}, "
         f"vocabulary {model.vocab_size}"
     )
     yield (
@@ -74,6 +74,11 @@ def describe_window(model):
     """Layers by what they see, such as: 512 tokens in 3 of 4 layers, the whole sequence in 1."""
     counts = Counter(f"{width} tokens" if width else "the whole sequence" for width in model.window)
     return ", ".join(f"{what} in {count} of {model.num_layers} layers" for what, count in counts.items())
+
+
+def describe_width(model):
+    widths = model.head_dims or (model.head_dim,)
+    return str(model.head_dim) if len({*widths}) == 1 else f"{min(widths)} to {max(widths)}"
 
 
 def describe_keys(model):

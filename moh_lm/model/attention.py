@@ -86,7 +86,7 @@ class Attention(AttentionCost, nn.Module):
         table_std = init_std / math.sqrt(config.width_ratio)  # no sum over the width: see parameter_groups
         self.cope = ContextualPositions(config, table_std, self.heads) if cope else None
         self.make_projections(config, init_std)
-        size, columns = config.num_attention_heads * self.head_dim, self.heads.partition(1, self.head_dim)
+        size, columns = sum(config.widths_of_heads()), self.partition(1, config)
         self.o_proj = RowParallelLinear(size, config.hidden_size, output_std, columns, group)
         mixture = config.heads.head_selection == "mixture"
         self.router = HeadRouter(config, layer_index, init_std, group, loss_terms) if mixture else None
@@ -106,6 +106,10 @@ class Attention(AttentionCost, nn.Module):
         self.q_norm, self.k_norm = (
             RMSNorm(e, config.rms_norm_eps, self.group) if config.qk_norm else nn.Identity() for _ in range(2)
         )
+
+    def partition(self, dim, config):
+        """The rows or columns of this rank's heads, in values and outputs; None on one rank."""
+        return self.heads.partition(dim, self.head_dim)
 
     def forward(self, x, documents=None, recall=None):
         """x: [s/tp, b, d], normalised -> [s/tp, b, d], and the ``Routed`` of the router, or None.

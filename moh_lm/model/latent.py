@@ -121,8 +121,3 @@ class LatentAttention(Attention):
         h, e, t, q = config.num_attention_heads, config.head_dim, config.qk_rope_head_dim, config.q_lora_rank or 0
         heads = h * (4 * (e + t) + e)
         return width * (heads / tp + config.hidden_size) + (4 + 2 * width) * (config.kv_lora_rank + q)
-
-
-def attention_kind(config):
-    """The class of the attention layers of a ``ModelConfig``."""
-    return LatentAttention if config.attention == "latent" else Attention

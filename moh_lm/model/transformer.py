@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_lm.kernels.break_even import fastest
 from moh_lm.kernels.documents import Documents
+from moh_lm.model.attention_kinds import attention_kind
 from moh_lm.model.balance import attach_loss
-from moh_lm.model.latent import attention_kind
 from moh_lm.model.positions import LearnedPositions
 from moh_lm.model.router import Recall
 from moh_lm.parallel.cross_entropy import linear_cross_entropy

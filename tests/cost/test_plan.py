@@ -140,7 +140,8 @@ def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
     [
         "--head-selection all", "", "--routing query_norm", "--num-key-value-heads 2 --qk-norm", "--post-norm",
         "--num-key-value-heads 4 --routed-keys selected", "--position cope --num-key-value-heads 2",
-        "--attention latent", "--attention latent --q-lora-rank 96 --head-selection all",
+        "--head-dims 64 64 32 32 16 16 16 16", "--attention latent",
+        "--attention latent --q-lora-rank 96 --head-selection all",
     ],
 )  # fmt: skip
 def test_the_activation_estimate_is_what_autograd_keeps(flags, dtype):

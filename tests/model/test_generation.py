@@ -66,6 +66,10 @@ MODELS = {
         dict(num_shared_heads=(2, 0), num_active_routed_heads=(2, 3), routing="released"),
         dict(num_attention_heads=(4, 8), num_key_value_heads=(2, 4), head_dim=8),
     ),
+    "heads of several widths": (
+        dict(num_shared_heads=(2,), num_active_routed_heads=(3,)),
+        dict(head_dims=(8, 8, 8, 4, 4, 2, 2, 8), head_dim=8, window=(5, 0)),
+    ),
     "latent": (
         dict(num_shared_heads=(2, 0), num_active_routed_heads=(3,)),
         dict(attention="latent", kv_lora_rank=7, q_lora_rank=9, qk_rope_head_dim=4, window=(5, 0)),

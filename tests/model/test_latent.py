@@ -131,36 +131,41 @@ def test_with_all_heads_it_is_transformers_deepseek_v2(rank):
         torch.testing.assert_close(ours(tokens).transpose(0, 1), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-def output_and_gradients(name, rank):
+def gradients_of_ranks(make, *arguments):
+    """(output, gradient of x) of the whole sequence, {parameter: (partition, gradient)}. make: a layer, in a group."""
     start_process_group(120)
     size = torch.distributed.get_world_size()
-    group = ParallelGroups.create(size, 1).tensor if size > 1 else None
-    layer = LatentAttention(config_of(name, q_lora_rank=rank), 0, 0.02, 0.02, 1, group).double()
-    whole = vivid(LatentAttention(config_of(name, q_lora_rank=rank), 0, 0.02, 0.02, 1, None))
+    group = ParallelGroups.create(size, 1).tensor
+    layer, whole = make(*arguments, group).double(), vivid(make(*arguments, None))
     for mine, theirs in zip(layer.parameters(), whole.parameters(), strict=True):
         partition = mine.tensor_partition
         mine.data.copy_(theirs if partition is None else partition.take(theirs.data))
-    part = 8 // size
-    x = torch.randn(8, 1, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    upstream = torch.randn(8, 1, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    start = part * (torch.distributed.get_rank() if size > 1 else 0)
-    x, upstream = x[start : start + part].requires_grad_(), upstream[start : start + part]
+    x, upstream = (
+        torch.randn(8, 1, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in (1, 2)
+    )
+    own = slice(8 // size * torch.distributed.get_rank(), 8 // size * (torch.distributed.get_rank() + 1))
+    x = x[own].clone().requires_grad_()
     output, _ = layer.train()(x)
-    (output * upstream).sum().backward()
+    (output * upstream[own]).sum().backward()
+    parts = [torch.empty_like(part) for part in (output, x.grad) for _ in range(size)]
+    torch.distributed.all_gather(parts[:size], output.detach())
+    torch.distributed.all_gather(parts[size:], x.grad)
     gradients = {
         key: (parameter.tensor_partition, parameter.grad.clone()) for key, parameter in layer.named_parameters()
     }
-    return output.detach(), x.grad, gradients
+    return torch.cat(parts[:size]), torch.cat(parts[size:]), gradients
+
+
+def layer_of(name, rank, group):
+    return LatentAttention(config_of(name, q_lora_rank=rank), 0, 0.02, 0.02, 1, group)
 
 
 @pytest.mark.parametrize("name, rank", [("paper", 7), ("query norm", None)])
 def test_tensor_parallel_ranks_compute_the_layer_of_one(name, rank):
-    ((output, x_grad, expected),) = run_ranks(output_and_gradients, 1, name, rank)
-    ranks = run_ranks(output_and_gradients, 2, name, rank)
-    torch.testing.assert_close(torch.cat([rank[0] for rank in ranks]), output, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(torch.cat([rank[1] for rank in ranks]), x_grad, rtol=1e-9, atol=1e-12)
-    for *_, gradients in ranks:
+    (one,) = run_ranks(gradients_of_ranks, 1, layer_of, name, rank)
+    for output, x_grad, gradients in run_ranks(gradients_of_ranks, 2, layer_of, name, rank):
+        torch.testing.assert_close((output, x_grad), one[:2], rtol=1e-9, atol=1e-12)
         for key, (partition, gradient) in gradients.items():
-            whole = expected[key][1]
+            whole = one[2][key][1]
             wanted = whole if partition is None else partition.take(whole)
             torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11, msg=key)

@@ -187,15 +187,17 @@ def reference_attention(config, layer, weights, inputs):
     heads, dim = config.layer_heads[layer], config.query_dim
     group, window = config.num_attention_heads // config.num_key_value_heads, config.layer_windows[layer]
     latent = config.attention == "latent"
-    split = latent_heads(config, weights, inputs) if latent else {
+    split = latent_heads(config, weights, inputs) if latent else {} if config.head_dims else {
         name: [(weights[f"{name}_proj"] @ x).reshape(-1, dim) for x in inputs] for name in "qkv"
     }  # fmt: skip
+    if config.head_dims:
+        ends = np.cumsum(config.head_dims)[:-1]
+        split = {name: [np.split(weights[f"{name}_proj"] @ x, ends) for x in inputs] for name in "qkv"}
     dim += config.turning_dim
     router = {key.split(".")[1]: value for key, value in weights.items() if key.startswith("router.")}
-    turned = config.turning_dim or int(dim * config.rope_parameters.get("partial_rotary_factor", 1))
-    turned *= config.layer_positions[layer] == "rotary"
-
     def placed(vector, position):
+        turned = config.turning_dim or int(len(vector) * config.rope_parameters.get("partial_rotary_factor", 1))
+        turned *= config.layer_positions[layer] == "rotary"
         return np.concatenate([rotated(vector[:turned], position, config.rope_theta), vector[turned:]])
 
     outputs = []
@@ -209,7 +211,8 @@ def reference_attention(config, layer, weights, inputs):
             seen = [u for u in range(first, t + 1) if u == t or not own_keys or routes[u][head] > 0]
             keys = [placed(split["k"][u][head // group], u) for u in seen]
             more = counted(weights["cope"][head], query, keys) if "cope" in weights else [0.0] * len(keys)
-            attention = softmax([query @ key / math.sqrt(dim) + added for key, added in zip(keys, more, strict=True)])
+            root = math.sqrt(len(query))
+            attention = softmax([query @ key / root + added for key, added in zip(keys, more, strict=True)])
             output = sum(a * split["v"][u][head // group] for u, a in zip(seen, attention, strict=True))
             weighted.append(gates[head] * output)
         outputs.append(weights["o_proj"] @ np.concatenate(weighted))
@@ -296,6 +299,13 @@ WINDOWS = {
         "layer_heads": [2, 4], "num_key_value_heads": 2, "num_shared_heads": [0, 2], "num_active_routed_heads": [1, 1],
     },
     "other numbers of heads, all on": {"layer_heads": [4, 3], "head_selection": "all"},
+    "heads of several widths": {
+        "head_dims": [6, 6, 4, 2], "layer_windows": [4, 0], "routing": "query_norm", "num_shared_heads": [0, 2],
+        "num_active_routed_heads": [2, 1],
+    },
+    "heads of several widths, a part turned": {
+        "head_dims": [4, 6, 6, 4], "rope_parameters": {"partial_rotary_factor": 0.67, "rope_theta": 50.0},
+    },
     "latent": {
         "attention": "latent", "kv_lora_rank": 5, "qk_rope_head_dim": 4, "q_lora_rank": 7, "layer_windows": [4, 0],
     },

@@ -74,6 +74,13 @@ CALLS = {
         --save-config x.yaml | --save-config x.yaml: goes with --dry-run
         --head-selection gated --routing paper_scaled | --head-selection gated: contradicts --routing
         ok --checkpoint-dir | --checkpoint-dir: needs a value
+        ok --num-layers 3 --num-attention-heads 4 2 | --num-attention-heads has 2 numbers: give one for all
+        ok --num-layers 2 --num-attention-heads 4 6 --head-dim 4 --num-key-value-heads 2 | --num-key-value-heads 2: as
+        ok --num-attention-heads 2 --head-dims 4 4 4 | --head-dims has 3 numbers: give one for each of
+        ok --num-attention-heads 2 --head-dims 4 3 | --head-dims 3: the first 3 of its features would turn, in pairs
+        ok --num-attention-heads 2 --head-dims 4 2 --optimizer muon --muon-split head | --muon-split head: --head-dims
+        ok --kv-lora-rank 8 | --kv-lora-rank 8: has no meaning without --attention latent
+        ok --attention latent --qk-norm | --qk-norm True: with --attention latent, the latents have norms; leave
         ok --train-tokens -5M | --train-tokens -5M: write a whole number, or one with a suffix such as
         ok --train-iters 0 | --train-iters 0: must be at least 1
         ok --num-layers 0 | --num-layers 0: must be 1 or above

@@ -33,7 +33,7 @@ COUNTED = "--position none cope rotary cope --cope-max-position 3 --rotary-fract
 GROUPED = "--num-attention-heads 16 --num-key-value-heads 8 --num-shared-heads 8 --num-active-routed-heads 3"
 MODELS = {
     "paper, latent": "--attention latent --kv-lora-rank 12 --q-lora-rank 20",
-    "dense, tied": "--head-selection all --tie-embeddings --base-width 16",
+    "dense, tied": "--head-selection all --tie-embeddings --base-width 16 --head-dims 8 8 8 8 4 4 6 6",
     "paper": "",
     "paper, step, grouped, window": f"--load-balance-scope global_batch --window 6 --base-width 16 {GROUPED}",
     "released, one key": f"--routing released {GROUPED} --num-key-value-heads 1 {COUNTED} "

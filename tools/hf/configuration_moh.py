@@ -19,6 +19,7 @@ The keys are those of ``LlamaConfig`` and these:
                              others (arXiv 2405.04434). q_lora_rank: features of the vector of queries; null: none
     qk_norm                  RMSNorm of each head's query and key, with one weight for all heads, before their positions
     post_norm                norms after attention and MLP instead of before them
+    head_dims                one number per head of a layer, in all layers: its width; head_dim is then the widest
     layer_heads              one number per layer: its query heads, where they differ. num_attention_heads and
                              num_key_value_heads are then those of the layer with most; as many share keys in each
     layer_positions          one kind per layer: rotary; cope, positions that queries count (arXiv 2405.18719); none;
@@ -126,6 +127,7 @@ class MoHLlamaConfig(PretrainedConfig):
         layer_windows=None,
         layer_positions=None,
         layer_heads=None,
+        head_dims=None,
         **kwargs,
     ):
         for key, default in DEFAULTS.items():
@@ -146,6 +148,7 @@ class MoHLlamaConfig(PretrainedConfig):
             self.sliding_window = max(self.layer_windows)
             self.layer_types = ["sliding_attention" if width else "full_attention" for width in self.layer_windows]
 
+        self.head_dims = list(head_dims or [])
         self.layer_positions = list(layer_positions or ["rotary"] * self.num_hidden_layers)
 
         self.query_dim = query_dim or self.head_dim
@@ -199,6 +202,14 @@ class MoHLlamaConfig(PretrainedConfig):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key} {getattr(self, key)!r}: must be one of {', '.join(allowed)}")
         latent = self.attention == "latent"
+        if self.head_dims and (
+            max(self.head_dims) != self.head_dim or {*self.layer_heads} != {len(self.head_dims)} or self.qk_norm
+            or latent or self.queries_per_key > 1 or self.routed_keys == "selected" or "cope" in self.layer_positions
+        ):  # fmt: skip
+            raise ValueError(
+                f"head_dims {self.head_dims}: needs head_dim, the widest, and as many heads in every layer; no shared "
+                "keys, and none of qk_norm, latent attention, routed_keys selected and cope"
+            )
         if latent and not (self.kv_lora_rank and self.qk_rope_head_dim):
             raise ValueError("attention latent: needs kv_lora_rank and qk_rope_head_dim")
         shared_keys = self.num_key_value_heads != self.num_attention_heads

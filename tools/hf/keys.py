@@ -41,6 +41,7 @@ MODEL = (
     Key("tie_word_embeddings", "tie_embeddings", False),
 )
 OURS = (  # of a moh_llama only, and only if it is another than by default
+    Key("head_dims", "head_dims", ()),
     Key("attention", "attention", "heads"),
     Key("kv_lora_rank", "kv_lora_rank", None),
     Key("q_lora_rank", "q_lora_rank", None),

@@ -14,6 +14,7 @@ from moh_lm.cost.summary import (
     describe_keys,
     describe_norms,
     describe_positions,
+    describe_width,
     describe_window,
     routing_facts,
 )
@@ -69,7 +70,7 @@ def model_facts(model, dtype, parameters, seq_length):
         "parameters": f"{parameters:,}, {str(dtype).removeprefix('torch.')}",
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"vocabulary {model.vocab_size:,}",
-        "attention": f"{words(model.num_attention_heads)} heads of {model.head_dim}, {describe_keys(model)}",
+        "attention": f"{words(model.num_attention_heads)} heads of {describe_width(model)}, {describe_keys(model)}",
         **({"positions": positions} if (positions := describe_positions(model)) else {}),
         **({"rotary embedding": rope} if "rotary" in model.position else {}),
         **({"sliding window": describe_window(model)} if any(model.window) else {}),

@@ -395,7 +395,10 @@ class MoHLlamaContextualPositions(nn.Module):
 
 
 class MoHLlamaAttention(nn.Module):
-    """Self-attention whose heads are weighted by gates, Eq. 4."""
+    """Self-attention whose heads are weighted by gates, Eq. 4. projects: whether it has a way of its own to queries,
+    keys and values."""
+
+    projects = False
 
     def __init__(self, config, layer_idx):
         super().__init__()
@@ -410,9 +413,9 @@ class MoHLlamaAttention(nn.Module):
         self.in_bf16 = config.routing_dtype == "bf16"
         self.num_shared = config.num_shared_heads[layer_idx]
         self.num_active = config.num_active_routed_heads[layer_idx]
-        self.latent = config.attention == "latent"
         self.make_projections(config)
-        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        size = sum(config.head_dims) or self.num_heads * self.head_dim
+        self.o_proj = nn.Linear(size, config.hidden_size, bias=False)
         self.rotary = config.layer_positions[layer_idx] == "rotary"
         cope = config.layer_positions[layer_idx] == "cope"
         self.cope = MoHLlamaContextualPositions(config, self.num_heads) if cope else None
@@ -432,6 +435,10 @@ class MoHLlamaAttention(nn.Module):
             MoHLlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
 
+    def joined(self, output):
+        """[b, s, h, head_dim] -> what the output projection takes."""
+        return output.flatten(2)
+
     def route(self, hidden_states, query):
         """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before norm and rotary."""
         num_heads = self.num_heads
@@ -450,12 +457,11 @@ class MoHLlamaAttention(nn.Module):
 
     def forward(
         self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache_position=None,
-        present=None, **kwargs,
+        present=None, position_ids=None, **kwargs,
     ):  # fmt: skip
         shape = hidden_states.shape[:-1]
-        if self.latent:
-            queries, key, value = self.project(hidden_states)
-            query = queries.transpose(1, 2)
+        if self.projects:
+            queries, query, key, value = self.project(hidden_states, position_embeddings, position_ids)
         else:
             # vLLM fuses the three where their names are not assigned again. Then ranks can share a key/value head.
             queries = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
@@ -463,9 +469,9 @@ class MoHLlamaAttention(nn.Module):
             values = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
             query, key = self.q_norm(queries).transpose(1, 2), self.k_norm(keys).transpose(1, 2)  # [b, h, s, head_dim]
             value = values.transpose(1, 2)
+            if self.rotary:
+                query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         gates, selected, scores = self.route(hidden_states, queries)
-        if self.rotary:
-            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
         if layer is not None:
             layer.keep(key, value, used, present)
@@ -476,7 +482,7 @@ class MoHLlamaAttention(nn.Module):
         if past_key_values is not None and layer is None:
             # transformers 4 finds the slots of a static cache by cache_position
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
-        if self.latent:
+        if self.projects:
             key, value = self.expand(key, value)
         if self.cope is not None:
             attention_mask = self.cope(query, key, attention_mask)
@@ -487,17 +493,19 @@ class MoHLlamaAttention(nn.Module):
             attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         output, weights = attention_interface(
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling,
-            sliding_window=self.sliding_window, **kwargs,
+            sliding_window=self.sliding_window, position_ids=position_ids, **kwargs,
         )  # fmt: skip
         output = output.reshape(*shape, -1, query.shape[-1])[..., : self.head_dim]  # [b, s, h, head_dim]
         if self.gated:
             output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
-        return self.o_proj(output.reshape(*shape, -1)), weights, gates, selected, scores  # Eq. 4
+        return self.o_proj(self.joined(output)), weights, gates, selected, scores  # Eq. 4
 
 
 class MoHLlamaLatentAttention(MoHLlamaAttention):
     """Keys and values of all heads are made of one latent of a token and one key that turns (arXiv 2405.04434), which
     are all that a cache keeps. In the weights of queries the features that turn are the last, in here the first."""
+
+    projects = True
 
     def make_projections(self, config):
         self.latent_dim, self.turning_dim = config.kv_lora_rank, config.turning_dim
@@ -512,21 +520,61 @@ class MoHLlamaLatentAttention(MoHLlamaAttention):
         self.kv_a_layernorm = MoHLlamaRMSNorm(self.latent_dim, config.rms_norm_eps)
         self.kv_b_proj = nn.Linear(self.latent_dim, 2 * self.num_heads * self.head_dim, bias=False)
 
-    def project(self, hidden_states):
-        """Queries [b, s, h, t + e], the key that turns [b, 1, s, t], and the latent [b, 1, s, r]."""
+    def project(self, hidden_states, position_embeddings, position_ids):
+        """Queries [b, s, h, t + e]; at their positions [b, h, s, t + e]; the key that turns [b, 1, s, t]; the latent
+        [b, 1, s, r]."""
         if self.config.q_lora_rank is None:
             queries = self.q_proj(hidden_states)
         else:
             queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
         queries = queries.unflatten(-1, (-1, self.head_dim + self.turning_dim)).roll(self.turning_dim, -1)
         latent, key = self.kv_a_proj_with_mqa(hidden_states).split((self.latent_dim, self.turning_dim), -1)
-        return queries, key.unsqueeze(1), self.kv_a_layernorm(latent).unsqueeze(1)
+        query, key = queries.transpose(1, 2), key.unsqueeze(1)
+        if self.rotary:
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        return queries, query, key, self.kv_a_layernorm(latent).unsqueeze(1)
 
     def expand(self, key, value):
         """Keys and values of heads, of what a cache has kept."""
         still, value = self.kv_b_proj(value[:, 0]).unflatten(-1, (-1, 2 * self.head_dim)).transpose(1, 2).chunk(2, -1)
         key = torch.cat((key.expand(-1, still.shape[1], -1, -1), still), -1)
         return key, F.pad(value, (0, self.turning_dim))  # kernels have keys and values of one width
+
+
+class MoHLlamaUnevenAttention(MoHLlamaAttention):
+    """Heads of several widths: padded with zeros to the widest, each turned by the angles of its own width."""
+
+    projects = True
+
+    def make_projections(self, config):
+        size = sum(config.head_dims)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.hidden_size, size, bias=False) for _ in range(3))
+
+    def project(self, hidden_states, position_embeddings, position_ids):
+        """Queries, padded [b, s, h, e]; and queries, keys and values [b, h, s, e] at their positions."""
+        widths, wide, tables = self.config.head_dims, self.head_dim, {}
+        if self.rotary:
+            tables = {width: rotary_table(self.config, width, hidden_states, position_ids) for width in {*widths}}
+
+        def padded(heads, turned=False, scaled=False):
+            placed = []
+            for head in heads:
+                width = head.shape[-1]
+                head = rotate(head.unsqueeze(1), *tables[width]).squeeze(1) if turned and self.rotary else head
+                placed.append(F.pad(head * ((wide / width) ** 0.5 if scaled else 1), (0, wide - width)))
+            return torch.stack(placed, 1)
+
+        query, key, value = (
+            project(hidden_states).split(widths, -1) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        given = padded(query).transpose(1, 2)
+        return given, padded(query, True, scaled=True), padded(key, True), padded(value)  # scores are over sqrt(e)
+
+    def expand(self, key, value):
+        return key, value
+
+    def joined(self, output):
+        return torch.cat([output[:, :, head, :width] for head, width in enumerate(self.config.head_dims)], -1)
 
 
 class MoHLlamaRMSNorm(nn.Module):
@@ -559,8 +607,8 @@ class MoHLlamaMLP(nn.Module):
 class MoHLlamaDecoderLayer(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
-        latent = config.attention == "latent"
-        self.self_attn = (MoHLlamaLatentAttention if latent else MoHLlamaAttention)(config, layer_idx)
+        kind = MoHLlamaLatentAttention if config.attention == "latent" else MoHLlamaAttention
+        self.self_attn = (MoHLlamaUnevenAttention if config.head_dims else kind)(config, layer_idx)
         self.mlp = MoHLlamaMLP(config)
         self.post_norm = config.post_norm
         if self.post_norm:
@@ -622,13 +670,17 @@ class MoHLlamaRotaryEmbedding(nn.Module):
         self.config = config
 
     def forward(self, x, position_ids):
-        width = self.config.turning_dim or self.config.query_dim
-        with torch.autocast(device_type=x.device.type, enabled=False):
-            frequencies = rotary_frequencies(self.config.rope_parameters, width, x.device)
-            angles = position_ids[..., None].float() * frequencies  # [b, s, r / 2]
-            angles = torch.cat((angles, angles), dim=-1)
-            magnitude = rotary_magnitude(self.config.rope_parameters)
-            return (angles.cos() * magnitude).to(x.dtype), (angles.sin() * magnitude).to(x.dtype)
+        return rotary_table(self.config, self.config.turning_dim or self.config.query_dim, x, position_ids)
+
+
+def rotary_table(config, width, x, position_ids):
+    """cos and sin [b, s, r] of heads of this width, in the dtype of x."""
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        frequencies = rotary_frequencies(config.rope_parameters, width, x.device)
+        angles = position_ids[..., None].float() * frequencies  # [b, s, r / 2]
+        angles = torch.cat((angles, angles), dim=-1)
+        magnitude = rotary_magnitude(config.rope_parameters)
+        return (angles.cos() * magnitude).to(x.dtype), (angles.sin() * magnitude).to(x.dtype)
 
 
 def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position, window):
@@ -755,8 +807,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             raise ValueError(f"attn_implementation {given}: cannot count positions (cope); choose sdpa or eager")
         if config._attn_implementation == "vllm" and len({*config.layer_heads}) > 1:
             raise ValueError(f"layer_heads {config.layer_heads}: vLLM needs as many in every layer; use transformers")
-        if config._attn_implementation == "vllm" and config.attention == "latent":
-            raise ValueError("attention latent: vLLM's cache keeps heads; use transformers")
+        if config._attn_implementation == "vllm" and (config.attention == "latent" or config.head_dims):
+            raise ValueError("attention latent, head_dims: vLLM keeps heads of one width; use transformers")
         self.config_of_masks = None
         if "cope" in config.layer_positions:  # its layers need to know what is seen
             self.config_of_masks = copy.copy(config)

@@ -13,8 +13,8 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError
 from moh_lm.data.tokenizer import continuation
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
+from moh_lm.model.attention_kinds import attention_kind
 from moh_lm.model.generation import generate
-from moh_lm.model.latent import attention_kind
 from moh_lm.model.routing import check_causal
 from moh_lm.model.transformer import CausalLM, saved_tensors
 from tools.devices import usable_device
