@@ -93,7 +93,7 @@ def words(value):
     if isinstance(value, tuple) and value and not isinstance(value[0], tuple):
         return by_layer(value)
     if isinstance(value, list | tuple):
-        value = " ".join("=".join(part) if isinstance(part, tuple) else quote(part) for part in value)
+        value = " ".join("=".join(part) if isinstance(part, tuple) else quote(str(part)) for part in value)
     return "none" if value in (None, "") else str(value).lower() if isinstance(value, bool) else str(value)
 
 

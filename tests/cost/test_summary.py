@@ -55,6 +55,13 @@ def test_a_dry_run_is_a_page_that_begins_with_what_was_given_and_ends_with_warni
     assert "  head_selection mixture, num_shared_heads layers 0-3: 4," in lines  # the resolved configuration
 
 
+def test_heads_by_layer_and_widths_of_heads_are_told_as_such(dry_run):
+    code, page = dry_run(*PLAN, *"--num-attention-heads 8 4 8 4 --num-shared-heads 4 2 4 2 --head-dim 8".split())
+    assert code == 0 and "layers 0: 8, 1: 4, 2: 8, 3: 4 heads x 8" in " ".join(page.split())
+    code, page = dry_run(*PLAN, *"--head-dims 8 8 4 4 4 4 2 2".split())
+    assert code == 0 and "8 heads x 2 to 8," in page and "head_dims 8 8 4 4 4 4 2 2," in page
+
+
 def test_what_a_flag_replaces_beside_a_preset_is_the_value_of_the_preset():
     lines = changes("--preset 1M --num-layers 8 --hidden-size 128 --train-iters 7 --window 256".split())
     new = ["--num-layers 8, was 5", "--window 256, was not given", "--train-iters 7, was --train-tokens 20000000"]
