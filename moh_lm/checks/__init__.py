@@ -4,7 +4,7 @@ A check returns sentences. Each gives the flag, its value, what is allowed and t
 once.
 """
 
-from moh_lm.checks import layout, model, run
+from moh_lm.checks import attention, layout, model, run
 from moh_lm.checks.plan import plan_warnings
 from moh_lm.data.mixture import data_problems
 
@@ -15,7 +15,7 @@ def config_problems(config, world_size):
     """Sentences for what is wrong with ``config`` on ``world_size`` processes; empty if the run can start."""
     return [
         *model.model_problems(config.model),
-        *model.table_problems(config),
+        *attention.table_problems(config),
         *data_problems(config.data),
         *run.optimizer_problems(config.optimizer),
         *run.split_problems(config),

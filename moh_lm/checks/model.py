@@ -1,17 +1,18 @@
 """What is wrong with the sizes of a model, its positions, its windows and its heads."""
 
 import math
-from dataclasses import fields
 
+from moh_lm.checks.attention import (
+    head_count_problems,
+    latent_problems,
+    per_layer,
+    position_problems,
+    rope_problems,
+    width_problems,
+)
 from moh_lm.checks.ranges import below, divisors
 from moh_lm.config import flag
-from moh_lm.config.model import OF_LAYERS
-from moh_lm.model.rotary import NEEDS
 from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
-
-OF_POSITION = {  # setting -> its kind of positions
-    "cope_max_position": "cope", "learned_positions": "learned", "rotary_fraction": "rotary", "rope_type": "rotary",
-}  # fmt: skip
 
 
 def model_problems(model):
@@ -56,155 +57,6 @@ def model_problems(model):
         budgets = budget_problems(model)
         return found + (budgets or warmup_problems(model))
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
-
-
-def head_count_problems(model):
-    """Query heads and key/value heads of each layer."""
-    found = [
-        f"{flag(key)} {value}: must be 1 or above"
-        for key in OF_LAYERS
-        for value in sorted({*as_tuple(getattr(model, key))})
-        if value < 1
-    ]
-    found += [
-        f"{flag(key)} has {len(values)} numbers: {per_layer(model)}"
-        for key in OF_LAYERS
-        if len(values := as_tuple(getattr(model, key))) not in (1, model.num_layers)
-    ]
-    if found:
-        return found[:1]  # the others follow from it, or are seen next
-    pairs = dict.fromkeys(
-        (of.num_attention_heads, of.num_key_value_heads) for of in map(model.of_layer, range(len(model.head_counts)))
-    )
-    found = [
-        f"--num-key-value-heads {keys}: must divide --num-attention-heads {heads}; choose one of "
-        f"{divisors(heads, heads)}"
-        for heads, keys in pairs
-        if heads % keys
-    ]
-    if not found and len({heads // keys for heads, keys in pairs}) > 1:
-        given = " ".join(map(str, as_tuple(model.num_key_value_heads)))
-        advice = "as many query heads must share a key/value head in every layer; give a number for each layer"
-        found.append(f"--num-key-value-heads {given}: {advice}")
-    return found
-
-
-def as_tuple(value):
-    return value if isinstance(value, tuple) else (value,)
-
-
-def per_layer(model):
-    return f"give one for all layers, or one for each of --num-layers {model.num_layers}"
-
-
-def latent_problems(model):
-    """What latent attention needs, or contradicts."""
-    given, sizes = "--attention latent", ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
-    if model.attention == "heads":
-        return [
-            f"{flag(key)} {getattr(model, key)}: has no meaning without {given}; leave it out"
-            for key in sizes
-            if getattr(model, key) is not None
-        ]
-    found = below(model, 1, *(key for key in sizes if getattr(model, key) is not None))
-    if model.qk_rope_head_dim % 2:
-        found.append(f"--qk-rope-head-dim {model.qk_rope_head_dim}: features turn in pairs; choose an even number")
-    others = (
-        ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "heads share no keys"),
-        ("--rotary-fraction", model.rotary_fraction, 1.0, "--qk-rope-head-dim says what turns"),
-        ("--qk-norm", model.qk_norm, False, "the latents have norms"),
-        ("--routed-keys", model.heads.routed_keys, "all", "a token keeps one vector for all heads"),
-        ("--position", "cope" in model.position and "cope", False, "its table fits heads of --head-dim"),
-    )
-    return found + refusals(given, others)
-
-
-def width_problems(model):
-    """Heads of several widths, and what has no meaning with them."""
-    widths, given = model.head_dims, "--head-dims"
-    if not widths:
-        return []
-    if isinstance(model.num_attention_heads, tuple) or len(widths) != model.num_attention_heads:
-        heads = " ".join(map(str, model.head_counts))
-        return [f"{given} has {len(widths)} numbers: give one for each of --num-attention-heads {heads}"]
-    found = [
-        f"{given} {width}: the first {turned} of its features would turn, in pairs; choose an even number, 2 or above"
-        for width in sorted({*widths})
-        if (turned := int(width * model.rotary_fraction)) < 2 or turned % 2
-    ]
-    others = (
-        ("--head-dim", model.head_dim, max(widths), "it is the widest"),
-        ("--attention", model.attention, "heads", "there is one width of latents"),
-        ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "heads share no keys"),
-        ("--qk-norm", model.qk_norm, False, "one weight would have to serve heads of all widths"),
-        ("--routed-keys", model.heads.routed_keys, "all", "its marks are for heads of one width"),
-        ("--position", "cope" in model.position and "cope", False, "its tables are for heads of one width"),
-    )
-    return found + refusals(given, others)
-
-
-def refusals(given, others):
-    """others: [(flag, its value, the only value that goes with the flags ``given``, why)]."""
-    return [f"{name} {value}: with {given}, {why}; leave it out" for name, value, free, why in others if value != free]
-
-
-def position_problems(model):
-    """The kinds of positions, and what each of them needs; settings of a kind that no layer has say nothing."""
-    kinds, known = {*model.position}, {entry.name: entry for entry in fields(model)}
-    allowed, given = known["position"].metadata["choices"], f"--position {' '.join(sorted(kinds))}"
-    if not kinds <= {*allowed}:
-        return [f"{given}: choose among {', '.join(allowed)}"]
-    found = below(model, 1, "cope_max_position")
-    if len(model.position) != model.num_layers:
-        found.append(f"--position has {len(model.position)} names: {per_layer(model)}")
-    if "learned" in kinds and len(kinds) > 1:
-        found.append(f"{given}: the table of learned serves all layers; give learned alone")
-    if "learned" in kinds and (model.learned_positions or 0) < 1:
-        found.append(f"--learned-positions {model.learned_positions}: {given} needs a number, at least --seq-length")
-    found += [
-        f"{flag(key)} {getattr(model, key)}: has no meaning with {given}; leave it out"
-        for key, kind in OF_POSITION.items()
-        if kind not in kinds and getattr(model, key) != known[key].default
-    ]
-    if not 0 < model.rotary_fraction <= 1:
-        found.append(f"--rotary-fraction {model.rotary_fraction:g}: must be above 0 and at most 1, such as 0.5")
-    return found
-
-
-def table_problems(config):
-    """A table of positions must have one for each token of a sequence."""
-    rows, length = config.model.learned_positions, config.run.seq_length
-    if rows is None or rows < 1 or rows >= length or "learned" not in config.model.position:
-        return []
-    return [f"--learned-positions {rows}: --seq-length {length} needs as many; choose at least {length}"]
-
-
-def rope_problems(model):
-    """The scaling of rotary embeddings: each type needs its own flags, and has no use for the others."""
-    keys = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length")
-    needed = [f"rope_{name}" for name in NEEDS[model.rope_type]]
-    found = [
-        f"{flag(key)} is missing: --rope-type {model.rope_type} needs it"
-        for key in needed
-        if getattr(model, key) is None
-    ]
-    found += [
-        f"{flag(key)} {getattr(model, key):g}: has no meaning with --rope-type {model.rope_type}; leave it out"
-        for key in keys
-        if key not in needed and getattr(model, key) is not None
-    ]
-    if found:
-        return found
-    found = below(model, 1, *(key for key in needed if key in ("rope_factor", "rope_original_length")))
-    if model.rope_type == "yarn" and not model.rope_theta > 1:
-        found.append(f"--rope-theta {model.rope_theta:g}: must be above 1 with --rope-type yarn, such as 10000")
-    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    if model.rope_type == "llama3" and not 0 < low < high < math.inf:
-        found.append(
-            f"--rope-low-freq-factor {low:g} and --rope-high-freq-factor {high:g}: must be above 0, the first below "
-            "the second; LLaMA 3.1 has 1 and 4"
-        )
-    return found
 
 
 def warmup_problems(model):

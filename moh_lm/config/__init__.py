@@ -1,4 +1,5 @@
-"""Configuration: what a run is, in eight small dataclasses: those of the model (model.py) and those of a run (run.py).
+"""Configuration: what a run is, in eight small dataclasses: those of the model (model.py,
+heads.py) and those of a run (run.py).
 
 A field says its name, type, default and meaning once. Flags (``moh_lm.flags``) and the flat ``config.json`` are made
 from the fields, so names are unique over all sections. Values that follow from others (the head dimension, one head
@@ -14,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moh_lm.config.fields import ConfigError, as_tuples, build, flag, option, walk
-from moh_lm.config.model import SPREAD, TRAINING_ONLY, HeadsConfig, ModelConfig, RoutedLayer, spread_budget
+from moh_lm.config.heads import SPREAD, TRAINING_ONLY, HeadsConfig, RoutedLayer, spread_budget
+from moh_lm.config.model import ModelConfig
 from moh_lm.config.run import AlarmConfig, DataConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunConfig
 
 __all__ = [

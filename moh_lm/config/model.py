@@ -1,80 +1,11 @@
-"""The sections of the configuration that say what the model is: its sizes, and which heads a token uses."""
+"""The section of the configuration that says what the model is: its sizes, its attention and its positions."""
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from moh_lm.config.fields import ConfigError, option
-
-
-@dataclass(frozen=True)
-class HeadsConfig:
-    """heads: which attention heads a token uses (paper, section 3)"""
-
-    head_selection: str = option(
-        "mixture",
-        "all: ordinary attention; mixture: shared heads and a router's top-K of the others; static: the first heads; "
-        "gated: all heads, each with a gate of --routing sigmoid, which is a mixture of shared heads only",
-        choices=("all", "mixture", "static", "gated"),
-    )
-    num_shared_heads: tuple[int, ...] = option(
-        (), "heads that are always on: one number, or one per layer (default: half of the heads)", parse=int
-    )
-    num_active_routed_heads: tuple[int, ...] = option(
-        (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)", parse=int
-    )
-    head_budget: float | None = option(
-        None, "share of the heads that a token uses, of all layers: gives the numbers above that are not", parse=float
-    )
-    head_budget_slope: float = option(0.0, "of --head-budget: share in the last layer minus that in the first")
-    routing: str = option(
-        "paper",
-        "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
-        "2 sigmoid of each score; from query norms (Eq. 9-10); ReLU of each score, K then being an average; or a "
-        "control, in which heads choose tokens",
-        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "expert_choice"),
-    )
-    routing_unit: str = option(
-        "head",
-        "what a token selects: heads, or whole key/value groups of grouped-query attention; budgets count heads",
-        choices=("head", "key_value_group"),
-    )
-    routed_keys: str = option(
-        "all",
-        "keys that a routed head sees, and keeps: of all tokens, or of those only that select it",
-        choices=("all", "selected"),
-    )
-    routing_dtype: str = option(
-        "fp32", "in which scores are ranked; bf16: as in MoH-LLaMA3, equal ones by torch.topk", choices=("fp32", "bf16")
-    )
-    routing_top_p: float | None = option(
-        None,
-        "select the fewest routed heads whose probabilities add up to this, at most K (default: always K)",
-        parse=float,
-    )
-    routing_entropy_coefficient: float = option(1e-4, "of the mean entropy of the routers, with --routing-top-p")
-    two_stage: bool = option(True, "weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1")
-    load_balance_coefficient: float = option(0.01, "beta of Eq. 8")
-    router_z_loss: float = option(0.0, "of the mean squared logsumexp of the routed scores; 0: none")
-    load_balance_scope: str = option(
-        "sequence",
-        "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), or the whole previous step",
-        choices=("sequence", "micro_batch", "global_batch"),
-    )
-    router_gumbel_noise: float = option(0.0, "scale of Gumbel noise on the scores that select in training; 0: none")
-    dense_warmup_iters: int = option(
-        0, "first iterations of a mixture in which all heads have gate 1, without a balance loss; routers rest"
-    )
-    load_balance_bias_rate: float = option(
-        0.0, "select by a bias too, which moves so far in each step, up for heads below the mean load; 0: no bias"
-    )
-
+from moh_lm.config.heads import HeadsConfig, RoutedLayer, spread_budget
 
 OF_LAYERS = ("num_attention_heads", "num_key_value_heads")  # of ModelConfig: a number, or a tuple of one per layer
-SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: said again by the budgets of the layers
-TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
-    "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
-    "router_gumbel_noise", "dense_warmup_iters",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -262,59 +193,3 @@ class ModelConfig:
             return []
         layers = map(self.routed_layer, range(self.num_layers))
         return [layer for layer in layers if layer.num_routed]
-
-
-def spread_budget(model, shared, tensor_parallel_size=1):
-    """{field of HeadsConfig: a number per layer} of --head-budget B and --head-budget-slope S.
-
-    The share of layer l of L is B + S (l / (L - 1) - 1/2). Whole heads, or groups of them, come as near as they can to
-    the sum of the shares so far; then they are sorted, since rounding leaves a few out of order. Heads that are always
-    on come in what every tensor-parallel rank can hold, unless ``shared`` gives their numbers. {} where the shares, or
-    the heads, are none that moh_lm.checks lets pass.
-    """
-    heads, numbers, layers = model.heads, model.head_counts, model.num_layers
-    numbers = numbers * layers if len(numbers) == 1 else numbers
-    if not (0 < (heads.head_budget or 0) <= 1 and abs(heads.head_budget_slope) <= 1 and min(numbers) >= 1):
-        return {}
-    group = numbers[0] // max(1, model.of_layer(0).num_key_value_heads) or 1
-    unit = step = group if heads.routing_unit == "key_value_group" else 1
-    if tensor_parallel_size > 1:
-        step = tensor_parallel_size * group
-    if heads.head_selection == "static":
-        unit = step
-    active, due = [], 0.0
-    for layer, number in enumerate(numbers):
-        due += number * (heads.head_budget + heads.head_budget_slope * (layer / max(1, layers - 1) - 0.5))
-        active.append(min(max(round((due - sum(active)) / unit) * unit, unit), number))
-    if len({*numbers}) == 1:
-        active.sort(reverse=heads.head_budget_slope < 0)
-    both = list(zip(active, numbers, strict=True))
-    shared = shared or tuple(max(0, count - max(unit, number // 4)) // step * step for count, number in both)
-    shared = shared * layers if len(shared) == 1 else shared
-    rest = (min(max(count - on, unit), number - on) for (count, number), on in zip(both, shared, strict=False))
-    return {"num_shared_heads": shared, "num_active_routed_heads": tuple(rest)}
-
-
-class RoutedLayer(NamedTuple):
-    """What a layer of a mixture routes: its number, and its numbers of experts, which are heads or groups of them.
-
-    With ``top_p``, num_active is the most that a token selects; ``by_sign``, what tokens select on average.
-    """
-
-    index: int
-    num_shared: int
-    num_routed: int
-    num_active: int
-    heads_per_expert: int = 1
-    top_p: float | None = None
-    by_sign: bool = False
-
-    @property
-    def varies(self):
-        """Whether a token selects more experts than another."""
-        return self.by_sign or self.top_p is not None
-
-    @property
-    def unit(self):
-        """What an expert is called."""
-        return "head" if self.heads_per_expert == 1 else "group"
