@@ -5,7 +5,8 @@
 #
 # Without flags those of Tables 6 and 7 are asked at 50% of the heads. At 75%, with the paper's nine shares of heads that
 # are always on: --variants moh-75 table6 table7. The number of heads at equal width: --variants dense heads. The gates
-# of MoA and SwitchHead: --variants gqa-dense moh-50 forms.
+# of MoA and SwitchHead: --variants gqa-dense moh-50 forms. Muon or AdamW, each at the best of five rates: --variants
+# dense moh-50 muon --rates 0.25 0.5 1 2 4.
 #
 # OUT (default: runs/ablation) receives the runs, REPORT.md and curves.png. A repetition goes on where the one before
 # ended. FLAGS are those of python -m launch.ablation --help, and any of moh_lm.pretrain, which win. The model has 1.3M
