@@ -29,7 +29,7 @@ def head_count_problems(model):
     if found:
         return found[:1]  # the others follow from it, or are seen next
     pairs = dict.fromkeys(
-        (of.num_attention_heads, of.num_key_value_heads) for of in map(model.of_layer, range(len(model.head_counts)))
+        (of.num_attention_heads, of.num_key_value_heads) for of in map(model.of_layer, range(model.num_layers))
     )
     found = [
         f"--num-key-value-heads {keys}: must divide --num-attention-heads {heads}; choose one of "

@@ -40,11 +40,14 @@ def optimizer_problems(optimizer):
 
 
 def split_problems(config):
-    """Blocks of heads have one size."""
-    split = config.optimizer.muon_split
-    if split == "matrix" or not config.model.head_dims:
+    """Blocks of heads have one size, and so have the parts of a matrix that ranks gather."""
+    split, tp = config.optimizer.muon_split, config.parallel.tensor_parallel_size
+    if config.optimizer.optimizer != "muon" or not config.model.head_dims:
         return []
-    return [f"--muon-split {split}: --head-dims has heads of several widths; choose matrix"]
+    found = [f"--muon-split {split}: --head-dims has heads of several widths; choose matrix"] * (split != "matrix")
+    advice = "choose 1, or --optimizer adamw"
+    uneven = f"--tensor-parallel-size {tp}: Muon needs equal parts of a matrix, which --head-dims has not; {advice}"
+    return found + [uneven] * (tp > 1)
 
 
 def frozen_problems(config):

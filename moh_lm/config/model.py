@@ -78,8 +78,8 @@ class ModelConfig:
     def __post_init__(self):
         for key in OF_LAYERS:
             value = getattr(self, key)
-            value = self.num_attention_heads if value is None or value == () else value
-            equal = isinstance(value, tuple) and len({*value}) == 1
+            value = (self.num_attention_heads or 0) if value is None or value == () else value
+            equal = isinstance(value, tuple) and len({*value}) == 1 and len(value) in (1, self.num_layers)
             object.__setattr__(self, key, value[0] if equal else value)
         counts = self.head_counts
         heads = max(counts)
@@ -89,7 +89,7 @@ class ModelConfig:
             object.__setattr__(self, "base_width", self.hidden_size)
         if self.head_dim is None and heads > 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
-        if self.attention == "latent":
+        if self.attention == "latent" and self.head_dim:
             for key, default in (("kv_lora_rank", 4 * self.head_dim), ("qk_rope_head_dim", self.head_dim // 2)):
                 if getattr(self, key) is None:
                     object.__setattr__(self, key, default)
@@ -129,7 +129,7 @@ class ModelConfig:
     @property
     def query_dim(self):
         """Features of a head's query, and of its key."""
-        return self.head_dim + (self.qk_rope_head_dim if self.attention == "latent" else 0)
+        return self.head_dim + self.qk_rope_head_dim if self.attention == "latent" and self.head_dim else self.head_dim
 
     @property
     def width_ratio(self):

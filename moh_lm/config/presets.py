@@ -44,7 +44,10 @@ def preset(size, given):
         raise ConfigError([f"--hidden-size {d}: --preset {size} has heads of {head}; {advice}"])
     heads = choose("num_attention_heads", (max(1, d // head),))
     heads = heads if isinstance(heads, tuple) else (heads,)
-    choose("head_dim", d // max(1, *heads))
+    if not values.get("head_dims"):
+        choose("head_dim", d // max(1, *heads))
+    if values.get("attention") == "latent":
+        choose("kv_lora_rank", max(1, d // 2))
     if "head_budget" not in given:
         choose("num_shared_heads", tuple(n // 2 for n in heads))
         choose("num_active_routed_heads", tuple(max(1, round(n / 4)) for n in heads))

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from moh_lm.model.attention import Attention
+from moh_lm.model.routing import FORMS
 from moh_lm.parallel.layers import ColumnParallelLinear, RMSNorm
 from moh_lm.parallel.mappings import replicate
 
@@ -120,4 +121,6 @@ class LatentAttention(Attention):
         both norms read, in fp32, and what they give."""
         h, e, t, q = config.num_attention_heads, config.head_dim, config.qk_rope_head_dim, config.q_lora_rank or 0
         heads = h * (4 * (e + t) + e)
+        if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
+            heads += h * (e + t) * 4 / width  # their norms, in fp32
         return width * (heads / tp + config.hidden_size) + (4 + 2 * width) * (config.kv_lora_rank + q)

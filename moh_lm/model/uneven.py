@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from moh_lm.model.attention import Attention
 from moh_lm.model.rotary import rotary_of
+from moh_lm.model.routing import FORMS
 from moh_lm.parallel.layers import ColumnParallelLinear, Partition
 
 
@@ -87,6 +88,6 @@ class UnevenAttention(Attention):
         """As of ``Attention``: of the rank's heads padded q, k, v and context, and the context without padding; the
         gathered input."""
         heads = 4 * config.num_attention_heads * config.head_dim + sum(config.head_dims)
-        if config.heads.head_selection == "mixture" and config.heads.routing == "query_norm":
+        if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
             heads += config.num_attention_heads * config.head_dim * 4 / width  # their norms, in fp32
         return width * (heads / tp + config.hidden_size)

@@ -140,7 +140,8 @@ def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
     [
         "--head-selection all", "", "--routing query_norm", "--num-key-value-heads 2 --qk-norm", "--post-norm",
         "--num-key-value-heads 4 --routed-keys selected", "--position cope --num-key-value-heads 2",
-        "--head-dims 64 64 32 32 16 16 16 16", "--attention latent",
+        "--head-dims 64 64 32 32 16 16 16 16 --routing query_norm", "--attention latent --routing query_norm",
+        "--attention latent",
         "--attention latent --q-lora-rank 96 --head-selection all",
     ],
 )  # fmt: skip

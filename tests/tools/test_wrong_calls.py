@@ -76,6 +76,10 @@ CALLS = {
         ok --checkpoint-dir | --checkpoint-dir: needs a value
         ok --num-layers 3 --num-attention-heads 4 2 | --num-attention-heads has 2 numbers: give one for all
         ok --num-layers 2 --num-attention-heads 4 6 --head-dim 4 --num-key-value-heads 2 | --num-key-value-heads 2: as
+        ok --num-attention-heads 8 --num-key-value-heads 4 3 | --num-key-value-heads 3: must divide
+        ok --num-attention-heads 8 --num-key-value-heads 4 8 | --num-key-value-heads 4 8: as many query heads must share
+        ok --num-layers 3 --num-attention-heads 8 8 | --num-attention-heads has 2 numbers: give one for all layers
+        ok --num-attention-heads 0 --attention latent | --num-attention-heads 0: must be 1 or above
         ok --num-attention-heads 2 --head-dims 4 4 4 | --head-dims has 3 numbers: give one for each of
         ok --num-attention-heads 2 --head-dims 4 3 | --head-dims 3: the first 3 of its features would turn, in pairs
         ok --num-attention-heads 2 --head-dims 4 2 --optimizer muon --muon-split head | --muon-split head: --head-dims

@@ -158,6 +158,9 @@ class MoHLlamaConfig(PretrainedConfig):
         self.num_shared_heads = list(num_shared_heads or [heads // 2 for heads in self.layer_heads])
         self.num_active_routed_heads = list(num_active_routed_heads or [max(1, n // 4) for n in self.layer_heads])
         self._check()
+        if self.attention == "latent" or self.head_dims:  # their projections are not split
+            plan = type(self).base_model_tp_plan
+            self.base_model_tp_plan = {name: way for name, way in plan.items() if ".mlp." in name}
 
         # auto_map and other keys travel in kwargs; without them a saved model could not be loaded again.
         absent = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

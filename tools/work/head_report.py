@@ -54,7 +54,10 @@ def run(arguments):
     sentences = arguments.treebank and read_treebank(arguments.treebank, tokenizer, arguments.tokens, length)
     changes = None
     if arguments.since:
-        earlier = load(Namespace(**{**vars(arguments), "model": arguments.since}))[0]
+        try:
+            earlier = load(Namespace(**{**vars(arguments), "model": arguments.since}))[0]
+        except ConfigError as error:
+            raise ConfigError([text.replace("--model", "--since", 1) for text in error.problems]) from error
         changes = measure_changes(model, earlier)
     report, pictures = report_of(arguments, model, tokenizer, domains, changes)
     report["syntax"] = measure_syntax(model, sentences) if sentences else None

@@ -109,7 +109,8 @@ def wanted_heads(arguments, values):
         if idle and given.get("head_selection", "all") == "all":
             raise ConfigError([f"{flag(idle[0])}: a model with all heads has none; add --head-selection mixture"])
         return replace(own, **given)
-    is_gated = own.routing == "sigmoid" and set(own.num_shared_heads) == {values.get("num_attention_heads")}
+    every = values.get("layer_heads") or [values.get("num_attention_heads")] * len(own.num_shared_heads)
+    is_gated = own.routing == "sigmoid" and list(own.num_shared_heads) == every
     if is_gated and given.get("head_selection") == "gated":
         del given["head_selection"]  # it is short for what is there
     changed = {}
@@ -133,6 +134,9 @@ def sample_problems(arguments, config):
         return [f"{flag(name)}: is only read by --select-shared importance" for name in given]
     if config.heads.head_selection == "all":
         return ["--select-shared importance: all heads are on; give --head-selection mixture, or leave it out"]
+    if config.attention == "latent" or config.head_dims or len(config.head_counts) > 1:
+        needs = "needs as many heads in every layer, of one width, with keys that are not latent"
+        return [f"--select-shared importance: {needs}; leave it out"]
     if len(given) != 1:
         return ["--select-shared importance: give the text to measure on, by one of --sample-data and --sample-text"]
     return []
