@@ -72,9 +72,11 @@ MODELS = {
     ),
     "latent": (
         dict(num_shared_heads=(2, 0), num_active_routed_heads=(3,)),
-        dict(attention="latent", kv_lora_rank=7, q_lora_rank=9, qk_rope_head_dim=4, window=(5, 0)),
+        dict(attention="latent", kv_lora_rank=28, q_lora_rank=9, qk_rope_head_dim=4, window=(5, 0)),
     ),
-    "latent, no latent of queries": (dict(routing="query_norm"), dict(attention="latent", position=("none", "rotary"))),
+    "latent, no latent of queries": (
+        dict(routing="query_norm"), dict(attention="latent", kv_lora_rank=40, position=("none", "rotary")),
+    ),
     "a table": (dict(routing="sigmoid"), dict(position=("learned",), learned_positions=13)),
 }  # fmt: skip
 
