@@ -324,3 +324,9 @@ def test_a_run_that_goes_on_keeps_its_model_beside_a_preset(monkeypatch):
     monkeypatch.setattr(flags, "newest_model", lambda directory: (directory, began.model))
     config = parse_config("--preset 10M --checkpoint-dir run".split())[0]
     assert config.model == began.model and config.run.batch_tokens == began.run.batch_tokens == 65536
+
+
+def test_muon_needs_equal_parts_of_the_projections_of_uneven_heads():
+    text = f"{' '.join(REQUIRED)} --num-attention-heads 8 --head-dims 8 8 8 4 4 4 4 8 --hidden-size 64 --optimizer muon"
+    config = parse_config([*text.split(), "--tensor-parallel-size", "2", "--num-shared-heads", "4"])[0]
+    assert any("--tensor-parallel-size 2: Muon needs equal parts" in text for text in config_problems(config, 2))

@@ -28,6 +28,7 @@ from moh_lm.model.transformer import CausalLM
 from moh_lm.run.resume import contradictions
 from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer
+from tests.tools.test_modeling import make_model
 from tests.training.test_training import losses, rows, run
 from tools import import_hf
 from tools.hf import export_check, import_step, import_weights
@@ -239,6 +240,38 @@ def test_a_mixture_becomes_a_model_of_all_or_of_its_first_heads(imported, tool, 
         for name, value in before.items():
             expected = value * scale if name.endswith("o_proj.weight") else value
             torch.testing.assert_close(after[name], expected, rtol=1e-6, atol=0)
+
+
+GATED = dict(routing="sigmoid", layer_heads=[2, 4], num_shared_heads=[2, 4], num_active_routed_heads=[0, 0])
+
+
+def test_a_gated_export_with_other_numbers_of_heads_is_imported_as_gated(imported, tmp_path):
+    model = make_model(**GATED)
+    model.save_pretrained(tmp_path / "hf")
+    assert_same_logits(imported(tmp_path / "hf", "--head-selection", "gated"), model)
+
+
+def test_gates_at_equal_scores_weigh_the_columns_of_heads_of_several_widths(imported, tmp_path):
+    widths = [6, 6, 4, 2]
+    make_model(head_dims=widths).save_pretrained(tmp_path / "hf")
+    found = imported(tmp_path / "hf", "--head-selection", "all", "--allow-routing-change")
+    before, after = load_file(tmp_path / "hf" / "model.safetensors"), dict(full_parameters(find_step(found)))
+    gates = {0: [1 / 2] + [1 / 6] * 3, 1: [1 / 4] * 2 + [1 / 4] * 2}  # Eq. 5 and 6 with one and with two shared heads
+    for layer, of_heads in gates.items():
+        name = f"model.layers.{layer}.self_attn.o_proj.weight"
+        columns = torch.tensor([gate for gate, width in zip(of_heads, widths, strict=True) for _ in range(width)])
+        torch.testing.assert_close(after[name], before[name] * columns, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"attention": "latent", "kv_lora_rank": 8, "qk_rope_head_dim": 2}, {"head_dims": [6, 6, 4, 2]},
+                {"layer_heads": [4, 2]}]
+)  # fmt: skip
+def test_heads_that_importance_does_not_know_are_refused(tool, tmp_path, changes):
+    make_model(head_selection="all", **changes).save_pretrained(tmp_path / "hf")
+    flags = ("--head-selection", "mixture", "--select-shared", "importance", "--sample-text", tmp_path / "no")
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run", *flags)
+    assert code == 2 and "--select-shared importance: needs as many heads in every layer, of one width" in errors
 
 
 @torch.no_grad()
