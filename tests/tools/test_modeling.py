@@ -874,3 +874,19 @@ def test_every_spelling_of_the_rotary_base_is_read_and_both_are_kept():
 def test_a_configuration_that_the_model_cannot_compute_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         MoHLlamaConfig(**{**SHAPE, **changes})
+
+
+class Elsewhere(torch.nn.Identity):
+    """What vLLM has in place of a layer of another stage of the pipeline."""
+
+    def forward(self, x, *_, **__):
+        return x
+
+
+@torch.no_grad()
+def test_a_table_of_positions_is_added_on_the_first_stage_only():
+    model, tokens = make_model(layer_positions=["learned"] * 2, learned_positions=12), random_tokens(2, 9)
+    states = model.model(tokens, use_cache=False, output_hidden_states=True).hidden_states
+    model.model.layers[0] = Elsewhere()
+    second = model.model(inputs_embeds=states[1], use_cache=False).last_hidden_state
+    torch.testing.assert_close(second, states[2], rtol=0, atol=0)
