@@ -9,11 +9,13 @@ from moh_lm import flags, pretrain
 from moh_lm.checks import config_problems
 from moh_lm.checks.layout import tensor_problems
 from moh_lm.checks.model import model_problems
-from moh_lm.config import Config, ConfigError, walk
+from moh_lm.config import Config, ConfigError, RoutedLayer, walk
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import write_json
 from moh_lm.flags import config_of, idle_flags, make_parser, parse_config, parse_flags, save_config
+from moh_lm.monitor.head_map import CELL, LEFT, TOP, head_map
+from moh_lm.training.muon import blocks_of
 
 REQUIRED = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
 TINY = ["--vocab-size", "64", "--seq-length", "16", "--validation-fraction", "0"]
@@ -330,3 +332,30 @@ def test_muon_needs_equal_parts_of_the_projections_of_uneven_heads():
     text = f"{' '.join(REQUIRED)} --num-attention-heads 8 --head-dims 8 8 8 4 4 4 4 8 --hidden-size 64 --optimizer muon"
     config = parse_config([*text.split(), "--tensor-parallel-size", "2", "--num-shared-heads", "4"])[0]
     assert any("--tensor-parallel-size 2: Muon needs equal parts" in text for text in config_problems(config, 2))
+
+
+def test_a_run_writes_its_page_unless_told_otherwise():
+    runs = [parse_config([*REQUIRED, *more])[0].run for more in ([], ["--run-report", "false"])]
+    assert [run.run_report for run in runs] == [True, False]
+
+
+def test_muon_takes_each_head_of_a_latent_layer_by_its_own_rows():
+    flags = "--attention latent --head-dim 8 --qk-rope-head-dim 4 --q-lora-rank 6"
+    model = parse_config([*REQUIRED, *flags.split()])[0].model
+    names = ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj")
+    blocks = [blocks_of(f"model.layers.0.self_attn.{name}.weight", model, "head") for name in names]
+    assert blocks == [None, (0, 12), (0, 16), (1, 8)]
+
+
+@pytest.mark.parametrize("size, width", [("1M", 128), ("10M", 320)])
+def test_the_latent_of_a_preset_grows_with_the_width(size, width):
+    model = parse_config(["--preset", size, "--attention", "latent"])[0].model
+    assert (model.hidden_size, model.kv_lora_rank) == (width, width // 2)
+
+
+def test_a_map_of_heads_is_blank_where_a_layer_has_none():
+    layers = [RoutedLayer(0, 1, 3, 1), RoutedLayer(1, 1, 1, 1)]
+    picture = head_map(layers, [[0.5, 0.5, 0.5], [0.5]], 2, 4)
+    row, columns = TOP + CELL + CELL // 2, [LEFT + place * CELL + CELL // 2 for place in range(4)]
+    blank = [(picture[row, column] == 255).all() for column in columns]
+    assert blank == [False, False, True, True]

@@ -78,11 +78,8 @@ def heads_of(weights, x, gates, config):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("backend, rank", [("dense", None), ("dense", 7), ("cpu_sparse", 7)])
-@pytest.mark.parametrize("name", HEADS)
-def test_output_and_every_gradient_are_those_of_the_formulas(name, rank, backend):
-    config = config_of(name, q_lora_rank=rank, window=(4,) if rank else ())
-    layer = vivid(LatentAttention(config, 0, 0.02, 0.02, 1, None, backend)).train()
+def assert_equals_formulas(layer, heads_of, config):
+    """Output and every gradient of a layer are those of ``heads_of``, with the gates that the layer has."""
     x = torch.randn(9, 1, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     upstream = torch.randn(9, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     gates = layer.project(x).gates
@@ -95,6 +92,14 @@ def test_output_and_every_gradient_are_those_of_the_formulas(name, rank, backend
     got = torch.autograd.grad((output[:, 0] * upstream).sum(), [x, *weights.values()])
     for key, mine, theirs in zip(["x", *weights], got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11, msg=key)
+
+
+@pytest.mark.parametrize("backend, rank", [("dense", None), ("dense", 7), ("cpu_sparse", 7)])
+@pytest.mark.parametrize("name", HEADS)
+def test_output_and_every_gradient_are_those_of_the_formulas(name, rank, backend):
+    config = config_of(name, q_lora_rank=rank, window=(4,) if rank else ())
+    layer = vivid(LatentAttention(config, 0, 0.02, 0.02, 1, None, backend)).train()
+    assert_equals_formulas(layer, heads_of, config)
 
 
 @pytest.mark.parametrize("rank", [None, 20])

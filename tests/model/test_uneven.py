@@ -8,7 +8,7 @@ import torch
 from moh_lm.config import ModelConfig
 from moh_lm.model.uneven import UnevenAttention
 from tests.distributed import run_ranks
-from tests.model.test_latent import HEADS, HeadsConfig, gradients_of_ranks, turned, vivid
+from tests.model.test_latent import HEADS, HeadsConfig, assert_equals_formulas, gradients_of_ranks, turned, vivid
 
 D, WIDTHS = 24, (8, 8, 6, 4, 4, 6, 2, 8)
 
@@ -47,18 +47,7 @@ def heads_of(weights, x, gates, config):
 def test_output_and_every_gradient_are_those_of_the_formulas(name, backend):
     config = config_of(name, window=(4,) if backend == "dense" else ())
     layer = vivid(UnevenAttention(config, 0, 0.02, 0.02, 1, None, backend)).train()
-    x = torch.randn(9, 1, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
-    upstream = torch.randn(9, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    gates = layer.project(x).gates
-    gates = torch.ones(9, 8, dtype=torch.float64) if gates is None else gates[:, 0].double()
-    weights = dict(layer.named_parameters())
-    wanted = heads_of(weights, x[:, 0], gates, config)
-    expected = torch.autograd.grad((wanted * upstream).sum(), [x, *weights.values()])
-    output, _ = layer(x)
-    torch.testing.assert_close(output[:, 0], wanted, rtol=1e-9, atol=1e-12)
-    got = torch.autograd.grad((output[:, 0] * upstream).sum(), [x, *weights.values()])
-    for key, mine, theirs in zip(["x", *weights], got, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11, msg=key)
+    assert_equals_formulas(layer, heads_of, config)
 
 
 def layer_of(name, group):
