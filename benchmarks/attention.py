@@ -10,7 +10,8 @@ attention layer with projections, rotary embeddings and router. ``--active``: pe
 and of every contestant the median over the rounds of its time over that of the base in the same round: forward alone,
 and forward with backward; on a CPU by the clock and, on the right, by CPU time. The base of the core is scaled
 dot-product attention without gates, that of the layer the MoH layer with the backend ``dense``; ``no router`` is
-ordinary attention. ``own keys`` is the sparse backend with --routed-keys selected.
+ordinary attention. ``own keys`` is the sparse backend with --routed-keys selected, ``own keys, varlen`` the stock
+kernel for packed sequences.
 
 On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls. The bases are FLASH (EFFICIENT
 in fp32, and with documents, which it cannot mask) and CUDNN, as far as they run. benchmarks/attention_gpu.py is run
@@ -154,6 +155,8 @@ def core(shape, active, length, batch, device, dtype, documents):
             functions["unfused"] = restricted(plain, SDPBackend.MATH)
     functions |= {name: with_backend(backend) for name, backend in names.items()}
     functions["own keys"] = with_backend("triton" if device.type == "cuda" else "cpu_sparse", own_keys=True)
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        functions["own keys, varlen"] = with_backend("varlen", own_keys=True)
     return {name: (function, [*inputs, gates]) for name, function in functions.items()}
 
 
@@ -192,6 +195,8 @@ def layer(shape, active, length, batch, device, dtype, documents):
     modules = {"dense": make("mixture", "dense"), "no router": make("all", "dense")}
     modules |= {name: make("mixture", name) for name in mixtures}
     modules["own keys"] = make("mixture", mixtures[0], "selected")
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        modules["own keys, varlen"] = make("mixture", "varlen", "selected")
     found = {name: (function, [x, *parameters]) for name, (function, parameters) in modules.items()}
     if device.type == "cuda":
         dense = found.pop("dense")

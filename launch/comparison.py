@@ -4,6 +4,7 @@ launch/ablation.py and launch/atlas.py have a table each; launch/work/comparison
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -122,6 +123,9 @@ def read_flags(parser, texts, program, instead):
     if TUNING_SEED in getattr(flags, "seeds", ()):
         judge = "tunes the learning rates, so it cannot judge them; choose others"
         problems.append(f"--seeds {TUNING_SEED}: {judge}")
+    twice = [str(seed) for seed, times in Counter(getattr(flags, "seeds", ())).items() if times > 1]
+    if twice:
+        problems.append(f"--seeds {twice[0]}: is given twice, and would be trained once; leave one out")
     given = {text.partition("=")[0] for text in flags.others}
     instead = {**instead, "--checkpoint-dir": "OUT"}
     problems += [f"{flag}: the {program} sets it; give {instead[flag]}" for flag in sorted(given & instead.keys())]

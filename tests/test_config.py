@@ -3,11 +3,12 @@
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from moh_lm import flags, pretrain
 from moh_lm.checks import config_problems
-from moh_lm.checks.layout import tensor_problems
+from moh_lm.checks.layout import context_problems, tensor_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.config import Config, ConfigError, RoutedLayer, walk
 from moh_lm.config.presets import SIZES, parameters
@@ -55,6 +56,15 @@ def test_head_budgets_are_one_number_or_one_per_layer():
     assert parse("--num-layers", "3", "--num-shared-heads", "2", "4", "6").model.heads.num_shared_heads == (2, 4, 6)
     defaults = parse("--num-layers", "1", "--num-attention-heads", "16").model.heads
     assert (defaults.num_shared_heads, defaults.num_active_routed_heads) == ((8,), (4,))  # 75%
+
+
+@pytest.mark.parametrize("tensor, context", [(1, 4), (2, 2), (4, 2)])
+@pytest.mark.parametrize("more", ["", "--num-key-value-heads 8", "--head-selection static"])
+def test_a_budget_is_spread_so_that_ranks_can_share_sequences(more, tensor, context):
+    flags = "--num-layers 4 --num-attention-heads 16 --hidden-size 64 --head-budget 0.6 --head-budget-slope 0.3"
+    degrees = f"--tensor-parallel-size {tensor} --context-parallel-size {context}"
+    model = parse(*flags.split(), *more.split(), *degrees.split(), *TINY).model
+    assert [*tensor_problems(model, tensor), *context_problems(model, tensor, context)] == []
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -226,6 +236,23 @@ def test_heads_and_sequences_that_tensor_parallelism_cannot_share_are_refused(fl
     assert [problem for problem in problems if named in problem], problems
 
 
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--num-shared-heads 6 --num-attention-heads 12", "the 6 heads always on and the 6 others; choose a divisor"),
+        ("--head-selection static --num-shared-heads 6", "or other --num-shared-heads"),
+        ("--num-shared-heads 8 --tensor-parallel-size 4", "4 * --tensor-parallel-size 4 = 16: must divide the 8 heads"),
+        ("--num-shared-heads 8 --routing expert_choice", "needs whole sequences; choose 1"),
+        ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 8176", "--context-parallel-size 4 = 4"),
+        ("--num-shared-heads 8 --context-parallel-size 3", "* context_parallel_size(3)"),
+    ],
+)
+def test_heads_and_sequences_that_context_parallelism_cannot_share_are_refused(flags, named):
+    config = parse("--context-parallel-size", "4", *flags.split())
+    problems = config_problems(config, world_size=16)
+    assert [problem for problem in problems if named in problem], problems
+
+
 @pytest.mark.parametrize("rank, local_rank, lines", [(0, 0, 1), (1, 1, 0), (8, 0, 1)])
 def test_errors_are_shown_once_per_node(rank, local_rank, lines, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain", "--bogus"])
@@ -267,6 +294,23 @@ def test_limits_of_own_keys_ask_the_layers_that_have_them():
     ):
         problems = config_problems(parse_config([*REQUIRED, *given.split()])[0], world_size=1)
         assert not [problem for problem in problems if "--routed-keys" in problem]
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("", None),
+        ("--routed-keys all", "is for --routed-keys selected"),
+        ("--window 100", "does not know --window"),
+        ("--precision fp32", "computes in bf16 only"),
+        ("--compile", "--compile: does not know --attention-backend varlen"),
+    ],
+)
+def test_limits_of_packed_sequences(flags, problem, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = parse(*"--attention-backend varlen --routed-keys selected --reset-at-documents".split(), *flags.split())
+    found = [text for text in config_problems(config, 1) if "varlen" in text]
+    assert ([problem in text for text in found] == [True]) if problem else not found, found
 
 
 def test_config_error_keeps_every_sentence():

@@ -2,15 +2,17 @@
 
     python tools/plan.py --gpus 64 [--gpu-memory 80 --gpu-tflops 989 ...] [flags of moh_lm.pretrain] [--json]
 
-For every legal combination of tensor, pipeline and data parallelism, ZeRO stage and recomputation, with micro-batches
-of 1, 2, 4, ... 64 sequences, it takes the memory of the fullest rank (moh_lm/cost/memory.py) and estimates the seconds
-of a step:
+For every legal combination of tensor, pipeline, context and data parallelism, ZeRO stage and recomputation, with
+micro-batches of 1, 2, 4, ... 64 sequences, it takes the memory of the fullest rank (moh_lm/cost/memory.py) and
+estimates the seconds of a step:
 
     compute    the micro-batches on the slowest stage at --efficiency of the peak; a third more with recomputation
     bubble     the pp - 1 micro-batches during which a stage waits
     tensor     gathers and scatters of activations: eight per layer, twelve with recomputation
+    context    queries, keys, values and outputs of attention, exchanged and back; again with recomputation
     data       gradients summed in fp32 and weights gathered, once per step; under ZeRO-2 the sums, and under ZeRO-3 the
                gathers too, once per micro-batch
+    muon       its iterations, spread over the data-parallel ranks, and the momenta and updates sent
     pipeline   activations and their gradients between stages
 
 Nothing is assumed to overlap. The times rank layouts; they do not promise a speed. Units: GiB, GB/s per GPU, 1e12

@@ -10,19 +10,23 @@ from moh_lm.model.routing import is_causal
 def layout_problems(config, world_size):
     """The arithmetic of processes and batches; only asked once the numbers by themselves are sound."""
     run, parallel = config.run, config.parallel
-    found = below(parallel, 1, "tensor_parallel_size", "pipeline_parallel_size")
+    found = below(parallel, 1, "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     if found or run.seq_length < 1 or run.micro_batch_size < 1:
         return found
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if world_size % (tp * pp):
+    tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
+    ranks = parallel.ranks_of_a_sequence()
+    if world_size % ranks:
+        factors = f"tensor_parallel_size({tp}) * pipeline_parallel_size({pp})"
+        factors += f" * context_parallel_size({cp})" if cp > 1 else ""
         return [
-            f"{world_size} processes: not a multiple of tensor_parallel_size({tp}) * pipeline_parallel_size({pp}) "
-            f"= {tp * pp}; start a multiple of {tp * pp} processes or change the degrees"
+            f"{world_size} processes: not a multiple of {factors} = {ranks}; start a multiple of {ranks} processes or "
+            f"change the degrees"
         ]
-    found = [*tensor_problems(config.model, tp), *pipeline_problems(config)]
+    found = [*tensor_problems(config.model, tp), *context_problems(config.model, tp, cp), *pipeline_problems(config)]
     length, tokens = run.seq_length, run.batch_tokens
-    if length % tp:
-        found.append(f"--seq-length {length}: must be a multiple of --tensor-parallel-size {tp}, whose ranks share it")
+    if length % (tp * cp):
+        flags = f"--tensor-parallel-size {tp}" + (f" * --context-parallel-size {cp} = {tp * cp}" if cp > 1 else "")
+        found.append(f"--seq-length {length}: must be a multiple of {flags}, whose ranks share it")
     if tokens < length or tokens % length:
         nearest = [str(n) for n in (tokens // length * length, (tokens // length + 1) * length) if n > 0]
         return found + [
@@ -58,6 +62,25 @@ def pipeline_problems(config):
             f"--num-layers {config.model.num_layers}"
         )
     return found
+
+
+def context_problems(model, tp, cp):
+    """Ranks that share a sequence make the scores of as many heads that are always on, and of as many others."""
+    if cp == 1 or model_problems(model):
+        return []
+    found = []
+    if not is_causal(model):
+        given = f"--routing {model.heads.routing}"
+        found.append(f"--context-parallel-size {cp}: the router of {given} needs whole sequences; choose 1")
+    given = f"--context-parallel-size {cp}" + (f" * --tensor-parallel-size {tp} = {tp * cp}" if tp > 1 else "")
+    for layer in range(model.num_layers):
+        heads, leading = model.of_layer(layer).num_attention_heads, model.leading_heads(layer)
+        if heads % (tp * cp) or leading % (tp * cp):
+            found.append(
+                f"{given}: must divide the {leading} heads always on and the {heads - leading} others; choose a "
+                f"divisor of {math.gcd(heads, leading)}, or other --num-shared-heads"
+            )
+    return list(dict.fromkeys(found))
 
 
 def tensor_problems(model, tp):

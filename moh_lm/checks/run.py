@@ -10,6 +10,7 @@ import torch
 from moh_lm.checks.ranges import below
 from moh_lm.config import OptimizerConfig, RunConfig, flag
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
+from moh_lm.kernels.varlen import varlen_attn
 from moh_lm.model.routing import FORMS
 
 
@@ -141,13 +142,27 @@ def backend_problems(config):
         found.append(f"{given}: needs a CUDA GPU, and this machine shows none; choose auto")
     own = [window for layer, window in enumerate(config.model.window) if config.model.own_keys(layer)]
     limits = ["--window"] * any(own) + ["--reset-at-documents"] * (config.data.reset_at_documents and bool(own))
-    if backend != "cpu_sparse" and limits:
+    if backend == "varlen":
+        found += varlen_problems(config, given, own)
+    if backend not in ("cpu_sparse", "varlen") and limits:
         found.append(f"{given}: does not know --routed-keys selected with {limits[0]}; choose auto or dense")
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         found.append(f"{given}: the package triton is not installed; pip install triton, or choose auto")
     if backend == "triton" and head_dim not in TRITON_HEAD_DIMS:
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         found.append(f"{given}: has no kernels for heads of {head_dim} features, only for {allowed}; choose auto")
+    return found
+
+
+def varlen_problems(config, given, own):
+    """own: windows of the layers whose heads have their own keys."""
+    found = [f"{given}: is for --routed-keys selected; choose auto"] if not own else []
+    if any(config.model.window):
+        found.append(f"{given}: does not know --window; choose auto or dense")
+    if config.run.precision != "bf16":
+        found.append(f"{given}: computes in bf16 only, not --precision {config.run.precision}; choose auto or dense")
+    if varlen_attn is None:
+        found.append(f"{given}: this torch has no torch.nn.attention.varlen; install a newer one, or choose auto")
     return found
 
 
@@ -176,8 +191,9 @@ def compile_problems(config):
     found = []
     if not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
         found.append("--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out")
-    if config.run.attention_backend == "cpu_sparse":
-        found.append("--compile: does not know --attention-backend cpu_sparse, whose shapes vary; choose auto")
+    backend = config.run.attention_backend
+    if backend in ("cpu_sparse", "varlen"):
+        found.append(f"--compile: does not know --attention-backend {backend}, whose shapes vary; choose auto")
     return found
 
 

@@ -46,7 +46,7 @@ class Config:
         return min(max(self.run.seq_length // 2, self.run.window_min), self.run.window_max)
 
     def data_parallel_size(self, world_size):
-        return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
+        return world_size // self.parallel.ranks_of_a_sequence()
 
     @property
     def routers_apart(self):
@@ -75,10 +75,10 @@ class Config:
         unknown = [f"config key {key!r} is unknown: remove it" for key in values if key not in known]
         if unknown:
             raise ConfigError(unknown)
-        tp = values.get("tensor_parallel_size", 1)
-        if tp > 1 and not values.get("num_active_routed_heads"):
+        tp, cp = (values.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "context"))
+        if min(tp, cp) > 0 and tp * cp > 1 and not values.get("num_active_routed_heads"):
             shared = as_tuples(values.get("num_shared_heads", ()))
-            values = {**values, **spread_budget(build(ModelConfig, values), shared, tp)}
+            values = {**values, **spread_budget(build(ModelConfig, values), shared, tp, cp)}
         return build(cls, values)
 
     @classmethod

@@ -1,5 +1,6 @@
 """Which heads a token uses: the section of the configuration, and what follows from it for each layer."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,13 +77,13 @@ TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
 )  # fmt: skip
 
 
-def spread_budget(model, shared, tensor_parallel_size=1):
+def spread_budget(model, shared, tp=1, cp=1):
     """{field of HeadsConfig: a number per layer} of --head-budget B and --head-budget-slope S.
 
     The share of layer l of L is B + S (l / (L - 1) - 1/2). Whole heads, or groups of them, come as near as they can to
     the sum of the shares so far; then they are sorted, since rounding leaves a few out of order. Heads that are always
-    on come in what every tensor-parallel rank can hold, unless ``shared`` gives their numbers. {} where the shares, or
-    the heads, are none that moh_lm.checks lets pass.
+    on come in what each of the tensor-parallel and context-parallel ranks can hold, unless ``shared`` gives their
+    numbers. {} where the shares, or the heads, are none that moh_lm.checks lets pass.
     """
     heads, numbers, layers = model.heads, model.head_counts, model.num_layers
     numbers = numbers * layers if len(numbers) == 1 else numbers
@@ -90,8 +91,8 @@ def spread_budget(model, shared, tensor_parallel_size=1):
         return {}
     group = numbers[0] // max(1, model.of_layer(0).num_key_value_heads) or 1
     unit = step = group if heads.routing_unit == "key_value_group" else 1
-    if tensor_parallel_size > 1:
-        step = tensor_parallel_size * group
+    if tp * cp > 1:
+        step = math.lcm(tp * group if tp > 1 else step, tp * cp)
     if heads.head_selection == "static":
         unit = step
     active, due = [], 0.0

@@ -12,10 +12,15 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(1, "ranks that share each layer's heads, MLP columns and vocabulary")
     pipeline_parallel_size: int = option(1, "stages of consecutive layers")
+    context_parallel_size: int = option(1, "ranks that share each sequence, for long contexts; attention by heads")
     zero_stage: int = option(
         1, "shard over data-parallel ranks: 1 optimizer states, 2 also gradients, 3 also weights", choices=(1, 2, 3)
     )
     offload_optimizer: bool = option(False, "keep optimizer states, and step, in the memory of the CPU")
+
+    def ranks_of_a_sequence(self):
+        """Ranks that read the same samples."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
 
 @dataclass(frozen=True)
@@ -141,8 +146,9 @@ class RunConfig:
     window_max: int = option(4096, "largest window of a strategy")
     attention_backend: str = option(
         "auto",
-        "attention of the selected heads only (triton, flex, cpu_sparse), of all (dense), or what was measured faster",
-        choices=("auto", "dense", "triton", "flex", "cpu_sparse"),
+        "attention of the selected heads only (triton, flex, cpu_sparse; varlen with --routed-keys selected), of all "
+        "(dense), or what was measured faster",
+        choices=("auto", "dense", "triton", "flex", "varlen", "cpu_sparse"),
     )
 
     def __post_init__(self):

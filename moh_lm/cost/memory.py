@@ -4,11 +4,12 @@ Parameter counts come from the model itself, built on the meta device. The memor
 autograd keeps for the backward pass; tests compare it with the tensors that it really keeps.
 
 Symbols: s sequence, b micro-batch, d hidden size, h query heads, k key/value heads, e head dimension, i intermediate
-size, V vocabulary, tp, pp, dp the degrees of tensor, pipeline and data parallelism.
+size, V vocabulary, tp, pp, cp, dp the degrees of tensor, pipeline, context and data parallelism.
 """
 
 import functools
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from moh_lm.model.attention_kinds import attention_kind
 from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM, DecoderLayer
+from moh_lm.parallel.context import keys_of_ranks, order_of_ranks
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 from moh_lm.training.deepspeed_config import REDUCE_BUCKET
 from moh_lm.training.parameter_groups import is_block_matrix
@@ -60,10 +62,11 @@ def memory_estimate(config, world_size):
 def stage_memory(config, world_size):
     """``memory_estimate`` of a rank of every pipeline stage."""
     model, run, parallel = config.model, config.run, config.parallel
-    tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.data_parallel_size(world_size)
+    tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
+    dp = config.data_parallel_size(world_size) * cp  # ZeRO shards over both
     micro_batches = config.gradient_accumulation_steps(world_size)
     width = 2 if run.precision == "bf16" else 4
-    tokens = run.micro_batch_size * run.seq_length
+    tokens = run.micro_batch_size * run.seq_length // cp
     matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else 0
     found = []
     for stage, (_, whole, blocks) in enumerate(stages(model, run.seq_length, pp)):
@@ -74,7 +77,7 @@ def stage_memory(config, world_size):
         in_flight = min(pp - stage, micro_batches)  # 1F1B: what stage 0 has started before its first backward pass
         share = model.position.count("cope") / model.num_layers  # with --recompute one such layer decides
         counted = run.seq_length * (share > 0 if run.recompute else share)
-        layer_bytes = tokens * DecoderLayer.kept_bytes(model, width, tp, counted)
+        layer_bytes = tokens * DecoderLayer.kept_bytes(exchanged(model, tp, cp), width, tp, counted)
         input_bytes = tokens * width * model.hidden_size / tp
         kept = blocks * input_bytes * in_flight + layer_bytes if run.recompute else blocks * layer_bytes * in_flight
         is_last = stage == pp - 1
@@ -91,6 +94,16 @@ def stage_memory(config, world_size):
             }
         )
     return found
+
+
+def exchanged(model, tp, cp):
+    """``model`` with as many key/value heads as its ranks hold together where they share sequences."""
+    if cp == 1 or len(model.head_counts) > 1:
+        return model
+    heads, leading = model.head_counts[0], [model.leading_heads(layer) for layer in range(model.num_layers)]
+    orders = [order_of_ranks(heads, number, tp * cp) for number in set(leading)]
+    keys = max(len(keys_of_ranks(order, model.queries_per_key, tp * cp)) for order in orders)
+    return replace(model, num_key_value_heads=keys)
 
 
 @functools.lru_cache(maxsize=8)

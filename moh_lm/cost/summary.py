@@ -160,7 +160,8 @@ def describe_attention(config):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     heads = max(model.head_counts)
-    queries = (run.seq_length, run.micro_batch_size, heads // config.parallel.tensor_parallel_size, model.query_dim)
+    ranks = config.parallel.tensor_parallel_size * config.parallel.context_parallel_size
+    queries = (run.seq_length, run.micro_batch_size, heads // ranks, model.query_dim)
     layers = zip(map(model.of_layer, range(model.num_layers)), model.window, model.position, strict=True)
     shares = [
         (of.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, width), kind != "cope")
@@ -193,8 +194,11 @@ def describe_batches(config):
 
 def describe_layout(config, world_size):
     parallel = config.parallel
-    degrees = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.data_parallel_size(world_size))
-    product = " x ".join(f"{name} {size}" for name, size in zip(("tensor", "pipeline", "data"), degrees, strict=True))
+    degrees = {"tensor": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size}
+    if parallel.context_parallel_size > 1:
+        degrees["context"] = parallel.context_parallel_size
+    degrees["data"] = config.data_parallel_size(world_size)
+    product = " x ".join(f"{name} {size}" for name, size in degrees.items())
     micro_batches = f"{config.gradient_accumulation_steps(world_size)} micro-batches of {config.run.micro_batch_size}"
     return (
         f"layout     {product}, ZeRO-{parallel.zero_stage}, {config.run.precision}; "

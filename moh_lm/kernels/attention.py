@@ -6,6 +6,7 @@ token selects head i, zero elsewhere.
     dense        every head by scaled dot-product attention, times the gate: the reference
     triton       own kernels on the selected queries of every routed head (CUDA)
     flex         FlexAttention on the same queries (CUDA; on a CPU without gradients): the check of the former
+    varlen       the stock kernel for packed sequences, for heads with their own keys (CUDA, bf16)
     cpu_sparse   matrix products over the selected queries (CPU)
 
 ``choose_backend`` takes auto too: dense, or the sparse backend where it was measured to be faster (break_even.py).
@@ -20,7 +21,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from moh_lm.kernels import cpu_sparse, flex
+from moh_lm.kernels import cpu_sparse, flex, varlen
 from moh_lm.kernels.break_even import fastest
 from moh_lm.kernels.documents import document_mask
 from moh_lm.kernels.own_keys import in_slots, with_marks
@@ -132,3 +133,4 @@ SPARSE = {
 }
 OF_OWN_KEYS = {name: partial(in_slots, heads) for name, heads in SPARSE.items()}
 OF_OWN_KEYS["cpu_sparse"] = partial(cpu_sparse.sparse_heads, own_keys=True)
+OF_OWN_KEYS["varlen"] = SPARSE["varlen"] = varlen.varlen_heads  # other heads only where every token uses them

@@ -31,6 +31,7 @@ from moh_lm.model.positions import ContextualPositions
 from moh_lm.model.rotary import rotary_of
 from moh_lm.model.router import HeadRouter, Routed
 from moh_lm.model.row_path import output_of_rows
+from moh_lm.parallel.context import HeadExchange
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
 from moh_lm.parallel.local_heads import LocalHeads
@@ -59,8 +60,8 @@ class Projected(NamedTuple):
 class Attention(AttentionCost, nn.Module):
     """Self-attention with a gate per head.
 
-    loss_terms: of ``HeadRouter``. backend: of ``choose_backend``. positions: an encoding such as ``Rotary``, by default
-    that of ``config``. causal: whether a token sees only those before it, and itself.
+    loss_terms, context: of ``HeadRouter``. backend: of ``choose_backend``. positions: an encoding like ``Rotary``, by
+    default that of ``config``. causal: whether a token sees only those before it, and itself.
 
     one_cache: whether what is kept of a token is its key and its value. by_rows: whether row_path.py computes it.
     """
@@ -68,7 +69,8 @@ class Attention(AttentionCost, nn.Module):
     one_cache, by_rows = False, True
 
     def __init__(
-        self, config, layer_index, init_std, output_std, loss_terms, group, backend="auto", positions=None, causal=True
+        self, config, layer_index, init_std, output_std, loss_terms, group, backend="auto", positions=None, causal=True,
+        context=None,
     ):  # fmt: skip
         super().__init__()
         config = config.of_layer(layer_index)
@@ -82,16 +84,21 @@ class Attention(AttentionCost, nn.Module):
         self.selection, self.own_keys = config.heads.head_selection, config.own_keys(layer_index)
         self.group = group
         self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
+        local = config.num_attention_heads // group_size(group), self.heads.num_leading
+        self.exchange = HeadExchange(*local, context) if context else None
+        self.ranks = group_size(group) * (self.exchange.size if context else 1)  # that share a sequence
+        self.num_leading = (self.exchange or self.heads).num_leading  # of the heads whose scores this rank makes
         cope = config.position[layer_index] == "cope"
         table_std = init_std / math.sqrt(config.width_ratio)  # no sum over the width: see parameter_groups
-        self.cope = ContextualPositions(config, table_std, self.heads) if cope else None
+        self.cope = ContextualPositions(config, table_std, self.heads, self.exchange) if cope else None
         self.make_projections(config, init_std)
         size, columns = sum(config.widths_of_heads()), self.partition(1, config)
         self.o_proj = RowParallelLinear(size, config.hidden_size, output_std, columns, group)
         mixture = config.heads.head_selection == "mixture"
-        self.router = HeadRouter(config, layer_index, init_std, group, loss_terms) if mixture else None
+        self.router = HeadRouter(config, layer_index, init_std, group, loss_terms, context) if mixture else None
         self.reads_queries = mixture and self.router.form.reads_queries
-        self.selects_first = self.by_rows and mixture and not self.reads_queries and self.router.layer.num_routed > 0
+        by_rows = self.by_rows and mixture and not self.reads_queries and context is None
+        self.selects_first = by_rows and self.router.layer.num_routed > 0
 
     def make_projections(self, config, init_std):
         """The weights of queries, keys and values."""
@@ -116,8 +123,8 @@ class Attention(AttentionCost, nn.Module):
 
         documents: ``Boundaries`` that no token sees beyond, or None. recall: ``Recall``, or None.
         """
-        length = x.shape[0] * group_size(self.group)
-        shape = (length, x.shape[1], self.heads.num_heads // group_size(self.group), self.query_dim)  # of the queries
+        length = x.shape[0] * self.ranks
+        shape = (length, x.shape[1], self.heads.num_heads // self.ranks, self.query_dim)  # of the queries
         resting = self.router is not None and self.router.resting  # all heads are in use
         share = (1.0 if resting else self.active_share) * share_of_scores(length, self.window)
         in_a_range = self.causal and self.cope is None  # else the backend is dense
@@ -126,7 +133,18 @@ class Attention(AttentionCost, nn.Module):
             gates, selected, routed = self.route(x, recall)
             return output_of_rows(self, x, gates, selected, documents), routed
         projected = self.project(x, recall=recall, needs_selection=self.own_keys or backend != "dense")
-        return self.output(self.attend(projected, documents, backend)), projected.routed
+        if self.exchange is None:
+            return self.output(self.attend(projected, documents, backend)), projected.routed
+        attended = self.attend(self.whole_sequences(projected), documents, backend)
+        return self.output(self.exchange.to_tokens(attended)), projected.routed
+
+    def whole_sequences(self, projected):
+        """``Projected`` of this rank's tokens and all heads -> of all tokens and its share of the heads."""
+        query, key, value = self.exchange.to_heads(*projected[:3])
+        per_head = [part.to(projected.gates.dtype).unsqueeze(-1) for part in projected[3:5] if part is not None]
+        per_head = [part.squeeze(-1) for part in self.exchange.to_heads(*per_head)] if per_head else []
+        gates, selected = (*per_head, None, None)[:2]
+        return Projected(query, key, value, gates, selected, projected.routed)
 
     def project(self, x, positions=None, length=None, recall=None, needs_selection=True):
         """``Projected`` of x [s/tp, b, d], normalised.
@@ -137,7 +155,10 @@ class Attention(AttentionCost, nn.Module):
         gates = selected = routed = None
         if self.router is not None and not self.reads_queries:
             gates, selected, routed = self.route(x, recall, needs_selection)
-        x = gather_sequence(x, self.group)  # [s, b, d]
+        x = gather_sequence(x, self.group)  # [s, b, d], or with context parallelism [s/cp, b, d]
+        if self.exchange and positions is None:
+            first, length = self.exchange.context.rank() * len(x), self.exchange.size * len(x)
+            positions = torch.arange(first, first + len(x), device=x.device)
         key, value, table = self.keys_and_values(x, positions, length)
         query = self.queries(x)
         if self.selection == "static":
@@ -192,7 +213,7 @@ class Attention(AttentionCost, nn.Module):
         if self.entropy is not None and self.training:
             self.entropy += entropy_sums(projected.query, projected.key, seen)
         own_keys = self.own_keys and projected.selected is not None
-        return moh_attention(*projected[:5], self.heads.num_leading, seen, backend, self.causal, own_keys)
+        return moh_attention(*projected[:5], self.num_leading, seen, backend, self.causal, own_keys)
 
     def sees(self, documents, x, backend, key=None):
         """``Boundaries`` of what tokens x [s, b, ...] see of ``documents`` in the window of the layer, or None.

@@ -44,12 +44,14 @@ def gather(layer, x):
     return gather_sequence(x, layer.group)
 
 
-def layer_list(config, seq_length, group, micro_batches, recompute, documents=None, attention_backend="auto"):
+def layer_list(
+    config, seq_length, group, micro_batches, recompute, documents=None, attention_backend="auto", context=None
+):
     """[(prefix of the parameter names, LayerSpec, cost in multiplications per token)] of the whole model.
 
     The cost of a layer is that of all its heads, which the dense backend computes.
     """
-    common = (loss_terms(config, micro_batches), recompute, group, documents, attention_backend)
+    common = (loss_terms(config, micro_batches), recompute, group, documents, attention_backend, context)
     blocks = [
         (
             f"model.layers.{i}.",
@@ -68,7 +70,8 @@ def layer_list(config, seq_length, group, micro_batches, recompute, documents=No
     norm = ("model.norm.", LayerSpec(FinalNorm, config, group), 0)
     first = [("model.embed_tokens.", embedding, 0)]
     if "learned" in config.position:
-        first.append(("model.embed_positions.", LayerSpec(LearnedPositions, config, INIT_STD, group, documents), 0))
+        positions = LayerSpec(LearnedPositions, config, INIT_STD, group, documents, context)
+        first.append(("model.embed_positions.", positions, 0))
     return [*first, *blocks, norm, (*head, CausalLM.head_cost(config))]
 
 
@@ -90,12 +93,12 @@ class PipelineCausalLM(PipelineModule):
 
     def __init__(
         self, config, seq_length, groups_shape, group, micro_batches, recompute, attention_backend, z_loss, seed,
-        loss_fn,
+        loss_fn, context=None,
     ):  # fmt: skip
         pipeline, data, tensor = groups_shape
         documents = Documents(attention_backend)
         self.layers = layer_list(
-            config, seq_length, group, micro_batches, recompute, documents, attention_backend
+            config, seq_length, group, micro_batches, recompute, documents, attention_backend, context
         )
         with contextlib.redirect_stdout(None):  # DeepSpeed prints the list on every start
             super().__init__(

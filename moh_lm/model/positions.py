@@ -25,10 +25,12 @@ from moh_lm.parallel.mappings import replicate
 
 
 class ContextualPositions(nn.Module):
-    """What the positions of keys add to the scores of a layer. heads: its ``LocalHeads``."""
+    """What the positions of keys add to the scores of a layer. heads: its ``LocalHeads``. exchange: its
+    ``HeadExchange``, or None."""
 
-    def __init__(self, config, init_std, heads):
+    def __init__(self, config, init_std, heads, exchange=None):
         super().__init__()
+        self.exchange = exchange
         self.most = config.cope_max_position
         shape = (config.num_attention_heads, self.most + 1, config.head_dim)
         self.weight = make_parameter(shape, init_std, heads.partition(0, 1))
@@ -41,7 +43,8 @@ class ContextualPositions(nn.Module):
         gates = (query @ key.transpose(2, 3)).to(wide).sigmoid() * visible
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp_max(self.most)
         below = position.detach().floor().clamp_max(self.most - 1).long()
-        z = torch.einsum("bhse,hpe->bhsp", query, self.weight).to(wide)
+        table = self.exchange.own(self.weight) if self.exchange else self.weight
+        z = torch.einsum("bhse,hpe->bhsp", query, table).to(wide)
         added = z.gather(-1, below) + z.diff(dim=-1).gather(-1, below) * (position - below)
         return added.masked_fill(~visible, -torch.inf).to(query.dtype)
 
@@ -66,11 +69,12 @@ class ContextualPositions(nn.Module):
 class LearnedPositions(nn.Module):
     """Adds e[t] to the embedding of the token at position t of the sequence, or of its document with resets.
 
-    documents: the ``Documents`` of the micro-batch. Every tensor-parallel rank holds the whole table.
+    documents: the ``Documents`` of the micro-batch. Every rank holds the whole table. context: of ``HeadRouter``.
     """
 
-    def __init__(self, config, init_std, group, documents):
+    def __init__(self, config, init_std, group, documents, context=None):
         super().__init__()
+        self.slices = context.sequence if context else group
         self.weight = make_parameter((config.learned_positions, config.hidden_size), init_std)
         self.rows, self.group, self.documents = config.learned_positions, group, documents
 
@@ -78,8 +82,8 @@ class LearnedPositions(nn.Module):
         """x: [s/tp, b, d]. positions: int64 [b, s], or None for those of the documents, or 0 to s - 1."""
         positions = self.documents.positions if positions is None else positions
         if positions is None:
-            positions = torch.arange(self.within(len(x) * group_size(self.group)), device=x.device)[None]
-        mine = positions.tensor_split(group_size(self.group), dim=1)[group_rank(self.group)]  # [b, s/tp]
+            positions = torch.arange(self.within(len(x) * group_size(self.slices)), device=x.device)[None]
+        mine = positions.tensor_split(group_size(self.slices), dim=1)[group_rank(self.slices)]  # [b, s/tp]
         return x + F.embedding(mine.t(), replicate(self.weight, self.group))
 
     def within(self, length):

@@ -65,23 +65,27 @@ class HeadRouter(nn.Module):
 
     Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only where the form has a use for it. Buffer:
     bias_steps, int32 [E], the bias over its rate; or None.
-    loss_terms: layers times micro-batches, over whose losses Eq. 8 takes the mean. resting: in a dense warm-up.
-    noise: a ``GumbelNoise`` on the scores by which experts are selected in training, of sequences whose numbers
-    ``samples``, int64 [b], are known.
+    loss_terms: layers times micro-batches, over whose losses Eq. 8 takes the mean. context: ``ContextGroups`` or None;
+    DeepSpeed takes the mean of their ranks' gradients. resting: in a dense warm-up. noise: a ``GumbelNoise`` on the
+    scores by which experts are selected in training, of sequences whose numbers ``samples``, int64 [b], are known.
     """
 
     resting, noise, samples = False, None, None
 
-    def __init__(self, config, layer_index, init_std, group, loss_terms=1):
+    def __init__(self, config, layer_index, init_std, group, loss_terms=1, context=None):
         super().__init__()
         heads = config.heads
         self.layer = config.routed_layer(layer_index)
         self.form = FORMS[heads.routing](self.layer, heads.two_stage)
+        loss_terms = loss_terms / context.size() if context else loss_terms
         self.loss_terms = loss_terms
         self.balance_scale = heads.load_balance_coefficient / loss_terms  # beta of Eq. 8
         self.entropy_scale = heads.routing_entropy_coefficient / loss_terms
         self.z_scale = heads.router_z_loss / loss_terms
         self.group = group
+        self.slices = context.sequence if context else group  # the ranks that have a slice of the sequence each
+        stretch = context.rank() if context else 0
+        self.first_slice = stretch if self.form.reads_queries else group_rank(self.slices)
         self.scope = heads.load_balance_scope
         self.ranked_in_bf16 = heads.routing_dtype == "bf16"
         self.statistics = RouterStatistics()
@@ -140,8 +144,7 @@ class HeadRouter(nn.Module):
         """What is selected by, [s/tp, b, E]: the scores with their noise, or with a bias their affinities and it."""
         scores, probability = scores.detach(), probability.detach()
         if self.noise is not None and self.training and self.samples is not None:
-            first = 0 if self.form.reads_queries else group_rank(self.group) * scores.shape[0]
-            scores = scores + self.noise.draw(self.samples, first, scores)
+            scores = scores + self.noise.draw(self.samples, self.first_slice * scores.shape[0], scores)
             probability = self.form.probability(scores)
         if self.bias_steps is None:
             return scores
@@ -160,14 +163,14 @@ class HeadRouter(nn.Module):
 
     def loss(self, scores, probability, selected, gates, a1):
         """beta L_b + gamma H + zeta Z of this rank's tokens, [], and their rows."""
-        size = group_size(self.group)
+        size = group_size(self.slices)
         previous = None
         if self.scope == "global_batch":
             previous = self.statistics.previous_share
             if previous is None:
                 previous = selected.new_full((self.layer.num_routed,), self.layer.num_active / self.layer.num_routed)
         together = self.scope == "micro_batch"
-        losses, selections = balance_loss(probability, selected, self.group, previous, together)  # Eq. 7
+        losses, selections = balance_loss(probability, selected, self.slices, previous, together)  # Eq. 7
         if self.form.balance_factor != 1:
             losses = losses * self.form.balance_factor
         l1 = self.statistics.l1
@@ -177,7 +180,7 @@ class HeadRouter(nn.Module):
             loss = loss + self.entropy_scale * (-(log_p.exp() * log_p).sum(-1).mean() / size)
         if self.z_scale:
             loss = loss + self.z_scale * (scores.logsumexp(-1).square().mean() / size)
-        copies = size if self.form.reads_queries else 1  # then every rank has all tokens: each is counted tp times
+        copies = group_size(self.group) if self.form.reads_queries else 1  # each token is counted tp times
         return loss, make_rows(losses, a1, gates, selections, copies)
 
     def move_bias(self, counts):
@@ -220,11 +223,15 @@ def select(scores, k, top_p=None, in_bf16=False):
     top_p: only for the fewest of them whose softmax, which runs over all scores, adds up to it; or for all k. in_bf16:
     by the softmax of the scores in bf16, where many are equal: torch.topk decides, as in the released MoH-LLaMA3.
     """
+    expert = torch.arange(scores.shape[-1], device=scores.device)
     if in_bf16:
-        return torch.zeros_like(scores).scatter(-1, scores.bfloat16().softmax(-1).topk(k).indices, 1)
-    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    if top_p is None:
-        return torch.zeros_like(scores).scatter(-1, order, 1)
-    probability = scores.softmax(-1).gather(-1, order)
-    before = F.pad(probability.cumsum(-1)[..., :-1], (1, 0))  # of the larger scores; 0 for the largest
-    return torch.zeros_like(scores).scatter(-1, order, (before < top_p).to(scores.dtype))
+        best = scores.bfloat16().softmax(-1).topk(k).indices
+        return (best.unsqueeze(-1) == expert).any(-2).to(scores.dtype)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    if top_p is not None:
+        probability = scores.softmax(-1).gather(-1, order[..., :k])
+        before = F.pad(probability.cumsum(-1)[..., :-1], (1, 0))  # of the larger scores; 0 for the largest
+        k = (before < top_p).sum(-1, keepdim=True)
+    if torch.compiler.is_compiling():  # inductor of torch 2.13 lets what reads a scatter, as Recall does, run before it
+        return (order.argsort(-1) < k).to(scores.dtype)
+    return torch.zeros_like(scores).scatter(-1, order, (expert < k).to(scores.dtype).expand_as(scores))

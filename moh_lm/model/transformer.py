@@ -67,7 +67,9 @@ class DecoderLayer(nn.Module):
     selection of heads: it is kept, so that rounding can never select others the second time.
     """
 
-    def __init__(self, config, layer_index, loss_terms, recompute, group, documents, attention_backend="auto"):
+    def __init__(
+        self, config, layer_index, loss_terms, recompute, group, documents, attention_backend="auto", context=None
+    ):
         super().__init__()
         init_std = INIT_STD * math.sqrt(config.width_ratio)
         output_std = init_std / math.sqrt(2 * config.num_layers)
@@ -75,7 +77,9 @@ class DecoderLayer(nn.Module):
         self.post_norm = config.post_norm
         self.input_layernorm = nn.Identity() if self.post_norm else RMSNorm(d, eps, group)
         kind = attention_kind(config)
-        self.self_attn = kind(config, layer_index, init_std, output_std, loss_terms, group, attention_backend)
+        self.self_attn = kind(
+            config, layer_index, init_std, output_std, loss_terms, group, attention_backend, context=context
+        )
         self.post_attention_layernorm = RMSNorm(d, eps, group)
         self.mlp = MLP(config, init_std, output_std, group)
         if self.post_norm:
@@ -146,15 +150,15 @@ class Decoder(nn.Module):
     ``step``(layer, x) takes x [s/tp, b, d] through a ``DecoderLayer``.
     """
 
-    def __init__(self, config, loss_terms, recompute, group, attention_backend):
+    def __init__(self, config, loss_terms, recompute, group, attention_backend, context=None):
         super().__init__()
         self.documents = Documents(attention_backend)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, INIT_STD, group)
         self.embed_positions = None
         if "learned" in config.position:
-            self.embed_positions = LearnedPositions(config, INIT_STD, group, self.documents)
+            self.embed_positions = LearnedPositions(config, INIT_STD, group, self.documents, context)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, loss_terms, recompute, group, self.documents, attention_backend)
+            DecoderLayer(config, index, loss_terms, recompute, group, self.documents, attention_backend, context)
             for index in range(config.num_layers)
         )
         self.norm = FinalNorm(config, group)
@@ -184,15 +188,17 @@ class CausalLM(nn.Module):
     """The whole model on one pipeline stage.
 
     group: tensor-parallel group. micro_batches: micro-batches of a step, over which the losses of the routers are
-    averaged. attention_backend: of ``moh_attention``. z_loss: of ``linear_cross_entropy``. Parameters are left empty;
-    ``initialize`` draws them.
+    averaged. attention_backend: of ``moh_attention``. z_loss: of ``linear_cross_entropy``. context: ``ContextGroups``,
+    whose ranks have s/cp tokens of a sequence of s, or None. Parameters are left empty; ``initialize`` draws them.
     """
 
-    def __init__(self, config, group=None, micro_batches=1, recompute=False, attention_backend="auto", z_loss=0.0):
+    def __init__(
+        self, config, group=None, micro_batches=1, recompute=False, attention_backend="auto", z_loss=0.0, context=None
+    ):
         super().__init__()
         self.group = group
         self.vocab_partition = even_partition(0, config.vocab_size, group)
-        self.model = Decoder(config, loss_terms(config, micro_batches), recompute, group, attention_backend)
+        self.model = Decoder(config, loss_terms(config, micro_batches), recompute, group, attention_backend, context)
         if not config.tie_embeddings:
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, self.vocab_partition)
         self.tied, self.z_loss = config.tie_embeddings, z_loss

@@ -28,13 +28,13 @@ def high_load(fair, high):
     return min(high * fair, ALWAYS)
 
 
-def head_figures(layers, sums, names, sequences, seq_length, high, tensor_parallel_size):
+def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
     """{"layer": [number of each layer with routed heads], "load": [[E] of each], "entropy", ..., "source_load"}.
 
     layers: ``RoutedLayer``s. sums: [sources, sum of (4 + E)], of ``RouterStatistics``, float64. sequences: [sources],
     summed over, each of ``seq_length`` tokens. a1 is None in layers without the second stage; tensor_parallel_imbalance
-    is there with several ranks only; source_load: {source that was seen: [[E] of each layer]}, source_gate_rms: {source
-    that was seen: [of each layer]}.
+    and context_parallel_imbalance are there with several such ranks only (parallel: ``ParallelConfig``); source_load:
+    {source that was seen: [[E] of each layer]}, source_gate_rms: {source that was seen: [of each layer]}.
     """
     figures, source_load, source_rms = {"layer": [layer.index for layer in layers]}, {}, {}
     parts = np.split(sums, np.cumsum([row_width(layer) for layer in layers])[:-1], axis=1)
@@ -55,9 +55,11 @@ def head_figures(layers, sums, names, sequences, seq_length, high, tensor_parall
         }
         if layer.varies:
             found["active_heads"] = float(layer.heads_per_expert * (layer.num_shared + load.sum()))
-        if tensor_parallel_size > 1:
-            of_ranks = counts.reshape(tensor_parallel_size, -1).sum(1)  # routed heads lie on the ranks in order
-            found["tensor_parallel_imbalance"] = float(of_ranks.max() / of_ranks.mean())
+        tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
+        for kind, degree, ranks in (("tensor", tp, tp), ("context", cp, tp * cp)):
+            if degree > 1:  # routed heads lie on the ranks in order
+                of_ranks = counts.repeat(layer.heads_per_expert).reshape(ranks, -1).sum(1)
+                found[f"{kind}_parallel_imbalance"] = float(of_ranks.max() / of_ranks.mean())
         for key, value in found.items():
             figures.setdefault(key, []).append(value)
         for name, of_source, number in zip(names, part, sequences, strict=True):

@@ -81,14 +81,14 @@ class Interval:
         rows = zip(self.names, self.losses[:, 2].tolist(), self.skipped_sequences, strict=True)
         return {name: seen + skipped for name, seen, skipped in rows}
 
-    def head_figures(self, high, tensor_parallel_size):
+    def head_figures(self, high, parallel):
         """``head_figures`` of moh_lm.monitor.head_load; None without routed heads, or if all steps were skipped."""
         if not self.layers or not self.tokens:
             return None
         sequences = self.losses[:, 2].tolist()
         length = self.tokens / sum(sequences)
         sums = self.routers.cpu().numpy()
-        return head_figures(self.layers, sums, self.names, sequences, length, high, tensor_parallel_size)
+        return head_figures(self.layers, sums, self.names, sequences, length, high, parallel)
 
     def state(self):
         """JSON-able; ``restore`` takes it back."""

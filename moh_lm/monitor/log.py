@@ -17,7 +17,7 @@ from moh_lm.quantities import time_left, wrapped
 
 SHOWN_HEADS = (
     "entropy", "unused", "overused", "a1", "balance_loss", "gate_mean", "gate_rms", "active_heads",
-    "tensor_parallel_imbalance",
+    "tensor_parallel_imbalance", "context_parallel_imbalance",
 )  # fmt: skip
 
 

@@ -64,7 +64,9 @@ class Run:
         self.stopping = False
         watchdog.progress(seconds=START)
         parallel, layers = config.parallel, config.model.routed_layers()
-        self.groups = ParallelGroups.create(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self.groups = ParallelGroups.create(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
+        )
         self.engine = make_engine(config, self.groups, device, len(dataset.source_names))
         watchdog.progress()
         watchdog.limit_groups()
@@ -85,8 +87,8 @@ class Run:
             dataset,
             global_batch_size=run.global_batch_size,
             micro_batch_size=run.micro_batch_size,
-            data_parallel_rank=dist.get_rank(self.groups.data),
-            data_parallel_size=dist.get_world_size(self.groups.data),
+            data_parallel_rank=dist.get_rank(self.groups.data) // self.config.parallel.context_parallel_size,
+            data_parallel_size=self.config.data_parallel_size(dist.get_world_size()),
             reset_at_documents=self.config.data.reset_at_documents,
             pin_memory=self.device.type == "cuda",
         )
@@ -163,7 +165,7 @@ class Run:
         if self.log:
             figures = None
             if config.model.after((step - 1) // config.run.log_interval * config.run.log_interval) == config.model:
-                figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel.tensor_parallel_size)
+                figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel)
             dataset, norm = self.state.dataset, result.grad_norm
             self.log.training(
                 training_row(config, dataset, interval, step, rate, norm, figures, ranks, self.device), figures

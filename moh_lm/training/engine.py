@@ -22,6 +22,7 @@ from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.router import BIAS, HeadRouter
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
 from moh_lm.parallel.agreement import problems_of_all_ranks
+from moh_lm.parallel.context import own_stretch
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding, make_parameter
 from moh_lm.training.deepspeed_config import deepspeed_config
@@ -127,7 +128,7 @@ class Engine:
         run = self.config.run
         model = CausalLM(
             self.config.model, self.groups.tensor, self.micro_batches, run.recompute, run.attention_backend,
-            self.config.optimizer.z_loss,
+            self.config.optimizer.z_loss, self.groups.context,
         )  # fmt: skip
         model.initialize(run.seed)
         return model.to(self.device)
@@ -149,7 +150,7 @@ class Engine:
         self.sums = StepSums(self.num_sources, self.groups, self.device)
         compare = self.compare_replicas if check_replicas else None
         self.step_verdict = StepVerdict(self.sums, self.guard, self.optimizer.largest_master, compare)
-        self.step(micro_batches)
+        self.step(self.own_tokens(micro_batches))
         examined = self.step_verdict.result()
         skipped = self.guard.skips(examined.code)
         if skipped:
@@ -203,8 +204,16 @@ class Engine:
         """The same, and the number of sequences, for each number below ``num_rows`` that a sequence may have as its
         source: [num_rows, 3]."""
         self.sums = StepSums(num_rows, self.groups, self.device)
-        self.evaluation_forward(micro_batches)
+        self.evaluation_forward(self.own_tokens(micro_batches))
         return self.sums.reduce()
+
+    def own_tokens(self, micro_batches):
+        """The micro-batches with the tokens and labels that this rank has of their sequences."""
+        context = self.groups.context
+        return [
+            batch._replace(tokens=own_stretch(batch.tokens, context), labels=own_stretch(batch.labels, context))
+            for batch in micro_batches
+        ]
 
     def evaluation_forward(self, micro_batches):
         self.engine.eval()
@@ -272,6 +281,7 @@ class PipelineEngine(Engine):
             self.config.optimizer.z_loss,
             run.seed,
             self.last_stage_loss,
+            self.groups.context,
         )
 
     def last_stage_loss(self, mean, labels_and_sources):

@@ -23,13 +23,15 @@ class StepSums:
 
     def __init__(self, rows, groups, device):
         self.groups = groups
+        self.counts_sequences = groups.context is None or groups.context.rank() == 0  # one of those that share one
         self.losses = torch.zeros(rows, 3, dtype=torch.float64, device=device)
         self.not_finite = []
 
     def add(self, losses, labels, sources):
         """Add the losses [s, b] of a micro-batch's sequences, with ``labels`` [b, s], to the rows ``sources`` [b]."""
         counted = (labels != IGNORED).double().sum(1)
-        per_sample = torch.stack((losses.double().sum(0), counted, torch.ones_like(counted)), dim=1)  # [b, 3]
+        one = torch.full_like(counted, self.counts_sequences)
+        per_sample = torch.stack((losses.double().sum(0), counted, one), dim=1)  # [b, 3]
         self.not_finite.append(~per_sample[:, 0].isfinite())
         self.losses += one_hot(sources, len(self.losses)) @ per_sample  # index_add_ would not be deterministic on a GPU
 

@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_lm.checks import config_problems
 from moh_lm.cost import memory
-from moh_lm.cost.flops import flops_per_token
-from moh_lm.cost.memory import cache_bytes, loss_bytes, memory_estimate, parameter_counts, stage_memory, stages
+from moh_lm.cost.flops import flops_per_token, muon_flops
+from moh_lm.cost.memory import (
+    cache_bytes,
+    exchanged,
+    loss_bytes,
+    memory_estimate,
+    parameter_counts,
+    stage_memory,
+    stages,
+)
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.model.attention import Attention
@@ -46,6 +55,13 @@ def test_flops_of_llm_b_by_hand():
     flops = flops_per_token(parse(LLM_B).model, 2048)
     assert flops["dense"] == pytest.approx(dense, rel=1e-12)
     assert flops["active"] == pytest.approx(dense - saved, rel=1e-12)
+
+
+def test_flops_of_muon_on_llm_b_by_hand():
+    model, d, i, e = parse(LLM_B).model, 1536, 4096, 96
+    mlp = 3 * 5 * 2 * (2 * d * d * i + d**3)
+    assert muon_flops(model, "matrix") == {"whole": 4 * 5 * 2 * 3 * d**3 + mlp, "blocks": 0}
+    assert muon_flops(model, "head") == {"whole": mlp, "blocks": 4 * 16 * 5 * 2 * (2 * e * e * d + e**3)}
 
 
 def test_the_cache_of_llama3_8b_by_hand():
@@ -153,6 +169,25 @@ def test_the_activation_estimate_is_what_autograd_keeps(flags, dtype):
     counted = 128 * ("cope" in config.position)
     kept = kept_by_second_layer(model, tokens=torch.randint(0, 64, (2, 128)))
     assert kept / 256 == pytest.approx(DecoderLayer.kept_bytes(config, dtype.itemsize, 1, counted), rel=0.03)
+
+
+def kept_of_a_context(config):
+    groups = ParallelGroups.create(1, 1, dist.get_world_size())
+    model = CausalLM(config, context=groups.context)
+    model.initialize(1)
+    for layer in model.model.layers:
+        layer.self_attn.backend = "dense"
+    return kept_by_second_layer(model, torch.randint(0, 64, (2, 128 // groups.context.size())))
+
+
+@pytest.mark.parametrize("flags, ranks", [("--num-key-value-heads 2", 4), ("--num-key-value-heads 1", 2),
+                                          ("--attention latent", 2)])  # fmt: skip
+def test_the_activation_estimate_knows_what_ranks_exchange(flags, ranks):
+    sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
+    config = parse(f"{sizes} --num-shared-heads 4 --num-active-routed-heads 2 {flags}").model
+    estimate = DecoderLayer.kept_bytes(exchanged(config, 1, ranks), 4, 1)
+    kept = run_ranks(kept_of_a_context, ranks, config)
+    assert [size / 256 * ranks for size in kept] == pytest.approx([estimate] * ranks, rel=0.03)
 
 
 def kept_by_second_layer(model, tokens):
@@ -271,7 +306,8 @@ def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, programs):
     assert times == sorted(times)
     for plan in plans:
         assert plan["gpu_hours"] == pytest.approx(24 * plan["days"] * gpus)
-        keys = ("tensor_parallel_size", "pipeline_parallel_size", "zero_stage", "micro_batch_size", "recompute")
+        degrees = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+        keys = (*degrees, "zero_stage", "micro_batch_size", "recompute")
         flags = [word for key in keys for word in ("--" + key.replace("_", "-"), str(plan[key]))]
         assert config_problems(parse(text, *flags), gpus) == []
         assert plan["memory_gib"] == pytest.approx(sum(plan["memory_gib_by_part"].values()))

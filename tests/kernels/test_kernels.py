@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from moh_lm.cost.summary import describe_attention
 from moh_lm.flags import parse_config
-from moh_lm.kernels import attention, break_even, flex
+from moh_lm.kernels import attention, break_even, flex, varlen
 from moh_lm.kernels.attention import choose_backend, moh_attention
 from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 from moh_lm.kernels.cpu_sparse import SelectedRows, add_up
@@ -88,6 +88,27 @@ OWN_KEYS = {  # shape, routing, lengths of documents, window
     "all heads": ((130, 1, 4, 2, 8, 0), "everything", None, 0),
     "one token": ((1, 2, 6, 6, 8, 2), "odd_routing", None, 0),
 }
+
+
+def packed_sequences(query, key, value, ends, key_ends, longest, longest_key, *, window_size):
+    """What the stock kernel of a GPU computes: causal attention in each of the packed sequences."""
+    assert ends.dtype == torch.int32 and ends.equal(key_ends) and ends[0] == 0 and ends[-1] == len(query)
+    assert window_size == (-1, 0) and longest == longest_key == ends.diff().max()
+    heads = [part.split(ends.diff().tolist()) for part in (query, key, value)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    of_each = ([part.transpose(0, 1) for part in parts] for parts in zip(*heads, strict=True))
+    return torch.cat([attend(*parts, is_causal=True).transpose(0, 1) for parts in of_each])
+
+
+@pytest.mark.parametrize("shape, routing, lengths, window", OWN_KEYS.values(), ids=OWN_KEYS)
+def test_the_stock_kernel_gets_the_tokens_of_each_head_and_document(shape, routing, lengths, window, monkeypatch):
+    monkeypatch.setattr(varlen, "varlen_attn", packed_sequences)
+    *sizes, num_shared = shape
+    *tensors, upstream, selected = make_inputs(*sizes, routing)
+    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths, 0, True), *tensors, upstream)
+    seen = make_boundaries(lengths, *sizes[:2], False) if lengths else None
+    arguments = (selected, num_shared, seen, "varlen", True, True)
+    assert_all_close(with_gradients(lambda *t: moh_attention(*t, *arguments), *tensors, upstream), expected, 1e-12)
 
 
 @pytest.mark.parametrize("shape, routing, lengths, window", OWN_KEYS.values(), ids=OWN_KEYS)

@@ -1,6 +1,7 @@
 """``--compile``: graphs without breaks, one for all layers, that compute what the layers compute.
 
-The graphs are executed by torch's own operations: the fused kernels of inductor would call a C++ compiler for minutes.
+The graphs are executed by torch's own operations, but for one test: the fused kernels of inductor would call a C++
+compiler for minutes.
 """
 
 import copy
@@ -81,6 +82,14 @@ def test_all_layers_share_one_unbroken_graph_that_computes_the_same_for_every_ro
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_the_fused_kernels_select_what_the_layers_select():
+    """Inductor lets a selection that was made by a scatter be read before it is there."""
+    plain, compiled = (make_model(recompute, "dense", **HEADS["paper"]) for recompute in (False, True))
+    compile_layers(compiled)
+    for got, expected in zip(step(compiled, 0), step(plain, 0), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -171,6 +180,7 @@ LAYOUTS = {
     "one rank": (1, ()),
     "data, ZeRO-2": (2, ("--zero-stage", "2")),
     "tensor, recompute": (2, ("--tensor-parallel-size", "2", "--recompute")),
+    "context, recompute": (2, ("--context-parallel-size", "2", "--recompute")),
     "pipeline, recompute": (2, ("--pipeline-parallel-size", "2", "--recompute")),
 }
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from moh_lm.checkpoint.saver import find_step
-from moh_lm.config import AlarmConfig, Config, HeadsConfig, ModelConfig
+from moh_lm.config import AlarmConfig, Config, HeadsConfig, ModelConfig, ParallelConfig
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.cost.summary import describe_heads
@@ -54,6 +54,7 @@ STEADY = """--train-iters 3 --log-interval 1 --save-interval 1 --eval-samples 2 
     --learning-rate 2e-5 --min-learning-rate 1e-5 --gradient-clipping 0"""
 LAYOUTS = {
     "tensor": (2, "--tensor-parallel-size 2"),
+    "context": (2, "--context-parallel-size 2 --recompute"),
     "pipeline": (2, "--pipeline-parallel-size 2 --recompute"),
     "data, sparse": (2, "--zero-stage 3 --attention-backend cpu_sparse --recompute"),
     "offload": (2, "--zero-stage 2 --offload-optimizer --micro-batch-size 1"),
@@ -81,7 +82,8 @@ def one_process(data_dir, tmp_path_factory):
         ("sigmoid", "tensor"), ("sigmoid", "pipeline"), ("scaled, z-loss", "data, sparse"), ("gated", "tensor"),
         ("tamed", "tensor"), ("tamed", "pipeline"), ("tamed", "data, sparse"), ("tamed", "offload"),
         ("bias", "tensor"), ("bias", "pipeline"), ("bias", "data, sparse"), ("bias, query norm", "tensor"),
-        ("relu", "pipeline"), ("relu", "data, sparse"),
+        ("relu", "pipeline"), ("relu", "data, sparse"), ("relu", "context"), ("groups, query norm", "context"),
+        ("tamed", "context"), ("bias, query norm", "context"), ("both", "context"),
     ],  # fmt: skip
 )
 def test_a_layout_trains_the_model_of_one_process(model, layout, data_dir, tmp_path, one_process):
@@ -218,7 +220,7 @@ def test_fair_is_the_mean_load_where_k_is_only_the_most():
     heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_top_p=0.5)
     model = ModelConfig(num_layers=1, num_attention_heads=8, heads=heads)
     sums = np.array([[0.0, 10.0, 0, 0, 2, 4, 8, 10]])
-    figures = head_figures(model.routed_layers(), sums, ["a"], [2], 10, 1.3, 1)
+    figures = head_figures(model.routed_layers(), sums, ["a"], [2], 10, 1.3, ParallelConfig())
     assert figures["load"] == figures["source_load"]["a"] == [[0.1, 0.2, 0.4, 0.5]]
     assert figures["active_heads"] == [pytest.approx(5.2)]
     assert figures["overused"] == [0.5]  # fair is 30%, and 1.3 times it 39%

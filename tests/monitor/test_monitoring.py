@@ -16,7 +16,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moh_lm.checks import config_problems
-from moh_lm.config import ModelConfig
+from moh_lm.config import ModelConfig, ParallelConfig
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.flags import parse_config
@@ -58,7 +58,7 @@ def run_recorded(flags):
 
 def sequences_of(ranks, layout, step, layer):
     """(source, x [s, d], gates [s, h], w_routed) of every sequence of a step, from what the ranks recorded."""
-    if layout == "tensor":
+    if layout in ("tensor", "context"):
         sources, calls = ranks[0][step][0], [rank[step][1][layer] for rank in ranks]
         joined = [
             (torch.cat([x for x, _, _ in parts]), torch.cat([gates for _, gates, _ in parts]), parts[0][2])
@@ -99,7 +99,7 @@ def by_hand(ranks, layout, steps, layer, shared):
         "odd_rms": math.sqrt(sum(gate**2 for gate in used[1]) / len(used[1])),
         "even": (count[0] / tokens[0]).tolist(),
         "odd": (count[1] / tokens[1]).tolist(),
-        "tensor_parallel_imbalance": max(counts[:2].sum(), counts[2:].sum()).item() / (counts.sum().item() / 2),
+        f"{layout}_parallel_imbalance": max(counts[:2].sum(), counts[2:].sum()).item() / (counts.sum().item() / 2),
     }
 
 
@@ -109,6 +109,7 @@ def by_hand(ranks, layout, steps, layer, shared):
         ("data", 1, ()),
         ("data", 2, ("--micro-batch-size", "1", "--recompute")),
         ("tensor", 2, ("--tensor-parallel-size", "2")),
+        ("context", 2, ("--context-parallel-size", "2")),
         ("pipeline", 2, ("--pipeline-parallel-size", "2", "--recompute")),
     ],
 )
@@ -125,8 +126,8 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
             got = {key: values[layer] for key, values in heads.items() if not key.startswith(("layer", "source"))}
             got |= {name: heads["source_load"][name][layer] for name in NAMES}
             got |= {f"{name}_rms": heads["source_gate_rms"][name][layer] for name in NAMES}
-            if layout != "tensor":
-                expected.pop("tensor_parallel_imbalance")
+            if layout not in ("tensor", "context"):
+                expected.pop(f"{layout}_parallel_imbalance")
             assert got.keys() == expected.keys()
             for key, value in expected.items():
                 assert got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), (last, layer, key)
@@ -142,12 +143,12 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
 def test_a_head_that_is_never_selected_and_one_that_always_is():
     model = ModelConfig(num_layers=1)  # 6 shared heads, 3 of 6 routed ones
     sums = np.array([[0.0, 5.0, 45, 90, 10, 9, 8, 3, 0, 0], [0.0, 5.0, 45, 0, 10, 10, 10, 0, 0, 0]])
-    figures = head_figures(model.routed_layers(), sums, NAMES, [2, 2], 5, 3.0, 1)
+    figures = head_figures(model.routed_layers(), sums, NAMES, [2, 2], 5, 3.0, ParallelConfig())
     assert figures["load"] == [[1, 0.95, 0.9, 0.15, 0, 0]]
     assert figures["unused"] == [2 / 6] and figures["overused"] == [1 / 6]  # 0.95 is the limit itself
     assert figures["source_load"]["odd"] == [[1, 1, 1, 0, 0, 0]]
     assert figures["gate_mean"] == [0.5] and figures["gate_rms"] == [pytest.approx(0.5**0.5)]
-    collapsed = head_figures(model.routed_layers(), sums[1:], ["odd"], [2], 5, 3.0, 1)
+    collapsed = head_figures(model.routed_layers(), sums[1:], ["odd"], [2], 5, 3.0, ParallelConfig())
     assert collapsed["entropy"] == [pytest.approx(math.log(3) / math.log(6))]
 
 

@@ -136,7 +136,7 @@ def test_list_shows_everything_that_lies_there(tool, copied):
     for name, row in rows.items():
         assert row["bytes"] == sum(path.stat().st_size for path in (steps / name).iterdir())
         assert row["latest"] == (name == "step-3")
-    assert list(rows["step-3"]["layout"].values()) == [1, 1, 2, 1]
+    assert list(rows["step-3"]["layout"].values()) == [1, 1, 1, 2, 1]
     assert {name: row["state"].split(" (")[0] for name, row in rows.items()} == {
         "step-2": "wrong size, absent or foreign: rank-1.safetensors",
         "step-3": "sizes are right, latest",

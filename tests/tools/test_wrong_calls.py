@@ -283,6 +283,7 @@ CALLS = {
     """,
     "launch/atlas.py": """
         | OUT and --data-dir: must be given
+        out --data-dir DATA --seeds 3 1 3 | --seeds 3: is given twice, and would be trained once
         out --data-dir DATA --seeds 0 | --seeds 0: tunes the learning rates, so it cannot judge them
         out --data-dir DATA --learning-rate 1 | --learning-rate: the atlas sets it; give --rates
     """,

@@ -49,47 +49,47 @@ MODELS = {
         "--position rotary none rotary none --rotary-fraction 0.5 --reset-at-documents"
     ),
 }
-FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "accumulation", "recompute", "model")
-VALUES = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (False, True), tuple(MODELS))
+FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "accumulation", "recompute", "model", "context")
+VALUES = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (False, True), tuple(MODELS), (1, 2))
 LAYOUTS = [
-    (1, 1, 1, 1, 4, 4, True, "released, one key"),
-    (1, 1, 1, 2, 1, 2, False, "query norm, step, grouped"),
-    (1, 1, 2, 2, 4, 4, False, "dense, tied"),
-    (1, 1, 2, 2, 1, 4, False, "paper, step, grouped, window"),
-    (1, 1, 2, 3, 2, 1, True, "paper, latent"),
-    (1, 1, 2, 3, 2, 1, True, "query norm, step, grouped"),
-    (1, 2, 1, 1, 2, 1, True, "released, one key"),
-    (2, 1, 1, 2, 1, 1, False, "released, one key"),
-    (2, 1, 1, 3, 2, 2, True, "paper"),
-    (1, 1, 4, 2, 2, 4, False, "no shared head below, windows, own keys"),
-    (1, 1, 4, 3, 4, 2, True, "paper, step, grouped, window"),
-    (1, 1, 4, 3, 2, 4, True, "query norm"),
-    (1, 2, 2, 1, 1, 4, True, "paper"),
-    (1, 4, 1, 1, 2, 2, False, "dense, tied"),
-    (1, 4, 1, 1, 1, 1, False, "query norm"),
-    (1, 4, 1, 1, 4, 4, True, "no shared head below, windows, own keys"),
-    (1, 4, 1, 1, 1, 1, True, "released, step, tied"),
-    (2, 1, 2, 2, 4, 2, True, "query norm"),
-    (2, 1, 2, 2, 2, 2, True, "released, step, tied"),
-    (2, 1, 2, 3, 1, 1, True, "no shared head below, windows, own keys"),
-    (2, 2, 1, 1, 2, 1, False, "paper, step, grouped, window"),
-    (2, 2, 1, 1, 4, 2, False, "paper, latent"),
-    (4, 1, 1, 2, 4, 1, False, "paper"),
-    (4, 1, 1, 2, 1, 1, True, "query norm, step, grouped"),
-    (4, 1, 1, 3, 1, 4, False, "released, step, tied"),
-    (1, 2, 4, 1, 4, 1, True, "released, step, tied"),
-    (1, 2, 4, 1, 1, 4, True, "query norm, step, grouped"),
-    (1, 4, 2, 1, 4, 2, False, "paper, latent"),
-    (2, 1, 4, 3, 1, 1, True, "dense, tied"),
-    (2, 4, 1, 1, 4, 4, True, "query norm, step, grouped"),
-    (4, 1, 2, 3, 2, 2, False, "released, one key"),
-    (4, 2, 1, 1, 4, 2, True, "no shared head below, windows, own keys"),
-    (4, 2, 1, 1, 1, 4, False, "dense, tied"),
-    (4, 2, 1, 1, 4, 2, False, "query norm"),
-    (1, 4, 4, 1, 1, 4, False, "released, one key"),
-    (1, 4, 4, 1, 1, 2, False, "paper"),
-    (4, 1, 4, 2, 1, 4, True, "paper, latent"),
-    (4, 4, 1, 1, 1, 1, False, "paper, step, grouped, window"),
+    (1, 1, 1, 1, 4, 4, True, "released, one key", 2),
+    (1, 1, 1, 2, 1, 2, False, "query norm, step, grouped", 2),
+    (1, 1, 2, 2, 4, 4, False, "dense, tied", 1),
+    (1, 1, 2, 2, 1, 4, False, "paper, step, grouped, window", 1),
+    (1, 1, 2, 3, 2, 1, True, "paper, latent", 2),
+    (1, 1, 2, 3, 2, 1, True, "query norm, step, grouped", 1),
+    (1, 2, 1, 1, 2, 1, True, "released, one key", 1),
+    (2, 1, 1, 2, 1, 1, False, "released, one key", 1),
+    (2, 1, 1, 3, 2, 2, True, "paper", 2),
+    (1, 1, 4, 2, 2, 4, False, "no shared head below, windows, own keys", 2),
+    (1, 1, 4, 3, 4, 2, True, "paper, step, grouped, window", 1),
+    (1, 1, 4, 3, 2, 4, True, "query norm", 2),
+    (1, 2, 2, 1, 1, 4, True, "paper", 1),
+    (1, 4, 1, 1, 2, 2, False, "dense, tied", 2),
+    (1, 4, 1, 1, 1, 1, False, "query norm", 1),
+    (1, 4, 1, 1, 4, 4, True, "no shared head below, windows, own keys", 1),
+    (1, 4, 1, 1, 1, 1, True, "released, step, tied", 2),
+    (2, 1, 2, 2, 4, 2, True, "query norm", 1),
+    (2, 1, 2, 2, 2, 2, True, "released, step, tied", 1),
+    (2, 1, 2, 3, 1, 1, True, "no shared head below, windows, own keys", 1),
+    (2, 2, 1, 1, 2, 1, False, "paper, step, grouped, window", 2),
+    (2, 2, 1, 1, 4, 2, False, "paper, latent", 1),
+    (4, 1, 1, 2, 4, 1, False, "paper", 1),
+    (4, 1, 1, 2, 1, 1, True, "query norm, step, grouped", 2),
+    (4, 1, 1, 3, 1, 4, False, "released, step, tied", 1),
+    (1, 2, 4, 1, 4, 1, True, "released, step, tied", 1),
+    (1, 2, 4, 1, 1, 4, True, "query norm, step, grouped", 1),
+    (1, 4, 2, 1, 4, 2, False, "paper, latent", 1),
+    (2, 1, 4, 3, 1, 1, True, "dense, tied", 1),
+    (2, 4, 1, 1, 4, 4, True, "query norm, step, grouped", 1),
+    (4, 1, 2, 3, 2, 2, False, "released, one key", 1),
+    (4, 2, 1, 1, 4, 2, True, "no shared head below, windows, own keys", 1),
+    (4, 2, 1, 1, 1, 4, False, "dense, tied", 1),
+    (4, 2, 1, 1, 4, 2, False, "query norm", 1),
+    (1, 4, 4, 1, 1, 4, False, "released, one key", 1),
+    (1, 4, 4, 1, 1, 2, False, "paper", 1),
+    (4, 1, 4, 2, 1, 4, True, "paper, latent", 1),
+    (4, 4, 1, 1, 1, 1, False, "paper, step, grouped, window", 1),
 ]
 
 
@@ -104,10 +104,10 @@ def flags_of(layout, data_dir, directory):
     ]
 
 
-def train(layout, data_dir, directory, batch):
+def train(layout, data_dir, directory, batch, context=1):
     tensor, pipeline, data, *_ = layout
     flags = [*flags_of(layout, data_dir, directory), "--batch-tokens", str(16 * batch)]
-    run_ranks(run, tensor * pipeline * data, flags)
+    run_ranks(run, tensor * pipeline * data * context, [*flags, "--context-parallel-size", str(context)])
     return directory
 
 
@@ -162,10 +162,10 @@ def test_the_table_holds_every_pair_of_values_that_may_be_combined():
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
 def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process, tmp_path):
-    *degrees, micro_batch, accumulation, recompute, model = layout
+    *degrees, micro_batch, accumulation, recompute, model, context = layout
     batch = degrees[2] * micro_batch * accumulation
     expected = one_process(model, batch)
-    got = train((*degrees, micro_batch, recompute, model), data_dir, tmp_path, batch)
+    got = train((*degrees, micro_batch, recompute, model), data_dir, tmp_path, batch, context)
     for mine, theirs in zip(rows(got), rows(expected), strict=True):
         assert mine.keys() == theirs.keys() and mine["step"] == theirs["step"]
         for key in theirs.keys() & {
@@ -175,7 +175,7 @@ def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process,
     for step in (1, 3):
         mine, theirs = state(got, step), state(expected, step)
         assert mine.keys() == theirs.keys()
-        far = {key: distance(mine[key], theirs[key]) / allowed(key, layout) for key in theirs}
+        far = {key: distance(mine[key], theirs[key]) / allowed(key, layout[:-1]) for key in theirs}
         assert max(far.values()) < 1, (step, sorted(far.items(), key=lambda item: -item[1])[:5])
 
 
@@ -266,16 +266,17 @@ def test_an_optimizer_in_the_memory_of_the_cpu_gives_the_same_run(zero, data_dir
 
 
 def test_any_layout_goes_on_from_any_other(data_dir, one_process, tmp_path):
-    chain = [(2, 2, 1, 1, 4, False), (1, 1, 4, 3, 1, True), (4, 1, 1, 2, 2, False)]
-    for last_step, (*layout, recompute) in enumerate(chain, start=1):
+    chain = [(2, 2, 1, 1, 4, False, 1), (1, 1, 2, 3, 1, True, 2), (4, 1, 1, 2, 2, False, 1)]
+    for last_step, (*layout, recompute, context) in enumerate(chain, start=1):
         flags = flags_of((*layout, recompute, "paper, step, grouped, window"), data_dir, tmp_path)
-        run_ranks(run, layout[0] * layout[1] * layout[2], flags, last_step)
+        ranks = layout[0] * layout[1] * layout[2] * context
+        run_ranks(run, ranks, [*flags, "--context-parallel-size", str(context)], last_step)
     expected = one_process("paper, step, grouped, window")
     for mine, theirs in zip(rows(tmp_path), rows(expected), strict=True):
         for key in theirs.keys() & {"loss", "grad_norm", "evaluation", "load_balance_loss"}:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
     mine, theirs = state(tmp_path, 3), state(expected, 3)
-    far = {key: distance(mine[key], theirs[key]) / allowed(key, chain[0] + ("paper",)) for key in theirs}
+    far = {key: distance(mine[key], theirs[key]) / allowed(key, ("paper",)) for key in theirs}
     assert max(far.values()) < 1, sorted(far.items(), key=lambda item: -item[1])[:3]
 
 

@@ -150,10 +150,13 @@ def flags_of_layout(layout, data_dir, directory):
 
 def test_layouts_take_turns_at_the_updates_of_one_process(data_dir, one_process, tmp_path):
     # Whole are the matrices of the MLP, which tensor parallelism cuts; ZeRO cuts all of them.
-    chain = [((2, 1, 2, 3, 1, True), ""), ((1, 2, 2, 1, 2, False), ""), ((1, 1, 4, 2, 4, False), "--offload-optimizer")]
-    for (layout, more), stop in zip(chain, (2, 4, None), strict=True):
-        flags = [*flags_of_layout(layout, data_dir, tmp_path), *more.split()]
-        run_ranks(run, layout[0] * layout[1] * layout[2], flags, stop)
+    chain = [
+        (4, (2, 1, 2, 3, 1, True), ""),
+        (8, (1, 2, 2, 1, 2, False), "--context-parallel-size 2"),
+        (4, (1, 1, 4, 2, 4, False), "--offload-optimizer"),
+    ]
+    for (ranks, layout, more), stop in zip(chain, (2, 4, None), strict=True):
+        run_ranks(run, ranks, [*flags_of_layout(layout, data_dir, tmp_path), *more.split()], stop)
     for mine, theirs in zip(rows(tmp_path), rows(one_process), strict=True):
         for key in theirs.keys() & {"loss", "grad_norm", "evaluation"}:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)

@@ -94,6 +94,7 @@ def layout(config, names):
     return {
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
         "data_parallel_size": config.data_parallel_size(ranks),
         "zero_stage": parallel.zero_stage,
     }

@@ -85,7 +85,7 @@ def select(scores, num_active, top_p=None, in_bf16=False):
     """
     if in_bf16:
         best = scores.bfloat16().softmax(dim=-1).topk(num_active).indices
-        return torch.zeros_like(scores).scatter(-1, best, 1)
+        return (best.unsqueeze(-1) == torch.arange(scores.shape[-1], device=scores.device)).any(-2).to(scores.dtype)
     index = torch.arange(scores.shape[-1], device=scores.device)
     own, other = scores.unsqueeze(-1), scores.unsqueeze(-2)  # [b, s, E, 1] and [b, s, 1, E]
     before = (other > own) | ((other == own) & (index < index.unsqueeze(-1)))

@@ -2,19 +2,22 @@
 
 import json
 from dataclasses import replace
+from itertools import product
+from math import prod
 
 from moh_lm.checks.layout import layout_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
 from moh_lm.checks.run import optimizer_problems
 from moh_lm.config import ConfigError
-from moh_lm.cost.flops import flops_per_token
-from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts, stage_shares
+from moh_lm.cost.flops import flops_per_token, muon_flops
+from moh_lm.cost.memory import cache_bytes, exchanged, layer_matrices, memory_estimate, parameter_counts, stage_shares
 from moh_lm.cost.summary import describe_cache, describe_cost, describe_flops
 from moh_lm.quantities import short, wrapped
 
 USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
 DAY = 24 * 3600
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 FAILURES = ()
 
 
@@ -40,10 +43,10 @@ def rank_layouts(config, machine):
 def legal_variants(config, gpus):
     """``config`` in every layout that the trainer accepts on ``gpus`` processes."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    for tp in divisors:
-        for pp in divisors:
+    for degrees in product(divisors, repeat=3):
+        if gpus % prod(degrees) == 0:
             for zero in (1, 2, 3):
-                parallel = replace(config.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, zero_stage=zero)
+                parallel = replace(config.parallel, **dict(zip(DEGREES, degrees, strict=True)), zero_stage=zero)
                 for micro_batch in (2**n for n in range(7) if 2**n <= config.run.global_batch_size):
                     for recompute in (False, True):
                         run = replace(config.run, micro_batch_size=micro_batch, recompute=recompute)
@@ -61,8 +64,7 @@ def make_plan(config, machine):
     days = None if run.train_iters is None else run.train_iters * step / DAY
     flops = flops_per_token(config.model, run.seq_length)["dense"] * tokens
     return {
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        **{degree: getattr(parallel, degree) for degree in DEGREES},
         "data_parallel_size": config.data_parallel_size(gpus),
         "zero_stage": parallel.zero_stage,
         "micro_batch_size": run.micro_batch_size,
@@ -83,10 +85,11 @@ def make_plan(config, machine):
 def step_seconds(config, machine):
     """Seconds of a step by part."""
     model, run, parallel = config.model, config.run, config.parallel
-    tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, config.data_parallel_size(machine.gpus)
+    tp, pp, cp = (getattr(parallel, degree) for degree in DEGREES)
+    dp = config.data_parallel_size(machine.gpus) * cp  # gradients are summed over both
     micro_batches = config.gradient_accumulation_steps(machine.gpus)
     width = 2 if run.precision == "bf16" else 4
-    tokens = run.micro_batch_size * run.seq_length
+    tokens = run.micro_batch_size * run.seq_length // cp
     compute_share, parameter_share, layers = stage_shares(model, run.seq_length, pp)
 
     def bandwidth(ranks_spanned):
@@ -96,15 +99,23 @@ def step_seconds(config, machine):
     micro_batch = flops * tokens * compute_share / tp / (machine.gpu_tflops * 1e12 * machine.efficiency)
     activation = width * tokens * model.hidden_size
     gathers = (12 if run.recompute else 8) * layers
+    heads, keys = sum(model.head_counts) / len(model.head_counts), exchanged(model, tp, cp).num_key_value_heads
+    features = (heads + keys) * (model.query_dim + model.head_dim)  # of queries, keys, values and outputs
+    moved = (3 if run.recompute else 2) * layers * width * tokens * features / tp
     weights = parameter_counts(model)["total"] * parameter_share / tp
     sums = micro_batches if parallel.zero_stage > 1 else 1
     gathered = (3 if run.recompute else 2) * micro_batches if parallel.zero_stage == 3 else 1
     gradient_bytes = (1 if parallel.zero_stage > 1 else 2) * 4 * weights * sums
+    work, sent = muon_flops(model, config.optimizer.muon_split), 2 * 4 * layers * layer_matrices(model) / tp
+    muon = (work["whole"] + work["blocks"] / tp) * layers / dp / (machine.gpu_tflops * 1e12 * machine.efficiency)
+    muon += sent * (dp - 1) / dp / bandwidth(tp * dp)
     return {
         "compute": micro_batch * micro_batches,
         "bubble": micro_batch * (pp - 1),
         "tensor": gathers * micro_batches * activation * (tp - 1) / tp / bandwidth(tp),
+        "context": moved * micro_batches * (cp - 1) / cp / bandwidth(tp * cp),
         "data": (gradient_bytes + width * weights * gathered) * (dp - 1) / dp / bandwidth(tp * dp),
+        "muon": muon if config.optimizer.optimizer == "muon" else 0.0,
         "pipeline": (pp > 1) * 2 * micro_batches * activation / tp / bandwidth(tp * dp * pp),
     }
 
@@ -128,11 +139,12 @@ def show_table(config, machine, plans):
     print(wrapped(f"FLOPs      {describe_flops(config)}"))
     print(wrapped(f"cache      {describe_cache(config.model, config.run.seq_length, width)}"))
     print(f"layouts    {found}" + "; ! does not" * (len(plans) > len(fitting)))
-    print(" tp  pp   dp zero micro accum recompute    GiB  s/step  tok/s/GPU    MFU    days")
+    print(" tp  pp  cp   dp zero micro accum recompute    GiB  s/step  tok/s/GPU    MFU    days")
     for plan in plans[: machine.top]:
         days = "-" if plan["days"] is None else f"{plan['days']:.2f}"
         print(
-            f"{plan['tensor_parallel_size']:>3}{plan['pipeline_parallel_size']:>4}{plan['data_parallel_size']:>5}"
+            f"{plan['tensor_parallel_size']:>3}{plan['pipeline_parallel_size']:>4}{plan['context_parallel_size']:>4}"
+            f"{plan['data_parallel_size']:>5}"
             f"{plan['zero_stage']:>5}{plan['micro_batch_size']:>6}{plan['gradient_accumulation_steps']:>6}"
             f"{'yes' if plan['recompute'] else 'no':>10}{plan['memory_gib']:>7.1f}{' ' if plan['fits'] else '!'}"
             f"{plan['seconds_per_step']:>7.2f}{plan['tokens_per_second_per_gpu']:>11,.0f}{plan['mfu']:>7.1%}{days:>8}"

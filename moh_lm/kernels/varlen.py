@@ -1,0 +1,40 @@
+"""Heads with their own keys, by the stock kernel for sequences of many lengths (torch.nn.attention.varlen; CUDA).
+
+A head that keeps its own tokens only is causal attention over the sequence of these tokens. All of them, text after
+text and head after head, are packed end to end: the kernel is FlashAttention, told where each sequence begins. A
+document is a sequence of its own too.
+
+Shapes: s sequence, b batch, h query heads, kv key/value heads, e head dimension, n pairs of a token and a head in use.
+"""
+
+import torch
+import torch.nn.functional as F
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None  # torch before 2.10
+
+CAUSAL = (-1, 0)
+
+
+def varlen_heads(query, key, value, gates, used, documents=None):
+    """g_i H_i [s, b, h, e], zero where a token does not use the head; see ``moh_attention``, with its own keys.
+
+    used: [s, b, h], bool or 0 and 1. documents: ``Boundaries`` without windows, or None.
+    """
+    length, _, heads, _ = query.shape
+    rows = (used != 0).permute(1, 2, 0).flatten().nonzero()[:, 0]  # of [b, h, s]
+    key, value = (part.repeat_interleave(heads // key.shape[2], dim=2) for part in (key, value))
+    if not len(rows):
+        return (query + key + value) * gates.unsqueeze(-1).to(query.dtype) * 0
+    sequence = rows // length  # n of [b, h]
+    if documents is not None:
+        sequence = sequence * length + documents.starts[sequence // heads, rows % length]
+    lengths = sequence.unique_consecutive(return_counts=True)[1]
+    ends, longest = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
+    packed = [part.permute(1, 2, 0, 3).flatten(0, 2)[rows].unsqueeze(1) for part in (query, key, value)]  # [n, 1, e]
+    context = varlen_attn(*packed, ends, ends, longest, longest, window_size=CAUSAL).squeeze(1)
+    whole = torch.zeros_like(query).permute(1, 2, 0, 3).contiguous()  # [b, h, s, e]
+    whole = whole.flatten(0, 2).index_copy(0, rows, context).view(whole.shape).permute(2, 0, 1, 3)
+    return whole * gates.unsqueeze(-1).to(whole.dtype)
