@@ -13,7 +13,6 @@ import yaml
 
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.config import SPREAD, Config, ConfigError, HeadsConfig, flag, walk
-from moh_lm.config.presets import SIZES, preset
 from moh_lm.parser import Parser, nearest
 from moh_lm.quantities import duration, integer, quantity, real, words, wrapped
 
@@ -28,16 +27,16 @@ def parse_config(arguments):
     return config_of(given), given.dry_run
 
 
-def parse_flags(parser, arguments):
+def parse_flags(parser, arguments, kind=Config):
     """What ``arguments`` say: a namespace whose ``values`` are {field: value} of the configuration's flags among them.
 
-    parser: with ``add_config_flags``. Raises ConfigError.
+    parser: with ``add_config_flags`` of the same kind of configuration. Raises ConfigError.
     """
     parser.strict = True
     namespace, unknown = parser.parse_known_args(arguments)
     problems = parser.all_problems(unknown)
-    namespace.values = {}
-    for _, entry in walk(Config()):
+    namespace.values, namespace.kind = {}, kind
+    for _, entry in walk(kind()):
         texts = getattr(namespace, entry.name)
         if texts is not None:
             try:
@@ -60,20 +59,23 @@ def config_of(given):
 
     What is not given is, of the model, that of the newest checkpoint in --checkpoint-dir, or else that of --preset.
     """
-    known = {**model_of_run(given.values.get("checkpoint_dir")), **given.values}
-    return Config.from_dict({**(preset(given.preset, known) if given.preset else {}), **known})
+    kind = given.kind
+    known = {**model_of_run(given.values.get("checkpoint_dir"), kind), **given.values}
+    return kind.from_dict({**(kind.preset(given.preset, known) if given.preset else {}), **known})
 
 
-def changes(arguments):
-    """Lines on what ``arguments`` change: of the launch script's flags, or of the preset or the defaults."""
+def changes(arguments, kind=Config, make=None):
+    """Lines on what ``arguments`` change: of the launch script's flags, or of the preset or the defaults. make: of the
+    parser."""
     places = [place for place, text in enumerate(arguments) if text == "--script"]
     place = places[-1] if places else 0
-    before, after = (parse_flags(make_parser(), part) for part in (arguments[:place], arguments[place:]))
-    known = {entry.name: entry.default for _, entry in walk(Config())}
-    known |= (preset(after.preset, {}) if after.preset else {}) | before.values
+    make = make or make_parser
+    before, after = (parse_flags(make(), part, kind) for part in (arguments[:place], arguments[place:]))
+    known = {entry.name: entry.default for _, entry in walk(kind())}
+    known |= (kind.preset(after.preset, {}) if after.preset else {}) | before.values
     lines = [f"given      {f'after {after.script}' if after.script else 'besides the defaults'}:"]
     lines += [f"  --preset {after.preset}"] if after.preset else []
-    for _, entry in walk(Config()):
+    for _, entry in walk(kind()):
         now, value = getattr(after, entry.name), of_all_layers(known[entry.name])
         if now is None or of_all_layers(after.values[entry.name]) == value:
             continue
@@ -91,9 +93,9 @@ def of_all_layers(value):
     return value[0] if equal else value
 
 
-def model_of_run(directory):
+def model_of_run(directory, kind=Config):
     """{field: value} of the model in the newest checkpoint of a run directory; {} without any."""
-    model = newest_model(directory)[1] if directory else None
+    model = newest_model(directory, kind)[1] if directory else None
     return {} if model is None else {entry.name: getattr(section, entry.name) for section, entry in walk(model)}
 
 
@@ -126,18 +128,23 @@ def make_parser():
         description="Pretrain a Mixture-of-Head language model. The scripts in launch/ hold the paper's values.",
     )
     add_config_flags(parser)
+    add_run_flags(parser)
+    return parser
+
+
+def add_run_flags(parser):
+    """Flags of a training command besides those of its configuration."""
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
     parser.add_argument("--save-config", metavar="FILE.yaml", help="of --dry-run: write the flags there, for --config")
     parser.add_argument("--script", help=argparse.SUPPRESS)  # a launch script's name, between its flags and the user's
     # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    return parser
 
 
-def add_config_flags(parser):
-    """A flag for each field of the configuration, in groups; and --config."""
+def add_config_flags(parser, kind=Config):
+    """A flag for each field of a configuration, in groups; --preset and --config."""
     groups = {}
-    for section, entry in walk(Config()):
+    for section, entry in walk(kind()):
         title = type(section).__doc__
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
@@ -151,7 +158,7 @@ def add_config_flags(parser):
             help=help_text(entry),
         )
     words = "sizes, batch, budget and rate that no other flag gives"
-    parser.add_argument("--preset", action=LaterWins, replaces=None, choices=SIZES, help=words)
+    parser.add_argument("--preset", action=LaterWins, replaces=None, choices=kind.presets, help=words)
     parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="flags from a file, NAME: VALUE each")
 
 

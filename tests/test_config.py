@@ -367,7 +367,7 @@ def test_flags_beside_a_preset_win_wherever_they_stand_and_the_rest_follows_from
 
 def test_a_run_that_goes_on_keeps_its_model_beside_a_preset(monkeypatch):
     began = parse_config("--preset 10M --hidden-size 256 --routing paper".split())[0]
-    monkeypatch.setattr(flags, "newest_model", lambda directory: (directory, began.model))
+    monkeypatch.setattr(flags, "newest_model", lambda directory, kind: (directory, began.model))
     config = parse_config("--preset 10M --checkpoint-dir run".split())[0]
     assert config.model == began.model and config.run.batch_tokens == began.run.batch_tokens == 65536
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from moh_lm.config.fields import ConfigError, as_tuples, build, flag, option, walk
 from moh_lm.config.heads import SPREAD, TRAINING_ONLY, HeadsConfig, RoutedLayer, spread_budget
 from moh_lm.config.model import ModelConfig
+from moh_lm.config.presets import SIZES, preset
 from moh_lm.config.run import AlarmConfig, DataConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunConfig
 
 __all__ = [
@@ -36,6 +37,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
+    presets, preset = SIZES, staticmethod(preset)
 
     def __post_init__(self):
         if self.run.window_strategy == "sequence" and not any(self.model.window):

@@ -111,7 +111,8 @@ def spread_budget(model, shared, tp=1, cp=1):
 class RoutedLayer(NamedTuple):
     """What a layer of a mixture routes: its number, and its numbers of experts, which are heads or groups of them.
 
-    With ``top_p``, num_active is the most that a token selects; ``by_sign``, what tokens select on average.
+    With ``top_p``, num_active is the most that a token selects; ``by_sign``, what tokens select on average. stride:
+    tokens of the first layer for each of this one; a later stage of an image model has fewer.
     """
 
     index: int
@@ -121,6 +122,7 @@ class RoutedLayer(NamedTuple):
     heads_per_expert: int = 1
     top_p: float | None = None
     by_sign: bool = False
+    stride: int = 1
 
     @property
     def varies(self):

@@ -96,16 +96,10 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """run: batch, budget, precision, files"""
+class RunBase:
+    """What runs of language models and of image models have."""
 
-    seq_length: int = option(2048, "tokens per sequence")
-    batch_tokens: int = option(4 * 2**20, "tokens per iteration, all ranks; K, M, G are powers of 1024", binary=True)
     micro_batch_size: int = option(1, "sequences per rank in one forward pass")
-    train_tokens: int | None = option(
-        None, "budget in tokens, rounded up to iterations; K, M, B, T are powers of 1000", binary=False,
-        replaces="train_iters",
-    )
     train_iters: int | None = option(
         None, "budget in iterations; of this flag and --train-tokens the later one counts", parse=int,
         replaces="train_tokens",
@@ -119,12 +113,6 @@ class RunConfig:
         False, "go on with other losses, noise or warm-up of routers than the checkpoint's, or without its routers"
     )
     eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
-    eval_samples: int = option(128, "held-out sequences evaluated per source")
-    eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")
-    sample_prompts: tuple[str, ...] = option(
-        (), "texts that every evaluation continues, most likely token by token", parse=str, metavar="TEXT"
-    )
-    sample_tokens: int = option(40, "tokens of each of these samples")
     log_interval: int = option(10, "iterations per line of the log")
     peak_tflops: float | None = option(
         None, "of one device in this precision, for the MFU (default: of the GPUs that are known)", parse=float
@@ -136,6 +124,24 @@ class RunConfig:
     run_report: bool = option(True, "write report.html, a page on the run, when it is complete or stops")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")
     compile: bool = option(False, "have torch.compile make the kernels of each layer; the first step takes a minute")
+
+
+@dataclass(frozen=True)
+class RunConfig(RunBase):
+    """run: batch, budget, precision, files"""
+
+    seq_length: int = option(2048, "tokens per sequence")
+    batch_tokens: int = option(4 * 2**20, "tokens per iteration, all ranks; K, M, G are powers of 1024", binary=True)
+    train_tokens: int | None = option(
+        None, "budget in tokens, rounded up to iterations; K, M, B, T are powers of 1000", binary=False,
+        replaces="train_iters",
+    )
+    eval_samples: int = option(128, "held-out sequences evaluated per source")
+    eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")
+    sample_prompts: tuple[str, ...] = option(
+        (), "texts that every evaluation continues, most likely token by token", parse=str, metavar="TEXT"
+    )
+    sample_tokens: int = option(40, "tokens of each of these samples")
     window_strategy: str = option(
         "fixed",
         "windows as --window says; half of --seq-length; or following the entropy of each layer's attention, step by "
@@ -165,6 +171,10 @@ class RunConfig:
     @property
     def tokens_per_iteration(self):
         return self.global_batch_size * self.seq_length
+
+    @property
+    def batch_given(self):
+        return f"--batch-tokens {self.batch_tokens}"
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,12 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from moh_lm.kernels.break_even import fastest
 from moh_lm.kernels.documents import Documents
 from moh_lm.model.attention_kinds import attention_kind
-from moh_lm.model.balance import attach_loss
+from moh_lm.model.block import RoutedBlock
 from moh_lm.model.positions import LearnedPositions
-from moh_lm.model.router import Recall
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import (
     ColumnParallelLinear,
@@ -60,17 +58,13 @@ class MLP(nn.Module):
         return width * (4 * config.intermediate_size / tp + config.hidden_size)
 
 
-class DecoderLayer(nn.Module):
-    """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)); with --post-norm x + RMSNorm(Attention(x)) and so on.
-
-    ``recompute`` keeps the input of the layer only and computes the rest again in the backward pass, except for the
-    selection of heads: it is kept, so that rounding can never select others the second time.
-    """
+class DecoderLayer(RoutedBlock):
+    """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)); with --post-norm x + RMSNorm(Attention(x)) and so on."""
 
     def __init__(
         self, config, layer_index, loss_terms, recompute, group, documents, attention_backend="auto", context=None
     ):
-        super().__init__()
+        super().__init__(recompute)
         init_std = INIT_STD * math.sqrt(config.width_ratio)
         output_std = init_std / math.sqrt(2 * config.num_layers)
         d, eps = config.hidden_size, config.rms_norm_eps
@@ -84,32 +78,15 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, init_std, output_std, group)
         if self.post_norm:
             self.post_feedforward_layernorm = RMSNorm(d, eps, group)
-        self.recompute = recompute
         self.documents = documents
-        self.run = DecoderLayer.block  # or what torch.compile made of it
 
     def forward(self, x):
         if self.self_attn.router is not None:
             self.self_attn.router.samples = self.documents.samples
-        if self.recompute and self.training and torch.is_grad_enabled():
-            x, routed = self.recomputed(x)
-        else:
-            x, routed = self.run(self, x, self.documents.boundaries)
-        return x if routed is None else attach_loss(x, routed.loss, routed.rows, self.self_attn.router.statistics)
+        return super().forward(x, self.documents.boundaries)
 
-    def recomputed(self, x):
-        """``run`` under a checkpoint: its second pass uses the selection of the first."""
-        router, documents = self.self_attn.router, self.documents.boundaries
-        recall = None if router is None else router.no_recall(x)
-
-        def run_and_remember(x):
-            nonlocal recall
-            x, routed = self.run(self, x, documents, recall)
-            if routed is not None:
-                recall = Recall(routed.selection.new_ones((), dtype=torch.bool), routed.selection)
-            return x, routed
-
-        return checkpoint(run_and_remember, x, use_reentrant=False, preserve_rng_state=False)
+    def router(self):
+        return self.self_attn.router
 
     def block(self, x, *arguments, attend=None):
         """The output [s/tp, b, d] and what else the attention layer returns; arguments: its own after x.
@@ -239,17 +216,17 @@ class CausalLM(nn.Module):
         return ()
 
 
-def compile_layers(model, backend="inductor"):
-    """Have torch.compile make the kernels of every ``DecoderLayer`` in ``model``.
+def compile_layers(model, backend="inductor", kind=DecoderLayer):
+    """Have torch.compile make the kernels of every layer of a ``kind`` of ``RoutedBlock`` in ``model``.
 
     Layers with equal head budgets share a graph: attention, router, norms and MLP. A graph is made for each shape of a
     micro-batch, and again for evaluation. What is no graph, or one graph too many, raises an error of torch.
     """
-    layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+    layers = [module for module in model.modules() if isinstance(module, kind)]
     torch.compiler.assume_constant_result(fastest)  # the choice of ``auto``, which no graph needs to follow
     settings = torch._dynamo.config  # loaded here: it takes a second, which most commands need not wait
     settings.recompile_limit = max(settings.recompile_limit, 8 + 4 * len(layers))
-    block = torch.compile(DecoderLayer.block, backend=backend, fullgraph=True, dynamic=False)
+    block = torch.compile(kind.block, backend=backend, fullgraph=True, dynamic=False)
     for layer in layers:
         layer.run = block
 
@@ -273,11 +250,18 @@ def loss_terms(config, micro_batches):
 
 @torch.no_grad()
 def initialize(named_parameters, seed):
-    """Fill parameters with init_value or with N(0, init_std), drawn on the CPU for the whole parameter, then sliced."""
+    """Fill parameters with init_value, with N(0, init_std), or uniformly within +-init_bound.
+
+    They are drawn on the CPU for the whole parameter, then sliced.
+    """
     for name, parameter in named_parameters:
         whole = torch.full(parameter.whole_shape, parameter.init_value)
-        if parameter.init_std is not None:
+        bound = getattr(parameter, "init_bound", None)
+        if parameter.init_std is not None or bound is not None:
             digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-            whole.normal_(0, parameter.init_std, generator=generator)
+            if bound is None:
+                whole.normal_(0, parameter.init_std, generator=generator)
+            else:
+                whole.uniform_(-bound, bound, generator=generator)
         parameter.copy_(whole if parameter.tensor_partition is None else parameter.tensor_partition.take(whole))

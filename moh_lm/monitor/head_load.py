@@ -40,7 +40,8 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
     parts = np.split(sums, np.cumsum([row_width(layer) for layer in layers])[:-1], axis=1)
     for layer, part in zip(layers, parts, strict=True):
         balance, a1, counts = part[:, BALANCE].sum(), part[:, A1].sum(), part[:, COUNTS].sum(0)
-        tokens = sum(sequences) * seq_length
+        length = seq_length / layer.stride
+        tokens = sum(sequences) * length
         load = counts / tokens
         in_use = tokens * layer.num_shared + counts.sum()  # gates that are not those of heads left out
         found = {
@@ -64,9 +65,9 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
             figures.setdefault(key, []).append(value)
         for name, of_source, number in zip(names, part, sequences, strict=True):
             if number:
-                load = of_source[COUNTS] / (number * seq_length)
+                load = of_source[COUNTS] / (number * length)
                 source_load.setdefault(name, []).append(load.tolist())
-                square = of_source[SQUARES] / (number * seq_length) / (layer.num_shared + load.sum())
+                square = of_source[SQUARES] / (number * length) / (layer.num_shared + load.sum())
                 source_rms.setdefault(name, []).append(float(np.sqrt(square)))
     return figures | {"source_load": source_load, "source_gate_rms": source_rms}
 

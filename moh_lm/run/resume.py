@@ -15,7 +15,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
-from moh_lm.config import TRAINING_ONLY, Config, ConfigError, walk
+from moh_lm.config import TRAINING_ONLY, ConfigError, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
@@ -38,7 +38,7 @@ def resume(state, journal, progress):
     if step is None:
         return
     saved = together(lambda: read_state(step))
-    before, now = together(lambda: Config.load(step / "config.json")).to_dict(), config.to_dict()
+    before, now = together(lambda: type(config).load(step / "config.json")).to_dict(), config.to_dict()
     if config.run.window_strategy == "entropy":
         before["window"] = now["window"]  # where the windows of a run began; state.json has those of now
     together(lambda: refuse_changes(step, saved, before, config, state.dataset))
@@ -53,7 +53,7 @@ def resume(state, journal, progress):
     changed = state.restore(saved)
     if changed:
         journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
-    if warmup_is_cut(before, config.model, saved["step"]):
+    if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
         state.engine.guard.forget()
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
         journal.add("dense warm-up over", saved["step"], text)
@@ -61,9 +61,9 @@ def resume(state, journal, progress):
     journal.add("resumed", state.step, how)
 
 
-def warmup_is_cut(before, model, step):
-    """Whether the dense warm-up that the configuration ``before`` was in ended earlier than ``step`` by that of now."""
-    was, last = Config.from_dict(before).model, step - 1
+def warmup_is_cut(was, model, step):
+    """Whether the dense warm-up that the model ``was`` in ended earlier than ``step`` by that of now."""
+    last = step - 1
     return model.heads.head_selection == "mixture" and was.after(last) != was and model.after(last) == model
 
 
@@ -98,7 +98,7 @@ def refuse_changes(step, saved, before, config, dataset):
     if saved["step"] and was_muon and config.optimizer.optimizer != "muon":
         found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
     if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:
-        found.append(f"--batch-tokens {config.run.batch_tokens} is not that of its {saved['step']} steps")
+        found.append(f"{config.run.batch_given} is not that of its {saved['step']} steps")
     found += tokenizer_changes(step, saved, dataset.tokenizer_path)
     if found:
         raise ConfigError(
@@ -141,7 +141,7 @@ def model_changes(before, config):
         if before[key] == now[key] or (config.run.allow_routing_change and key in TRAINING_ONLY):
             continue
         hint = " (--allow-routing-change goes on all the same)" if dropped or key in TRAINING_ONLY else ""
-        if dropped and not gates_of_one(Config.from_dict(before).model):
+        if dropped and not gates_of_one(type(config).from_dict(before).model):
             hint = f", and gates of --routing {before['routing']} are far from 1 (an export and its import scale them)"
         elif dropped and config.run.allow_routing_change:
             continue
@@ -156,7 +156,7 @@ def names_of(model):
 def contradictions(config, dry_run=False):
     """Sentences for flags that contradict the newest checkpoint of the run, or its absence."""
     directory = config.run.checkpoint_dir
-    step, model = newest_model(directory) if directory else (None, None)
+    step, model = newest_model(directory, type(config)) if directory else (None, None)
     if step is None:
         refused = directory and config.reliability.require_checkpoint and not dry_run
         advice = "make the first one with tools/import_hf.py"
@@ -240,6 +240,6 @@ def trace_of_checkpoints(directory, journal):
 
 def saved_every(path):
     try:
-        return Config.load(path).reliability.save_interval
-    except ConfigError:
+        return read_json(path)["save_interval"]
+    except (*NO_SUCH_FILE, OSError, ValueError, KeyError, TypeError):
         return 0

@@ -49,7 +49,7 @@ def rule_of(name, parameter, config):
         return Rule(True, or_else(settings.matrix_weight_decay, settings.weight_decay), rate)
     if name == "model.norm.weight":
         return Rule(False, 0.0, ratio)
-    if len(parameter.whole_shape) == 1:
+    if len(parameter.whole_shape) == 1 or not getattr(parameter, "decays", True):
         return Rule(False, 0.0, eps=EPS * ratio)
     if name.endswith(TABLES):
         return Rule(False, or_else(settings.embedding_weight_decay, settings.weight_decay), eps=EPS * ratio)

@@ -82,7 +82,7 @@ class RouterSums:
         reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
         if not frozen:
             counts = {index: part[:, COUNTS].sum(0) for index, part in parts.items()}
-            self.set_shares([counts[layer.index] / self.tokens for layer in self.layers])
+            self.set_shares([counts[layer.index] * layer.stride / self.tokens for layer in self.layers])
             if self.layers and self.layers[0].by_sign:
                 excess = sum(counts[layer.index].sum() - layer.num_active * self.tokens for layer in self.layers)
                 self.set_l1_steps(self.l1_steps + excess.sign().long())

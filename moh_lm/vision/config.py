@@ -1,0 +1,279 @@
+"""The configuration of image models: MoH-ViT, which is TransNeXt (Shi 2024, arXiv 2311.17132), and MoH-DiT, which is
+DiT (Peebles and Xie 2023, arXiv 2212.09748), both with Mixture-of-Head attention (arXiv 2410.11842, 4.1 and 4.2).
+
+Layers are numbered through all stages. Heads, routers, optimizer, reliability and alarms are those of language models,
+with the defaults of the authors' released image models: gates of ``released``, Eq. 7 over a micro-batch.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from moh_lm.config import Config, HeadsConfig, RoutedLayer, option
+from moh_lm.config.run import RunBase
+from moh_lm.vision.presets import DIT, VIT
+
+
+@dataclass(frozen=True)
+class ImageHeadsConfig(HeadsConfig):
+    """heads: which attention heads a token uses (paper, section 3)"""
+
+    head_selection: str = option(
+        "mixture", "all: ordinary attention; mixture: shared heads and a router's top-K", choices=("all", "mixture")
+    )
+    routing: str = option(
+        "released", HeadsConfig.__dataclass_fields__["routing"].metadata["help"],
+        choices=("paper", "paper_scaled", "released", "sigmoid"),
+    )  # fmt: skip
+    load_balance_scope: str = option(
+        "micro_batch",
+        "tokens over which Eq. 7 counts selections: each image, each micro-batch, or the whole previous step",
+        choices=("sequence", "micro_batch", "global_batch"),
+    )
+
+
+class ImageLayer(NamedTuple):
+    """What one layer is made of. tokens: of an image, in this layer. routed: None in a dense model."""
+
+    index: int
+    hidden_size: int
+    num_attention_heads: int
+    head_dim: int
+    tokens: int
+    heads: ImageHeadsConfig
+    routed: RoutedLayer | None
+    width_ratio = 1.0  # no width transfer
+
+    def routed_layer(self, index):
+        return self.routed
+
+
+class ImageModelConfig:
+    """What both models answer. head_counts: of all layers."""
+
+    width_ratio = 1.0
+    heads_per_expert = 1
+    window = position = ()
+
+    def expand_budgets(self, places, counts):
+        """Give each layer its budget: of one number, one for each of the ``places``, or one per layer. counts: layers
+        of each place."""
+        found = {}
+        for key in ("num_shared_heads", "num_active_routed_heads"):
+            value = getattr(self.heads, key)
+            if len(value) == 1:
+                value *= places
+            if len(value) == places:
+                value = tuple(number for number, count in zip(value, counts, strict=True) for _ in range(count))
+            found[key] = value
+        object.__setattr__(self, "heads", replace(self.heads, **found))
+
+    def routed_layer(self, index):
+        """The ``RoutedLayer`` of a layer of a mixture."""
+        shared, active = self.heads.num_shared_heads[index], self.heads.num_active_routed_heads[index]
+        stride = self.tokens // self.tokens_of(index)
+        return RoutedLayer(index, shared, self.head_counts[index] - shared, active, stride=stride)
+
+    def routed_layers(self):
+        if self.heads.head_selection != "mixture":
+            return []
+        layers = map(self.routed_layer, range(self.num_layers))
+        return [layer for layer in layers if layer.num_routed]
+
+    def after(self, step):
+        """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""
+        warming_up = self.heads.head_selection == "mixture" and step < self.heads.dense_warmup_iters
+        return replace(self, heads=replace(self.heads, head_selection="all")) if warming_up else self
+
+    def active_heads(self, layer):
+        heads = self.heads
+        if heads.head_selection == "all":
+            return self.head_counts[layer]
+        return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
+
+    def active_share(self):
+        """Share of the heads of all layers that a token uses, as the paper counts."""
+        return sum(map(self.active_heads, range(self.num_layers))) / sum(self.head_counts)
+
+    def layer(self, index):
+        """The ``ImageLayer`` of a layer."""
+        routed = self.routed_layer(index) if self.heads.head_selection == "mixture" else None
+        heads, tokens = self.head_counts[index], self.tokens_of(index)
+        return ImageLayer(index, self.width_of(index), heads, self.head_dim_of(index), tokens, self.heads, routed)
+
+
+@dataclass(frozen=True)
+class ViTConfig(ImageModelConfig):
+    """model: TransNeXt, four stages; of each stage width, layers, heads, MLP, pooling"""
+
+    image_size: int = option(224, "pixels of a side, a multiple of 32")
+    in_channels: int = option(3, "of an image: 3 for RGB, 1 for grey")
+    num_classes: int = option(1000, "classes; as many folders of images")
+    hidden_sizes: tuple[int, ...] = option(VIT["S"]["hidden_sizes"], "width of each stage", parse=int)
+    depths: tuple[int, ...] = option(VIT["S"]["depths"], "layers of each stage", parse=int)
+    num_attention_heads: tuple[int, ...] = option(VIT["S"]["num_attention_heads"], "heads of each stage", parse=int)
+    mlp_ratios: tuple[int, ...] = option((8, 8, 4, 4), "of each stage: MLP width over width, before its 2/3", parse=int)
+    sr_ratios: tuple[int, ...] = option(
+        (8, 4, 2, 1), "of each stage: by how much keys are pooled; 1: attention to all tokens", parse=int
+    )
+    drop_path: float = option(0.45, "of the last layer: share of images that leave it out; grows linearly from 0")
+    heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)
+
+    def __post_init__(self):
+        self.expand_budgets(len(self.depths), self.depths)
+
+    @property
+    def num_layers(self):
+        return sum(self.depths)
+
+    @property
+    def tokens(self):
+        """Of an image, in the first stage."""
+        return (self.image_size // 4) ** 2
+
+    @property
+    def head_counts(self):
+        return tuple(self.num_attention_heads[self.stage_of(layer)] for layer in range(self.num_layers))
+
+    def stage_of(self, layer):
+        """The stage of a layer, from 0."""
+        return next(stage for stage in range(len(self.depths)) if layer < sum(self.depths[: stage + 1]))
+
+    def tokens_of(self, layer):
+        return (self.image_size // 4 >> self.stage_of(layer)) ** 2
+
+    def width_of(self, layer):
+        return self.hidden_sizes[self.stage_of(layer)]
+
+    def head_dim_of(self, layer):
+        return self.hidden_sizes[self.stage_of(layer)] // self.head_counts[layer]
+
+
+@dataclass(frozen=True)
+class DiTConfig(ImageModelConfig):
+    """model: DiT with adaLN-Zero"""
+
+    input_size: int = option(32, "side of what is generated: latents, or pixels of an image")
+    in_channels: int = option(4, "of what is generated")
+    patch_size: int = option(2, "side of a patch")
+    num_classes: int = option(1000, "classes")
+    hidden_size: int = option(DIT["S"]["hidden_size"], "width")
+    num_layers: int = option(DIT["S"]["num_layers"], "layers")
+    num_attention_heads: tuple[int, ...] = option(
+        DIT["S"]["num_attention_heads"], "heads: one number, or one per layer", parse=int
+    )
+    head_dim: int | None = option(
+        None, "features of a head (default: --hidden-size over the heads of the first layer)", parse=int
+    )
+    mlp_ratio: float = option(4.0, "MLP width over width")
+    class_dropout: float = option(0.1, "share of images that are trained without their class")
+    diffusion_steps: int = option(1000, "steps of the linear noise schedule")
+    heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)
+
+    def __post_init__(self):
+        if len(self.num_attention_heads) == 1:
+            object.__setattr__(self, "num_attention_heads", self.num_attention_heads * self.num_layers)
+        if self.head_dim is None and self.num_attention_heads:
+            object.__setattr__(self, "head_dim", self.hidden_size // max(1, self.num_attention_heads[0]))
+        self.expand_budgets(self.num_layers, (1,) * self.num_layers)
+
+    @property
+    def tokens(self):
+        """Of an image."""
+        return (self.input_size // self.patch_size) ** 2
+
+    @property
+    def head_counts(self):
+        return self.num_attention_heads
+
+    def tokens_of(self, layer):
+        return self.tokens
+
+    def width_of(self, layer):
+        return self.hidden_size
+
+    def head_dim_of(self, layer):
+        return self.head_dim
+
+
+@dataclass(frozen=True)
+class ImageDataConfig:
+    """data: images, or latents of images"""
+
+    data_dir: str = option("", "training images: a folder or tar of class folders, or of a DiT latents")
+    validation_dir: str = option("", "held-out images in the same form (default: none are held out)")
+    workers: int = option(4, "processes of a rank that read and augment images; 0: the rank itself")
+    auto_augment: str = option("rand-m9-mstd0.5-inc1", "of timm, of a ViT; none: off")
+    mixup: float = option(0.8, "alpha of Mixup, of a ViT; 0: off")
+    cutmix: float = option(1.0, "alpha of CutMix, of a ViT; 0: off")
+    random_erasing: float = option(0.25, "probability of Random Erasing, of a ViT")
+    min_crop_area: float = option(0.08, "least share of an image that a random crop keeps, of a ViT; 1: no crops")
+    horizontal_flip: float = option(0.5, "probability that a training image is mirrored")
+    label_smoothing: float = option(0.1, "of a ViT")
+    repeated_augmentation: int = option(3, "augmentations of an image in a row, of a ViT; an epoch stays as long")
+    allow_data_change: bool = option(False, "go on with other images than those of the checkpoint")
+    decay_mix = ()
+
+
+@dataclass(frozen=True)
+class ImageRunConfig(RunBase):
+    """run: batch, budget, precision, files"""
+
+    batch_size: int = option(1024, "images per iteration, all ranks")
+    micro_batch_size: int = option(128, "images per rank in one forward pass")
+    epochs: float | None = option(
+        None, "budget in passes over the training images", parse=float, replaces="train_iters"
+    )
+    train_iters: int | None = option(
+        None, "budget in iterations; of this flag and --epochs the later one counts", parse=int, replaces="epochs"
+    )
+    ema_decay: float = option(0.0, "of the moving average of the weights, which is evaluated and exported; 0: none")
+    eval_images: int = option(0, "held-out images evaluated; 0: all")
+    samples: int = option(16, "of a DiT: images drawn at every evaluation")
+    sampling_steps: int = option(250, "of a DiT: steps in which they are drawn")
+    cfg_scale: float = option(4.0, "of a DiT: weight of classifier-free guidance for them; 1: none")
+    window_strategy, eval_tasks, sample_prompts = "fixed", "", ()
+    seq_length = 1  # tokens of an image: set by the whole configuration
+    train_tokens = None
+
+    @property
+    def global_batch_size(self):
+        return self.batch_size
+
+    @property
+    def tokens_per_iteration(self):
+        return self.batch_size * self.seq_length
+
+    @property
+    def batch_given(self):
+        return f"--batch-size {self.batch_size}"
+
+
+@dataclass(frozen=True)
+class ImageTraining(Config):
+    """A whole run of an image model. kind: the first word of its command. presets: {name: {field: value}}."""
+
+    data: ImageDataConfig = field(default_factory=ImageDataConfig)
+    run: ImageRunConfig = field(default_factory=ImageRunConfig)
+
+    def __post_init__(self):
+        object.__setattr__(self.run, "seq_length", self.model.tokens)
+
+    @classmethod
+    def preset(cls, name, given):
+        """{field: value} of what the preset sets and ``given`` does not."""
+        return {key: value for key, value in cls.presets[name].items() if key not in given}
+
+
+@dataclass(frozen=True)
+class ViTTraining(ImageTraining):
+    model: ViTConfig = field(default_factory=ViTConfig)
+    kind, presets = "vit", VIT
+
+
+@dataclass(frozen=True)
+class DiTTraining(ImageTraining):
+    model: DiTConfig = field(default_factory=DiTConfig)
+    kind, presets = "dit", DIT
+
+
+KINDS = {kind.kind: kind for kind in (ViTTraining, DiTTraining)}

@@ -1,0 +1,34 @@
+"""How the parameters of image models begin, and what optimizer and checkpoints read of them.
+
+Their layers are torch's. Each parameter carries the description of moh_lm/parallel/layers.py. It is whole on every
+rank.
+"""
+
+from torch import nn
+
+
+def describe(parameter, std=None, bound=None, value=0.0, decays=True):
+    """Say how a parameter begins: N(0, std), uniform within +-bound, or all ``value``. decays: whether weight decay is
+    for it, if it is no vector. Returns it."""
+    parameter.whole_shape = tuple(parameter.shape)
+    parameter.init_std, parameter.init_bound, parameter.init_value = std, bound, value
+    parameter.tensor_partition = None
+    parameter.tensor_model_parallel = False
+    parameter.decays = decays
+    return parameter
+
+
+def described(module, std=None, bound=None, value=0.0, decays=True):
+    """The same of a module's weight; its bias, if it has one, begins with 0. Returns the module."""
+    describe(module.weight, std, bound, value, decays)
+    if module.bias is not None:
+        describe(module.bias)
+    return module
+
+
+def linear(inputs, outputs, std=None, bound=None, bias=True):
+    return described(nn.Linear(inputs, outputs, bias=bias), std, bound)
+
+
+def layer_norm(width, eps=1e-6):
+    return described(nn.LayerNorm(width, eps=eps), value=1.0)
