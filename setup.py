@@ -4,6 +4,7 @@ from setuptools import find_namespace_packages, find_packages, setup
 
 EVAL = ["lm_eval~=0.4.13", "accelerate", "transformers>=4.46"]
 PLOT = ["matplotlib", "jinja2"]
+VISION = ["pillow", "diffusers", "scikit-learn", "transformers>=4.46", *PLOT]
 TRITON = ["triton; platform_system == 'Linux'"]  # CUDA builds of torch bring the version that they need
 COMMANDS = find_namespace_packages(include=["tools", "tools.*", "data_prep", "data_prep.*"])  # see moh_lm/console.py
 PARTS = ("command", "devices")  # of tools/, not commands themselves
@@ -45,10 +46,12 @@ setup(
         "tqdm",
     ],
     extras_require={
+        "vision": VISION,
+        "fid": ["torch-fidelity"],  # brings torchvision
         "hf": ["transformers>=4.46", *PLOT],  # what the quickstart needs: exports, and the page of a run
         "llama3": ["tiktoken"],  # reads LLaMA-3's tokenizer.model
         "eval": EVAL,
-        "test": ["pytest", "pytest-xdist", "ruff", "tiktoken", "transformers>=4.46", *EVAL, *PLOT, *TRITON],
+        "test": ["pytest", "pytest-xdist", "ruff", "tiktoken", "transformers>=4.46", *EVAL, *VISION, *TRITON],
         "plot": PLOT,
         "wandb": ["wandb"],
         "gpu": TRITON,

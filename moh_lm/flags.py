@@ -46,7 +46,7 @@ def parse_flags(parser, arguments, kind=Config):
                 problems.append(f"{flag(entry.name)} {shown}: {error}")
     if getattr(namespace, "save_config", None) and not namespace.dry_run:
         problems.append(f"--save-config {namespace.save_config}: goes with --dry-run; add it")
-    if namespace.preset and getattr(namespace, "script", None):
+    if kind is Config and namespace.preset and getattr(namespace, "script", None):
         advice = "use it with python -m moh_lm.pretrain"
         problems.append(f"--preset {namespace.preset}: {namespace.script} has its sizes; {advice}")
     if problems:

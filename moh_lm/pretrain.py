@@ -5,17 +5,19 @@
 docs/checkpoints.md has the exit codes.
 """
 
+import functools
 import importlib
 import sys
 
 from moh_lm.config import ConfigError
-from moh_lm.flags import make_parser, parse_flags
+from moh_lm.flags import changes, make_parser, parse_flags
 from moh_lm.run.problems import tell
 
 
 def main():
     try:
         given = parse_flags(make_parser(), sys.argv[1:])
+        given.changes = functools.partial(changes, sys.argv[1:])
     except ConfigError as error:
         tell(error.problems)
         sys.exit(2)

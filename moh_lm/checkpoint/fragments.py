@@ -1,8 +1,8 @@
 """The file that each rank adds to a checkpoint, and reading whole parameters, or any part of one, out of all of them.
 
 ``rank-N.safetensors`` holds what one rank's optimizer owned: for a range of each flattened local parameter the fp32
-master weight and both moments, under ``KIND/NAME``; the counts of a router's bias are int32. The metadata key
-``fragments`` is JSON, NAME -> address:
+master weight and both moments, under ``KIND/NAME``. Image models may have the moving average of the weights too. The
+counts of a router's bias are int32. The metadata key ``fragments`` is JSON, NAME -> address:
 
     whole_shape    of the parameter
     partition      which slices of it the writer's tensor-parallel shard was (``Partition``), or null
@@ -29,6 +29,7 @@ from moh_lm.model.transformer import CausalLM, saved_tensors
 from moh_lm.parallel.layers import Partition
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "ema"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
 
 
@@ -90,10 +91,12 @@ class FragmentReader:
         self.shapes = {}  # name -> shape of the whole parameter
         self.shards = {}  # name -> {Partition or None: [Piece]}
         self.zero = set()  # kinds, or kinds of a parameter, that the files leave out
+        self.averaged = set()  # names of parameters whose moving average is there
         names = [name for name in read_entries(Path(step)) if name.startswith("rank-")]
         for path in (Path(step) / name for name in sorted(names)):
             try:
                 file = safe_open(path, "pt")
+                self.averaged |= {name[len(AVERAGE) + 1 :] for name in file.keys() if name.startswith(f"{AVERAGE}/")}  # noqa: SIM118
                 self.zero |= set(json.loads(file.metadata().get("zero", "[]")))
                 for name, address in json.loads(file.metadata()["fragments"]).items():
                     self.shapes[name] = tuple(address["whole_shape"])
@@ -215,5 +218,7 @@ def load_fragments(step, fragments, progress=lambda: None):
     for fragment in fragments:
         for kind, tensor in fragment.tensors.items():
             partition = fragment.parameter.tensor_partition
+            if kind == AVERAGE and fragment.name not in reader.averaged:
+                kind = "master"  # the average begins here
             tensor.copy_(reader.read(kind, fragment.name, partition, fragment.start, tensor.numel()))
             progress()

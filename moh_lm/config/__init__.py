@@ -38,6 +38,7 @@ class Config:
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     presets, preset = SIZES, staticmethod(preset)
+    program, unit = "moh_lm.pretrain", "nats per token"  # of its command, and of its losses
 
     def __post_init__(self):
         if self.run.window_strategy == "sequence" and not any(self.model.window):

@@ -1,5 +1,5 @@
-"""A layer whose attention routes heads: it runs, recomputes where that is asked for, and joins the loss of its router to
-that of the task (Eq. 8)."""
+"""A layer whose attention routes heads. It runs, recomputes where that is asked for, and joins the loss of its router
+to that of the task (Eq. 8)."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from moh_lm.model.router import Recall
 
 
 class RoutedBlock(nn.Module):
-    """Subclasses have ``router()``, a ``HeadRouter`` or None, and ``block``(x, *arguments, recall) on x [s, b, d], which
+    """Subclasses have ``router()``, a ``HeadRouter`` or None, and ``block``(x, *arguments, recall) on x [s, b, d]. It
     gives the output and a ``Routed`` or None. recall: a ``Recall``, or None.
 
     ``recompute`` keeps the input of the layer only and computes the rest again in the backward pass, except for the

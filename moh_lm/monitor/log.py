@@ -87,27 +87,37 @@ class RunLog:
         self.printed += 1
         return lines if self.printed % 20 == 1 else lines[1:]
 
-    def evaluation(self, step, losses, bytes_per_token):
-        """Log the validation loss of each source, its exponential, the perplexity of a token, and its bits per byte."""
+    def evaluation(self, step, losses, bytes_per_token=None):
+        """Log the validation loss of each source; of text its exponential, the perplexity of a token, and its bits per
+        byte too."""
         mean = sum(losses.values()) / len(losses)
+        if bytes_per_token is None:
+            self.write({"step": step, "evaluation": losses, "evaluation_mean": mean})
+            self.show_losses(step, losses, mean, {})
+            return
         perplexity = {name: math.exp(loss) if loss < 700 else math.inf for name, loss in losses.items()}  # inf: null
         bits = bits_per_byte(losses, bytes_per_token)
         row = {"step": step, "evaluation": losses, "evaluation_mean": mean, "perplexity": perplexity}
         self.write(row | {"evaluation_bits_per_byte": bits})
-        scalars = {f"loss_validation/{name}": loss for name, loss in losses.items()}
-        scalars |= {f"loss_validation_perplexity/{name}": value for name, value in perplexity.items()}
+        scalars = {f"loss_validation_perplexity/{name}": value for name, value in perplexity.items()}
         scalars |= {f"loss_validation_bits_per_byte/{name}": value for name, value in bits.items()}
+        self.show_losses(step, losses, mean, scalars)
+
+    def show_losses(self, step, losses, mean, scalars):
+        scalars |= {f"loss_validation/{name}": loss for name, loss in losses.items()}
         self.boards.scalars(scalars | {"loss/validation": mean}, step)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         print(wrapped(f"validation loss after {step} steps: {shown}", 2), flush=True)
 
-    def tasks(self, step, scores):
+    def tasks(self, step, scores, title="tasks"):
         """Log the scores of tasks: {task: {metric: share}}."""
-        self.write({"step": step, "tasks": scores})
-        scalars = {f"tasks/{name}/{metric}": value for name, found in scores.items() for metric, value in found.items()}
+        self.write({"step": step, title: scores})
+        scalars = {
+            f"{title}/{name}/{metric}": value for name, found in scores.items() for metric, value in found.items()
+        }
         self.boards.scalars(scalars, step)
         shown = "  ".join(f"{name} {list(metrics.values())[-1]:.1%}" for name, metrics in scores.items())
-        print(wrapped(f"tasks after {step} steps: {shown}", 2), flush=True)
+        print(wrapped(f"{title} after {step} steps: {shown}", 2), flush=True)
 
     def samples(self, step, texts):
         """Log how the model continues each prompt: {prompt: text}."""

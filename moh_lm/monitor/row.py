@@ -5,16 +5,17 @@ docs/monitoring.md has every figure with its formula.
 
 import math
 
-from moh_lm.cost.flops import flops_per_token, peak_flops
+from moh_lm.cost.flops import peak_flops
 from moh_lm.data.files import publish
 from moh_lm.monitor.interval import ratio
 from moh_lm.monitor.journal import complete_rows
 
 
-def training_row(config, dataset, interval, step, rate, grad_norm, figures, ranks, device):
+def training_row(config, dataset, interval, step, rate, grad_norm, figures, ranks, device, flops):
     """The object of metrics.jsonl for the interval that ends after ``step``; its figures of heads are rounded.
 
-    figures: ``Interval.head_figures``. ranks: ``waits_and_memory`` of moh_lm.monitor.interval.
+    figures: ``Interval.head_figures``. ranks: ``waits_and_memory`` of moh_lm.monitor.interval. flops: of a token, as
+    ``flops_per_token`` of moh_lm.cost.flops.
     """
     run, losses, speed = config.run, interval.source_losses(), interval.tokens_per_second()
     data, memory = zip(*ranks, strict=True)
@@ -37,20 +38,20 @@ def training_row(config, dataset, interval, step, rate, grad_norm, figures, rank
         "runtime": {
             "seconds": rounded(interval.seconds_per_step()),
             "slowest_data": {"rank": data.index(max(data)), "seconds": rounded(max(data))},
-            "mfu": rounded(utilization(model, run, speed, len(ranks), device, figures or {})),
+            "mfu": rounded(utilization(model, run, speed, len(ranks), device, figures or {}, flops)),
             "memory": {"rank": memory.index(max(memory)), "gib": rounded(max(memory) / 2**30)},
         },
     }
 
 
-def utilization(model, run, tokens_per_second, world_size, device, figures):
-    """MFU: {"dense", "active"} of ``flops_per_token``, over the peak of all devices; {} where that is not known."""
+def utilization(model, run, tokens_per_second, world_size, device, figures, flops):
+    """MFU: {"dense", "active"} of ``flops``, over the peak of all devices; {} where that is not known."""
     peak = peak_flops(run, device)
     if peak is None:
         return {}
     active = dict(zip(figures["layer"], figures["active_heads"], strict=True)) if "active_heads" in figures else {}
-    flops = flops_per_token(model, run.seq_length, active)
-    return {kind: value * tokens_per_second / (peak * world_size) for kind, value in flops.items()}
+    found = flops(model, run.seq_length, active)
+    return {kind: value * tokens_per_second / (peak * world_size) for kind, value in found.items()}
 
 
 def bits_per_byte(losses, bytes_per_token):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import Saver, check_space
+from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.loader import Loader
 from moh_lm.monitor.alarms import Alarms
@@ -35,13 +36,13 @@ from moh_lm.training.schedule import learning_rate
 START = 300  # seconds that the imports and the making of an engine may take besides --hang-timeout
 
 
-def run_steps(config, dataset, device, stop, watchdog):
+def run_steps(kind, config, dataset, device, stop, watchdog):
     """From the last checkpoint, or the first step, to the last, or to the step after which ``stop`` is due.
 
-    Returns whether the run is complete. Every rank calls it together.
+    kind: ``Run``, or a subclass. Returns whether the run is complete. Every rank calls it together.
     """
     check_nodes(config, dataset)
-    run = Run(config, dataset, device, stop, watchdog)
+    run = kind(config, dataset, device, stop, watchdog)
     if run.complete():
         iterations = config.run.train_iters
         say(f"the run is complete: {run.state.step} of {iterations} steps are in {config.run.checkpoint_dir}")
@@ -54,7 +55,12 @@ def run_steps(config, dataset, device, stop, watchdog):
 
 
 class Run:
-    """One start of a run on this rank. ``state`` is where it stands, ``stopping`` whether it was asked to stop."""
+    """One start of a run on this rank. ``state`` is where it stands, ``stopping`` whether it was asked to stop.
+
+    make_engine: of (config, groups, device, number of sources). flops: as of ``training_row``.
+    """
+
+    make_engine, flops = staticmethod(make_engine), staticmethod(flops_per_token)
 
     def __init__(self, config, dataset, device, stop, watchdog):
         self.config = config
@@ -67,7 +73,7 @@ class Run:
         self.groups = ParallelGroups.create(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
         )
-        self.engine = make_engine(config, self.groups, device, len(dataset.source_names))
+        self.engine = self.make_engine(config, self.groups, device, len(dataset.source_names))
         watchdog.progress()
         watchdog.limit_groups()
         self.interval = Interval(dataset.source_names, layers, device)
@@ -83,17 +89,7 @@ class Run:
     def prepare(self):
         """Open what the steps need, and evaluate what the run begins with."""
         run, step, dataset = self.config.run, self.state.step, self.state.dataset
-        self.loader = Loader(
-            dataset,
-            global_batch_size=run.global_batch_size,
-            micro_batch_size=run.micro_batch_size,
-            data_parallel_rank=dist.get_rank(self.groups.data) // self.config.parallel.context_parallel_size,
-            data_parallel_size=self.config.data_parallel_size(dist.get_world_size()),
-            reset_at_documents=self.config.data.reset_at_documents,
-            pin_memory=self.device.type == "cuda",
-        )
-        self.tasks = Tasks(self.config, dataset.tokenizer_path)
-        self.samples = Samples(self.config, dataset.tokenizer_path)
+        self.open_data(dataset)
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
         check_space(checkpoints, self.engine.fragments(), dataset.tokenizer_path)
         self.saver = Saver(
@@ -109,6 +105,20 @@ class Run:
         self.log = together(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
         if step == 0:
             self.evaluate()
+
+    def open_data(self, dataset):
+        """Open what is read: batches, and what evaluations ask."""
+        self.loader = Loader(
+            dataset,
+            global_batch_size=self.config.run.global_batch_size,
+            micro_batch_size=self.config.run.micro_batch_size,
+            data_parallel_rank=dist.get_rank(self.groups.data) // self.config.parallel.context_parallel_size,
+            data_parallel_size=self.config.data_parallel_size(dist.get_world_size()),
+            reset_at_documents=self.config.data.reset_at_documents,
+            pin_memory=self.device.type == "cuda",
+        )
+        self.tasks = Tasks(self.config, dataset.tokenizer_path)
+        self.samples = Samples(self.config, dataset.tokenizer_path)
 
     def step(self):
         """One iteration, and what is due after it."""
@@ -168,7 +178,8 @@ class Run:
                 figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel)
             dataset, norm = self.state.dataset, result.grad_norm
             self.log.training(
-                training_row(config, dataset, interval, step, rate, norm, figures, ranks, self.device), figures
+                training_row(config, dataset, interval, step, rate, norm, figures, ranks, self.device, self.flops),
+                figures,
             )
             for text, facts in self.alarms.check(interval, figures, ranks):
                 text = f"step {step}: {text}"
@@ -216,7 +227,7 @@ class Run:
     def report(self):
         """The page of the run, if it is wanted."""
         if self.log and self.config.run.run_report:
-            report_run(self.config.run.checkpoint_dir)
+            report_run(self.config.run.checkpoint_dir, type(self.config))
 
     def stop_text(self, step):
         reason = f" ({self.stop.reason})" if self.stop.reason else ""

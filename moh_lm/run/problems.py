@@ -11,15 +11,16 @@ import time
 from pathlib import Path
 
 
-def tell(problems, speaker=0):
-    """Print what is wrong once per node, by its rank ``speaker``: it may be wrong on one node only."""
+def tell(problems, speaker=0, program="moh_lm.pretrain"):
+    """Print what is wrong with the run of ``program`` once per node, by its rank ``speaker``: it may be wrong on one
+    node only."""
     tell_torchrun(problems)
     rank = int(os.environ.get("RANK", 0))
     if int(os.environ.get("LOCAL_RANK", rank)) != speaker:
         return
     where = f" on {socket.gethostname()}" if rank else ""
     for text in problems:
-        print(f"moh_lm.pretrain{where}: {text}", file=sys.stderr, flush=True)
+        print(f"{program}{where}: {text}", file=sys.stderr, flush=True)
 
 
 def tell_torchrun(problems):

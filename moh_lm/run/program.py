@@ -4,7 +4,9 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -14,13 +16,13 @@ from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_configuration, describe_run, memory_warnings
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
-from moh_lm.flags import changes, config_of, idle_flags, save_config
+from moh_lm.flags import config_of, idle_flags, save_config
 from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Tasks
 from moh_lm.quantities import wrapped
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group
-from moh_lm.run.loop import run_steps
+from moh_lm.run.loop import Run, run_steps
 from moh_lm.run.problems import tell, tell_torchrun
 from moh_lm.run.resume import contradictions
 from moh_lm.run.stop import INTERRUPTED, StopRequest
@@ -30,27 +32,41 @@ from moh_lm.training.guard import BadNumbers
 COMPLETE, WRONG, BROKEN, NOT_WRITTEN, STOPPED = 0, 2, 70, 74, 75  # 70, 74, 75: EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL
 
 
-def main(given):
-    """Run what ``parse_flags`` gave, and exit."""
+class Work(NamedTuple):
+    """What a kind of model needs to be trained. problems: (config, world_size) -> sentences. open_data: (config,
+    problems, dry_run) -> the configuration and the data set, or None in a dry run without data; raises ConfigError.
+    described: (config, dataset, world_size) -> lines. warned: (config, dataset, world_size) -> sentences. run: ``Run``,
+    or a subclass."""
+
+    problems: Callable
+    open_data: Callable
+    described: Callable
+    warned: Callable
+    run: type
+
+
+def main(given, work=None):
+    """Run what ``parse_flags`` gave, and exit. work: by default that of language models."""
+    work = work or LANGUAGE
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     code, problems, speaker = COMPLETE, [], 0
     try:
         config, dry_run = config_of(given), given.dry_run
-        problems = config_problems(config, world_size) + contradictions(config, dry_run)
-        dataset = open_dataset(config, problems, dry_run)
+        problems = work.problems(config, world_size) + contradictions(config, dry_run)
+        config, dataset = work.open_data(config, problems, dry_run)
         if rank == 0 or not dry_run:  # not by several ranks that remove what others have just made
             make_run_directory(config.run.checkpoint_dir, keep=not dry_run)
         if not dry_run:
             refuse_foreign_launcher()
         if rank == 0:
-            describe(given, config, dataset, world_size)
+            describe(work, given, config, dataset, world_size)
         if given.save_config and rank == 0:
             save_config(given, given.save_config)
             print(f"wrote {given.save_config}", flush=True)
         if not dry_run:
             lock = lock_run_directory(config.run.checkpoint_dir) if rank == 0 else None  # noqa: F841 - held to the end
             device = start_process_group(config.reliability.hang_timeout + MARGIN)
-            code = COMPLETE if train(config, dataset, device) else STOPPED
+            code = COMPLETE if train(work.run, config, dataset, device) else STOPPED
     except ConfigError as error:
         code, problems, speaker = WRONG, error.problems, error.local_rank
     except (NonFiniteState, BadNumbers) as error:
@@ -59,19 +75,19 @@ def main(given):
         code, problems = NOT_WRITTEN, error.problems
     except KeyboardInterrupt:  # before the training, which stops by itself
         code = INTERRUPTED
-    tell(problems, speaker)
+    tell(problems, speaker, given.kind.program)
     if code == STOPPED:
         tell_torchrun(["stopped as asked; the same command goes on"])
     leave(code, together=code in (COMPLETE, STOPPED))
 
 
-def describe(given, config, dataset, world_size):
+def describe(work, given, config, dataset, world_size):
     """Print what the run is, of a dry run all settings too, and warnings of what is hardly meant."""
-    lines = [*idle_flags(given, config), *describe_run(config, dataset, world_size)]
+    lines = [*idle_flags(given, config), *work.described(config, dataset, world_size)]
     if given.dry_run:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
-        lines = [*changes(sys.argv[1:]), "", *lines, *describe_configuration(config), ""]
-    warnings = (*plan_warnings(config, dataset), *memory_warnings(config, world_size), *contradictions(config))
+        lines = [*given.changes(), "", *lines, *describe_configuration(config), ""]
+    warnings = (*work.warned(config, dataset, world_size), *contradictions(config))
     print("\n".join([*lines, *(wrapped(f"warning: {text}", 9) for text in warnings)]), flush=True)
 
 
@@ -98,12 +114,12 @@ def open_dataset(config, problems, dry_run):
     return dataset
 
 
-def train(config, dataset, device):
+def train(run, config, dataset, device):
     """The whole run under a watchdog; False if it was asked to stop before its last step."""
     stop = StopRequest(config.reliability.exit_after)
     watchdog = Watchdog(config.reliability.hang_timeout)
     try:
-        return run_steps(config, dataset, device, stop, watchdog)
+        return run_steps(run, config, dataset, device, stop, watchdog)
     except (ConfigError, CheckpointError, BadNumbers):
         raise
     except ShardError as error:  # found by the rank that reads there; the others see it leave
@@ -118,3 +134,14 @@ def train(config, dataset, device):
         leave(1)
     finally:
         watchdog.stop()
+
+
+def open_text(config, problems, dry_run):
+    return config, open_dataset(config, problems, dry_run)
+
+
+def language_warnings(config, dataset, world_size):
+    return [*plan_warnings(config, dataset), *memory_warnings(config, world_size)]
+
+
+LANGUAGE = Work(config_problems, open_text, describe_run, language_warnings, Run)

@@ -58,8 +58,10 @@ class Engine:
     """One training step and one evaluation, over ``MicroBatch``es of moh_lm.data.loader; one pipeline stage.
 
     config: a checked ``Config``. groups: ``ParallelGroups``. device: of this rank. num_sources: data sources of the
-    mixture.
+    mixture. layer: the ``RoutedBlock`` that the model is made of.
     """
+
+    layer, ema_decay = DecoderLayer, 0.0
 
     def __init__(self, config, groups, device, num_sources):
         self.config = config
@@ -77,9 +79,9 @@ class Engine:
         for router in self.head_routers if scale else ():
             router.noise = GumbelNoise(scale, config.run.seed, router.layer.index)
         if config.run.compile:
-            compile_layers(self.model)
+            compile_layers(self.model, kind=self.layer)
             if config.parallel.zero_stage == 3:  # a layer's weights come and go together, outside its graph
-                set_z3_leaf_modules(self.model, [DecoderLayer])
+                set_z3_leaf_modules(self.model, [self.layer])
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.register_forward_hook(self.watch_gradient)
@@ -111,6 +113,7 @@ class Engine:
             group_rank(groups.data),
             lambda norm, copies: self.step_verdict.examine(norm, copies),
             config.optimizer.router_gradient_clipping,
+            self.ema_decay,
         )
         self.frozen = FrozenWeights([parameter for _, parameter in self.named_parameters()], groups.data)
         if config.optimizer.optimizer == "muon":
@@ -157,6 +160,8 @@ class Engine:
             self.optimizer.drop_gradients()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
             self.refuse_lasting_faults(examined.code)
+        else:
+            self.optimizer.average()
         sources = [batch.sources for batch in micro_batches]
         routers = self.router_sums.take(sources, frozen=skipped or self.resting)
         if self.windows:

@@ -6,12 +6,13 @@ stage and on the number of ranks; here they become ``Fragment``s with canonical 
 to be written to a checkpoint or filled from one.
 """
 
+import contextlib
 from typing import NamedTuple
 
 import torch
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
-from moh_lm.checkpoint.fragments import MOMENTS
+from moh_lm.checkpoint.fragments import AVERAGE, MOMENTS
 from moh_lm.training.gradient_norm import examine_norms
 from moh_lm.training.muon import Muon, Place, find_matrices
 from moh_lm.training.parameter_groups import EPS, parameter_groups, rule_of
@@ -24,7 +25,8 @@ class Fragment(NamedTuple):
 
     start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg" and
     "exp_avg_sq", flat fp32, all of one length, the optimizer's own; Muon has no "exp_avg_sq", a frozen weight only the
-    master. is_copy: another rank has the same and speaks for it.
+    master. "ema": the moving average of the master, where there is one. is_copy: another rank has the same and speaks
+    for it.
     """
 
     name: str
@@ -52,18 +54,22 @@ class ShardedOptimizer:
     """DeepSpeed's optimizer of ``zero_stage``; its moments exist from the start, so that they can always be saved.
 
     rank: in the data-parallel group. examine: sees the gradient norm of every step before the step is taken; see
-    moh_lm.training.gradient_norm. router_limit: of ``examine_norms``.
+    moh_lm.training.gradient_norm. router_limit: of ``examine_norms``. ema_decay: of a moving average of the masters; 0:
+    none.
     """
 
-    def __init__(self, optimizer, zero_stage, rank, examine, router_limit=0.0):
+    def __init__(self, optimizer, zero_stage, rank, examine, router_limit=0.0, ema_decay=0.0):
         self.optimizer = optimizer
         self.whole_parameters = zero_stage < 3  # else each rank holds a slice of every parameter
         self.rank = rank
+        self.ema_decay = ema_decay
         for number, master in enumerate(self.masters()):
             state = optimizer.optimizer.state[master]
             state["step"] = torch.zeros((), device=master.device)
             for moment in MOMENTS[:1] if self.group(number)["orthogonal"] else MOMENTS:
                 state[moment] = torch.zeros_like(master, requires_grad=False)
+            if ema_decay:
+                state[AVERAGE] = master.detach().clone()
         examine_norms(optimizer, zero_stage, examine, router_limit)
 
     def distribute(self, named_parameters, config, groups, device):
@@ -118,7 +124,8 @@ class ShardedOptimizer:
             return None
         master = self.masters()[place.number]
         state = self.optimizer.optimizer.state[master]
-        tensors = {"master": master.detach(), **{kind: state[kind] for kind in MOMENTS if kind in state}}
+        kept = {kind: state[kind] for kind in (*MOMENTS, AVERAGE) if kind in state}
+        tensors = {"master": master.detach(), **kept}
         return place.start, {kind: flat.narrow(0, place.offset, place.length) for kind, flat in tensors.items()}
 
     @property
@@ -132,6 +139,29 @@ class ShardedOptimizer:
         for state in self.optimizer.optimizer.state.values():
             state["step"].fill_(steps)
         self.refresh_weights()
+
+    @torch.no_grad()
+    def average(self):
+        """Move the average, if there is one, towards the masters after a step."""
+        for master in self.masters() if self.ema_decay else ():
+            self.optimizer.optimizer.state[master][AVERAGE].lerp_(master, 1 - self.ema_decay)
+
+    @contextlib.contextmanager
+    def averaged(self):
+        """Within it the weights of the model are the average, if there is one; all ranks together."""
+        self.exchange_average()
+        yield
+        self.exchange_average()
+
+    @torch.no_grad()
+    def exchange_average(self):
+        for master in self.masters() if self.ema_decay else ():
+            average = self.optimizer.optimizer.state[master][AVERAGE]
+            before = master.clone()
+            master.copy_(average)
+            average.copy_(before)
+        if self.ema_decay:
+            self.refresh_weights()
 
     def drop_gradients(self):
         """Forget the gradients of a step that was skipped.

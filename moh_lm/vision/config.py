@@ -5,7 +5,9 @@ Layers are numbered through all stages. Heads, routers, optimizer, reliability a
 with the defaults of the authors' released image models: gates of ``released``, Eq. 7 over a micro-batch.
 """
 
+import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from moh_lm.config import Config, HeadsConfig, RoutedLayer, option
@@ -126,6 +128,10 @@ class ViTConfig(ImageModelConfig):
         return sum(self.depths)
 
     @property
+    def hidden_size(self):
+        return self.hidden_sizes
+
+    @property
     def tokens(self):
         """Of an image, in the first stage."""
         return (self.image_size // 4) ** 2
@@ -233,7 +239,6 @@ class ImageRunConfig(RunBase):
     cfg_scale: float = option(4.0, "of a DiT: weight of classifier-free guidance for them; 1: none")
     window_strategy, eval_tasks, sample_prompts = "fixed", "", ()
     seq_length = 1  # tokens of an image: set by the whole configuration
-    train_tokens = None
 
     @property
     def global_batch_size(self):
@@ -244,6 +249,10 @@ class ImageRunConfig(RunBase):
         return self.batch_size * self.seq_length
 
     @property
+    def train_tokens(self):
+        return None if self.train_iters is None else self.train_iters * self.tokens_per_iteration
+
+    @property
     def batch_given(self):
         return f"--batch-size {self.batch_size}"
 
@@ -251,6 +260,8 @@ class ImageRunConfig(RunBase):
 @dataclass(frozen=True)
 class ImageTraining(Config):
     """A whole run of an image model. kind: the first word of its command. presets: {name: {field: value}}."""
+
+    unit = "mean over images"
 
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
     run: ImageRunConfig = field(default_factory=ImageRunConfig)
@@ -267,13 +278,22 @@ class ImageTraining(Config):
 @dataclass(frozen=True)
 class ViTTraining(ImageTraining):
     model: ViTConfig = field(default_factory=ViTConfig)
-    kind, presets = "vit", VIT
+    kind, presets, program = "vit", VIT, "moh_lm.vision vit"
 
 
 @dataclass(frozen=True)
 class DiTTraining(ImageTraining):
     model: DiTConfig = field(default_factory=DiTConfig)
-    kind, presets = "dit", DIT
+    kind, presets, program = "dit", DIT, "moh_lm.vision dit"
 
 
 KINDS = {kind.kind: kind for kind in (ViTTraining, DiTTraining)}
+
+
+def kind_of_run(directory):
+    """The kind of ``Config`` in the directory of a run or of a step; ``Config`` if it is of no image model."""
+    try:
+        values = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return Config  # which says what is wrong
+    return ViTTraining if "image_size" in values else DiTTraining if "diffusion_steps" in values else Config

@@ -54,7 +54,7 @@ def run(flags, stop_after=None):
     config, _ = parse_config(flags)
     make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
-        return program.train(config, program.open_dataset(config, [], False), start_process_group(900))
+        return program.train(program.Run, config, program.open_dataset(config, [], False), start_process_group(900))
 
 
 def rows(directory):

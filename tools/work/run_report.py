@@ -4,6 +4,7 @@ from pathlib import Path
 
 from moh_lm.config import ConfigError
 from moh_lm.monitor.report.page import write_page
+from moh_lm.vision.config import kind_of_run
 
 FAILURES = ()
 
@@ -12,7 +13,7 @@ def run(arguments):
     default = arguments.runs[0] / "report.html" if len(arguments.runs) == 1 else Path("report.html")
     output = arguments.output or default
     try:
-        files = write_page(arguments.runs, output, arguments.png)
+        files = write_page(arguments.runs, output, kind_of_run(arguments.runs[0]), arguments.png)
     except OSError as error:
         raise ConfigError([f"--output {output}: cannot be written ({error.strerror}); give another file"]) from error
     for path in files:

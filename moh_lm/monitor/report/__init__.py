@@ -4,13 +4,16 @@ import sys
 from pathlib import Path
 
 
-def report_run(directory):
-    """Write report.html into a run directory. A failure is a line on standard error: a page is not worth a run."""
+def report_run(directory, kind):
+    """Write report.html into the directory of a run with a ``kind`` of ``Config``.
+
+    A failure is a line on standard error: a page is not worth a run.
+    """
     path = Path(directory) / "report.html"
     try:
         from moh_lm.monitor.report.page import write_page  # optional: it needs matplotlib and Jinja2
 
-        write_page([directory], path)
+        write_page([directory], path, kind)
         print(f"wrote {path}", flush=True)
     except ModuleNotFoundError as error:
         print(f"no {path}: {error.name} is not installed; pip install matplotlib jinja2", file=sys.stderr, flush=True)

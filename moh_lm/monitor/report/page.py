@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib import colormaps
 
+from moh_lm.config import Config
 from moh_lm.data.files import publish
 from moh_lm.monitor.report import pictures
 from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, written
@@ -21,12 +22,13 @@ QUIET = ("saved",)  # events that are not worth a row
 MOST_NAMED = 8  # layers in a legend
 
 
-def write_page(directories, output, with_png=False):
+def write_page(directories, output, kind=Config, with_png=False):
     """Write the report of the runs at ``output``, an HTML file, and each picture as PNG beside it; the files written.
 
-    Raises ConfigError if a directory is not that of a run, OSError if a file cannot be written.
+    kind: of their ``Config``. Raises ConfigError if a directory is not that of a run, OSError if a file cannot be
+    written.
     """
-    runs = [RunRecord(directory) for directory in directories]
+    runs = [RunRecord(directory, kind) for directory in directories]
     figures = figures_of_run(runs[0]) if len(runs) == 1 else figures_of_comparison(runs)
     drawn = {name: Markup(pictures.svg(figure, name)) for name, (_, figure) in figures.items()}  # noqa: S704 - ours
     text = template_beside(__file__).render(
@@ -65,7 +67,7 @@ def figures_of_run(run):
     marks = [(event["step"], event["event"]) for event in run.standing_events() if event["event"] in pictures.MARKS]
     marks = [(step, event) for step, event in marks if step <= run.step]  # the rows end there
     curves = run.curves
-    found = {"loss": ("Loss", pictures.lines(by_source(run, "loss/", "validation/"), "nats per token", marks))}
+    found = {"loss": ("Loss", pictures.lines(by_source(run, "loss/", "validation/"), run.config.unit, marks))}
     if bits := by_source(run, "bits/", "validation_bits/"):
         found["bits"] = "Bits per byte of text", pictures.lines(bits, "bits per byte", marks)
     rate = {"learning rate": (*curves["learning_rate"], {})}
@@ -138,7 +140,7 @@ def summary(run):
         heads += f", {model.heads.head_selection} with routing {model.heads.routing}"
     return [
         ("state", run.state),
-        ("model", f"{model.num_layers} layers of {heads}, width {model.hidden_size}"),
+        ("model", f"{model.num_layers} layers of {heads}, width {words(model.hidden_size)}"),
         ("tokens", f"{short(tokens)} of {short(run.config.run.train_tokens)}"),
         ("time of training", time_left(run.seconds)),
         ("skipped steps", str(run.skipped)),

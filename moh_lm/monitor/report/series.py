@@ -26,15 +26,15 @@ HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md def
 class RunRecord:
     """One run. ``curves``: {name: (steps, values)}, arrays [points]; ``loads``: {layer: (steps, [points, heads])}.
 
-    Raises ConfigError if ``directory`` is not that of a run.
+    kind: of its ``Config``. Raises ConfigError if ``directory`` is not that of a run.
     """
 
-    def __init__(self, directory):
+    def __init__(self, directory, kind=Config):
         self.directory = Path(directory)
         self.name = self.directory.resolve().name
         if not (self.directory / "metrics.jsonl").exists():
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
-        self.config = Config.load(self.directory / "config.json")
+        self.config = kind.load(self.directory / "config.json")
         self.events = [row for _, row in complete_rows(self.directory / "events.jsonl")]
         training, evaluations = [], []
         for _, row in complete_rows(self.directory / "metrics.jsonl"):
@@ -72,8 +72,8 @@ class RunRecord:
 
     def command(self):
         """The flags that differ from the defaults, as they would be typed."""
-        words = ["python -m moh_lm.pretrain"]
-        for (_, entry), value in zip(walk(Config()), self.config.to_dict().values(), strict=True):
+        words = [f"python -m {self.config.program}"]
+        for (_, entry), value in zip(walk(self.config), self.config.to_dict().values(), strict=True):
             if value not in (entry.default, list(entry.default) if isinstance(entry.default, tuple) else None):
                 words.append(f"{flag(entry.name)} {written(value, shlex.quote)}")
         return " \\\n  ".join(words)

@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# A small MoH-ViT and a small MoH-DiT on handwritten digits, in minutes on two CPU cores:
+#
+#     bash launch/quickstart_vision.sh [OUT]
+#
+# OUT (default: runs/quickstart_vision) receives everything. The classifier is trained with 76% of its heads and with all
+# of them, and both accuracies are shown. The other model draws digits. A repetition goes on where the one before ended.
+set -euo pipefail
+
+source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
+begin quickstart_vision "${1:-}"
+out=${out#"$root/"}
+
+VIT=( # 0.7M parameters
+    --image-size 32
+    --in-channels 1
+    --num-classes 10
+    --hidden-sizes 24 48 96 192
+    --depths 1 1 2 1
+    --num-attention-heads 2 4 8 16
+    --drop-path 0.1
+    --auto-augment none # a digit is not to be turned or inverted
+    --mixup 0
+    --cutmix 0
+    --random-erasing 0
+    --horizontal-flip 0
+    --repeated-augmentation 1
+    --min-crop-area 0.5
+    --learning-rate 2e-3
+    --min-learning-rate 2e-5
+    --warmup-iters 50
+    --weight-decay 0.05
+    --adam-beta2 0.999
+    --batch-size 64
+    --micro-batch-size 64
+    --epochs 30
+    --eval-interval 225
+    --log-interval 45
+)
+DIT=(
+    --input-size 16
+    --in-channels 1
+    --patch-size 2
+    --num-classes 10
+    --hidden-size 128
+    --num-layers 4
+    --num-attention-heads 8
+    --num-shared-heads 4 # 75%: 4 heads are always on, and 2 of the other 4 are chosen for each token
+    --num-active-routed-heads 2
+    --horizontal-flip 0
+    --learning-rate 1e-3
+    --min-learning-rate 1e-4
+    --warmup-iters 100
+    --weight-decay 0
+    --adam-beta2 0.999
+    --ema-decay 0.998
+    --batch-size 64
+    --micro-batch-size 64
+    --train-iters 3000
+    --eval-interval 1500
+    --sampling-steps 50
+    --cfg-scale 2
+    --samples 100
+    --log-interval 100
+)
+COMMON=(
+    --data-dir "$out/digits/train"
+    --validation-dir "$out/digits/val"
+    --workers 0
+    --precision fp32
+    --save-interval 500
+    --keep-last 2
+)
+
+# train KIND RUN FLAG...: one run of moh_lm.vision by the deepspeed launcher, one process.
+train() {
+    local port
+    port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+    run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module moh_lm.vision "$1" "${COMMON[@]}" \
+        --checkpoint-dir "$out/$2" "${@:3}"
+}
+
+steps_total=6
+
+step "Environment"
+source launch/environment.sh vision
+set_threads
+
+step "Images: handwritten digits"
+up_to_date "$out/digits/val/9" || run python -m launch.quickstart_images make "$out/digits"
+
+step "MoH-ViT: 76% of the heads"
+train vit vit "${VIT[@]}" --num-shared-heads 2 4 2 3 --num-active-routed-heads 0 0 4 8
+
+step "The same classifier with all heads"
+train vit vit-dense "${VIT[@]}" --head-selection all
+run python -m launch.quickstart_images compare "$out/vit" "$out/vit-dense"
+
+step "MoH-DiT: 75% of the heads"
+train dit dit "${DIT[@]}"
+
+step "Which heads the digits use"
+for model in vit dit; do
+    run python tools/head_report_images.py "$out/$model" --images "$out/digits/val" --output "$out/$model-heads"
+done
+
+printf '\nEverything is in %s:\n' "$out"
+echo "    digits/                          the images"
+echo "    vit/ vit-dense/ dit/             runs: report.html, metrics.jsonl, tensorboard/, checkpoints/"
+echo "    dit/samples/                     drawn digits, a column each"
+echo "    vit-heads/ dit-heads/            heads.png: heads by class, layer and time step"

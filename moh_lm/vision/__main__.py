@@ -1,0 +1,44 @@
+"""Trains an image model: the program of every rank.
+
+    python -m moh_lm.vision vit --help        MoH-ViT, a classifier; launch/train_moh_vit_b.sh has the paper's values
+    python -m moh_lm.vision dit --help        MoH-DiT, which draws images of a class; launch/train_moh_dit_xl.sh
+
+Exit codes are those of moh_lm.pretrain.
+"""
+
+import functools
+import importlib
+import sys
+
+from moh_lm.config import ConfigError
+from moh_lm.flags import add_config_flags, add_run_flags, changes, parse_flags
+from moh_lm.parser import Parser
+from moh_lm.run.problems import tell
+from moh_lm.vision.config import KINDS
+
+
+def make_parser(kind):
+    parser = Parser(prog=f"python -m {kind.program}", usage="%(prog)s [flags]", description=kind.__doc__)
+    add_config_flags(parser, kind)
+    add_run_flags(parser)
+    return parser
+
+
+def main():
+    name, arguments = sys.argv[1] if sys.argv[1:] else "", sys.argv[2:]
+    if name not in KINDS:
+        print(__doc__ if name in ("-h", "--help") else f"moh_lm.vision {name}: give vit or dit first".strip())
+        sys.exit(0 if name in ("-h", "--help") else 2)
+    kind = KINDS[name]
+    make = functools.partial(make_parser, kind)
+    try:
+        given = parse_flags(make(), arguments, kind)
+        given.changes = functools.partial(changes, arguments, kind, make)
+    except ConfigError as error:
+        tell(error.problems, program=kind.program)
+        sys.exit(2)
+    importlib.import_module("moh_lm.vision.program").main(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What is wrong with the configuration of an image model: every reason, before any process group is opened."""
+
+import math
+
+from moh_lm.checks import run as checks
+from moh_lm.checks.ranges import below
+from moh_lm.config import HeadsConfig, flag
+
+LANGUAGE_ONLY = (  # of HeadsConfig
+    "head_budget", "head_budget_slope", "routing_unit", "routed_keys", "routing_dtype", "routing_top_p",
+    "load_balance_bias_rate",
+)  # fmt: skip
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+
+
+def image_problems(config, world_size):
+    """Sentences for what is wrong with ``config`` on ``world_size`` processes; empty if the run can start."""
+    model, run, optimizer = config.model, config.run, config.optimizer
+    found = [
+        f"{flag(key)} {getattr(config.parallel, key)}: image models are data parallel only; choose 1"
+        for key in DEGREES
+        if getattr(config.parallel, key) != 1
+    ]
+    found += [
+        f"{flag(key)} {getattr(model.heads, key)}: is for language models; leave it out"
+        for key in LANGUAGE_ONLY
+        if getattr(model.heads, key) != getattr(HeadsConfig(), key)
+    ]
+    if optimizer.optimizer != "adamw":
+        found.append(f"--optimizer {optimizer.optimizer}: is for language models; choose adamw")
+    if optimizer.z_loss:
+        found.append(f"--z-loss {optimizer.z_loss:g}: is for language models; leave it out")
+    found += {"vit": vit_problems, "dit": dit_problems}[config.kind](model)
+    found = found or head_problems(model)
+    found += checks.optimizer_problems(optimizer) + checks.frozen_problems(config) + checks.schedule_problems(config)
+    found += checks.reliability_problems(config.reliability) + checks.alarm_problems(config.alarms)
+    return found + data_problems(config) + run_problems(run) + batch_problems(run, world_size)
+
+
+def vit_problems(model):
+    stages = len(model.depths)
+    found = [
+        f"{flag(key)}: has {len(getattr(model, key))} numbers for the {stages} stages of --depths; give as many"
+        for key in ("hidden_sizes", "num_attention_heads", "mlp_ratios", "sr_ratios")
+        if len(getattr(model, key)) != stages
+    ]
+    values = {key: min(getattr(model, key)) for key in ("depths", "num_attention_heads", "mlp_ratios", "sr_ratios")}
+    found += [f"{flag(key)} {value}: must be 1 or above" for key, value in values.items() if value < 1]
+    if found:
+        return found
+    step = 4 << stages - 1
+    if model.image_size < 1 or model.image_size % step:
+        found.append(f"--image-size {model.image_size}: must be a multiple of {step}")
+    if model.in_channels not in (1, 3):
+        found.append(f"--in-channels {model.in_channels}: must be 1 (grey) or 3 (RGB)")
+    sides = [model.image_size // (4 << stage) for stage in range(stages)]
+    found += [
+        f"--sr-ratios {ratio}: pools the {side} x {side} tokens of stage {stage + 1} to none; choose at most {side}"
+        for stage, (ratio, side) in enumerate(zip(model.sr_ratios, sides, strict=True))
+        if ratio > side > 0
+    ]
+    if not 0 <= model.drop_path < 1:
+        found.append(f"--drop-path {model.drop_path:g}: must be at least 0 and below 1")
+    found += [
+        f"--hidden-sizes {width}: must be a multiple of the {heads} heads of its stage"
+        for width, heads in zip(model.hidden_sizes, model.num_attention_heads, strict=True)
+        if width < 1 or width % heads
+    ]
+    return found + below(model, 1, "num_classes")
+
+
+def dit_problems(model):
+    found = below(model, 1, "input_size", "in_channels", "patch_size", "num_classes", "num_layers")
+    found += below(model, 21, "diffusion_steps")
+    if found:
+        return found
+    if len(model.num_attention_heads) != model.num_layers or min(model.num_attention_heads) < 1:
+        found.append(f"--num-attention-heads: give one number, or one for each of the {model.num_layers} layers")
+    if model.input_size % model.patch_size:
+        found.append(f"--input-size {model.input_size}: must be a multiple of --patch-size {model.patch_size}")
+    if model.hidden_size < 4 or model.hidden_size % 4:
+        found.append(f"--hidden-size {model.hidden_size}: must be a multiple of 4, for the positions")
+    if not 0 <= model.class_dropout < 1:
+        found.append(f"--class-dropout {model.class_dropout:g}: must be at least 0 and below 1")
+    return found
+
+
+def head_problems(model):
+    heads, layers = model.heads, model.num_layers
+    if heads.head_selection == "all":
+        return []
+    for key in ("num_shared_heads", "num_active_routed_heads"):
+        if len(getattr(heads, key)) != layers:
+            advice = f"give one number, one per stage, or one for each of the {layers} layers"
+            return [f"{flag(key)}: {advice}; --preset has the paper's"]
+    found = []
+    for layer, number in enumerate(model.head_counts):
+        shared, active = heads.num_shared_heads[layer], heads.num_active_routed_heads[layer]
+        routed = number - shared
+        if not (0 <= shared <= number and (1 <= active <= routed or active == routed == 0)):
+            text = f"layer {layer} has {number} heads: {shared} shared and {active} of {routed} others"
+            found.append(f"{text}; choose at most {number} shared, and at least 1 and at most all of the others")
+    return list(dict.fromkeys(found))
+
+
+def data_problems(config):
+    data = config.data
+    found = [] if data.data_dir else ["--data-dir is missing: give the directory of the training images"]
+    found += below(data, 0, "workers", "mixup", "cutmix") + below(data, 1, "repeated_augmentation")
+    shares = ("random_erasing", "horizontal_flip", "min_crop_area", "label_smoothing")
+    return found + [
+        f"{flag(key)} {getattr(data, key):g}: must be between 0 and 1"
+        for key in shares
+        if not 0 <= getattr(data, key) <= 1
+    ]
+
+
+def run_problems(run):
+    found = below(run, 1, "batch_size", "micro_batch_size", "log_interval", "sampling_steps")
+    found += below(run, 0, "eval_interval", "eval_images", "samples", "seed", "cfg_scale")
+    if not run.checkpoint_dir:
+        found.append("--checkpoint-dir is missing: give the directory of this run")
+    budget = run.epochs if run.train_iters is None else run.train_iters
+    if budget is None:
+        found.append("--epochs is missing: give a budget such as 300, or --train-iters")
+    elif not 0 < budget < math.inf:
+        found.append(f"{'--epochs' if run.train_iters is None else '--train-iters'} {budget:g}: must be above 0")
+    if not 0 <= run.ema_decay < 1:
+        found.append(f"--ema-decay {run.ema_decay:g}: must be at least 0 and below 1, such as 0.9999")
+    if run.sampling_steps == 1:
+        found.append("--sampling-steps 1: must be 2 or above")
+    return found
+
+
+def batch_problems(run, world_size):
+    chunk = max(1, run.micro_batch_size) * world_size
+    if run.batch_size % chunk == 0:
+        return []
+    nearest = math.ceil(run.batch_size / chunk) * chunk
+    return [
+        f"--batch-size {run.batch_size}: not a multiple of --micro-batch-size {run.micro_batch_size} on {world_size} "
+        f"processes = {chunk}; choose {nearest}"
+    ]

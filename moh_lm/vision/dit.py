@@ -1,0 +1,181 @@
+"""MoH-DiT: a transformer that says which noise is in an image, of patches as tokens (paper, section 4.2).
+
+The model is DiT (Peebles and Xie 2023, arXiv 2212.09748): patches and their positions; blocks of attention and MLP; and
+from step and class a vector c [b, d] that shifts, scales and gates what each block adds (adaLN-Zero). Its attention is
+Mixture-of-Head: the heads are multiplied by the gates of ``HeadRouter`` (Eq. 4). Blocks may differ in their heads.
+
+Parameters have the names and first values of the authors' code; its wg, wg_0 and wg_1 are those of the router.
+Positions are computed, and not in files. The noise and the loss are in moh_lm/vision/diffusion.py.
+
+Shapes: b images [c, H, W] of s = H W / p^2 tokens, row by row, p the side of a patch; d width, h heads, e head
+dimension.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moh_lm.kernels.attention import moh_attention
+from moh_lm.model.block import RoutedBlock
+from moh_lm.model.router import HeadRouter
+from moh_lm.model.transformer import initialize, loss_terms
+from moh_lm.vision.diffusion import Diffusion, image_noise
+from moh_lm.vision.parameters import describe, described, linear
+
+INIT_STD = 0.02  # of tables and of the MLP of the step
+FREQUENCIES = 128  # of a step: half of its features
+
+
+class DiT(nn.Module):
+    """The whole model. config: ``DiTConfig``. micro_batches: of a step, over which the losses of routers are averaged.
+
+    Parameters are left empty; ``initialize`` draws them.
+    """
+
+    def __init__(self, config, micro_batches=1, recompute=False):
+        super().__init__()
+        self.config, self.diffusion = config, Diffusion(config.diffusion_steps)
+        d, c, p = config.hidden_size, config.in_channels, config.patch_size
+        terms = loss_terms(config, micro_batches)
+        patches = described(nn.Conv2d(c, d, p, p), bound=xavier(c * p * p, d))
+        steps = linear(2 * FREQUENCIES, d, INIT_STD), nn.SiLU(), linear(d, d, INIT_STD)
+        classes = nn.Embedding(config.num_classes + 1, d)  # the last one: no class
+        describe(classes.weight, INIT_STD)
+        self.x_embedder = nn.ModuleDict({"proj": patches})
+        self.t_embedder = nn.ModuleDict({"mlp": nn.Sequential(*steps)})
+        self.y_embedder = nn.ModuleDict({"embedding_table": classes})
+        layers = map(config.layer, range(config.num_layers))
+        self.blocks = nn.ModuleList(DiTBlock(layer, config.mlp_ratio, terms, recompute) for layer in layers)
+        self.final_layer = nn.ModuleDict({"linear": linear(d, p * p * 2 * c), "adaLN_modulation": modulation(d, 2)})
+
+    def forward(self, x, t, y, noise):
+        """Mean loss and losses [b] of images and noise [b, c, H, W], steps and classes int64 [b]."""
+        losses = self.diffusion.losses(self.predict, x, t, y, noise)
+        return losses.mean(), losses
+
+    def predict(self, x, t, y):
+        """The noise in x [b, c, H, W], and where in its range the log variance lies: [b, 2c, H, W].
+
+        t: step, int64 [b]. y: class, int64 [b]; num_classes is none.
+        """
+        d, p = self.config.hidden_size, self.config.patch_size
+        patches = self.x_embedder.proj(x.to(self.x_embedder.proj.weight.dtype))  # [b, d, H/p, W/p]
+        side, dtype = patches.shape[-1], patches.dtype
+        x = patches.flatten(2).permute(2, 0, 1) + position_table(side, d, dtype, x.device)  # [s, b, d]
+        c = self.t_embedder.mlp(step_features(t).to(dtype)) + self.y_embedder.embedding_table(y)
+        for block in self.blocks:
+            x = block(x, c)
+        shift, scale = self.final_layer.adaLN_modulation(c).chunk(2, dim=-1)
+        x = self.final_layer.linear(modulated(x, shift, scale))  # [s, b, p p 2c]
+        return x.view(side, side, len(t), p, p, -1).permute(2, 5, 0, 3, 1, 4).reshape(len(t), -1, side * p, side * p)
+
+    def draw(self, y, numbers, seed, steps, cfg_scale):
+        """Images [b, c, H, W] of classes y, int64 [b], in so many steps: each by its number and the seed alone."""
+        config = self.config
+        shape = config.in_channels, config.input_size, config.input_size
+        noises = image_noise(seed, numbers, shape, y.device)
+        chain = Diffusion(config.diffusion_steps, steps)
+        return chain.sample(self.predict, y, noises, config.num_classes, cfg_scale)
+
+    def initialize(self, seed):
+        """Draw every parameter from a generator of (seed, name)."""
+        initialize(self.named_parameters(), seed)
+
+    def routers(self):
+        """The routers that balance their load, in the order of layers."""
+        routers = (block.router() for block in self.blocks)
+        return [router for router in routers if router is not None and router.layer.num_routed]
+
+    def tied_parameters(self):
+        """Weights with a copy in another pipeline stage: none."""
+        return ()
+
+
+class DiTBlock(RoutedBlock):
+    """x + gate Attention(modulated x), then x + gate MLP(modulated x). layer: ``ImageLayer``."""
+
+    def __init__(self, layer, mlp_ratio, loss_terms, recompute):
+        super().__init__(recompute)
+        d, inner = layer.hidden_size, int(layer.hidden_size * mlp_ratio)
+        self.attn = Attention(layer, loss_terms)
+        self.mlp = nn.ModuleDict({"fc1": xavier_linear(d, inner), "fc2": xavier_linear(inner, d)})
+        self.adaLN_modulation = modulation(d, 6)
+
+    def router(self):
+        return self.attn.router
+
+    def block(self, x, c, recall):
+        """x [s, b, d] and c [b, d] -> [s, b, d], and ``Routed`` or None."""
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(c).chunk(6, dim=-1)
+        attention, routed = self.attn(modulated(x, shift, scale), recall)
+        x = x + gate * attention
+        inner = F.gelu(self.mlp.fc1(modulated(x, mlp_shift, mlp_scale)), approximate="tanh")
+        return x + mlp_gate * self.mlp.fc2(inner), routed
+
+
+class Attention(nn.Module):
+    """Mixture-of-Head attention of every token to every token, or ordinary attention without a router.
+
+    The rows of qkv: of queries, keys and values, each head by head.
+    """
+
+    def __init__(self, layer, loss_terms):
+        super().__init__()
+        self.heads = layer.num_attention_heads, layer.head_dim
+        d, inner = layer.hidden_size, math.prod(self.heads)
+        self.qkv, self.proj = xavier_linear(d, 3 * inner), xavier_linear(inner, d)
+        self.router = None
+        if layer.routed is not None:
+            self.router = HeadRouter(layer, layer.index, INIT_STD, None, loss_terms)
+            for weight in self.router.parameters():
+                if weight.init_std:  # those of ``sigmoid`` begin with 0
+                    describe(weight, bound=xavier(*weight.shape))
+
+    def forward(self, x, recall):
+        """x [s, b, d] -> [s, b, d], and ``Routed`` or None."""
+        gates, routed = (None, None) if self.router is None else self.router(x, recall)
+        query, key, value = self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(2)  # [s, b, h, e]
+        return self.proj(moh_attention(query, key, value, gates, causal=False).flatten(2)), routed
+
+
+def xavier(inputs, outputs):
+    """Where Xavier's uniform distribution ends."""
+    return math.sqrt(6 / (inputs + outputs))
+
+
+def xavier_linear(inputs, outputs):
+    return linear(inputs, outputs, bound=xavier(inputs, outputs))
+
+
+def modulation(d, parts):
+    """c [b, d] -> [b, parts d], at first 0."""
+    return nn.Sequential(nn.SiLU(), linear(d, parts * d))
+
+
+def modulated(x, shift, scale):
+    """x [s, b, d], normalised without weights, scaled and shifted by what is [b, d]."""
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+
+
+def angles(numbers, count):
+    """numbers [n] times frequencies from 1 down to almost 1/10000: float64 [n, count]."""
+    frequencies = 10000.0 ** (-torch.arange(count, dtype=torch.float64, device=numbers.device) / count)
+    return numbers.double()[:, None] * frequencies
+
+
+def step_features(t):
+    """Cosines, then sines of t [b]: float64 [b, 2 FREQUENCIES]."""
+    turned = angles(t, FREQUENCIES)
+    return torch.cat((turned.cos(), turned.sin()), dim=-1)
+
+
+@functools.lru_cache(maxsize=8)
+def position_table(side, d, dtype, device):
+    """What is added to the tokens of side x side patches, [s, 1, d]: waves of their columns, then of their rows."""
+    turned = angles(torch.arange(side, device=device), d // 4)
+    waves = torch.cat((turned.sin(), turned.cos()), dim=-1)  # [side, d/2]
+    table = torch.cat((waves.repeat(side, 1), waves.repeat_interleave(side, 0)), dim=-1)
+    return table.unsqueeze(1).to(dtype)

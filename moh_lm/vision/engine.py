@@ -1,0 +1,90 @@
+"""The training engine of image models: steps, optimizer, checkpoints and figures of heads are those of language models.
+
+Shapes: b images of a micro-batch.
+"""
+
+import torch
+import torch.distributed as dist
+
+from moh_lm.parallel.cross_entropy import IGNORED
+from moh_lm.training.engine import Engine
+from moh_lm.training.step_sums import reduce
+from moh_lm.vision.dit import DiT, DiTBlock
+from moh_lm.vision.transnext import Block, TransNeXt
+
+MODELS = {"vit": (TransNeXt, Block), "dit": (DiT, DiTBlock)}
+
+
+class ImageEngine(Engine):
+    """One training step and one evaluation over ``ImageBatch``es."""
+
+    def __init__(self, config, groups, device, num_sources):
+        self.kind, self.layer = MODELS[config.kind]
+        self.ema_decay = config.run.ema_decay
+        torch.backends.cudnn.deterministic = True  # else a convolution's sums depend on what cuDNN chose
+        super().__init__(config, groups, device, num_sources)
+
+    def build_model(self):
+        model = self.kind(self.config.model, self.micro_batches, self.config.run.recompute)
+        model.initialize(self.config.run.seed)
+        return model.to(self.device)
+
+    def own_tokens(self, micro_batches):
+        return micro_batches
+
+    def loss(self, batch):
+        mean, losses, counted = self.losses(batch)
+        sources = self.on_device(batch.sources)
+        labels = torch.where(counted, 0, IGNORED)[:, None]
+        self.sums.add(losses.detach()[None], labels, sources)
+        return mean
+
+    def losses(self, batch):
+        """Mean loss, losses [b] without those of filler, and which images are none, bool [b]."""
+        for router in self.head_routers:
+            router.samples = None if batch.samples is None else self.on_device(batch.samples)
+        mean, losses = self.engine(*map(self.on_device, batch.inputs))
+        counted = self.on_device(batch.labels) >= 0
+        return mean, losses * counted, counted
+
+    @torch.no_grad()
+    def scores(self, micro_batches):
+        """{name: mean over the held-out images of all ranks} of the loss and, of a classifier, top-1 and top-5.
+
+        By the moving average of the weights, if there is one. {} without images.
+        """
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        self.engine.eval()
+        with self.optimizer.averaged():
+            for batch in micro_batches:
+                _, losses, counted = self.losses(batch)
+                found = [losses.double().sum(), counted.sum()]
+                if self.config.kind == "vit":
+                    found += self.right(batch, counted)
+                sums[: len(found)] += torch.stack([value.double() for value in found])
+        loss, images, *right = reduce(sums, self.groups.data).tolist()
+        if not images:
+            return {}
+        return {"loss": loss / images, **dict(zip(("top_1", "top_5"), (n / images for n in right), strict=True))}
+
+    def right(self, batch, counted):
+        """Images whose class is the most likely one, and among the five most likely ones."""
+        logits = self.engine(self.on_device(batch.inputs[0]))
+        best = logits.topk(min(5, logits.shape[1])).indices == self.on_device(batch.labels)[:, None]
+        return [(best[:, :number].any(1) & counted).sum() for number in (1, 5)]
+
+    @torch.no_grad()
+    def draw(self, number, steps, cfg_scale):
+        """``number`` images of the classes 0, 1, ... in turn, by the moving average: float32 [number, c, H, W].
+
+        Each rank draws some of them.
+        """
+        share = -(-number // dist.get_world_size())
+        mine = torch.arange(share) + dist.get_rank() * share
+        classes = (mine % self.config.model.num_classes).to(self.device)
+        self.engine.eval()
+        with self.optimizer.averaged():
+            images = self.model.draw(classes, mine.tolist(), self.config.run.seed, steps, cfg_scale)
+        parts = [torch.empty_like(images) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, images.contiguous())
+        return torch.cat(parts)[:number].cpu()

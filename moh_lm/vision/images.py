@@ -1,0 +1,254 @@
+"""Images of class folders, in a directory or a tar, and the micro-batches of a classifier.
+
+All about sample n of a run follows from (--seed, n): which image it is, how it is changed, and the model's random
+numbers. So a resumed run reads what it would have read, with any number of ranks and workers.
+
+    epoch n // N, place p = n % N of N images
+    image       permutation_epoch[p // --repeated-augmentation]
+    training    random crop, mirroring, RandAugment, Random Erasing; then of a micro-batch Mixup or CutMix
+    held out    the middle, of 0.875 of the shorter side; an image of the model's size as it is
+
+Shapes: b images, c channels, S pixels of a side. timm augments; it draws from the generators of the process, which are
+seeded before and put back after each image.
+"""
+
+import hashlib
+import io
+import os
+import random
+import tarfile
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError
+from moh_lm.vision import packages  # noqa: F401 - before timm
+from moh_lm.vision.batches import ImageBatch
+
+# isort: split
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, auto_augment, create_transform
+from timm.data.mixup import cutmix_bbox_and_lam
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+MODES = {1: "L", 3: "RGB"}  # of Pillow, by channels
+NORMS = {1: ((0.5,), (0.5,)), 3: (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)}
+KEPT = 0.875  # of the shorter side of an image that is evaluated
+SWITCH = 0.5  # share of micro-batches with CutMix, where there is Mixup too
+ORDER, SAMPLE, MIXED, HELD_OUT = range(4)  # what random numbers are for
+
+
+class ImagePlace(NamedTuple):
+    """Where an image lies: ``size`` bytes (-1: all) from ``start`` of a file on. member: its name in a tar."""
+
+    file: str
+    member: str
+    start: int
+    size: int
+
+    def read(self, channels):
+        """The Pillow image, grey or RGB. Raises ShardError if the bytes are none."""
+        try:
+            with open(self.file, "rb") as file:
+                file.seek(self.start)
+                image = Image.open(io.BytesIO(file.read(self.size)))
+            if image.mode.startswith("I"):  # 16 bits; Pillow would cut off what is above 255
+                image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+            return image.convert(MODES[channels])
+        except Exception as error:  # a damaged file may raise anything
+            path = os.path.join(self.file, self.member)
+            text = f"{path}: cannot be read as an image ({error}); remove or restore it"
+            raise ShardError(" ".join(text.split())) from error
+
+
+class Images:
+    """The images of a directory or tar of class folders, which may lie in one common folder there.
+
+    classes: names of the folders, sorted. labels: int64 [N], of images in the order of their names. Raises ConfigError.
+    """
+
+    def __init__(self, path):
+        self.path = str(path)
+        if not os.path.exists(path):
+            raise ConfigError([f"{path}: there is no such directory or tar"])
+        self.in_tar = os.path.isfile(path)
+        files = tar_files(self.path) if self.in_tar else folder_files(self.path)
+        files = sorted(entry for entry in files if is_image(entry[0]))
+        if not files:
+            raise ConfigError([f"{path}: holds no image in a folder; give a directory or tar of class folders"])
+        self.names, starts, sizes = zip(*files, strict=True)
+        self.spans = np.stack([starts, sizes], axis=1)
+        folders = {os.path.dirname(name) for name in self.names}
+        top = os.path.commonpath(folders) if len(folders) > 1 else os.path.dirname(*folders)
+        names = [name[len(top) + 1 if top else 0 :] for name in self.names]
+        found = [name.split("/")[0] for name in names]
+        self.classes = sorted(set(found))
+        number = {name: index for index, name in enumerate(self.classes)}
+        self.labels = np.array([number[name] for name in found])
+        self.sha256 = names_hash(names, self.labels)
+
+    def place(self, index):
+        name, (start, size) = self.names[index], self.spans[index].tolist()
+        return ImagePlace(*(self.path, name) if self.in_tar else (os.path.join(self.path, name), ""), start, size)
+
+    def problems(self, model):
+        """Why a model cannot read them."""
+        channels = f"--in-channels {model.in_channels}: {self.path} holds images; choose 1 (grey) or 3 (RGB)"
+        return [] if model.in_channels in MODES else [channels]
+
+
+def folder_files(path):
+    """(name, 0, -1) of all files below a directory."""
+    for folder, _, names in os.walk(path, followlinks=True):
+        inside = folder[len(path) :].strip("/")
+        yield from ((os.path.join(inside, name), 0, -1) for name in names)
+
+
+def tar_files(path):
+    """(name, first byte, bytes) of all files in a tar."""
+    try:
+        with tarfile.open(path, "r:") as tar:
+            return [(os.path.normpath(file.name), file.offset_data, file.size) for file in tar if file.isfile()]
+    except tarfile.ReadError as error:
+        raise ConfigError([f"{path}: is no tar without compression ({error}); give one, or a directory"]) from error
+
+
+def is_image(name):
+    return "/" in name and "/." not in f"/{name}" and name.lower().endswith(SUFFIXES)
+
+
+def names_hash(names, labels):
+    """SHA-256 of the names of images and their labels."""
+    lines = "".join(f"{name}\t{label}\n" for name, label in zip(names, labels.tolist(), strict=True))
+    return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
+
+
+def generator(*numbers):
+    """A random generator of its own for these numbers."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers)))
+
+
+@lru_cache(maxsize=2)
+def order(seed, epoch, count):
+    """The order of ``count`` images in an epoch: int64 [count]."""
+    return generator(ORDER, seed, epoch).permutation(count)
+
+
+@contextmanager
+def seeded(rng):
+    """Seed the generators of Python, numpy and torch (of the CPU) with a number from ``rng``; put them back after."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    number = int(rng.integers(2**32))
+    random.seed(number)
+    np.random.seed(number)
+    torch.default_generator.manual_seed(number)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def posterize(image, bits_to_keep, **_):
+    """timm's, for Pillow 13, which refuses to keep no bit."""
+    return ImageOps.posterize(image, bits_to_keep) if bits_to_keep else Image.new(image.mode, image.size)
+
+
+auto_augment.NAME_TO_OP.update(dict.fromkeys(("Posterize", "PosterizeIncreasing", "PosterizeOriginal"), posterize))
+
+
+def training_transform(model, data):
+    """Pillow image -> float32 [c, S, S]. Raises ConfigError for an --auto-augment that timm does not know."""
+    mean, std = NORMS[model.in_channels]
+    augment = None if data.auto_augment == "none" else data.auto_augment
+    try:
+        return create_transform(
+            model.image_size, is_training=True, interpolation="bicubic", mean=mean, std=std, auto_augment=augment,
+            scale=(data.min_crop_area, 1.0), hflip=data.horizontal_flip, color_jitter=None,
+            re_prob=data.random_erasing, re_mode="pixel",
+        )  # fmt: skip
+    except Exception as error:  # an assertion, or the KeyError of a table
+        choose = "write one such as rand-m9-mstd0.5-inc1, or none"
+        raise ConfigError([f"--auto-augment {augment}: timm does not know it; {choose}"]) from error
+
+
+def evaluation_transform(model):
+    """Pillow image -> float32 [c, S, S], of the middle."""
+    size, (mean, std) = model.image_size, NORMS[model.in_channels]
+    middle, whole = (
+        create_transform(size, interpolation="bicubic", mean=mean, std=std, crop_pct=part) for part in (KEPT, 1.0)
+    )
+    return lambda image: whole(image) if image.size == (size, size) else middle(image)
+
+
+def mix(images, targets, mixup, cutmix):
+    """Mixup or CutMix of [b, c, S, S] and [b, classes] with themselves in reverse, by numpy's generator.
+
+    mixup, cutmix: alpha of Beta(alpha, alpha), which gives the batch its weight; 0: never. Not both are 0. timm's own
+    is the same, but for batches of even size only.
+    """
+    cuts = cutmix > 0 and (mixup == 0 or np.random.rand() < SWITCH)
+    weight = np.random.beta(*(cutmix if cuts else mixup,) * 2)
+    others = images.flip(0)
+    if cuts:
+        (top, bottom, left, right), weight = cutmix_bbox_and_lam(images.shape, weight)
+        images[:, :, top:bottom, left:right] = others[:, :, top:bottom, left:right]
+    else:
+        images = images * weight + others * (1 - weight)
+    return images, targets * weight + targets.flip(0) * (1 - weight)
+
+
+class Request(NamedTuple):
+    """A micro-batch that is to be read. numbers: of samples in the run; of held-out images their indices. labels: -1 is
+    filler, whose image counts for nothing."""
+
+    numbers: np.ndarray
+    places: list
+    labels: np.ndarray
+    training: bool
+
+
+class Samples:
+    """From a ``Request`` to its ``ImageBatch``, or to the ShardError of an image; a data set for torch's DataLoader.
+
+    A subclass has ``inputs`` of a request: what the model reads, and the sources, int64 [b].
+    """
+
+    def __getitem__(self, request):
+        try:
+            inputs, sources = self.inputs(request)
+        except ShardError as error:  # raised by the reader of the batches: of a worker's errors torch makes many lines
+            return error
+        numbers = torch.from_numpy(request.numbers) if request.training else None
+        return ImageBatch(inputs, torch.from_numpy(request.labels), sources, numbers)
+
+
+class ViTSamples(Samples):
+    """inputs: images [b, c, S, S], soft targets [b, classes], and in training draws [b, 2 num_layers], all float32."""
+
+    def __init__(self, config):
+        self.model, self.data, self.seed = config.model, config.data, config.run.seed
+        self.transform = training_transform(self.model, self.data)
+
+    def inputs(self, request):
+        labels, classes, data = torch.from_numpy(request.labels), self.model.num_classes, self.data
+        targets, sources = (labels[:, None] == torch.arange(classes)).float(), torch.zeros_like(labels)
+        images = [place.read(self.model.in_channels) for place in request.places]
+        if not request.training:
+            return (torch.stack([*map(evaluation_transform(self.model), images)]), targets), sources
+        rngs = [generator(SAMPLE, self.seed, number) for number in request.numbers.tolist()]
+        draws = np.stack([rng.random(2 * self.model.num_layers, dtype=np.float32) for rng in rngs])
+        for row, rng in enumerate(rngs):
+            with seeded(rng):
+                images[row] = self.transform(images[row])
+        images = torch.stack(images)
+        targets = targets * (1 - data.label_smoothing) + data.label_smoothing / classes
+        if data.mixup or data.cutmix:
+            with seeded(generator(MIXED, self.seed, int(request.numbers[0]))):
+                images, targets = mix(images, targets, data.mixup, data.cutmix)
+        return (images, targets, torch.from_numpy(draws)), sources

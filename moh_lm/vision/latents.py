@@ -1,0 +1,129 @@
+"""What a diffusion model reads: latents of images, or small images, with a time step, a class and noise.
+
+tools/encode_latents.py writes a directory of latents:
+
+    latents.npy     [N, 2, 2c, s, s], fp16 or fp32: of each image, and of its mirror image, the means and the logarithms
+                    of the variances that an autoencoder gives its c channels of s x s
+    labels.npy      int64 [N]
+    latents.json    classes, image_size, factor, and the SHA-256 of the images' names; written last
+
+    x = (mean + exp(logvar / 2) eps) factor     logvar between -30 and 20, eps ~ N(0, 1)
+
+Images are the middle of a picture (``center_crop``), from -1 to 1. The time step t is uniform; its quarters are the
+sources of the log. A class is left out, as class num_classes, with probability --class-dropout.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import read_json
+from moh_lm.vision.images import HELD_OUT, SAMPLE, Samples, generator
+
+LATENTS, LABELS, FACTS, PARTIAL = "latents.npy", "labels.npy", "latents.json", "latents.partial"
+
+
+class LatentPlace(NamedTuple):
+    """Where the latents of an image lie."""
+
+    path: str
+    index: int
+    factor: float
+
+    def draw(self, mirrored, rng):
+        """Latents float32 [c, s, s] of the image or its mirror image."""
+        moments = moments_of(self.path)[self.index, int(mirrored)].astype(np.float32)
+        mean, logvar = np.split(moments, 2)
+        noise = rng.standard_normal(mean.shape, dtype=np.float32)
+        return (mean + np.exp(logvar.clip(-30, 20) / 2) * noise) * np.float32(self.factor)
+
+
+class Latents:
+    """A directory of latents, with what moh_lm.vision.images.Images has. Raises ConfigError if it is damaged."""
+
+    def __init__(self, path):
+        self.path = str(path)
+        try:
+            facts = read_json(Path(path) / FACTS)
+            self.classes, self.sha256, self.factor = facts["classes"], facts["sha256"], facts["factor"]
+            self.labels = np.load(Path(path) / LABELS)
+            self.shape = moments_of(self.path).shape
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            remedy = "restore them, or run tools/encode_latents.py again"
+            raise ConfigError([f"{path}: its latents cannot be read ({error}); {remedy}"]) from error
+
+    def place(self, index):
+        return LatentPlace(self.path, int(index), self.factor)
+
+    def problems(self, model):
+        """Why a model cannot read them."""
+        if not hasattr(model, "input_size"):
+            return [f"{self.path}: holds latents, and a ViT reads images; give a directory or tar of class folders"]
+        channels, size = self.shape[2] // 2, self.shape[3]
+        if (model.in_channels, model.input_size) == (channels, size):
+            return []
+        needed = f"set --in-channels {channels} --input-size {size}"
+        given = f"--in-channels {model.in_channels} --input-size {model.input_size}"
+        return [f"{given}: {self.path} holds latents of {channels} channels, {size} x {size}; {needed}"]
+
+
+@lru_cache
+def moments_of(path):
+    """The latents of a directory, mapped into memory: [N, 2, 2c, s, s]."""
+    return np.load(Path(path) / LATENTS, mmap_mode="r")
+
+
+def center_crop(image, size):
+    """The middle of a Pillow image, size x size: halved while the shorter side is at least twice that, resized, cut (as
+    of ADM, Dhariwal and Nichol 2021, arXiv 2105.05233)."""
+    while min(image.size) >= 2 * size:
+        image = image.resize([side // 2 for side in image.size], Image.Resampling.BOX)
+    scale = size / min(image.size)
+    width, height = (round(side * scale) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    return image.crop((left, top, left + size, top + size))
+
+
+def pixels(image):
+    """Pillow image -> float32 [c, H, W] from -1 to 1."""
+    values = np.asarray(image, dtype=np.float32).reshape(*image.size[::-1], -1)
+    return np.ascontiguousarray(values.transpose(2, 0, 1)) / np.float32(127.5) - 1
+
+
+def quarters(steps):
+    """The names of the sources: the time steps t with the same 4 t // steps."""
+    ends = [-(-part * steps // 4) for part in range(5)]
+    return [f"t {first}-{end - 1}" for first, end in zip(ends, ends[1:], strict=False)]
+
+
+class DiTSamples(Samples):
+    """inputs: x [b, c, s, s] float32, t and y int64 [b], noise [b, c, s, s] float32. A held-out image has its class and
+    is not mirrored; its t and noise depend on its index alone."""
+
+    def __init__(self, config):
+        self.model, self.data, self.seed = config.model, config.data, config.run.seed
+
+    def inputs(self, request):
+        labels, training = request.labels.tolist(), request.training
+        rows = map(self.row, request.numbers.tolist(), request.places, labels, [training] * len(labels))
+        x, t, y, noise = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
+        return (x, t, y, noise), 4 * t // self.model.diffusion_steps
+
+    def row(self, number, place, label, training):
+        model = self.model
+        rng = generator(SAMPLE, self.seed, number) if training else generator(HELD_OUT, 0, number)
+        t, mirror, drop = rng.integers(model.diffusion_steps), rng.random(), rng.random()
+        mirrored = training and mirror < self.data.horizontal_flip
+        noise = rng.standard_normal((model.in_channels, model.input_size, model.input_size), dtype=np.float32)
+        dropped = training and drop < model.class_dropout
+        y = np.int64(model.num_classes if dropped else max(label, 0))
+        if isinstance(place, LatentPlace):
+            return place.draw(mirrored, rng), t, y, noise
+        x = pixels(center_crop(place.read(model.in_channels), model.input_size))
+        return x[:, :, ::-1].copy() if mirrored else x, t, y, noise

@@ -1,0 +1,197 @@
+"""From images to micro-batches: what a run of an image model reads, and each rank's share of a step.
+
+Compare moh_lm/data/dataset.py and moh_lm/data/loader.py, whose places these classes take in a run. --workers processes
+read ahead of the training loop, a micro-batch each; without them a step is read when it is asked for.
+"""
+
+import os
+import signal
+from itertools import count
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError
+from moh_lm.vision.images import Images, Request, ViTSamples, order
+from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents, quarters
+
+AHEAD = 2  # steps that are read before they are asked for
+NAMED = 3  # class folders that a sentence names
+IN_ORDER = 0  # the seed of the order of held-out images, which mixes their classes
+
+
+def open_source(path):
+    """The ``Images`` or ``Latents`` at a path. Raises ConfigError."""
+    if os.path.exists(os.path.join(path, FACTS)):
+        return Latents(path)
+    if os.path.exists(os.path.join(path, PARTIAL)):
+        raise ConfigError([f"{path}: tools/encode_latents.py has not finished; run the same command again"])
+    return Images(path)
+
+
+def open_images(config):
+    """The ``ImageSet`` of a ``ViTTraining`` or ``DiTTraining``. Raises ConfigError with all that is wrong."""
+    sources, problems, data = [], [], config.data
+    paths = {"--data-dir": data.data_dir, **({"--validation-dir": data.validation_dir} if data.validation_dir else {})}
+    for flag, path in paths.items():
+        try:
+            source = open_source(path)
+            sources.append(source)
+            problems += [text if text.startswith("--") else f"{flag} {text}" for text in source.problems(config.model)]
+        except ConfigError as error:
+            problems += [f"{flag} {text}" for text in error.problems]
+    if len(sources) == len(paths):
+        problems += class_problems(config.model.num_classes, *sources)
+    if problems:
+        raise ConfigError(problems)
+    return ImageSet(config, *sources)
+
+
+def class_problems(num_classes, training, held_out=None):
+    """Sentences for class folders that are too many or too few, or not the same in the held-out images."""
+    found, present = len(training.classes), set(training.classes)
+    if found != num_classes:
+        yield f"--num-classes {num_classes}: {training.path} has {found} class folders; set --num-classes {found}"
+    if held_out is None:
+        return
+    where, classes = f"--validation-dir {held_out.path}", set(held_out.classes)
+    if other := sorted(classes - present):
+        yield f"{where} has {folders(other)}, which --data-dir {training.path} has not; remove it, or add it there"
+    if missing := sorted(present - classes):
+        yield f"{where} has no {folders(missing)}, which --data-dir {training.path} has; add it, or remove it there"
+
+
+def folders(names):
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"class folder {', '.join(names[:NAMED])}{more}"
+
+
+class ImageSet:
+    """The images of a run. training, held_out: ``Images`` or ``Latents``; nothing may be held out.
+
+    source_names: what the log distinguishes: nothing for a ViT, the quarters of the time steps for a DiT.
+    """
+
+    shares, tokenizer_path = {}, None
+
+    def __init__(self, config, training, held_out=None):
+        self.config, self.training, self.held_out = config, training, held_out
+        self.num_images = len(training.labels)
+        self.num_validation = len(held_out.labels) if held_out else 0
+        self.notes = []
+        classifies = config.kind == "vit"
+        self.source_names = ["images"] if classifies else quarters(config.model.diffusion_steps)
+        self.samples = (ViTSamples if classifies else DiTSamples)(config)
+
+    def state(self, consumed=0):
+        """For a checkpoint: what identifies the images."""
+        facts = {"images": self.num_images, "classes": len(self.training.classes), "sha256": self.training.sha256}
+        return {"segments": [facts], "units": {}}
+
+    def changes(self, saved, consumed=0):
+        """A sentence if the images are other than those of a checkpoint."""
+        before, now = saved["segments"][-1], self.state()["segments"][-1]
+        if before == now:
+            return []
+        was, is_now = (f"{facts['images']} images of {facts['classes']} classes" for facts in (before, now))
+        names = ", under other names" if was == is_now else ""
+        return [f"--data-dir {self.training.path} had {was} and has {is_now}{names}"]
+
+    def continue_from(self, saved, consumed):
+        return self
+
+    def bytes_per_token(self):
+        return {}
+
+    def loader(self, config, rank, size, pin_memory):
+        """The ``ImageLoader`` of data-parallel rank ``rank`` of ``size``."""
+        return ImageLoader(self, config, rank, size, pin_memory)
+
+    def training_request(self, numbers):
+        """The ``Request`` for samples int64 [b] of the run."""
+        epochs, places = np.divmod(numbers, self.num_images)
+        repeats = self.config.data.repeated_augmentation if self.config.kind == "vit" else 1
+        seed = self.config.run.seed
+        indices = [
+            order(seed, epoch, self.num_images)[place // repeats]
+            for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)
+        ]
+        places = [self.training.place(index) for index in indices]
+        return Request(numbers, places, self.training.labels[indices], True)
+
+    def held_out_request(self, indices):
+        """The ``Request`` for held-out images int64 [b]; -1 is filler."""
+        labels = np.where(indices < 0, -1, self.held_out.labels[indices])
+        indices = np.maximum(indices, 0)
+        return Request(indices, [self.held_out.place(index) for index in indices], labels, False)
+
+
+class ImageLoader:
+    """The micro-batches of one data-parallel rank. pin_memory: for a GPU."""
+
+    def __init__(self, dataset, config, rank, size, pin_memory):
+        self.dataset, self.rank, self.size, self.pin_memory = dataset, rank, size, pin_memory
+        self.workers = config.data.workers
+        self.global_batch_size, self.micro_batch_size = config.run.batch_size, config.run.micro_batch_size
+        self.samples_per_step = self.global_batch_size // size
+        self.following = self.batches = None  # the step that is read next, and the iterator that reads it
+        self.held_out = {}  # number of images -> DataLoader
+
+    def train_step(self, consumed):
+        """This rank's micro-batches of the step whose first sample is number ``consumed``: samples consumed + r B/R +
+        [0, B/R) for rank r of R, in order. Steps in turn have been read ahead. Raises ShardError for an image that
+        cannot be read."""
+        if consumed != self.following:
+            self.close()
+            self.batches = batches_of(self.reader(self.requests_from(consumed)))
+        self.following = consumed + self.global_batch_size
+        return [next(self.batches) for _ in range(self.samples_per_step // self.micro_batch_size)]
+
+    def requests_from(self, consumed):
+        for first in count(consumed + self.rank * self.samples_per_step, self.global_batch_size):
+            for start in range(first, first + self.samples_per_step, self.micro_batch_size):
+                yield self.dataset.training_request(np.arange(start, start + self.micro_batch_size))
+
+    def validation(self, num):
+        """This rank's part of the first ``num`` held-out images (0: all), an iterator of micro-batches, read as it
+        goes. Micro-batches are dealt to the ranks in turn; filler makes up what is missing in the last ones."""
+        if num not in self.held_out:
+            indices = order(IN_ORDER, 0, self.dataset.num_validation)[: num or None]
+            filler = -len(indices) % (self.micro_batch_size * self.size)
+            indices = np.concatenate([indices, np.full(filler, -1)]).reshape(-1, self.size, self.micro_batch_size)
+            requests = [self.dataset.held_out_request(mine) for mine in indices[:, self.rank]]
+            self.held_out[num] = self.reader(requests, persistent_workers=self.workers > 0)
+        return batches_of(self.held_out[num])
+
+    def reader(self, requests, **options):
+        """Torch's loader of the micro-batches of requests. Workers take seconds to begin."""
+        if self.workers:
+            ahead = -(-AHEAD * self.samples_per_step // (self.micro_batch_size * self.workers))
+            options |= dict(multiprocessing_context="spawn", prefetch_factor=ahead, worker_init_fn=ignore_stops)
+        return DataLoader(
+            self.dataset.samples, batch_size=None, sampler=requests, num_workers=self.workers,
+            pin_memory=self.pin_memory, generator=torch.Generator(), **options,
+        )  # fmt: skip
+
+    def close(self):
+        """End the workers."""
+        if self.batches:
+            self.batches.close()
+        self.following = self.batches = None
+        self.held_out.clear()
+
+
+def batches_of(reader):
+    """The ``ImageBatch``es that a DataLoader reads. Raises the ShardError of one that could not be read."""
+    for batch in reader:
+        if isinstance(batch, ShardError):
+            raise batch
+        yield batch._replace(inputs=tuple(batch.inputs))  # of which the reader makes a list
+
+
+def ignore_stops(worker):
+    """What asks a run to stop may reach its workers too: they read on until the run ends them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

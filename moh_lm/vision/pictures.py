@@ -1,0 +1,26 @@
+"""Drawn images as pictures to look at."""
+
+import math
+
+import numpy as np
+
+
+def to_bytes(images):
+    """Images in [-1, 1], [n, c, H, W] -> uint8 [n, H, W, c], as a numpy array."""
+    scaled = ((images.float() + 1) * 127.5).round().clamp(0, 255)
+    return scaled.permute(0, 2, 3, 1).byte().cpu().numpy()
+
+
+def grid(images, least=64):
+    """Images in [-1, 1], [n, c, H, W], side by side in rows: uint8 [H, W, 3].
+
+    Small ones are enlarged to ``least`` pixels or more. Of latents the first three channels are shown.
+    """
+    pixels = to_bytes(images)
+    pixels = np.repeat(pixels, 3, axis=3) if pixels.shape[3] < 3 else pixels[..., :3]
+    factor = max(1, math.ceil(least / pixels.shape[1]))
+    pixels = pixels.repeat(factor, axis=1).repeat(factor, axis=2)
+    columns = math.ceil(math.sqrt(len(pixels)))
+    blank = np.zeros((-len(pixels) % columns, *pixels.shape[1:]), np.uint8)
+    rows = np.concatenate((pixels, blank)).reshape(-1, columns, *pixels.shape[1:])
+    return rows.transpose(0, 2, 1, 3, 4).reshape(rows.shape[0] * rows.shape[2], -1, 3)

@@ -1,0 +1,61 @@
+"""Training of an image model on one rank: what moh_lm/run/program.py needs to know of it."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from moh_lm.config import ConfigError
+from moh_lm.cost.summary import describe_layout
+from moh_lm.quantities import by_layer, short, words, wrapped
+from moh_lm.run import program
+from moh_lm.vision.checks import image_problems
+from moh_lm.vision.engine import MODELS
+from moh_lm.vision.images import open_images
+from moh_lm.vision.run import ImageRun
+
+
+def main(given):
+    """Run what ``parse_flags`` gave, and exit."""
+    program.main(given, program.Work(image_problems, open_data, describe, lambda *_: [], ImageRun))
+
+
+def open_data(config, problems, dry_run):
+    """The configuration, whose budget is in iterations, and the images. Raises ConfigError with every problem."""
+    if problems:
+        raise ConfigError(problems)
+    images = open_images(config)
+    if config.run.train_iters is None:
+        iterations = max(1, math.ceil(config.run.epochs * images.num_images / config.run.batch_size))
+        config = replace(config, run=replace(config.run, train_iters=iterations))
+    return config, images
+
+
+def describe(config, images, world_size):
+    """Lines that say what the run is."""
+    model, run = config.model, config.run
+    with torch.device("meta"):
+        network = MODELS[config.kind][0](model)
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    epochs = run.train_iters * run.batch_size / images.num_images
+    lines = [
+        f"model      {type(network).__name__}, {model.num_layers} layers, width {words(model.hidden_size)}",
+        f"parameters {short(parameters)} ({parameters:,})",
+        f"heads      {describe_heads(model)}",
+        f"batch      {run.batch_size} images, {run.seq_length} tokens each",
+        f"budget     {run.train_iters:,} iterations = {epochs:.3g} epochs",
+        f"data       {config.data.data_dir}: {images.num_images:,} images; held out: {images.num_validation:,}",
+        *(f"  {note}" for note in images.notes),
+        describe_layout(config, world_size),
+    ]
+    return list(map(wrapped, lines))
+
+
+def describe_heads(model):
+    if model.heads.head_selection == "all":
+        return f"all heads for every token: {by_layer(list(map(str, model.head_counts)), '; ')}"
+    on = [
+        f"{layer.num_shared} shared, {layer.num_active} of {layer.num_routed} routed"
+        for layer in map(model.routed_layer, range(model.num_layers))
+    ]
+    return f"{by_layer(on, '; ')}; {model.active_share():.1%} for a token; routing {model.heads.routing}"

@@ -1,0 +1,50 @@
+"""The files of released image models: MoH-ViT and MoH-DiT (arXiv 2410.11842), and TransNeXt and DiT, which are dense.
+
+Parameters have the authors' names here but for those of the routers, whose matrices wg, wg_0 and wg_1 are W_r, W_h and
+W_s of Eq. 5-6. The table of positions of a DiT is no parameter here. A file is a state dict, or has some under ``KEYS``.
+"""
+
+from moh_lm.config import ConfigError
+
+KEYS = ("ema", "model", "state_dict")  # the first that is there is read
+ROUTER = {"wg.weight": "router.w_routed", "wg_0.weight": "router.w_type", "wg_1.weight": "router.w_shared"}
+POSITIONS = "pos_embed"  # [1, s, d]
+
+
+def our_name(name):
+    """The name here of a parameter that a file calls ``name``."""
+    owner, attention, last = name.removeprefix("module.").rpartition("attn.")
+    return owner + attention + ROUTER.get(last, last)
+
+
+def state_dict(content, weights=None):
+    """{our name: tensor} of what a file holds, and the key that it was under, or None.
+
+    weights: one of ``KEYS``, by default the first that is there. Raises ConfigError if there is no state dict.
+    """
+    keys = [key for key in KEYS if isinstance(content, dict) and isinstance(content.get(key), dict)]
+    if weights and weights not in keys:
+        raise ConfigError([f"--weights {weights}: is not in the file; it has {', '.join(keys) or 'one set of weights'}"])
+    key = weights or next(iter(keys), None)
+    found = content[key] if key else content
+    if not isinstance(found, dict) or not all(hasattr(value, "shape") for value in found.values()):
+        raise ConfigError([f"no state dict: give a file that is one, or has one as one of {', '.join(KEYS)}"])
+    return {our_name(name): tensor for name, tensor in found.items()}, key
+
+
+def sizes(kind, tensors):
+    """{field of the configuration: value} of what the tensors alone tell. kind: vit or dit."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    head, pixels = ("head.weight", "patch_embed1.proj.weight") if kind == "vit" else (
+        "y_embedder.embedding_table.weight", "x_embedder.proj.weight"
+    )  # fmt: skip
+    found = {}
+    if head in shapes:
+        found["num_classes"] = shapes[head][0] - (kind == "dit")  # whose last row is no class
+    if len(shapes.get(pixels, ())) == 4:
+        found["in_channels"] = shapes[pixels][1]
+        if kind == "dit":
+            found["patch_size"] = shapes[pixels][2]
+            if len(shapes.get(POSITIONS, ())) == 3:
+                found["input_size"] = round(shapes[POSITIONS][1] ** 0.5) * found["patch_size"]
+    return found

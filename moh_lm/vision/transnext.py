@@ -1,0 +1,130 @@
+"""MoH-ViT: TransNeXt (Shi 2024, arXiv 2311.17132) whose attention layers route their heads (arXiv 2410.11842, 4.1).
+
+Each stage begins with a convolution that makes patches of pixels, or of what the stage before gives. Then come its
+layers, x + Attention(LayerNorm(x)) and x + MLP(LayerNorm(x)), and a LayerNorm. The logits are a matrix of the mean over
+the tokens of the last stage. Parameters have the names of the authors' code.
+
+Shapes: s tokens of an image, row by row, b images, d width. From stage to stage s becomes a quarter.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moh_lm.model.block import RoutedBlock
+from moh_lm.model.transformer import INIT_STD, initialize, loss_terms
+from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, convolution, to_images, to_tokens
+from moh_lm.vision.parameters import layer_norm, linear
+
+
+class PatchEmbedding(nn.Module):
+    """Overlapping patches: pixels [b, channels, side, side] -> [s, b, d], s = (side / stride)^2."""
+
+    def __init__(self, channels, width, stride):
+        super().__init__()
+        self.proj = convolution(channels, width, 2 * stride - 1, stride)
+        self.norm = layer_norm(width, eps=1e-5)
+
+    def forward(self, pixels):
+        return self.norm(to_tokens(self.proj(pixels)))
+
+
+class ConvolutionalGLU(nn.Module):
+    """fc2(gelu(convolution(a)) * b), [a, b] = fc1(x); the convolution is 3 x 3, in each feature: [s, b, d] -> the same.
+
+    inner: features of a.
+    """
+
+    def __init__(self, width, inner):
+        super().__init__()
+        self.fc1 = linear(width, 2 * inner, INIT_STD)
+        self.dwconv = nn.ModuleDict({"dwconv": convolution(inner, inner, 3, groups=inner)})
+        self.fc2 = linear(inner, width, INIT_STD)
+
+    def forward(self, x):
+        gate, x = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(F.gelu(to_tokens(self.dwconv["dwconv"](to_images(gate)))) * x)
+
+
+class Block(RoutedBlock):
+    """A layer of a stage. layer: ``ImageLayer``. loss_terms: of ``HeadRouter``."""
+
+    def __init__(self, layer, sr_ratio, mlp_ratio, loss_terms, recompute):
+        super().__init__(recompute)
+        width = layer.hidden_size
+        self.norm1, self.norm2 = layer_norm(width), layer_norm(width)
+        pooled = sr_ratio > 1
+        self.attn = AggregatedAttention(layer, loss_terms, sr_ratio) if pooled else CosineAttention(layer, loss_terms)
+        self.mlp = ConvolutionalGLU(width, 2 * width * mlp_ratio // 3)
+
+    def router(self):
+        return self.attn.router
+
+    def block(self, x, kept, recall):
+        """x: [s, b, d]. kept: [2, b, 1], what attention and MLP of each image are multiplied with, or None for 1."""
+        attention, routed = self.attn(self.norm1(x), recall)
+        x = x + (attention if kept is None else attention * kept[0])
+        mlp = self.mlp(self.norm2(x))
+        return x + (mlp if kept is None else mlp * kept[1]), routed
+
+
+class TransNeXt(nn.Module):
+    """The whole model. config: ``ViTConfig``. micro_batches: of a step, over which the losses of the routers are
+    averaged. Parameters are left as torch makes them; ``initialize`` draws them."""
+
+    def __init__(self, config, micro_batches=1, recompute=False):
+        super().__init__()
+        terms = loss_terms(config, micro_batches)
+        self.num_stages, self.num_layers, self.drop_path = len(config.depths), config.num_layers, config.drop_path
+        channels, layers = config.in_channels, map(config.layer, range(config.num_layers))
+        for stage, width in enumerate(config.hidden_sizes):
+            ratios = config.sr_ratios[stage], config.mlp_ratios[stage]
+            blocks = [Block(next(layers), *ratios, terms, recompute) for _ in range(config.depths[stage])]
+            self.add_module(f"patch_embed{stage + 1}", PatchEmbedding(channels, width, stride=2 if stage else 4))
+            self.add_module(f"block{stage + 1}", nn.ModuleList(blocks))
+            self.add_module(f"norm{stage + 1}", layer_norm(width))
+            channels = width
+        self.head = linear(channels, config.num_classes, INIT_STD)
+
+    def forward(self, images, targets=None, draws=None):
+        """images: [b, channels, side, side] -> logits [b, classes] in the dtype of the weights.
+
+        With targets, float [b, classes], each adding up to 1: their mean cross entropy and that of each image [b],
+        fp32 or wider. draws: of ``kept_branches``; without them, or in evaluation, every branch is kept.
+        """
+        x = images.to(self.head.weight.dtype)
+        kept = iter(self.kept_branches(draws, x.dtype))
+        for stage in range(1, self.num_stages + 1):
+            x = self.get_submodule(f"patch_embed{stage}")(x)
+            for block in self.get_submodule(f"block{stage}"):
+                x = block(x, next(kept))
+            x = self.get_submodule(f"norm{stage}")(x)
+            x = to_images(x) if stage < self.num_stages else x
+        logits = self.head(x.mean(0))
+        if targets is None:
+            return logits
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        losses = F.cross_entropy(logits.to(wide), targets.to(wide), reduction="none")
+        return losses.mean(), losses
+
+    def kept_branches(self, draws, dtype):
+        """``kept`` of every layer. draws: [b, 2 layers], uniform in [0, 1): layer i leaves out the branches that are
+        drawn below p_i, its share, and divides the others by 1 - p_i."""
+        if draws is None or not self.training:
+            return [None] * self.num_layers
+        shares = torch.linspace(0, self.drop_path, self.num_layers, device=draws.device).repeat_interleave(2)
+        kept = (draws >= shares) / (1 - shares)
+        return kept.to(dtype).t().unsqueeze(-1).unflatten(0, (-1, 2))  # [layers, 2, b, 1]
+
+    def initialize(self, seed):
+        """Draw every parameter from a generator of (seed, name)."""
+        initialize(self.named_parameters(), seed)
+
+    def routers(self):
+        """The routers that balance their load, in the order of layers."""
+        routers = (module.router() for module in self.modules() if isinstance(module, Block))
+        return [router for router in routers if router is not None and router.layer.num_routed]
+
+    def tied_parameters(self):
+        """Weights with a copy in another pipeline stage: none."""
+        return ()

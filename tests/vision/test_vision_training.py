@@ -1,0 +1,177 @@
+"""Whole small runs of image models: every layout trains the model of one rank, a resumed run is the same to the bit."""
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from moh_lm.checkpoint.fragments import FragmentReader
+from moh_lm.checkpoint.saver import Saver, find_step
+from moh_lm.config import ConfigError
+from moh_lm.flags import config_of, parse_flags
+from moh_lm.run import program as runs
+from moh_lm.run.directory import make_run_directory
+from moh_lm.run.launch import start_process_group
+from moh_lm.vision import program
+from moh_lm.vision.__main__ import make_parser
+from moh_lm.vision.config import KINDS
+from moh_lm.vision.run import ImageRun
+from tests.distributed import run_ranks
+
+COMMON = """
+    --num-classes 3 --in-channels 1 --batch-size 8 --micro-batch-size 2 --train-iters 5 --learning-rate 1e-3
+    --min-learning-rate 1e-4 --warmup-iters 2 --precision fp32 --ema-decay 0.9 --workers 0 --log-interval 2
+    --eval-interval 3 --save-interval 2 --run-report false
+"""
+FLAGS = {
+    "vit": """--image-size 32 --hidden-sizes 8 16 16 32 --depths 1 1 1 1 --num-attention-heads 2 4 4 8
+        --num-shared-heads 2 2 1 2 --num-active-routed-heads 0 1 2 3 --drop-path 0.3""",
+    "dit": """--input-size 16 --patch-size 4 --hidden-size 32 --num-layers 2 --num-attention-heads 4 8 --head-dim 8
+        --num-shared-heads 4 3 --num-active-routed-heads 0 2 --samples 3 --sampling-steps 3 --diffusion-steps 50""",
+}
+MEASURED = ("tokens_per_second", "runtime")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A directory with train/ and val/, three class folders each, of grey pictures that differ by class."""
+    root, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(5)
+    for part, number in (("train", 7), ("val", 3)):
+        for label in range(3):
+            folder = root / part / f"class-{label}"
+            folder.mkdir(parents=True)
+            for place in range(number):
+                pixels = rng.integers(0, 80, (32, 32)) + 80 * label
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{place}.png")
+    return root
+
+
+def parsed(kind, flags):
+    return config_of(parse_flags(make_parser(KINDS[kind]), flags, KINDS[kind]))
+
+
+def arguments(kind, images, directory, *more):
+    data = ["--data-dir", f"{images}/train", "--validation-dir", f"{images}/val", "--checkpoint-dir", str(directory)]
+    return [*COMMON.split(), *FLAGS[kind].split(), *data, *more]
+
+
+def run(kind, flags, stop_after=None):
+    """The training program on this rank; ``stop_after``: leave after the checkpoint of that step, as a crash would."""
+    if stop_after is not None:
+        save = Saver.save
+
+        def save_and_stop(saver, step, *others):
+            save(saver, step, *others)
+            if step == stop_after:
+                saver.close()
+                raise KeyboardInterrupt
+
+        Saver.save = save_and_stop
+    config, dataset = program.open_data(parsed(kind, flags), [], False)
+    make_run_directory(config.run.checkpoint_dir)
+    with contextlib.suppress(KeyboardInterrupt):
+        return runs.train(ImageRun, config, dataset, start_process_group(900))
+
+
+def rows(directory):
+    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
+
+
+def tensors(directory):
+    """{KIND/NAME: whole tensor} of the newest checkpoint."""
+    reader = FragmentReader(find_step(directory))
+    kinds = ("master", "exp_avg", "exp_avg_sq", "ema")
+    return {f"{kind}/{name}": reader.read(kind, name) for name in reader.shapes for kind in kinds}
+
+
+@functools.cache
+def whole(kind, images):
+    directory = images / kind
+    run_ranks(run, 1, kind, arguments(kind, images, directory))
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["vit", "dit"])
+@pytest.mark.parametrize(
+    "ranks, more",
+    [(2, ()), (2, ("--zero-stage", "2", "--recompute")), (4, ("--zero-stage", "3")), (1, ("--offload-optimizer",))],
+)
+def test_every_layout_trains_the_model_of_one_rank(images, tmp_path, kind, ranks, more):
+    run_ranks(run, ranks, kind, arguments(kind, images, tmp_path / "run", *more))
+    expected = whole(kind, images)
+    for row, other in zip(rows(tmp_path / "run"), rows(expected), strict=True):
+        for key in ("loss", "grad_norm", "load_balance_loss", "evaluation_mean"):
+            assert row.get(key) == pytest.approx(other.get(key), rel=2e-6), (row["step"], key)
+    wanted = tensors(expected)
+    for name, value in tensors(tmp_path / "run").items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=2e-6, msg=name)
+    if kind == "dit":
+        drawn = [np.asarray(Image.open(path / "samples/step-5.png"), int) for path in (tmp_path / "run", expected)]
+        assert np.abs(drawn[0] - drawn[1]).max() <= 1
+
+
+@pytest.mark.parametrize("kind", ["vit", "dit"])
+def test_a_stopped_run_resumes_bit_for_bit(images, tmp_path, kind):
+    flags = arguments(kind, images, tmp_path / "stopped")
+    run_ranks(run, 1, kind, flags, 2)
+    run_ranks(run, 1, kind, flags)
+    assert rows(tmp_path / "stopped") == rows(whole(kind, images))
+    wanted = tensors(whole(kind, images))
+    assert all(torch.equal(value, wanted[name]) for name, value in tensors(tmp_path / "stopped").items())
+
+
+def test_the_average_follows_the_weights(images, tmp_path):
+    """EMA of the masters of steps 0 to 5, by hand."""
+    flags = arguments("vit", images, tmp_path / "run", "--save-interval", "1", "--eval-interval", "0")
+    run_ranks(run, 1, "vit", flags)
+    steps = [FragmentReader(tmp_path / "run" / "checkpoints" / f"step-{step}") for step in range(1, 6)]
+    for name in ("head.weight", "block4.0.attn.router.w_routed"):
+        average = steps[0].read("ema", name)
+        for step in steps[1:]:
+            average = 0.9 * average + 0.1 * step.read("master", name)
+        torch.testing.assert_close(steps[-1].read("ema", name), average)
+    first = steps[0].read("ema", "head.weight"), steps[0].read("master", "head.weight")
+    assert not torch.equal(*first)  # it began with the first weights
+
+
+@pytest.mark.parametrize("kind", ["vit", "dit"])
+def test_the_log_says_what_heads_and_held_out_images_do(images, kind):
+    logged = rows(whole(kind, images))
+    last = [row for row in logged if "loss" in row][-1]
+    layers = parsed(kind, FLAGS[kind].split()).model.routed_layers()
+    assert last["heads"]["layer"] == [layer.index for layer in layers]
+    for layer, load in zip(layers, last["heads"]["load"], strict=True):
+        assert sum(load) == pytest.approx(layer.num_active, rel=1e-4)
+    assert {row["step"] for row in logged if "evaluation" in row} == {0, 3, 5}
+    accuracy = [row["accuracy"] for row in logged if "accuracy" in row]
+    assert len(accuracy) == (3 if kind == "vit" else 0)
+    if kind == "dit":
+        assert sorted(last["source_loss"]) == ["t 0-12", "t 12-25", "t 25-37", "t 37-50"] or len(last["source_loss"]) == 4
+
+
+WRONG = {
+    "vit --tensor-parallel-size 2": "--tensor-parallel-size 2: image models are data parallel only; choose 1",
+    "vit --optimizer muon": "--optimizer muon: is for language models; choose adamw",
+    "vit --routed-keys selected": "--routed-keys selected: is for language models; leave it out",
+    "vit --image-size 40": "--image-size 40: must be a multiple of 32",
+    "vit --num-active-routed-heads 3 1 2 3": "layer 0 has 2 heads: 2 shared and 3 of 0 others",
+    "vit --batch-size 7": "--batch-size 7: not a multiple of --micro-batch-size 2 on 1 processes = 2; choose 8",
+    "vit --num-classes 4": "--num-classes 4:",
+    "dit --patch-size 3": "--input-size 16: must be a multiple of --patch-size 3",
+    "dit --num-attention-heads 4 4 4": "--num-attention-heads: give one number, or one for each of the 2 layers",
+    "dit --ema-decay 1": "--ema-decay 1: must be at least 0 and below 1, such as 0.9999",
+}
+
+
+@pytest.mark.parametrize("words, said", WRONG.items())
+def test_what_cannot_be_trained_is_refused_by_name(images, tmp_path, words, said):
+    kind, *more = words.split()
+    config = parsed(kind, arguments(kind, images, tmp_path / "run", *more))
+    with pytest.raises(ConfigError, match=r"(?s)" + said.replace("(", r"\(").replace(")", r"\)")):
+        program.open_data(config, program.image_problems(config, 1), False)

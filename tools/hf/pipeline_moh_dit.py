@@ -1,0 +1,54 @@
+"""Images of classes by a MoH-DiT, as a pipeline of diffusers.
+
+    pipeline = DiffusionPipeline.from_pretrained(DIR, trust_remote_code=True)
+    images = pipeline([1, 7], guidance_scale=4.0, generator=torch.Generator().manual_seed(0)).images
+
+Guidance is on all channels of the noise. The log variance is that of the class.
+"""
+
+import torch
+from diffusers import DiffusionPipeline, ImagePipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+
+LATENT_SCALE = 0.18215  # of what the model is trained on, over what the encoder says
+
+
+class MoHDiTPipeline(DiffusionPipeline):
+    """transformer: a ``MoHDiTModel``. vae: an ``AutoencoderKL``, or None if the model draws pixels."""
+
+    _optional_components = ["vae"]
+
+    def __init__(self, transformer, scheduler, vae=None):
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
+
+    @torch.no_grad()
+    def __call__(
+        self, class_labels, guidance_scale=4.0, num_inference_steps=250, generator=None, latents=None, output_type="pil"
+    ):
+        """Images of ``class_labels``, a list of numbers. guidance_scale 1: none. latents: noise to begin with,
+        [b, c, H, W]. output_type: pil; np, [b, H, W, c] from 0 to 1; or latent, what the model draws."""
+        config, device = self.transformer.config, self._execution_device
+        labels = torch.as_tensor(class_labels, device=device).flatten()
+        if latents is None:
+            shape = len(labels), config.in_channels, config.input_size, config.input_size
+            latents = randn_tensor(shape, generator=generator, device=device)
+        self.scheduler.set_timesteps(num_inference_steps, device=device)
+        for step in self.progress_bar(self.scheduler.timesteps):
+            output = self.predict(latents, step, labels, guidance_scale)
+            latents = self.scheduler.step(output, step, latents, generator=generator).prev_sample
+        if output_type == "latent":
+            return ImagePipelineOutput(images=latents)
+        if self.vae is not None:
+            latents = self.vae.decode((latents / LATENT_SCALE).to(self.vae.dtype)).sample
+        images = (latents.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
+        return ImagePipelineOutput(images=self.numpy_to_pil(images) if output_type == "pil" else images)
+
+    def predict(self, latents, step, labels, guidance_scale):
+        """Noise and range [b, 2c, H, W], with guidance."""
+        if guidance_scale == 1:
+            return self.transformer(latents, step.expand(len(labels)), labels).to(latents.dtype)
+        classes = torch.cat((labels, torch.full_like(labels, self.transformer.config.num_classes)))
+        output = self.transformer(latents.repeat(2, 1, 1, 1), step.expand(len(classes)), classes).to(latents.dtype)
+        (noise, free), (ranges, _) = (part.chunk(2) for part in output.chunk(2, dim=1))
+        return torch.cat((free + guidance_scale * (noise - free), ranges), dim=1)

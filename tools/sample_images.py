@@ -1,0 +1,63 @@
+"""Images that a diffusion model draws: a checkpoint of MoH-DiT or DiT, some classes, a picture of them all.
+
+    python tools/sample_images.py RUN_OR_STEP --output grid.png [--classes 1 7 3] [--number 16] [--steps 250]
+    python tools/sample_images.py RUN_OR_STEP --vae DIR --output grid.png    latents, by an AutoencoderKL of diffusers
+    python tools/sample_images.py RUN_OR_STEP --number 50000 --npz samples.npz     arr_0, uint8 [n, H, W, c], as ADM's
+
+Image n is of the class n of those given, which repeat. It is a function of --seed and n, whatever the batch; --first
+lets several processes draw a part each.
+
+Exit codes: 0; 2 an argument or the checkpoint has to be mended.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from moh_lm.config import ConfigError
+from moh_lm.parser import Parser
+from moh_lm.quantities import at_least
+from tools.command import device, run
+
+
+def main(texts):
+    return run("sample_images", parse_arguments, texts, code=2, extra="vision")
+
+
+def parse_arguments(texts):
+    parser = Parser(prog="python tools/sample_images.py", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("model", type=Path, metavar="RUN_OR_STEP", help="run directory, or its checkpoints/step-N")
+    add("--classes", type=at_least(0), nargs="+", metavar="N", help="one after the other (default: all)")
+    add("--number", type=at_least(1), default=16, metavar="N", help="images (default: %(default)s)")
+    add("--first", type=at_least(0), default=0, metavar="N", help="number of the first image (default: %(default)s)")
+    add("--steps", type=at_least(2), default=250, metavar="N", help="in which each is drawn (default: %(default)s)")
+    add("--cfg-scale", type=float, default=4.0, metavar="X", help="guidance by the class; 1: none "
+        "(default: %(default)s)")  # fmt: skip
+    add("--seed", type=at_least(0), default=0, metavar="N", help="of the noise (default: %(default)s)")
+    add("--weights", choices=("master", "ema"), help="the weights, or their moving average (default: it, if kept)")
+    add("--vae", type=Path, metavar="DIR", help="an AutoencoderKL of diffusers, which reads latents")
+    add("--output", type=Path, metavar="FILE", help="a picture of all images, such as grid.png")
+    add("--npz", type=Path, metavar="FILE", help="a file of their numbers, such as samples.npz")
+    add("--batch-size", type=at_least(1), default=32, metavar="N", help="images at a time (default: %(default)s)")
+    dtypes = ("float32", "bfloat16")
+    add("--dtype", default="float32", choices=dtypes, help="of the model (default: %(default)s)")
+    add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
+    arguments = parser.parse_args(texts)
+    files = {"--output": arguments.output, "--npz": arguments.npz}
+    problems = [f"{flag} {path}: there is no directory {path.parent}; make it"
+                for flag, path in files.items() if path and not path.parent.is_dir()]  # fmt: skip
+    for flag, ending in (("--output", ".png"), ("--npz", ".npz")):
+        if files[flag] and files[flag].suffix != ending:
+            problems.append(f"{flag} {files[flag]}: give a name that ends in {ending}")
+    if not any(files.values()):
+        problems.append("--output or --npz: one must be given")
+    if problems:
+        raise ConfigError(problems)
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

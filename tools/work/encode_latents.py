@@ -1,0 +1,129 @@
+"""The work of tools/encode_latents.py: images are read by threads, some batches ahead of the encoder.
+
+latents.partial says how many images are on the disk, and of what; a start that finds another one refuses to go on.
+"""
+
+import hashlib
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError, read_json, sha256_of, write_json
+from moh_lm.vision.images import Images
+from moh_lm.vision.latents import FACTS, LABELS, LATENTS, PARTIAL, center_crop, pixels
+from tools.devices import usable_device
+
+# isort: split
+from diffusers import AutoencoderKL  # after moh_lm.vision.packages
+
+FAILURES = (OSError, ShardError)
+AHEAD = 4  # batches that are read before they are encoded
+FLUSHED = 50  # batches after which the disk has all
+
+
+def run(arguments):
+    images, output = read_images(arguments.images), arguments.output
+    vae = load_vae(arguments.vae, arguments.image_size).to(usable_device(None))
+    facts = {
+        "images": len(images.labels),
+        "classes": images.classes,
+        "sha256": images.sha256,
+        "image_size": arguments.image_size,
+        "dtype": arguments.dtype,
+        "factor": vae.config.scaling_factor,
+        "vae": directory_hash(arguments.vae),
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    done = images_done(output, facts)
+    if done is None:
+        print(f"{output} is complete: {facts['images']:,} images")
+        return
+    latents = open_latents(output, facts, vae)
+    with tqdm(total=len(images.labels), initial=done, desc="encoding", unit="image", disable=None) as bar:
+        for number, batch in enumerate(batches(images, arguments, done)):
+            moments = encode(vae, batch)
+            latents[done : done + len(moments)] = moments
+            done += len(moments)
+            bar.update(len(moments))
+            if number % FLUSHED == 0:
+                latents.flush()
+                write_json(output / PARTIAL, {"done": done, **facts})
+    latents.flush()
+    np.save(output / LABELS, images.labels)
+    write_json(output / FACTS, facts)
+    (output / PARTIAL).unlink(missing_ok=True)
+    print(f"wrote {output}: {done:,} images of {len(images.classes)} classes, {'x'.join(map(str, latents.shape[1:]))}")
+
+
+def read_images(path):
+    try:
+        return Images(path)
+    except ConfigError as error:
+        raise ConfigError([f"--images {problem}" for problem in error.problems]) from error
+
+
+def load_vae(path, image_size):
+    """The autoencoder in a directory. Raises ConfigError if there is none, or if it cannot halve the images."""
+    if not (path / "config.json").is_file():
+        raise ConfigError([f"--vae {path}: has no config.json; give the directory of an AutoencoderKL of diffusers"])
+    vae = AutoencoderKL.from_pretrained(path, local_files_only=True).eval().requires_grad_(False)
+    step = 2 ** (len(vae.config.block_out_channels) - 1)
+    if image_size % step:
+        raise ConfigError([f"--image-size {image_size}: must be a multiple of {step}, by which --vae divides it"])
+    return vae
+
+
+def directory_hash(path):
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    return hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
+
+
+def images_done(output, facts):
+    """How many images an earlier start has encoded; None: all. Raises ConfigError if it was of something else."""
+    for name in (FACTS, PARTIAL):
+        if (output / name).exists():
+            found = read_json(output / name)
+            done = found.pop("done", None)
+            if found != facts:
+                other = ", ".join(key for key in facts if found.get(key) != facts[key])
+                raise ConfigError([f"--output {output}: has latents of other {other}; give another directory"])
+            return done
+    return 0
+
+
+def open_latents(output, facts, vae):
+    """The file of latents, mapped into memory; made if no start has counted images in it."""
+    if (output / PARTIAL).exists():
+        return np.lib.format.open_memmap(output / LATENTS, mode="r+")
+    size = facts["image_size"]
+    shape = (facts["images"], *encode(vae, np.zeros((1, 3, size, size), np.float32)).shape[1:])
+    dtype = {"fp16": np.float16, "fp32": np.float32}[facts["dtype"]]
+    return np.lib.format.open_memmap(output / LATENTS, mode="w+", dtype=dtype, shape=shape)
+
+
+def batches(images, arguments, first):
+    """float32 [b, 3, S, S] of the images from number ``first`` on."""
+
+    def read(index):
+        return pixels(center_crop(images.place(index).read(3), arguments.image_size))
+
+    ahead, count, size = deque(), len(images.labels), arguments.batch_size
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for start in range(first, count, size):
+            ahead.append(pool.map(read, range(start, min(start + size, count))))
+            if len(ahead) > AHEAD:
+                yield np.stack([*ahead.popleft()])
+        while ahead:
+            yield np.stack([*ahead.popleft()])
+
+
+def encode(vae, batch):
+    """Means and logarithms of variances of images [b, 3, S, S] and their mirror images: [b, 2, 2c, s, s], float32."""
+    both = torch.from_numpy(np.stack([batch, batch[..., ::-1]], axis=1)).flatten(0, 1)
+    moments = vae.encode(both.to(vae.device)).latent_dist.parameters
+    return moments.unflatten(0, (-1, 2)).float().cpu().numpy()
