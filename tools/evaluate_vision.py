@@ -7,8 +7,8 @@ The first form prints top-1 and top-5 accuracy and loss over class folders, as m
 order of their names.
 
 The second compares two sets of images, each an .npz (arr_0, uint8 [n, H, W, 3]) or a directory of PNGs: FID, KID,
-Inception Score of the samples, precision and recall, by torch-fidelity. It has no sFID. Numbers depend on n; published
-ones are of 50,000 samples.
+Inception Score of the samples, precision and recall of Inception's features as in ADM's evaluator, by torch-fidelity.
+It has no sFID. Numbers depend on n; published ones are of 50,000 samples.
 
 Exit codes: 0; 1 torch-fidelity failed; 2 an argument, the checkpoint or an image has to be mended.
 """

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
@@ -60,8 +60,9 @@ class ImagePlace(NamedTuple):
                 image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
             return image.convert(MODES[channels])
         except Exception as error:  # a damaged file may raise anything
-            path = os.path.join(self.file, self.member)
-            text = f"{path}: cannot be read as an image ({error}); remove or restore it"
+            path = "/".join(filter(None, (self.file, self.member)))
+            reason = "no known format" if isinstance(error, UnidentifiedImageError) else error
+            text = f"{path}: cannot be read as an image ({reason}); remove or restore it"
             raise ShardError(" ".join(text.split())) from error
 
 

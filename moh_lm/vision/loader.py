@@ -144,7 +144,7 @@ class ImageLoader:
         [0, B/R) for rank r of R, in order. Steps in turn have been read ahead. Raises ShardError for an image that
         cannot be read."""
         if consumed != self.following:
-            self.close()
+            self.forget()
             self.batches = batches_of(self.reader(self.requests_from(consumed)))
         self.following = consumed + self.global_batch_size
         return [next(self.batches) for _ in range(self.samples_per_step // self.micro_batch_size)]
@@ -157,6 +157,8 @@ class ImageLoader:
     def validation(self, num):
         """This rank's part of the first ``num`` held-out images (0: all), an iterator of micro-batches, read as it
         goes. Micro-batches are dealt to the ranks in turn; filler makes up what is missing in the last ones."""
+        if not self.dataset.num_validation:
+            return iter(())
         if num not in self.held_out:
             indices = order(IN_ORDER, 0, self.dataset.num_validation)[: num or None]
             filler = -len(indices) % (self.micro_batch_size * self.size)
@@ -177,10 +179,13 @@ class ImageLoader:
 
     def close(self):
         """End the workers."""
+        self.forget()
+        self.held_out.clear()
+
+    def forget(self):
         if self.batches:
             self.batches.close()
         self.following = self.batches = None
-        self.held_out.clear()
 
 
 def batches_of(reader):

@@ -1,7 +1,7 @@
 """The files of released image models: MoH-ViT and MoH-DiT (arXiv 2410.11842), and TransNeXt and DiT, which are dense.
 
-Parameters have the authors' names here but for those of the routers, whose matrices wg, wg_0 and wg_1 are W_r, W_h and
-W_s of Eq. 5-6. The table of positions of a DiT is no parameter here. A file is a state dict, or has some under ``KEYS``.
+Parameters have the authors' names here but for those of the routers: their wg, wg_0 and wg_1 are W_r, W_h and W_s of
+Eq. 5-6. The table of positions of a DiT is no parameter here. A file is a state dict, or has some under ``KEYS``.
 """
 
 from moh_lm.config import ConfigError
@@ -24,7 +24,8 @@ def state_dict(content, weights=None):
     """
     keys = [key for key in KEYS if isinstance(content, dict) and isinstance(content.get(key), dict)]
     if weights and weights not in keys:
-        raise ConfigError([f"--weights {weights}: is not in the file; it has {', '.join(keys) or 'one set of weights'}"])
+        there = ", ".join(keys) or "one set of weights without a name"
+        raise ConfigError([f"--weights {weights}: is not in the file; it has {there}"])
     key = weights or next(iter(keys), None)
     found = content[key] if key else content
     if not isinstance(found, dict) or not all(hasattr(value, "shape") for value in found.values()):

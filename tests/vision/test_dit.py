@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import DiTConfig, ImageHeadsConfig
+from moh_lm.vision.diffusion import Diffusion, image_noise
 from moh_lm.vision.dit import DiT, DiTBlock
 
 D, CHANNELS, SIZE, PATCH, CLASSES, LAYERS = 12, 3, 4, 2, 5, 2
@@ -171,6 +172,7 @@ def test_a_mixture_of_all_heads_that_scores_nothing_is_the_dense_model():
 def test_recomputed_activations_give_the_same_gradients():
     kept, again = (make_model(recompute=recompute, **CASES["shared and routed"]) for recompute in (False, True))
     expected, found = gradients(kept, *make_inputs()), gradients(again, *make_inputs())
+    assert kept.blocks[1].recompute is False and again.blocks[1].recompute is True
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
@@ -190,6 +192,13 @@ def test_compiled_blocks_are_whole_graphs_with_the_same_gradients():
     plain, compiled = make_model(**CASES["a layer of shared heads"]), make_model(**CASES["a layer of shared heads"])
     compile_layers(compiled, "aot_eager", DiTBlock)
     assert_close(gradients(compiled, *make_inputs())[1], gradients(plain, *make_inputs())[1])
+
+
+def test_images_are_drawn_with_guidance_away_from_no_class():
+    model, y = make_model(**CASES["shared and routed"]).eval(), torch.tensor([1, 4])
+    noises = image_noise(5, [7, 8], (CHANNELS, SIZE, SIZE), "cpu")
+    expected = Diffusion(1000, 3).sample(model.predict, y, noises, no_class=CLASSES, cfg_scale=2.0)
+    torch.testing.assert_close(model.draw(y, [7, 8], seed=5, steps=3, cfg_scale=2.0), expected)
 
 
 def test_bf16_says_about_the_same():

@@ -41,6 +41,7 @@ def load_maps(maps, names):
     for place, (axis, (title, loads)) in enumerate(zip(axes, maps.items(), strict=False)):
         image = axis.imshow(loads, cmap=colours, vmin=0, vmax=highest, aspect="auto", interpolation="nearest")
         frame(axis, names, loads.shape[1], None)
+        axis.set_xticks(range(0, loads.shape[1], max(1, loads.shape[1] // 8)))
         axis.tick_params(labelleft=place % across == 0)
         axis.set_title(title)
     for axis in axes[len(maps) :]:

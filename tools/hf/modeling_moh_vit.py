@@ -104,13 +104,13 @@ class Attention(nn.Module):
 
     def all_tokens(self, x):
         q, k, v = self.split(self.qkv(x), 3)
-        q = self.scaled(F.normalize(q, dim=-1), torch.tensor(float(self.side**2), device=x.device))
+        q = self.scaled(F.normalize(q, dim=-1), torch.tensor(self.side**2, dtype=torch.float64))
         return (q @ F.normalize(k, dim=-1).mT + self.bias(x)).softmax(-1) @ v
 
     def foveal(self, x):
         there = inside(self.side, x.device)
         q = F.normalize(self.split(self.q(x), 1)[0], dim=-1)
-        scaled = self.scaled(q, (there.sum(-1, keepdim=True) + self.pooled**2).to(torch.float64))
+        scaled = self.scaled(q, (there.sum(-1, keepdim=True) + self.pooled**2).double())
         k, v = self.split(self.kv(x), 2)
         near_k, near_v = self.neighbours(F.normalize(k, dim=-1)), self.neighbours(v)  # [b, h, s, 9, e]
         near = (near_k @ scaled.unsqueeze(-1)).squeeze(-1) + self.relative_pos_bias_local.unsqueeze(1)

@@ -1,6 +1,5 @@
 """The work of tools/evaluate_vision.py."""
 
-import pickle
 import zipfile
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from moh_lm.vision.images import Images
 from moh_lm.vision.load import load_model
 from moh_lm.vision.loader import ImageSet, class_problems
 from tools.devices import usable_device
+from tools.work.import_vision import read
 
 # isort: split
 from torch_fidelity import calculate_metrics
@@ -101,14 +101,17 @@ class Pictures(torch.utils.data.Dataset):
 def compare(arguments, device):
     """Print how near the samples are to the reference."""
     samples, reference = Pictures("--samples", arguments.samples), Pictures("--reference", arguments.reference)
-    try:  # torch-fidelity would run code that is in it
-        torch.load(arguments.inception, map_location="cpu", weights_only=True)
-    except (OSError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ConfigError([f"--inception {arguments.inception}: holds no weights; see --help"]) from error
+    try:
+        weights = read(arguments.inception)  # torch-fidelity would run code that is in it
+    except ConfigError as error:
+        raise ConfigError([f"--inception {arguments.inception}: {error.problems[0]}"]) from error
+    if "Mixed_7c.branch_pool.bn.weight" not in weights:
+        raise ConfigError([f"--inception {arguments.inception}: is no Inception of torch-fidelity; see --help"])
     found = calculate_metrics(
         input1=samples, input2=reference, fid=True, kid=True, isc=True, prc=True, cuda=device != "cpu", cache=False,
-        batch_size=arguments.batch_size, feature_extractor_weights_path=str(arguments.inception), verbose=False,
-        kid_subset_size=min(1000, len(samples), len(reference)), save_cpu_ram=True,
+        feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(arguments.inception),
+        batch_size=arguments.batch_size, kid_subset_size=min(1000, len(samples), len(reference)),
+        save_cpu_ram=True, verbose=False,
     )  # fmt: skip
     print(f"{len(samples):,} samples of {arguments.samples}, {len(reference):,} images of {arguments.reference}")
     print("   ".join(f"{name} {found[key]:.4f}" for name, key in METRICS.items()))

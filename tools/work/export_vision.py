@@ -25,9 +25,8 @@ from tools.hf.modeling_moh_vit import MoHViTConfig, MoHViTForImageClassification
 HF = Path(__file__).resolve().parents[1] / "hf"
 ROUTING = "head_selection num_shared_heads num_active_routed_heads routing two_stage load_balance_bias_rate".split()
 VIT = "image_size hidden_sizes depths num_attention_heads mlp_ratios sr_ratios".split()
-DIT = (
-    "input_size in_channels patch_size num_classes hidden_size num_layers num_attention_heads head_dim mlp_ratio".split()
-)
+DIT = "input_size in_channels patch_size num_classes hidden_size num_layers num_attention_heads".split()
+DIT += ["head_dim", "mlp_ratio"]
 TOLERANCE = 1e-7  # relative to the largest output where that is above 1
 CARDS = {
     True: ("MoH-ViT", "transformers", "image-classification", "AutoModelForImageClassification"),

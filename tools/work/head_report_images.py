@@ -1,8 +1,8 @@
 """The work of tools/head_report_images.py: the heads that tokens of held-out images select, in numbers and a picture.
 
-These are the figures of the paper (arXiv 2410.11842, Fig. 3 to 6). A ViT reads each image once. A DiT reads it at P = 10
+These are the figures of the paper (arXiv 2410.11842, Fig. 3 to 6). A ViT reads each image once. A DiT reads it at ten
 steps, one of each tenth of the schedule, which the images together cover evenly; its noise follows from the seed of the
-run and the number of the image. In a layer, u_in is the share of the tokens of image n that use head i, mean over P:
+run and the number of the image. With u_in the share of the tokens of image n that use head i, its mean over the steps:
 
     load        of a head: the mean of u_in over the images of a class, or of all; by tenths over these steps; 1 for
                 shared heads
@@ -105,7 +105,7 @@ def tenths(config):
 
 @torch.no_grad()
 def measure(config, model, dataset, indices, batch_size):
-    """(router, shares of tokens that use each head [N, P, h], mean of its gates and of their squares [2, h]) of each."""
+    """(router, shares of tokens that use each head [N, P, h], means of gates and of their squares [2, h]) of each."""
     routers = model.routers()
     passes = len(tenths(config)) or 1
     shares, gates = [[] for _ in routers], [0.0] * len(routers)
@@ -132,10 +132,11 @@ def read(config, model, dataset, indices, part):
     if isinstance(batch, ShardError):
         raise batch
     device = next(model.parameters()).device
-    x, _, y, *_ = *(tensor.to(device) for tensor in batch.inputs), None
+    inputs = [tensor.to(device) for tensor in batch.inputs]
     if config.kind == "vit":
-        model(x)
+        model(inputs[0])
         return
+    x, _, y, _ = inputs
     noises = image_noise(config.run.seed, indices[part].tolist(), x.shape[1:], device)
     place = torch.arange(len(indices), device=device)[part]
     for first, end in tenths(config):
@@ -145,7 +146,7 @@ def read(config, model, dataset, indices, part):
 
 def figures(layer, labels, classes, shares, gates):
     of_images, routed = shares.mean(1), slice(layer.num_shared, None)
-    load, tokens = of_images.mean(0), (labels[:, None] == classes).sum(0)
+    load = of_images.mean(0)
     return {
         "layer": layer.index,
         "shared": layer.num_shared,

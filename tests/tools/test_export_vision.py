@@ -1,0 +1,166 @@
+"""tools/export_vision.py: what transformers and diffusers load is the model of the checkpoint, or nothing is there."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import diffusers.utils.dynamic_modules_utils as diffusers_modules
+import numpy as np
+import pytest
+import torch
+import transformers.dynamic_module_utils as transformers_modules
+from PIL import Image
+
+import moh_lm.vision.packages  # noqa: F401 - before diffusers
+from moh_lm.model.router import HeadRouter
+from moh_lm.vision.config import DiTConfig, DiTTraining, ImageHeadsConfig, ViTConfig, ViTTraining
+from moh_lm.vision.diffusion import Diffusion
+from moh_lm.vision.dit import DiT
+from moh_lm.vision.images import evaluation_transform
+from moh_lm.vision.load import load_model
+from moh_lm.vision.transnext import TransNeXt
+from tools import export_vision as command
+from tools.hf.import_step import write_step
+from tools.hf.import_weights import Part
+from tools.hf.moh_gates import Gates
+from tools.work import export_vision
+
+# isort: split
+from diffusers import AutoencoderKL, DiffusionPipeline
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+VIT = ViTConfig(
+    image_size=64, num_classes=7, hidden_sizes=(8, 16, 16, 32), depths=(1, 1, 2, 1), num_attention_heads=(2, 4, 4, 8),
+    heads=ImageHeadsConfig(num_shared_heads=(2, 1, 0, 4), num_active_routed_heads=(0, 2, 3, 2)),
+)  # fmt: skip
+DENSE = replace(VIT, in_channels=1, heads=ImageHeadsConfig(head_selection="all"))
+DIT = DiTConfig(
+    input_size=8, in_channels=3, num_classes=5, hidden_size=32, num_layers=2, num_attention_heads=(4, 6), head_dim=8,
+    diffusion_steps=40, heads=ImageHeadsConfig(num_shared_heads=(2, 6), num_active_routed_heads=(1, 0)),
+)  # fmt: skip
+LATENT = replace(DIT, in_channels=4)
+
+
+@torch.no_grad()
+def make_run(path, model_config):
+    """A run with step 0, of weights that all show in what the model computes; returns the model."""
+    kind, make = (ViTTraining, TransNeXt) if isinstance(model_config, ViTConfig) else (DiTTraining, DiT)
+    model, generator = make(model_config).eval(), torch.Generator().manual_seed(0)
+    model.initialize(0)
+    parts = []
+    for name, parameter in model.named_parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+        parts.append(Part(name, tuple(parameter.shape), partial(iter, [parameter.data]), None))
+    write_step(path, kind(model=model_config), parts, {"source": "test"}, {}, lambda size: None)
+    return model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules(tmp_path_factory):
+    """Remote code is copied to one directory for all tests, since a process imports from the first one only."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (diffusers_modules, transformers_modules):
+            patch.setattr(module, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+@pytest.mark.parametrize("config", [VIT, DENSE, replace(VIT, heads=replace(VIT.heads, routing="sigmoid"))])
+def test_transformers_computes_the_logits_of_the_checkpoint(config, tmp_path):
+    model = make_run(tmp_path / "run", config)
+    output = tmp_path / f"export_{config.in_channels}{config.heads.routing}"
+    assert command.main([str(tmp_path / "run"), "--output", str(output)]) == 0
+    exported = AutoModelForImageClassification.from_pretrained(output, trust_remote_code=True)
+    images = torch.randn(3, config.in_channels, 64, 64)
+    with torch.no_grad():
+        expected, found = model(images), exported(images, labels=torch.tensor([0, 6, 2]))
+    assert exported.config.num_labels == 7
+    torch.testing.assert_close(found.logits, expected, atol=1e-5, rtol=1e-5)
+    loss = torch.nn.functional.cross_entropy(expected, torch.tensor([0, 6, 2]))
+    torch.testing.assert_close(found.loss, loss, atol=1e-5, rtol=1e-5)
+
+
+def test_the_processor_makes_what_the_model_is_evaluated_on(tmp_path):
+    make_run(tmp_path / "run", VIT)
+    assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export")]) == 0
+    rows, columns = np.mgrid[:150, :100]
+    image = np.stack([rows, columns, 255 - rows], axis=-1).astype(np.uint8)
+    found = AutoImageProcessor.from_pretrained(tmp_path / "export")(Image.fromarray(image), return_tensors="pt")
+    expected = evaluation_transform(VIT)(Image.fromarray(image))
+    torch.testing.assert_close(found["pixel_values"][0], expected, atol=2 / 255 / 0.22, rtol=0)
+
+
+@pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid"])
+@pytest.mark.parametrize("two_stage, rate", [(True, 0.0), (False, 0.1)])
+def test_gates_are_those_of_the_router(routing, two_stage, rate):
+    changes = dict(routing=routing, two_stage=two_stage, load_balance_bias_rate=rate)
+    config = replace(DIT, heads=replace(DIT.heads, **changes))
+    router = HeadRouter(config.layer(0), 0, 1.0, None).double()
+    gates = Gates(config.heads, 0, 32, 4).double()
+    state = {name: torch.randn(tensor.shape, dtype=torch.float64) for name, tensor in router.state_dict().items()}
+    if rate:
+        state["bias_steps"] = torch.tensor([7, -9], dtype=torch.int32)
+    router.load_state_dict(state)
+    gates.load_state_dict(state)
+    x = torch.randn(50, 3, 32, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(gates(x), router(x)[0])
+
+
+@pytest.mark.parametrize("config, scale", [(DIT, 1.0), (DIT, 3.0), (LATENT, 3.0)])
+def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path):
+    model, more = make_run(tmp_path / "run", config), []
+    if config is LATENT:
+        vae = AutoencoderKL(latent_channels=4, norm_num_groups=4, block_out_channels=(8,)).eval()
+        vae.save_pretrained(tmp_path / "vae")
+        more = ["--vae", str(tmp_path / "vae")]
+    output = tmp_path / f"export_{config.in_channels}"
+    assert command.main([str(tmp_path / "run"), "--output", str(output), *more]) == 0
+    pipeline = DiffusionPipeline.from_pretrained(output, trust_remote_code=True)
+    pipeline.set_progress_bar_config(disable=True)
+    y, drawn = torch.tensor([3, 1, 0]), torch.Generator().manual_seed(4)
+    noises = iter(lambda: torch.randn(3, config.in_channels, 8, 8, generator=drawn), None)
+    x = Diffusion(40, 12).sample(model.predict, y, noises, 5, scale)
+    if more:
+        with torch.no_grad():
+            x = vae.decode(x / 0.18215).sample
+    expected = (x / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+    found = pipeline([3, 1, 0], scale, 12, torch.Generator().manual_seed(4), output_type="np").images
+    assert expected.std() > 0.05
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_an_export_that_fails_its_check_leaves_nothing(tmp_path, monkeypatch, capsys):
+    make_run(tmp_path / "run", VIT)
+    monkeypatch.setattr(export_vision, "TOLERANCE", -1)
+    assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export")]) == 1
+    assert "export differs from the checkpoint by" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_model_in_its_dense_warmup_is_exported_dense(tmp_path):
+    config = replace(VIT, heads=replace(VIT.heads, dense_warmup_iters=5))
+    make_run(tmp_path / "run", config)
+    assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export")]) == 0
+    assert json.loads((tmp_path / "export/config.json").read_text())["head_selection"] == "all"
+    _, model = load_model(tmp_path / "run/checkpoints/step-0")
+    exported = AutoModelForImageClassification.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    images = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(exported(images).logits, model(images), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--output", "run"], "is not empty; give another directory"),
+        (["--output", "new", "--vae", "run"], "the model is a classifier; leave it out"),
+        (["--output", "new", "--weights", "ema"], "no moving average"),
+    ],
+)
+def test_a_wrong_call_is_one_line(more, words, tmp_path, monkeypatch, capsys):
+    make_run(tmp_path / "run", VIT)
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["run", *more]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

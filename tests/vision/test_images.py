@@ -1,0 +1,241 @@
+"""Images to micro-batches: which sample is which image, how it is changed, who gets it, and what is refused."""
+
+import random
+import tarfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError
+from moh_lm.vision import packages  # noqa: F401 - before timm
+from moh_lm.vision.config import DiTConfig, DiTTraining, ImageDataConfig, ImageRunConfig, ViTConfig, ViTTraining
+from moh_lm.vision.images import ImagePlace, Images, evaluation_transform, mix, seeded
+from moh_lm.vision.loader import open_images
+
+# isort: split
+from PIL import Image
+from timm.data import Mixup
+
+CLASSES, EACH, SIZE, BATCH, MICRO, REPEATS = ("cat", "dog", "fox"), 7, 32, 12, 3, 3
+SIDES = (44, 40)  # of an image in the folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Images of one colour each, by which a batch shows which image it has."""
+    root = tmp_path_factory.mktemp("images")
+    for number in range(len(CLASSES) * EACH):
+        path = root / CLASSES[number // EACH] / f"{number:02}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", SIDES, (10 * number, 10, 10)).save(path)
+    return root
+
+
+def training(folder, kind=ViTTraining, held_out=None, workers=0, seed=1, **data):
+    model = ViTConfig(image_size=SIZE, num_classes=3) if kind is ViTTraining else DIT
+    data = ImageDataConfig(data_dir=str(folder), validation_dir=str(held_out or ""), workers=workers, **data)
+    return kind(model=model, data=data, run=ImageRunConfig(batch_size=BATCH, micro_batch_size=MICRO, seed=seed))
+
+
+PLAIN = dict(auto_augment="none", mixup=0.0, cutmix=0.0, random_erasing=0.0, horizontal_flip=0.0, label_smoothing=0.0)
+DIT = DiTConfig(input_size=8, in_channels=3, num_classes=3, class_dropout=0.3)
+
+
+def loader_of(config, rank=0, size=1):
+    return open_images(config).loader(config, rank, size, pin_memory=False)
+
+
+def images_in(batches):
+    """The number of each image of one colour."""
+    return [round(float(red * 0.229 + 0.485) * 255 / 10) for batch in batches for red in batch.inputs[0][:, 0, 0, 0]]
+
+
+def same(first, second):
+    return all(
+        torch.equal(x, y)
+        for one, other in zip(first, second, strict=True)
+        for x, y in zip((*one.inputs, *one[1:]), (*other.inputs, *other[1:]), strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", [ViTTraining, DiTTraining])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_number_of_ranks_reads_the_same_step_and_any_step_can_be_asked_for(folder, kind, size):
+    config = training(folder, kind)
+    whole = loader_of(config).train_step(3 * BATCH)
+    ranks = [loader_of(config, rank, size).train_step(3 * BATCH) for rank in range(size)]
+    in_turn = loader_of(config)
+    assert same(whole, sum(ranks, [])) and same(whole, [in_turn.train_step(step * BATCH) for step in range(4)][-1])
+    assert torch.cat([batch.samples for batch in whole]).tolist() == list(range(3 * BATCH, 4 * BATCH))
+
+
+def test_workers_read_what_the_process_itself_reads(folder):
+    config = training(folder, held_out=folder)
+    alone, helped = (loader_of(replace(config, data=replace(config.data, workers=number))) for number in (0, 1))
+    try:
+        assert all(same(alone.train_step(step * BATCH), helped.train_step(step * BATCH)) for step in range(2))
+    finally:
+        helped.close()
+
+
+def test_an_epoch_is_a_third_of_the_images_three_times_each_in_a_row(folder):
+    loader, count = loader_of(training(folder, **PLAIN, min_crop_area=1.0)), len(CLASSES) * EACH
+    seen = np.array(images_in(sum((loader.train_step(step * BATCH) for step in range(7)), [])))  # 4 epochs of 21
+    epochs = seen.reshape(4, count // REPEATS, REPEATS)
+    assert (epochs == epochs[:, :, :1]).all()
+    assert all(len(set(epoch[:, 0].tolist())) == count // REPEATS for epoch in epochs)
+    assert len({tuple(epoch[:, 0].tolist()) for epoch in epochs}) == 4
+    once = loader_of(training(folder, **PLAIN, min_crop_area=1.0, repeated_augmentation=1))
+    seen = images_in(sum((once.train_step(step * BATCH) for step in range(7)), []))
+    assert all(sorted(seen[first : first + count]) == list(range(count)) for first in range(0, 4 * count, count))
+
+
+def test_the_label_is_the_class_folder_and_the_soft_target_sums_to_one(folder):
+    config = training(folder, **{**PLAIN, "label_smoothing": 0.1}, min_crop_area=1.0)
+    batches = loader_of(config).train_step(0)
+    assert torch.cat([batch.labels for batch in batches]).tolist() == [n // EACH for n in images_in(batches)]
+    for batch in batches:
+        on, off = 0.9 + 0.1 / 3, 0.1 / 3
+        expected = [[on if label == row else off for row in range(3)] for label in batch.labels]
+        torch.testing.assert_close(batch.inputs[1], torch.tensor(expected))
+
+
+def test_a_sample_changes_with_its_number_and_the_seed(folder):
+    first = loader_of(training(folder)).train_step(0)[0].inputs
+    other = loader_of(training(folder, seed=2)).train_step(0)[0].inputs
+    for part in (0, 2):
+        assert not torch.equal(first[part], other[part]) and not torch.equal(first[part][0], first[part][1])
+    draws = torch.cat([batch.inputs[2] for batch in loader_of(training(folder)).train_step(0)])
+    assert draws.shape == (BATCH, 2 * 37) and draws.min() >= 0 and draws.max() < 1 and abs(draws.mean() - 0.5) < 0.05
+
+
+def test_reading_leaves_the_generators_of_the_process_as_they_were(folder):
+    random.seed(5), np.random.seed(6), torch.manual_seed(7)
+    expected = random.random(), np.random.rand(), torch.rand(()).item()
+    random.seed(5), np.random.seed(6), torch.manual_seed(7)
+    loader_of(training(folder)).train_step(0)
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
+
+
+@pytest.mark.parametrize("alphas", [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
+def test_mixing_is_timms_and_odd_batches_are_mixed_too(alphas):
+    images, labels = torch.rand(4, 3, 12, 12), torch.tensor([0, 2, 1, 1])
+    for seed in range(8):
+        np.random.seed(seed)
+        theirs = Mixup(*alphas, label_smoothing=0.1, num_classes=3)(images.clone(), labels)
+        np.random.seed(seed)
+        np.random.rand()  # timm draws whether to mix at all
+        targets = torch.nn.functional.one_hot(labels, 3) * 0.9 + 0.1 / 3
+        for mine, their in zip(mix(images.clone(), targets, *alphas), theirs, strict=True):
+            torch.testing.assert_close(mine, their)
+    with seeded(np.random.default_rng(0)):
+        odd, targets = mix(images[:3].clone(), targets[:3], *alphas)
+    torch.testing.assert_close(odd[1], images[1])  # its own partner
+    assert not torch.equal(odd[0], images[0])
+
+
+def test_held_out_images_are_dealt_in_turn_and_each_counts_once(folder):
+    config = training(folder, held_out=folder)
+    parts = [list(loader_of(config, rank, 2).validation(0)) for rank in range(2)]
+    assert [len(part) for part in parts] == [4, 4]  # 21 images in micro-batches of 3, dealt to 2 ranks
+    batches = sum(parts, [])
+    real = torch.cat([batch.labels for batch in batches]) >= 0
+    seen = [n for n, counts in zip(images_in(batches), real, strict=True) if counts]
+    assert sorted(seen) == list(range(21)) and all(batch.samples is None for batch in batches)
+    for batch in batches:
+        assert torch.equal(batch.inputs[1], (batch.labels[:, None] == torch.arange(3)).float())
+    few = list(loader_of(config).validation(5))
+    assert images_in(few)[:5] == images_in([p for pair in zip(*parts, strict=True) for p in pair])[:5]
+    assert torch.cat([batch.labels for batch in few]).tolist().count(-1) == 1
+
+
+def test_evaluation_takes_the_middle_and_an_image_of_the_size_as_it_is():
+    config = ViTConfig(image_size=28, in_channels=1)
+    values = np.random.default_rng(0).integers(0, 256, (28, 28), dtype=np.uint8)
+    transform = evaluation_transform(config)
+    expected = torch.from_numpy(values).double()[None] / 255 * 2 - 1
+    torch.testing.assert_close(transform(Image.fromarray(values)).double(), expected, atol=1e-6, rtol=0)
+    ramp = Image.fromarray(np.tile(np.arange(64, dtype=np.uint8) * 4, (32, 1)))  # 32 x 64: resized to itself
+    middle = transform(ramp)[0, 0] * 127.5 + 127.5
+    torch.testing.assert_close(middle, torch.arange(18, 46) * 4.0, atol=0.6, rtol=0)
+
+
+def test_a_tar_is_read_as_its_folder(folder, tmp_path):
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        tar.add(folder, arcname="train")
+    one, other = open_images(training(folder)), open_images(training(tmp_path / "images.tar"))
+    assert one.state() == other.state() and one.state()["segments"][0]["images"] == 21
+    batches = [images.loader(images.config, 0, 1, False).train_step(0) for images in (one, other)]
+    assert same(*batches)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "CMYK", "RGBA", "I;16", "1"])
+def test_images_of_every_mode_keep_their_brightness(mode, tmp_path):
+    path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
+    whole = Image.new("L", (16, 16), 200)
+    deep = Image.fromarray(np.full((16, 16), 200 * 257, dtype=np.uint16))
+    (deep if mode == "I;16" else whole.convert("RGB").convert(mode, dither=Image.Dither.NONE)).save(path)
+    expected = 255 if mode == "1" else 200
+    for channels, shape in ((1, (16, 16)), (3, (16, 16, 3))):
+        values = np.asarray(ImagePlace(str(path), "", 0, -1).read(channels))
+        assert values.shape == shape and abs(values.astype(int) - expected).max() <= 5, values
+
+
+def test_a_file_that_is_no_image_is_named_in_one_line(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.jpg").write_bytes(b"not an image\n")
+    config = training(tmp_path)
+    loader = loader_of(replace(config, model=replace(config.model, num_classes=1)))
+    with pytest.raises(ShardError) as caught:
+        loader.train_step(0)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/a/x.jpg: cannot be read as an image (") and "\n" not in message
+    assert message.endswith("; remove or restore it")
+
+
+def test_other_images_than_those_of_a_checkpoint_are_said(folder, tmp_path):
+    images = open_images(training(folder))
+    assert images.changes(images.state(), 5) == [] and images.continue_from(images.state(), 5) is images
+    for path in folder.glob("*/*.png"):
+        (tmp_path / path.parent.name).mkdir(exist_ok=True)
+        (tmp_path / path.parent.name / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "cat" / "00.png").rename(tmp_path / "cat" / "new.png")
+    (change,) = open_images(training(tmp_path)).changes(images.state(), 5)
+    assert change.endswith("21 images of 3 classes, under other names")
+    (tmp_path / "cat" / "new.png").unlink()
+    (change,) = open_images(training(tmp_path)).changes(images.state(), 5)
+    assert change == f"--data-dir {tmp_path} had 21 images of 3 classes and has 20 images of 3 classes"
+
+
+def test_what_is_wrong_is_said_together(folder, tmp_path):
+    for name in ("cat", "dog", "owl"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "a.png")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.tar").write_text("x")
+    wrong = training(folder, held_out=tmp_path)
+    cases = (
+        (replace(wrong, model=replace(wrong.model, num_classes=5)),
+         ["--num-classes 5: ", "has class folder owl, which --data-dir", "has no class folder fox, which --data-dir"]),
+        (training(tmp_path / "nosuch", held_out=tmp_path / "empty"),
+         ["--data-dir", "there is no such directory or tar", "--validation-dir", "holds no image in a folder"]),
+        (training(tmp_path / "text.tar"), ["is no tar without compression"]),
+        (replace(wrong, model=replace(wrong.model, in_channels=4)), ["--in-channels 4: ", "choose 1 (grey) or 3"]),
+        (training(folder, auto_augment="magic"), ["--auto-augment magic: timm does not know it"]),
+    )  # fmt: skip
+    for config, words in cases:
+        with pytest.raises(ConfigError) as caught:
+            open_images(config)
+        assert all(word in "\n".join(caught.value.problems) for word in words), caught.value.problems
+
+
+def test_default_augmentation_works_for_grey_images_and_to_the_strongest(folder):
+    config = training(folder, auto_augment="rand-m10-n5-inc1", random_erasing=1.0)
+    config = replace(config, model=replace(config.model, in_channels=1))
+    loader = loader_of(config)
+    batches = sum((loader.train_step(step * BATCH) for step in range(20)), [])
+    assert batches[0].inputs[0].shape == (MICRO, 1, SIZE, SIZE) and not Images(folder).problems(config.model)
+    assert all(batch.inputs[0].isfinite().all() for batch in batches)

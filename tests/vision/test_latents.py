@@ -1,0 +1,196 @@
+"""What a diffusion model reads: latents as an autoencoder gives them, small images, time steps, classes and noise."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moh_lm.config import ConfigError
+from moh_lm.vision import packages  # noqa: F401 - before timm
+from moh_lm.vision.config import DiTConfig, DiTTraining, ImageDataConfig, ImageRunConfig, ViTTraining
+from moh_lm.vision.latents import LatentPlace, center_crop, pixels, quarters
+from moh_lm.vision.loader import open_images
+from tools import encode_latents
+from tools.work import encode_latents as work
+
+# isort: split
+from diffusers import AutoencoderKL
+from PIL import Image
+
+COUNT, SIZE = 6, 16
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with images, an autoencoder of random weights that divides sides by 2, and their latents."""
+    root, rng = tmp_path_factory.mktemp("latents"), np.random.default_rng(0)
+    for number in range(COUNT):
+        path = root / "images" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (21 + 9 * number, 40, 3), dtype=np.uint8)).save(path)
+    torch.manual_seed(0)
+    blocks = dict(down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
+    AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, **blocks).save_pretrained(
+        root / "vae"
+    )
+    assert encode_latents.main(call(root)) == 0
+    return root
+
+
+def call(root, output="fp32", **flags):
+    flags = dict(images=root / "images", vae=root / "vae", image_size=SIZE, output=root / output, dtype="fp32") | flags
+    return [text for key, value in flags.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+
+
+def training(path, **model):
+    model = DiTConfig(**dict(input_size=8, in_channels=4, num_classes=2, class_dropout=0.25) | model)
+    data = ImageDataConfig(data_dir=str(path), validation_dir=str(path), workers=0)
+    return DiTTraining(model=model, data=data, run=ImageRunConfig(batch_size=8, micro_batch_size=4, seed=3))
+
+
+def steps(config, count):
+    """The parts of the inputs of the first steps, end to end, and their sources and labels."""
+    loader = open_images(config).loader(config, 0, 1, False)
+    batches = sum((loader.train_step(step * 8) for step in range(count)), [])
+    inputs = [torch.cat(parts) for parts in zip(*(batch.inputs for batch in batches), strict=True)]
+    return inputs, torch.cat([batch.sources for batch in batches]), torch.cat([batch.labels for batch in batches])
+
+
+def test_the_file_has_the_moments_of_each_image_and_its_mirror_image(place):
+    latents, vae = np.load(place / "fp32" / "latents.npy"), AutoencoderKL.from_pretrained(place / "vae")
+    files = sorted((place / "images").glob("*/*.png"))
+    assert latents.shape == (COUNT, 2, 8, 8, 8)
+    for number, file in enumerate(files):
+        image = pixels(center_crop(Image.open(file), SIZE))
+        for mirrored, picture in enumerate((image, image[:, :, ::-1].copy())):
+            with torch.no_grad():
+                expected = vae.encode(torch.from_numpy(picture)[None]).latent_dist
+            moments = torch.from_numpy(latents[number, mirrored].copy())
+            torch.testing.assert_close(moments[:4], expected.mean[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(moments[4:].clip(-30, 20), expected.logvar[0], atol=1e-5, rtol=1e-5)
+    assert np.load(place / "fp32" / "labels.npy").tolist() == ["ab".index(file.parent.name) for file in files]
+    assert encode_latents.main(call(place, "fp16", dtype="fp16")) == 0
+    assert np.array_equal(np.load(place / "fp16" / "latents.npy"), latents.astype(np.float16))
+
+
+def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypatch, capsys):
+    encode, done = work.encode, []
+
+    def stopped(vae, batch):
+        done.append(len(batch))
+        if len(done) == 4:  # one for the shape
+            raise KeyboardInterrupt
+        return encode(vae, batch)
+
+    monkeypatch.setattr(work, "encode", stopped)
+    monkeypatch.setattr(work, "FLUSHED", 1)
+    flags = dict(output="stopped", batch_size=2)
+    assert encode_latents.main(call(place, **flags)) == 130
+    assert capsys.readouterr().err.endswith("encode_latents: stopped; the same command goes on\n")
+    with pytest.raises(ConfigError, match="has not finished; run the same command again"):
+        open_images(training(place / "stopped"))
+    assert encode_latents.main(call(place, **flags, image_size=8)) == 2
+    assert "has latents of other image_size; give another directory" in capsys.readouterr().err
+    done[:] = [0] * 9
+    assert encode_latents.main(call(place, **flags)) == 0
+    assert done[9:] == [2]  # four of six were on the disk
+    for name in ("latents.npy", "labels.npy", "latents.json"):
+        assert (place / "stopped" / name).read_bytes() == (place / "fp32" / name).read_bytes()
+    assert not (place / "stopped" / "latents.partial").exists()
+    assert encode_latents.main(call(place, **flags)) == 0
+    assert capsys.readouterr().out.endswith("is complete: 6 images\n")
+
+
+def test_latents_are_drawn_from_their_gaussian(place):
+    moments = np.load(place / "fp32" / "latents.npy")[2].astype(np.float64)
+    moments[:, 4:] += 3  # wide enough to be seen
+    (place / "wide").mkdir()
+    np.save(place / "wide" / "latents.npy", moments[None])
+    rng = np.random.default_rng(0)
+    for mirrored in (False, True):
+        where = LatentPlace(str(place / "wide"), 0, 0.5)
+        draws = np.stack([where.draw(mirrored, rng) for _ in range(4000)]).astype(np.float64)
+        mean, deviation = moments[int(mirrored), :4] * 0.5, np.exp(moments[int(mirrored), 4:] / 2) * 0.5
+        assert abs((draws.mean(0) - mean) / deviation).max() < 5 / np.sqrt(4000)
+        assert abs(draws.std(0) / deviation - 1).max() < 0.07
+
+
+def test_time_steps_classes_and_noise_have_their_distributions(place):
+    (x, t, y, noise), sources, labels = steps(training(place / "fp32"), 250)
+    assert (x.shape, noise.shape) == ((2000, 4, 8, 8),) * 2 and (x.dtype, t.dtype, y.dtype) == (
+        torch.float32, torch.int64, torch.int64,
+    )  # fmt: skip
+    assert t.min() >= 0 and 990 < t.max() < 1000
+    assert torch.equal(sources, t // 250) and (sources.bincount() / 2000 - 0.25).abs().max() < 0.05
+    dropped = y == 2
+    assert torch.equal(y[~dropped], labels[~dropped]) and abs(dropped.double().mean() - 0.25) < 0.05
+    assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01 and len(noise.flatten(1).unique(dim=0)) == 2000
+    assert len(x.flatten(1).unique(dim=0)) == 2000
+
+
+def test_a_held_out_image_is_the_same_in_every_run_and_keeps_its_class(place):
+    config = training(place / "fp32", class_dropout=1.0)
+    other = replace(config, run=replace(config.run, seed=4))
+    first, second = (list(open_images(c).loader(c, 0, 1, False).validation(0)) for c in (config, other))
+    labels = torch.cat([batch.labels for batch in first])
+    assert sorted(labels.tolist()) == [-1, -1, 0, 0, 0, 1, 1, 1]
+    assert torch.equal(torch.cat([batch.inputs[2] for batch in first])[labels >= 0], labels[labels >= 0])
+    for one, again in zip(first, second, strict=True):
+        assert all(torch.equal(part, same) for part, same in zip(one.inputs, again.inputs, strict=True))
+
+
+def test_small_images_are_mirrored_half_of_the_time(place):
+    (x, *_), _, _ = steps(training(place / "images", in_channels=3), 25)
+    files = sorted((place / "images").glob("*/*.png"))
+    images = torch.stack([torch.from_numpy(pixels(center_crop(Image.open(file), 8))) for file in files])
+    plain, mirrored = ((x[:, None] == kind).flatten(2).all(2).any(1) for kind in (images, images.flip(-1)))
+    assert torch.equal(plain, ~mirrored) and abs(mirrored.double().mean() - 0.5) < 0.12
+    black_white = pixels(Image.fromarray(np.array([[0, 255]], dtype=np.uint8)))
+    assert black_white.tolist() == [[[-1.0, 1.0]]]
+
+
+def test_the_middle_of_a_gradient_stays_where_it_is():
+    ramp = np.tile(np.linspace(0, 255, 96), (40, 1))  # shorter side 40: halved to 20, resized to 16
+    middle = np.asarray(center_crop(Image.fromarray(ramp.astype(np.uint8)), 16)).astype(float)
+    scale = 40 / 16  # of the picture's pixels to a pixel
+    centers = 96 / 2 + (np.arange(16) - 7.5) * scale - 0.5
+    assert middle.shape == (16, 16) and abs(middle - centers * 255 / 95).max() < 3
+
+
+def test_quarters_are_the_sources_of_their_time_steps():
+    assert quarters(1000) == ["t 0-249", "t 250-499", "t 500-749", "t 750-999"]
+    for total in (4, 10, 30, 1000):
+        for quarter, name in enumerate(quarters(total)):
+            first, last = map(int, name[2:].split("-"))
+            assert [4 * t // total for t in range(first, last + 1)] == [quarter] * (last + 1 - first)
+
+
+def test_what_does_not_fit_is_said(place):
+    (place / "broken").mkdir()
+    (place / "broken" / "latents.json").write_text(json.dumps({"classes": ["a"], "sha256": "", "factor": 1}))
+    cases = (
+        (training(place / "fp32", in_channels=3), "--in-channels 3 --input-size 8: "),
+        (training(place / "fp32", input_size=16), "set --in-channels 4 --input-size 8"),
+        (training(place / "images"), "--in-channels 4: "),
+        (training(place / "broken"), "its latents cannot be read"),
+        (ViTTraining(data=training(place / "fp32").data), "holds latents, and a ViT reads images"),
+    )
+    for config, words in cases:
+        with pytest.raises(ConfigError) as caught:
+            open_images(config)
+        assert words in "\n".join(caught.value.problems), caught.value.problems
+
+
+def test_wrong_calls_of_the_command(place, capsys):
+    (place / "images" / "a" / "bad.png").write_bytes(b"x")
+    for flags, code, words in (
+        (dict(images=place / "nosuch"), 2, "--images"),
+        (dict(vae=place / "images"), 2, "has no config.json; give the directory of an AutoencoderKL"),
+        (dict(image_size=15), 2, "--image-size 15: must be a multiple of 2"),
+        (dict(output=place / "bad"), 1, "a/bad.png: cannot be read as an image (no known format)"),
+    ):
+        assert encode_latents.main(call(place, **flags)) == code
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1, error
