@@ -19,7 +19,7 @@ VIT=( # 0.7M parameters
     --depths 1 1 2 1
     --num-attention-heads 2 4 8 16
     --drop-path 0.1
-    --auto-augment none # a digit is not to be turned or inverted
+    --rand-augment 0 # a digit is not to be turned or inverted
     --mixup 0
     --cutmix 0
     --random-erasing 0

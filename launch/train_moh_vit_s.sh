@@ -23,7 +23,7 @@ MODEL=(
 DATA=( # ImageNet-1K, 1,281,167 images in folders or a tar of folders; docs/vision.md
     --data-dir data/imagenet/train
     --validation-dir data/imagenet/val
-    --auto-augment rand-m9-mstd0.5-inc1
+    --rand-augment 9 # rand-m9-mstd0.5-inc1 of timm
     --mixup 0.8
     --cutmix 1.0
     --random-erasing 0.25

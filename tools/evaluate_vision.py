@@ -13,6 +13,7 @@ It has no sFID. Numbers depend on n; published ones are of 50,000 samples.
 Exit codes: 0; 1 torch-fidelity failed; 2 an argument, the checkpoint or an image has to be mended.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def parse_arguments(texts):
     add("model", nargs="?", type=Path, metavar="RUN_OR_STEP", help="a classifier: run, or its checkpoints/step-N")
     add("--images", type=Path, metavar="DIR", help="class folders for it, in a directory or a tar")
     add("--weights", choices=("master", "ema"), help="the weights, or their moving average (default: it, if kept)")
-    add("--workers", type=at_least(0), default=4, metavar="N", help="processes that read images (default: 4)")
+    add("--workers", type=at_least(0), default=min(4, os.cpu_count()), metavar="N", help="processes that read images "
+        "(default: %(default)s)")  # fmt: skip
     add("--samples", type=Path, metavar="FILE", help="drawn images: an .npz, or a directory of PNGs")
     add("--reference", type=Path, metavar="FILE", help="real images, in the same form")
     add("--inception", type=Path, metavar="FILE", help=f"weights of Inception v3, from https://{INCEPTION}")

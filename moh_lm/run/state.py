@@ -70,7 +70,7 @@ class RunState:
             return []
         self.engine.guard.restore(saved["guard"])
         changes = self.dataset.changes(saved["data"], saved["consumed_samples"])
-        same_data = not changes and self.dataset.source_names == sorted(saved["alarms"]["unseen"])
+        same_data = not changes and sorted(self.dataset.shares) == sorted(saved["alarms"]["unseen"])
         if same_data:
             self.interval.restore(saved["interval"])
         self.alarms.restore(saved["alarms"], same_data)

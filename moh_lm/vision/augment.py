@@ -14,6 +14,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 MEAN, DEVIATION = {3: (0.485, 0.456, 0.406), 1: (0.5,)}, {3: (0.229, 0.224, 0.225), 1: (0.5,)}  # of the channels
 MODES = {3: "RGB", 1: "L"}
+KEPT = 0.875  # of the shorter side of an image that is evaluated
 SWITCH = 0.5  # share of batches with CutMix, where there is Mixup too
 STRONGEST = 10  # of the strengths of RandAugment
 
@@ -39,8 +40,8 @@ def center_crop(image, size):
     """The middle of the image when its shorter side is size / 0.875; an image of the size itself as it is."""
     if image.size == (size, size):
         return image
-    scale = size / 0.875 / min(image.size)
-    width, height = (max(size, round(side * scale)) for side in image.size)
+    shorter = int(size / KEPT)
+    width, height = (int(shorter * side / min(image.size)) for side in image.size)
     image = image.resize((width, height), Image.Resampling.BICUBIC)
     left, top = (width - size) // 2, (height - size) // 2
     return image.crop((left, top, left + size, top + size))

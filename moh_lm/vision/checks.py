@@ -5,6 +5,7 @@ import math
 from moh_lm.checks import run as checks
 from moh_lm.checks.ranges import below
 from moh_lm.config import HeadsConfig, flag
+from moh_lm.vision.augment import STRONGEST
 
 LANGUAGE_ONLY = (  # of HeadsConfig
     "head_budget", "head_budget_slope", "routing_unit", "routed_keys", "routing_dtype", "routing_top_p",
@@ -106,6 +107,8 @@ def head_problems(model):
 def data_problems(config):
     data = config.data
     found = [] if data.data_dir else ["--data-dir is missing: give the directory of the training images"]
+    if not 0 <= data.rand_augment <= STRONGEST:
+        found.append(f"--rand-augment {data.rand_augment:g}: must be between 0 and {STRONGEST}")
     found += below(data, 0, "workers", "mixup", "cutmix") + below(data, 1, "repeated_augmentation")
     shares = ("random_erasing", "horizontal_flip", "min_crop_area", "label_smoothing")
     return found + [

@@ -208,7 +208,7 @@ class ImageDataConfig:
     data_dir: str = option("", "training images: a folder or tar of class folders, or of a DiT latents")
     validation_dir: str = option("", "held-out images in the same form (default: none are held out)")
     workers: int = option(4, "processes of a rank that read and augment images; 0: the rank itself")
-    auto_augment: str = option("rand-m9-mstd0.5-inc1", "of timm, of a ViT; none: off")
+    rand_augment: float = option(9.0, "strength of RandAugment, 0 to 10, of a ViT; 0: none")
     mixup: float = option(0.8, "alpha of Mixup, of a ViT; 0: off")
     cutmix: float = option(1.0, "alpha of CutMix, of a ViT; 0: off")
     random_erasing: float = option(0.25, "probability of Random Erasing, of a ViT")

@@ -62,10 +62,11 @@ class ImageEngine(Engine):
                 if self.config.kind == "vit":
                     found += self.right(batch, counted)
                 sums[: len(found)] += torch.stack([value.double() for value in found])
-        loss, images, *right = reduce(sums, self.groups.data).tolist()
+        loss, images, first, five = reduce(sums, self.groups.data).tolist()
         if not images:
             return {}
-        return {"loss": loss / images, **dict(zip(("top_1", "top_5"), (n / images for n in right), strict=True))}
+        accuracy = {"top_5": five / images, "top_1": first / images} if self.config.kind == "vit" else {}
+        return {"loss": loss / images, **accuracy}
 
     def right(self, batch, counted):
         """Images whose class is the most likely one, and among the five most likely ones."""

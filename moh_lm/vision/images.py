@@ -8,37 +8,35 @@ numbers. So a resumed run reads what it would have read, with any number of rank
     training    random crop, mirroring, RandAugment, Random Erasing; then of a micro-batch Mixup or CutMix
     held out    the middle, of 0.875 of the shorter side; an image of the model's size as it is
 
-Shapes: b images, c channels, S pixels of a side. timm augments; it draws from the generators of the process, which are
-seeded before and put back after each image.
+Shapes: b images, c channels, S pixels of a side.
 """
 
 import hashlib
 import io
 import os
-import random
 import tarfile
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
-from moh_lm.vision import packages  # noqa: F401 - before timm
+from moh_lm.vision.augment import (
+    MODES,
+    center_crop,
+    mix,
+    normalized,
+    rand_augment,
+    random_crop,
+    random_erasing,
+    soft_targets,
+)
 from moh_lm.vision.batches import ImageBatch
 
-# isort: split
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, auto_augment, create_transform
-from timm.data.mixup import cutmix_bbox_and_lam
-
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-MODES = {1: "L", 3: "RGB"}  # of Pillow, by channels
-NORMS = {1: ((0.5,), (0.5,)), 3: (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)}
-KEPT = 0.875  # of the shorter side of an image that is evaluated
-SWITCH = 0.5  # share of micro-batches with CutMix, where there is Mixup too
 ORDER, SAMPLE, MIXED, HELD_OUT = range(4)  # what random numbers are for
 
 
@@ -139,71 +137,6 @@ def order(seed, epoch, count):
     return generator(ORDER, seed, epoch).permutation(count)
 
 
-@contextmanager
-def seeded(rng):
-    """Seed the generators of Python, numpy and torch (of the CPU) with a number from ``rng``; put them back after."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    number = int(rng.integers(2**32))
-    random.seed(number)
-    np.random.seed(number)
-    torch.default_generator.manual_seed(number)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-
-
-def posterize(image, bits_to_keep, **_):
-    """timm's, for Pillow 13, which refuses to keep no bit."""
-    return ImageOps.posterize(image, bits_to_keep) if bits_to_keep else Image.new(image.mode, image.size)
-
-
-auto_augment.NAME_TO_OP.update(dict.fromkeys(("Posterize", "PosterizeIncreasing", "PosterizeOriginal"), posterize))
-
-
-def training_transform(model, data):
-    """Pillow image -> float32 [c, S, S]. Raises ConfigError for an --auto-augment that timm does not know."""
-    mean, std = NORMS[model.in_channels]
-    augment = None if data.auto_augment == "none" else data.auto_augment
-    try:
-        return create_transform(
-            model.image_size, is_training=True, interpolation="bicubic", mean=mean, std=std, auto_augment=augment,
-            scale=(data.min_crop_area, 1.0), hflip=data.horizontal_flip, color_jitter=None,
-            re_prob=data.random_erasing, re_mode="pixel",
-        )  # fmt: skip
-    except Exception as error:  # an assertion, or the KeyError of a table
-        choose = "write one such as rand-m9-mstd0.5-inc1, or none"
-        raise ConfigError([f"--auto-augment {augment}: timm does not know it; {choose}"]) from error
-
-
-def evaluation_transform(model):
-    """Pillow image -> float32 [c, S, S], of the middle."""
-    size, (mean, std) = model.image_size, NORMS[model.in_channels]
-    middle, whole = (
-        create_transform(size, interpolation="bicubic", mean=mean, std=std, crop_pct=part) for part in (KEPT, 1.0)
-    )
-    return lambda image: whole(image) if image.size == (size, size) else middle(image)
-
-
-def mix(images, targets, mixup, cutmix):
-    """Mixup or CutMix of [b, c, S, S] and [b, classes] with themselves in reverse, by numpy's generator.
-
-    mixup, cutmix: alpha of Beta(alpha, alpha), which gives the batch its weight; 0: never. Not both are 0. timm's own
-    is the same, but for batches of even size only.
-    """
-    cuts = cutmix > 0 and (mixup == 0 or np.random.rand() < SWITCH)
-    weight = np.random.beta(*(cutmix if cuts else mixup,) * 2)
-    others = images.flip(0)
-    if cuts:
-        (top, bottom, left, right), weight = cutmix_bbox_and_lam(images.shape, weight)
-        images[:, :, top:bottom, left:right] = others[:, :, top:bottom, left:right]
-    else:
-        images = images * weight + others * (1 - weight)
-    return images, targets * weight + targets.flip(0) * (1 - weight)
-
-
 class Request(NamedTuple):
     """A micro-batch that is to be read. numbers: of samples in the run; of held-out images their indices. labels: -1 is
     filler, whose image counts for nothing."""
@@ -234,22 +167,26 @@ class ViTSamples(Samples):
 
     def __init__(self, config):
         self.model, self.data, self.seed = config.model, config.data, config.run.seed
-        self.transform = training_transform(self.model, self.data)
 
     def inputs(self, request):
-        labels, classes, data = torch.from_numpy(request.labels), self.model.num_classes, self.data
-        targets, sources = (labels[:, None] == torch.arange(classes)).float(), torch.zeros_like(labels)
+        labels, size, data = torch.from_numpy(request.labels), self.model.image_size, self.data
+        sources = torch.zeros_like(labels)
         images = [place.read(self.model.in_channels) for place in request.places]
         if not request.training:
-            return (torch.stack([*map(evaluation_transform(self.model), images)]), targets), sources
+            targets = (labels[:, None] == torch.arange(self.model.num_classes)).float()
+            return (torch.stack([normalized(center_crop(image, size)) for image in images]), targets), sources
         rngs = [generator(SAMPLE, self.seed, number) for number in request.numbers.tolist()]
         draws = np.stack([rng.random(2 * self.model.num_layers, dtype=np.float32) for rng in rngs])
-        for row, rng in enumerate(rngs):
-            with seeded(rng):
-                images[row] = self.transform(images[row])
-        images = torch.stack(images)
-        targets = targets * (1 - data.label_smoothing) + data.label_smoothing / classes
-        if data.mixup or data.cutmix:
-            with seeded(generator(MIXED, self.seed, int(request.numbers[0]))):
-                images, targets = mix(images, targets, data.mixup, data.cutmix)
+        images = torch.stack([self.augmented(*pair) for pair in zip(images, rngs, strict=True)])
+        targets = soft_targets(labels, self.model.num_classes, data.label_smoothing)
+        images, targets = mix(images, targets, data.mixup, data.cutmix, generator(MIXED, self.seed, request.numbers[0]))
         return (images, targets, torch.from_numpy(draws)), sources
+
+    def augmented(self, image, rng):
+        data = self.data
+        image = random_crop(image, self.model.image_size, data.min_crop_area, rng)
+        if rng.random() < data.horizontal_flip:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        pixels = normalized(rand_augment(image, rng, strength=data.rand_augment) if data.rand_augment else image)
+        random_erasing(pixels, data.random_erasing, rng)
+        return pixels

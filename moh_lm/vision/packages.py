@@ -1,22 +1,16 @@
-"""timm, which has the augmentations and readers of images. Import this module before timm or torchvision.
+"""torchvision beside a torch for CPUs: this module is imported before what imports it.
 
 The torchvision of a package registry is built for GPUs. Beside a torch for CPUs its operators cannot be loaded, and the
 import fails on two of them that nothing here calls. Declaring these two lets the rest of it work.
 """
 
-import importlib.util
-
 import torch
-
-from moh_lm.config import ConfigError
 
 OPERATORS = ("nms", "qnms")
 
 
 def declare_operators():
-    """Declare the operators that torchvision expects, if torch is without CUDA. Raises ConfigError without timm."""
-    if missing := [name for name in ("timm", "torchvision") if importlib.util.find_spec(name) is None]:
-        raise ConfigError([f"{name} is not installed: install moh-lm[vision]" for name in missing])
+    """Declare what torchvision expects, if torch is without CUDA. It lasts as long as what is returned."""
     if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
         return None
     library = torch.library.Library("torchvision", "FRAGMENT")
@@ -25,4 +19,4 @@ def declare_operators():
     return library
 
 
-DECLARED = declare_operators()  # the declarations last as long as this object
+DECLARED = declare_operators()

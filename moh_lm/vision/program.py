@@ -11,7 +11,7 @@ from moh_lm.quantities import by_layer, short, words, wrapped
 from moh_lm.run import program
 from moh_lm.vision.checks import image_problems
 from moh_lm.vision.engine import MODELS
-from moh_lm.vision.images import open_images
+from moh_lm.vision.loader import open_images
 from moh_lm.vision.run import ImageRun
 
 

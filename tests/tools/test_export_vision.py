@@ -4,19 +4,23 @@ import json
 from dataclasses import replace
 from functools import partial
 
+from moh_lm.vision import packages  # noqa: F401 - before diffusers and transformers
+
+# isort: split
 import diffusers.utils.dynamic_modules_utils as diffusers_modules
 import numpy as np
 import pytest
 import torch
 import transformers.dynamic_module_utils as transformers_modules
+from diffusers import AutoencoderKL, DiffusionPipeline
 from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-import moh_lm.vision.packages  # noqa: F401 - before diffusers
 from moh_lm.model.router import HeadRouter
+from moh_lm.vision.augment import center_crop, normalized
 from moh_lm.vision.config import DiTConfig, DiTTraining, ImageHeadsConfig, ViTConfig, ViTTraining
 from moh_lm.vision.diffusion import Diffusion
 from moh_lm.vision.dit import DiT
-from moh_lm.vision.images import evaluation_transform
 from moh_lm.vision.load import load_model
 from moh_lm.vision.transnext import TransNeXt
 from tools import export_vision as command
@@ -24,10 +28,6 @@ from tools.hf.import_step import write_step
 from tools.hf.import_weights import Part
 from tools.hf.moh_gates import Gates
 from tools.work import export_vision
-
-# isort: split
-from diffusers import AutoencoderKL, DiffusionPipeline
-from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 VIT = ViTConfig(
     image_size=64, num_classes=7, hidden_sizes=(8, 16, 16, 32), depths=(1, 1, 2, 1), num_attention_heads=(2, 4, 4, 8),
@@ -85,7 +85,7 @@ def test_the_processor_makes_what_the_model_is_evaluated_on(tmp_path):
     rows, columns = np.mgrid[:150, :100]
     image = np.stack([rows, columns, 255 - rows], axis=-1).astype(np.uint8)
     found = AutoImageProcessor.from_pretrained(tmp_path / "export")(Image.fromarray(image), return_tensors="pt")
-    expected = evaluation_transform(VIT)(Image.fromarray(image))
+    expected = normalized(center_crop(Image.fromarray(image), 64))
     torch.testing.assert_close(found["pixel_values"][0], expected, atol=2 / 255 / 0.22, rtol=0)
 
 

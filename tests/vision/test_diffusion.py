@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL, DDPMScheduler
 from PIL import Image
 from torch.distributions import Normal, kl_divergence
 
@@ -13,16 +14,12 @@ from moh_lm.checkpoint.manifest import describe, write_manifest
 from moh_lm.config import Config, ConfigError
 from moh_lm.data.files import write_json
 from moh_lm.training.optimizer import Fragment
-from moh_lm.vision import packages  # noqa: F401 - before diffusers
 from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.diffusion import Diffusion, image_noise, log_probability
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.load import load_model
 from moh_lm.vision.transnext import TransNeXt
 from tools import sample_images
-
-# isort: split
-from diffusers import AutoencoderKL, DDPMScheduler
 
 STEPS, SHAPE = 1000, (3, 4, 4)
 

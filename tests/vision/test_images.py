@@ -7,17 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
-from moh_lm.vision import packages  # noqa: F401 - before timm
+from moh_lm.vision.augment import center_crop, mix, normalized, rand_augment, random_crop, random_erasing
 from moh_lm.vision.config import DiTConfig, DiTTraining, ImageDataConfig, ImageRunConfig, ViTConfig, ViTTraining
-from moh_lm.vision.images import ImagePlace, Images, evaluation_transform, mix, seeded
+from moh_lm.vision.images import ImagePlace, Images
 from moh_lm.vision.loader import open_images
-
-# isort: split
-from PIL import Image
-from timm.data import Mixup
 
 CLASSES, EACH, SIZE, BATCH, MICRO, REPEATS = ("cat", "dog", "fox"), 7, 32, 12, 3, 3
 SIDES = (44, 40)  # of an image in the folder
@@ -40,7 +37,7 @@ def training(folder, kind=ViTTraining, held_out=None, workers=0, seed=1, **data)
     return kind(model=model, data=data, run=ImageRunConfig(batch_size=BATCH, micro_batch_size=MICRO, seed=seed))
 
 
-PLAIN = dict(auto_augment="none", mixup=0.0, cutmix=0.0, random_erasing=0.0, horizontal_flip=0.0, label_smoothing=0.0)
+PLAIN = dict(rand_augment=0.0, mixup=0.0, cutmix=0.0, random_erasing=0.0, horizontal_flip=0.0, label_smoothing=0.0)
 DIT = DiTConfig(input_size=8, in_channels=3, num_classes=3, class_dropout=0.3)
 
 
@@ -120,21 +117,66 @@ def test_reading_leaves_the_generators_of_the_process_as_they_were(folder):
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
 
 
-@pytest.mark.parametrize("alphas", [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
-def test_mixing_is_timms_and_odd_batches_are_mixed_too(alphas):
-    images, labels = torch.rand(4, 3, 12, 12), torch.tensor([0, 2, 1, 1])
+@pytest.mark.parametrize("alphas", [(0.8, 0.0), (0.0, 1.0)])
+def test_a_batch_is_mixed_with_itself_in_reverse_and_targets_by_the_share_of_pixels(alphas):
+    """Images of one number each: the mean of a mixed one says how much of either is in it."""
+    own, others = torch.arange(5.0), torch.arange(5.0).flip(0)
+    images, targets = own[:, None, None, None].expand(5, 3, 12, 12), torch.eye(5)
     for seed in range(8):
-        np.random.seed(seed)
-        theirs = Mixup(*alphas, label_smoothing=0.1, num_classes=3)(images.clone(), labels)
-        np.random.seed(seed)
-        np.random.rand()  # timm draws whether to mix at all
-        targets = torch.nn.functional.one_hot(labels, 3) * 0.9 + 0.1 / 3
-        for mine, their in zip(mix(images.clone(), targets, *alphas), theirs, strict=True):
-            torch.testing.assert_close(mine, their)
-    with seeded(np.random.default_rng(0)):
-        odd, targets = mix(images[:3].clone(), targets[:3], *alphas)
-    torch.testing.assert_close(odd[1], images[1])  # its own partner
-    assert not torch.equal(odd[0], images[0])
+        mixed, soft = mix(images, targets, *alphas, np.random.default_rng(seed))
+        weight = 1 - soft[0, 4].item()
+        torch.testing.assert_close(mixed.mean((1, 2, 3)), own * weight + others * (1 - weight))
+        torch.testing.assert_close(soft.sum(1), torch.ones(5))
+        values = mixed[0].unique()
+        assert len(values) == 1 if alphas[1] == 0 else {*values.tolist()} <= {0.0, 4.0}
+
+
+def test_mixup_and_cutmix_take_turns_by_chance():
+    images, targets = torch.rand(2, 1, 8, 8), torch.eye(2)
+    mixed = [mix(images, targets, 0.8, 1.0, np.random.default_rng(seed))[0] for seed in range(60)]
+    cut = sum(bool(((image == images) | (image == images.flip(0))).all()) for image in mixed)
+    assert 15 < cut < 45
+
+
+def test_a_crop_has_the_area_and_the_shape_that_are_allowed():
+    """Of a picture whose pixels tell their place."""
+    place = np.mgrid[:200, :200].astype(np.uint8)
+    image = Image.fromarray(np.stack([place[0], place[1], place[0] * 0], axis=2))
+    areas = []
+    for seed in range(200):
+        pixels = np.asarray(random_crop(image, 50, 0.3, np.random.default_rng(seed)), float)
+        height, width = ((pixels[..., axis].max() - pixels[..., axis].min()) * 50 / 49 for axis in (0, 1))
+        areas.append(height * width / 200**2)
+        assert 0.7 < width / height < 1.45
+    assert min(areas) > 0.27 and max(areas) > 0.85 and abs(np.mean(areas) - 0.6) < 0.1
+
+
+def test_rand_augment_leaves_half_of_its_operations_out_and_knows_its_strength():
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8))
+    original = np.asarray(image)
+    kept = 0
+    for seed in range(300):
+        changed = np.asarray(rand_augment(image, np.random.default_rng(seed), number=1))
+        kept += np.array_equal(changed, original)
+    assert 110 < kept < 210  # half, and what an operation does not change
+    weak = [np.asarray(rand_augment(image, np.random.default_rng(seed), 1, 0, 0, 1.0), int) for seed in range(40)]
+    strong = [np.asarray(rand_augment(image, np.random.default_rng(seed), 1, 10, 0, 1.0), int) for seed in range(40)]
+    assert np.mean([abs(x - original) for x in weak]) < 0.7 * np.mean([abs(x - original) for x in strong])
+
+
+def test_random_erasing_puts_noise_into_one_box():
+    sizes = []
+    for seed in range(100):
+        pixels = torch.full((3, 40, 40), 9.0)
+        random_erasing(pixels, 1.0, np.random.default_rng(seed))
+        rows, columns = (torch.nonzero((pixels[0] != 9).any(axis)).flatten() for axis in (1, 0))
+        box = pixels[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        assert (box != 9).all() and box.numel() == (pixels != 9).sum()
+        sizes.append(box[0].numel() / 1600)
+    assert min(sizes) > 0.01 and max(sizes) < 0.36 and abs(box.mean()) < 0.3 and 0.8 < box.std() < 1.2
+    pixels = torch.zeros(1, 8, 8)
+    random_erasing(pixels, 0.0, np.random.default_rng(0))
+    assert not pixels.any()
 
 
 def test_held_out_images_are_dealt_in_turn_and_each_counts_once(folder):
@@ -153,13 +195,12 @@ def test_held_out_images_are_dealt_in_turn_and_each_counts_once(folder):
 
 
 def test_evaluation_takes_the_middle_and_an_image_of_the_size_as_it_is():
-    config = ViTConfig(image_size=28, in_channels=1)
     values = np.random.default_rng(0).integers(0, 256, (28, 28), dtype=np.uint8)
-    transform = evaluation_transform(config)
     expected = torch.from_numpy(values).double()[None] / 255 * 2 - 1
-    torch.testing.assert_close(transform(Image.fromarray(values)).double(), expected, atol=1e-6, rtol=0)
+    whole = normalized(center_crop(Image.fromarray(values), 28)).double()
+    torch.testing.assert_close(whole, expected, atol=1e-6, rtol=0)
     ramp = Image.fromarray(np.tile(np.arange(64, dtype=np.uint8) * 4, (32, 1)))  # 32 x 64: resized to itself
-    middle = transform(ramp)[0, 0] * 127.5 + 127.5
+    middle = normalized(center_crop(ramp, 28))[0, 0] * 127.5 + 127.5
     torch.testing.assert_close(middle, torch.arange(18, 46) * 4.0, atol=0.6, rtol=0)
 
 
@@ -224,7 +265,6 @@ def test_what_is_wrong_is_said_together(folder, tmp_path):
          ["--data-dir", "there is no such directory or tar", "--validation-dir", "holds no image in a folder"]),
         (training(tmp_path / "text.tar"), ["is no tar without compression"]),
         (replace(wrong, model=replace(wrong.model, in_channels=4)), ["--in-channels 4: ", "choose 1 (grey) or 3"]),
-        (training(folder, auto_augment="magic"), ["--auto-augment magic: timm does not know it"]),
     )  # fmt: skip
     for config, words in cases:
         with pytest.raises(ConfigError) as caught:
@@ -233,7 +273,7 @@ def test_what_is_wrong_is_said_together(folder, tmp_path):
 
 
 def test_default_augmentation_works_for_grey_images_and_to_the_strongest(folder):
-    config = training(folder, auto_augment="rand-m10-n5-inc1", random_erasing=1.0)
+    config = training(folder, rand_augment=10.0, random_erasing=1.0)
     config = replace(config, model=replace(config.model, in_channels=1))
     loader = loader_of(config)
     batches = sum((loader.train_step(step * BATCH) for step in range(20)), [])

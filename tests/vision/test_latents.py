@@ -6,18 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKL
+from PIL import Image
 
 from moh_lm.config import ConfigError
-from moh_lm.vision import packages  # noqa: F401 - before timm
 from moh_lm.vision.config import DiTConfig, DiTTraining, ImageDataConfig, ImageRunConfig, ViTTraining
 from moh_lm.vision.latents import LatentPlace, center_crop, pixels, quarters
 from moh_lm.vision.loader import open_images
 from tools import encode_latents
 from tools.work import encode_latents as work
-
-# isort: split
-from diffusers import AutoencoderKL
-from PIL import Image
 
 COUNT, SIZE = 6, 16
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from diffusers import AutoencoderKL
 from tqdm import tqdm
 
 from moh_lm.config import ConfigError
@@ -17,9 +18,6 @@ from moh_lm.data.files import ShardError, read_json, sha256_of, write_json
 from moh_lm.vision.images import Images
 from moh_lm.vision.latents import FACTS, LABELS, LATENTS, PARTIAL, center_crop, pixels
 from tools.devices import usable_device
-
-# isort: split
-from diffusers import AutoencoderKL  # after moh_lm.vision.packages
 
 FAILURES = (OSError, ShardError)
 AHEAD = 4  # batches that are read before they are encoded

@@ -10,13 +10,13 @@ from data_prep.output import writable_directory
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json, write_json
-from moh_lm.vision import packages  # noqa: F401 - before diffusers
-from moh_lm.vision.images import KEPT, NORMS
+from moh_lm.vision import packages  # noqa: F401 - before diffusers and transformers
+from moh_lm.vision.augment import DEVIATION, MEAN
 from moh_lm.vision.load import load_model
 
 # isort: split
 from diffusers import AutoencoderKL, DDPMScheduler
-from transformers import BitImageProcessor
+from transformers.utils import logging
 
 from tools.hf.export_check import ExportError
 from tools.hf.modeling_moh_dit import MoHDiTModel
@@ -37,6 +37,7 @@ FAILURES = (ExportError, OSError)
 
 def run(arguments):
     """The whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
+    logging.disable_progress_bar()
     output = arguments.output.resolve()
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ConfigError([f"--output {output}: is not empty; give another directory"])
@@ -87,12 +88,13 @@ def write_classifier(config, model, directory):
     copy = MoHViTForImageClassification(MoHViTConfig(**settings(config, VIT), **numbers))
     copy.load_state_dict(model.state_dict())
     copy.save_pretrained(directory)  # and the code
-    mean, deviation = NORMS[config.in_channels]
-    BitImageProcessor(
-        size={"shortest_edge": int(config.image_size / KEPT)}, crop_size=config.image_size, resample=3,
-        image_mean=mean, image_std=deviation, do_convert_rgb=config.in_channels == 3,
-    ).save_pretrained(directory)  # fmt: skip
-    images = torch.randn(2, config.in_channels, config.image_size, config.image_size)
+    size, channels = config.image_size, config.in_channels
+    write_json(directory / "preprocessor_config.json", {
+        "image_processor_type": "BitImageProcessor", "do_convert_rgb": channels == 3, "resample": 3,  # bicubic
+        "size": {"shortest_edge": int(size / 0.875)}, "crop_size": {"height": size, "width": size},
+        "image_mean": MEAN[channels], "image_std": DEVIATION[channels],
+    })  # fmt: skip
+    images = torch.randn(2, channels, size, size)
     copy = MoHViTForImageClassification.from_pretrained(directory).double()
     return compare(model.double()(images), copy(images).logits)
 

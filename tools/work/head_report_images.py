@@ -41,7 +41,6 @@ TENTHS = 10
 
 
 def run(arguments):
-    writable_directory(arguments.output)
     device = usable_device(arguments.device)
     config, model = load_model(find_step(arguments.model), arguments.weights)
     if not model.routers():
@@ -49,6 +48,7 @@ def run(arguments):
     source = open_source(arguments.images)
     classes = list(dict.fromkeys(arguments.classes or range(config.model.num_classes)))
     check(arguments, config.model, source, classes)
+    writable_directory(arguments.output)
     report = report_of(config, model.to(device), source, classes, arguments.number, arguments.batch_size)
     report = {"model": str(arguments.model), "source": str(arguments.images), **report}
     publish(arguments.output / "heads.json", json.dumps(report, default=plain).encode() + b"\n")

@@ -5,18 +5,15 @@ import sys
 
 import numpy as np
 import torch
+from diffusers import AutoencoderKL
 from PIL import Image
 
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError
-from moh_lm.vision import packages  # noqa: F401 - before diffusers
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.load import load_model
 from moh_lm.vision.pictures import grid, to_bytes
 from tools.devices import usable_device
-
-# isort: split
-from diffusers import AutoencoderKL
 
 FAILURES = OSError
 
