@@ -7,6 +7,7 @@ to be written to a checkpoint or filled from one.
 """
 
 import contextlib
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,8 @@ class ShardedOptimizer:
         self.whole_parameters = zero_stage < 3  # else each rank holds a slice of every parameter
         self.rank = rank
         self.ema_decay = ema_decay
+        if not self.whole_parameters:
+            self.clear_padding()
         for number, master in enumerate(self.masters()):
             state = optimizer.optimizer.state[master]
             state["step"] = torch.zeros((), device=master.device)
@@ -94,6 +97,15 @@ class ShardedOptimizer:
         """The parameter group of a flat tensor."""
         index = number if self.whole_parameters else self.optimizer.sub_group_to_group_id[number]
         return self.optimizer.param_groups[index]
+
+    def clear_padding(self):
+        """Set to 0 what ZeRO-3 appends to a parameter that its ranks do not divide: it is what the memory held."""
+        for parameter in chain(*self.optimizer.fp16_groups):
+            number, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+            size = parameter.partition_numel()
+            owned = min(size, max(0, parameter.ds_numel - self.rank * size))
+            for flat in (self.masters()[number], self.optimizer.fp16_partitioned_groups_flat[number]):
+                flat.data[offset + owned : offset + size] = 0
 
     def largest_master(self):
         """Largest magnitude of a master weight of this rank, []; NaN if one is."""
@@ -179,6 +191,11 @@ class ShardedOptimizer:
         if self.whole_parameters:
             self.optimizer.update_lp_params()
             return
+        kept_whole = self.optimizer.persistent_parameters  # small ones, of which every rank may have a copy
+        if kept_whole:
+            kept_whole[0].partition(kept_whole)
         for number, master in enumerate(self.masters()):
             self.optimizer.fp16_partitioned_groups_flat[number].data.copy_(master.data)
             self.optimizer._unflatten_partitioned_parameters(number)
+        if kept_whole:
+            kept_whole[0].all_gather(kept_whole)

@@ -4,11 +4,17 @@ Parameters have the authors' names here but for those of the routers: their wg, 
 Eq. 5-6. The table of positions of a DiT is no parameter here. A file is a state dict, or has some under ``KEYS``.
 """
 
+import math
+
 from moh_lm.config import ConfigError
 
 KEYS = ("ema", "model", "state_dict")  # the first that is there is read
 ROUTER = {"wg.weight": "router.w_routed", "wg_0.weight": "router.w_type", "wg_1.weight": "router.w_shared"}
 POSITIONS = "pos_embed"  # [1, s, d]
+SIZED = {  # parameters with a row for each class, and with the channels of an image
+    "vit": ("head.weight", "patch_embed1.proj.weight"),
+    "dit": ("y_embedder.embedding_table.weight", "x_embedder.proj.weight"),
+}
 
 
 def our_name(name):
@@ -35,17 +41,14 @@ def state_dict(content, weights=None):
 
 def sizes(kind, tensors):
     """{field of the configuration: value} of what the tensors alone tell. kind: vit or dit."""
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    head, pixels = ("head.weight", "patch_embed1.proj.weight") if kind == "vit" else (
-        "y_embedder.embedding_table.weight", "x_embedder.proj.weight"
-    )  # fmt: skip
-    found = {}
-    if head in shapes:
-        found["num_classes"] = shapes[head][0] - (kind == "dit")  # whose last row is no class
+    shapes, found = {name: tensor.shape for name, tensor in tensors.items()}, {}
+    classes, pixels = SIZED[kind]
+    if classes in shapes:
+        found["num_classes"] = shapes[classes][0] - (kind == "dit")  # whose last row is no class
     if len(shapes.get(pixels, ())) == 4:
         found["in_channels"] = shapes[pixels][1]
         if kind == "dit":
             found["patch_size"] = shapes[pixels][2]
-            if len(shapes.get(POSITIONS, ())) == 3:
-                found["input_size"] = round(shapes[POSITIONS][1] ** 0.5) * found["patch_size"]
+    if kind == "dit" and "patch_size" in found and len(shapes.get(POSITIONS, ())) == 3:
+        found["input_size"] = math.isqrt(shapes[POSITIONS][1]) * found["patch_size"]
     return found

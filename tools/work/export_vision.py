@@ -39,8 +39,8 @@ def run(arguments):
     """The whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
     logging.disable_progress_bar()
     output = arguments.output.resolve()
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ConfigError([f"--output {output}: is not empty; give another directory"])
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError([f"--output {arguments.output}: is not empty; give another directory"])
     step = find_step(arguments.model)
     training, model = load_model(step, arguments.weights)
     config = training.model.after(read_json(step / "state.json")["step"])
@@ -138,15 +138,18 @@ def compare(expected, found):
 def card(config, is_classifier, step, count):
     """The text of the model card."""
     name, library, tag, loads = CARDS[is_classifier]
+    heads = "ordinary attention"
+    if config.heads.head_selection == "mixture":
+        share = f"{config.active_share():.0%} of the heads"
+        heads = f"Mixture-of-Head attention (arXiv 2410.11842), of which a token uses {share}"
     return f"""---
 library_name: {library}
 pipeline_tag: {tag}
 ---
 # {name}
 
-An image model of {count:,} parameters and {config.num_classes} classes with Mixture-of-Head attention (arXiv
-2410.11842). A token uses {config.active_share():.0%} of the attention heads. The weights are those of step
-{step.name.removeprefix("step-")} of a run of MoH-LM.
+An image model of {count:,} parameters and {config.num_classes} classes, with {heads}.
+The weights are those of step {step.name.removeprefix("step-")} of a run of MoH-LM.
 
     {loads}.from_pretrained("DIR", trust_remote_code=True)
 """
