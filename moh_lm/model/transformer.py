@@ -240,7 +240,8 @@ def balancing_routers(layers):
 def saved_tensors(module):
     """(name, tensor) of what checkpoints and exports hold: parameters, then the counts of biased routers."""
     yield from module.named_parameters()
-    yield from module.named_buffers()
+    kept = module.state_dict().keys()  # tables that follow from the configuration are not
+    yield from ((name, tensor) for name, tensor in module.named_buffers() if name in kept)
 
 
 def loss_terms(config, micro_batches):

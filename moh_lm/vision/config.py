@@ -129,7 +129,7 @@ class ViTConfig(ImageModelConfig):
 
     @property
     def hidden_size(self):
-        return self.hidden_sizes
+        return "-".join(map(str, self.hidden_sizes))
 
     @property
     def tokens(self):

@@ -9,10 +9,7 @@ import torch.distributed as dist
 from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.training.engine import Engine
 from moh_lm.training.step_sums import reduce
-from moh_lm.vision.dit import DiT, DiTBlock
-from moh_lm.vision.transnext import Block, TransNeXt
-
-MODELS = {"vit": (TransNeXt, Block), "dit": (DiT, DiTBlock)}
+from moh_lm.vision.load import MODELS
 
 
 class ImageEngine(Engine):

@@ -2,15 +2,16 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_layout
-from moh_lm.quantities import by_layer, short, words, wrapped
+from moh_lm.quantities import by_layer, short, wrapped
 from moh_lm.run import program
 from moh_lm.vision.checks import image_problems
-from moh_lm.vision.engine import MODELS
+from moh_lm.vision.load import MODELS
 from moh_lm.vision.loader import open_images
 from moh_lm.vision.run import ImageRun
 
@@ -24,6 +25,8 @@ def open_data(config, problems, dry_run):
     """The configuration, whose budget is in iterations, and the images. Raises ConfigError with every problem."""
     if problems:
         raise ConfigError(problems)
+    if dry_run and not Path(config.data.data_dir).exists():
+        return config, None
     images = open_images(config)
     if config.run.train_iters is None:
         iterations = max(1, math.ceil(config.run.epochs * images.num_images / config.run.batch_size))
@@ -37,25 +40,37 @@ def describe(config, images, world_size):
     with torch.device("meta"):
         network = MODELS[config.kind][0](model)
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    epochs = run.train_iters * run.batch_size / images.num_images
+    budget = f"{run.epochs:g} epochs" if run.train_iters is None else f"{run.train_iters:,} iterations"
     lines = [
-        f"model      {type(network).__name__}, {model.num_layers} layers, width {words(model.hidden_size)}",
+        f"model      {type(network).__name__}, {model.num_layers} layers, width {model.hidden_size}",
         f"parameters {short(parameters)} ({parameters:,})",
         f"heads      {describe_heads(model)}",
         f"batch      {run.batch_size} images, {run.seq_length} tokens each",
-        f"budget     {run.train_iters:,} iterations = {epochs:.3g} epochs",
-        f"data       {config.data.data_dir}: {images.num_images:,} images; held out: {images.num_validation:,}",
-        *(f"  {note}" for note in images.notes),
+        f"budget     {budget}",
+        *describe_images(config, images),
         describe_layout(config, world_size),
     ]
     return list(map(wrapped, lines))
+
+
+def describe_images(config, images):
+    if images is None:
+        yield f"data       {config.data.data_dir}, which does not exist yet"
+        return
+    number, held_out = images.num_images, images.num_validation
+    yield f"data       {config.data.data_dir}: {number:,} images, seen {epochs(config, number)}; held out: {held_out:,}"
+    yield from (f"  {note}" for note in images.notes)
+
+
+def epochs(config, number):
+    return f"{config.run.train_iters * config.run.batch_size / number:.3g} times"
 
 
 def describe_heads(model):
     if model.heads.head_selection == "all":
         return f"all heads for every token: {by_layer(list(map(str, model.head_counts)), '; ')}"
     on = [
-        f"{layer.num_shared} shared, {layer.num_active} of {layer.num_routed} routed"
+        f"{layer.num_shared} shared" + f", {layer.num_active} of {layer.num_routed} routed" * (layer.num_routed > 0)
         for layer in map(model.routed_layer, range(model.num_layers))
     ]
     return f"{by_layer(on, '; ')}; {model.active_share():.1%} for a token; routing {model.heads.routing}"

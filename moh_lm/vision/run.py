@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moh_lm.cost.flops import BACKWARD
 from moh_lm.run.loop import Run
-from moh_lm.vision.engine import MODELS, ImageEngine
+from moh_lm.vision.engine import ImageEngine
+from moh_lm.vision.load import MODELS
 from moh_lm.vision.pictures import grid
 
 

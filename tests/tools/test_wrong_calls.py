@@ -136,6 +136,60 @@ CALLS = {
         consolidate run out --dtype int8 | --dtype int8: choose one of float32, bfloat16
         consolidate nosuch out | out: give a name that ends in .safetensors
     """,
+    "tools/encode_latents.py": """
+        | --images and --vae and --image-size and --output: must be given
+        --images nosuch --vae empty --image-size 32 --output new | --images nosuch: there is no such directory or tar
+        --images empty --vae empty --image-size 32 --output new | --images empty: holds no image in a folder
+        --images empty --vae empty --image-size 0 --output new | --image-size 0: must be 1 or above
+        --images empty --vae empty --image-size 32 --output new --dtype bf16 | --dtype bf16: choose one of fp16, fp32
+    """,
+    "tools/evaluate_vision.py": """
+        | give either RUN_OR_STEP and --images
+        nosuch --images empty | nosuch: no checkpoint here; give a run directory
+        run --images empty --batch-size 0 | --batch-size 0: must be 1 or above
+        run --images empty --device banana | --device banana: write cpu, cuda, or
+        run --image empty | flag --image is unknown: did you mean --images?
+    """,
+    "tools/export_vision.py": """
+        | RUN_OR_STEP and --output: must be given
+        nosuch --output new | nosuch: no checkpoint here; give a run directory
+        run --output hf | --output hf: is not empty; give another directory
+        run --output new --weights best | --weights best: choose one of master, ema
+    """,
+    "tools/head_report_images.py": """
+        | RUN_OR_STEP and --images: must be given
+        nosuch --images x | nosuch: no checkpoint here
+        run --images x | run: no checkpoint here
+        run --images x --number 0 | --number 0: must be 1 or above
+        run --images x --classes -1 | --classes -1: must be 0 or above
+        run --images x --weights best | --weights best: choose one of master, ema
+        run --images x --device banana | --device banana: write cpu, cuda, or cuda:N
+        run --image x | flag --image is unknown: did you mean --images?
+    """,
+    "tools/import_vision.py": """
+        | FILE and --kind and --preset and --output: must be given
+        nosuch --kind vit --preset S-80 --output new | nosuch: cannot be read (No such file or directory)
+        file --kind vit --preset S-80 --output new | file: holds no weights alone
+        file --kind vit --preset S-90 --output new | --preset S-90: choose one of S, S-80
+        file --kind vlt --preset S --output new | --kind vlt: choose one of vit, dit
+        file --kind dit --preset S --output run | --output run: has config.json already
+        file --kind dit --preset S --output new --image-size 64 | --image-size 64: is of --kind vit
+    """,
+    "tools/sample_images.py": """
+        | RUN_OR_STEP: must be given
+        run | --output or --npz: one must be given
+        nosuch --output a.png | nosuch: no checkpoint here
+        run --output a.png | run: no checkpoint here
+        run --output a.jpg | --output a.jpg: give a name that ends in .png
+        run --npz nosuch/a.npz | --npz nosuch/a.npz: there is no directory nosuch; make it
+        run --output a.png --steps 1 | --steps 1: must be 2 or above
+        run --output a.png --steps many | --steps many: write a whole number
+        run --output a.png --cfg-scale x | --cfg-scale x: write a number such as 3e-4
+        run --output a.png --weights best | --weights best: choose one of master, ema
+        run --output a.png --dtype float16 | --dtype float16: choose one of float32, bfloat16
+        run --output a.png --device banana | --device banana: write cpu, cuda, or cuda:N
+        run --output a.png --class 3 | flag --class is unknown: did you mean --classes?
+    """,
     "tools/evaluate.py": """
         | --model and --suite: must be given
         --model nosuch --suite llm6 | --model nosuch: does not exist
@@ -386,5 +440,5 @@ def test_an_installed_command_runs_the_script_that_it_is_named_after(monkeypatch
 def test_every_command_is_in_the_table():
     files = {str(path.relative_to(ROOT)) for folder in ("tools", "launch") for path in (ROOT / folder).glob("*.py")}
     parts = {"tools/command.py", "tools/devices.py"}
-    parts |= {"launch/atlas_forms.py", "launch/comparison.py", "launch/ranks.py"}
+    parts |= {"launch/atlas_forms.py", "launch/comparison.py", "launch/ranks.py", "launch/quickstart_images.py"}
     assert files - parts <= CALLS.keys()

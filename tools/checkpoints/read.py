@@ -22,6 +22,8 @@ from moh_lm.config import Config, ConfigError
 from moh_lm.model.transformer import CausalLM, saved_tensors
 from moh_lm.run.state import read_state
 from moh_lm.training.optimizer import MOMENTS
+from moh_lm.vision.config import kind_of_run
+from moh_lm.vision.load import MODELS
 
 KINDS = ("master", *MOMENTS)
 CHUNK = 1 << 22  # elements read at once: 16 MiB
@@ -42,11 +44,12 @@ class Step:
             raise ConfigError([f"{problem}; restore it, or give another checkpoint" for problem in damaged])
         try:
             self.entries = read_entries(path)
-            self.config = Config.load(path / "config.json")
+            self.config = kind_of_run(path).load(path / "config.json")
             self.state = read_state(path)
             self.segments, self.skipped = self.state["data"]["segments"], self.state["guard"]["skipped"]
             with torch.device("meta"):
-                model = CausalLM(self.config.model)
+                make = CausalLM if type(self.config) is Config else MODELS[self.config.kind][0]
+                model = make(self.config.model)
             self.shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(model)}
             self.reader = FragmentReader(path)
         except ConfigError as error:

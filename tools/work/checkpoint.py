@@ -7,8 +7,9 @@ import torch
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps
 from moh_lm.checkpoint.manifest import read_entries
-from moh_lm.config import Config, ConfigError
+from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_configuration
+from moh_lm.vision.config import kind_of_run
 from tools.checkpoints import read
 from tools.checkpoints.read import KINDS, Step, locate
 from tools.checkpoints.write import consolidate, copy
@@ -75,7 +76,7 @@ def describe_state(entry):
 def layout_of(step):
     """``layout``, or None where it cannot be told."""
     try:
-        return read.layout(Config.load(step / "config.json"), [path.name for path in step.iterdir()])
+        return read.layout(kind_of_run(step).load(step / "config.json"), [path.name for path in step.iterdir()])
     except (ConfigError, OSError, TypeError, AttributeError):
         return None
 

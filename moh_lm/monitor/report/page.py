@@ -140,7 +140,7 @@ def summary(run):
         heads += f", {model.heads.head_selection} with routing {model.heads.routing}"
     return [
         ("state", run.state),
-        ("model", f"{model.num_layers} layers of {heads}, width {words(model.hidden_size)}"),
+        ("model", f"{model.num_layers} layers of {heads}, width {model.hidden_size}"),
         ("tokens", f"{short(tokens)} of {short(run.config.run.train_tokens)}"),
         ("time of training", time_left(run.seconds)),
         ("skipped steps", str(run.skipped)),

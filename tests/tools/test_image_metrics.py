@@ -1,0 +1,94 @@
+"""Drawn images beside real ones: distances against a formula of their own, and what is refused."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tools import evaluate_vision
+
+pytest.importorskip("torch_fidelity", reason="the extra fid is not installed")
+
+from moh_lm.vision import packages  # noqa: E402, F401 - before torch-fidelity
+
+# isort: split
+from torch_fidelity import feature_extractor_inceptionv3 as inception  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def extractor(tmp_path_factory):
+    """torch-fidelity's Inception with random weights that keep signals as large as they are, and their file."""
+    path = tmp_path_factory.mktemp("inception") / "weights.pt"
+    kind = inception.FeatureExtractorInceptionV3
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inception, "load_state_dict_from_url", lambda *more, **settings: {})
+        patch.setattr(kind, "load_state_dict", lambda model, state: None)
+        model = kind("inception-v3-compat", ["64"])
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(module.weight)
+    torch.save(model.state_dict(), path)
+    return model, path
+
+
+def pictures(seed, brightness):
+    return np.random.default_rng(seed).integers(brightness, size=(12, 32, 32, 3), dtype=np.uint8)
+
+
+def frechet_distance(a, b):
+    """Of features float64 [n, d]: the trace of the root of the product of covariances by a small matrix."""
+    (mean_a, a), (mean_b, b) = ((part.mean(0), (part - part.mean(0)) / (len(part) - 1) ** 0.5) for part in (a, b))
+    root = torch.linalg.svdvals(a @ b.T).sum()
+    return ((mean_a - mean_b).square().sum() + a.square().sum() + b.square().sum() - 2 * root).item()
+
+
+def test_distances_are_those_of_the_features(extractor, tmp_path, monkeypatch, capsys):
+    model, path = extractor
+    layers = {"isc": "logits_unbiased", "fid": "64", "kid": "64", "prc": "64"}  # few features: a small matrix
+    monkeypatch.setattr(type(model), "get_default_feature_layer_for_metric", staticmethod(layers.get))
+    samples, real = pictures(0, 256), pictures(1, 120)
+    np.savez(tmp_path / "samples.npz", arr_0=samples)
+    (tmp_path / "real").mkdir()
+    for number, image in enumerate(real):
+        Image.fromarray(image).save(tmp_path / "real" / f"{number}.png")
+    command = ["--samples", str(tmp_path / "samples.npz"), "--reference", str(tmp_path / "real"), "--inception"]
+    assert evaluate_vision.main([*command, str(path)]) == 0
+    features = [model(torch.from_numpy(part).permute(0, 3, 1, 2))[0].double() for part in (samples, real)]
+    shown = dict(re.findall(r"(\S[\w ]*?) (-?[\d.]+)(?:   |$)", capsys.readouterr().out.splitlines()[1]))
+    assert list(shown) == ["FID", "KID", "Inception Score", "precision", "recall"]
+    distance = frechet_distance(*features)
+    assert distance > 0.1 and float(shown["FID"]) == pytest.approx(distance, rel=1e-3)
+    assert (float(shown["precision"]), float(shown["recall"])) == (0, 0)  # dark and bright images
+
+
+@pytest.mark.parametrize(
+    "texts, words",
+    [
+        ("", "give either RUN_OR_STEP and --images, or --samples, --reference and --inception"),
+        ("run --samples good.npz --images x", "give either RUN_OR_STEP and --images"),
+        ("--samples good.npz --reference good.npz", "give either RUN_OR_STEP and --images"),
+        ("--samples text.npz --reference good.npz --inception text.npz", "--samples text.npz: no .npz with arr_0"),
+        ("--samples good.npz --reference few.npz --inception text.npz", "--reference few.npz: has 3 images; give at"),
+        ("--samples grey.npz --reference good.npz --inception text.npz", "--samples grey.npz: arr_0 is uint8 [32, 32]"),
+        ("--samples good.npz --reference good.npz --inception text.npz", "--inception text.npz: holds no weights"),
+        ("--samples good.npz --reference good.npz --inception other.pt", "--inception other.pt: is no Inception of"),
+        ("--samples bad --reference good.npz --inception weights.pt", "--samples bad/0.png: cannot be read as an"),
+    ],
+)
+def test_a_wrong_call_is_one_line(texts, words, extractor, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    good = pictures(0, 256)
+    (tmp_path / "bad").mkdir()
+    for number in range(10):
+        (tmp_path / f"bad/{number}.png").write_text("none")
+    torch.save({"fc.weight": torch.zeros(1)}, "other.pt")
+    for name, images in ("good.npz", good), ("few.npz", good[:3]), ("grey.npz", good[..., 0]):
+        np.savez(name, arr_0=images)
+    (tmp_path / "text.npz").write_text("text")
+    (tmp_path / "weights.pt").symlink_to(extractor[1])
+    assert evaluate_vision.main(texts.split()) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
