@@ -82,3 +82,18 @@ def test_a_compiled_run_with_sharded_weights_resumes_bit_for_bit(data_dir, tmp_p
     assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
     resumed = parameters(tmp_path / "stopped")
     assert all(torch.equal(resumed[name], value) for name, value in parameters(tmp_path / "whole").items())
+
+
+def run_with_memory_full_of_nan(flags):
+    """Run ``flags`` where memory that is asked for holds NaN until it is written."""
+    torch.use_deterministic_algorithms(True)  # which fills it
+    run(flags)
+
+
+def test_what_pads_weights_that_the_ranks_do_not_divide_reaches_no_number(data_dir, tmp_path):
+    """Three ranks share weights of 32, 64, ... elements. DeepSpeed leaves the rest of a slice as the memory was."""
+    flags = ("--batch-tokens", "96", "--train-iters", "3", "--save-interval", "0")
+    run_ranks(run, 1, arguments(data_dir, tmp_path / "one", *flags))
+    run_ranks(run_with_memory_full_of_nan, 3, arguments(data_dir, tmp_path / "three", *flags, "--zero-stage", "3"))
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert [row["skipped_steps"] for row in rows(tmp_path / "three") if "loss" in row] == [0, 0]
