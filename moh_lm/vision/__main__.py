@@ -25,7 +25,8 @@ def make_parser(kind):
 
 
 def main():
-    name, arguments = sys.argv[1] if sys.argv[1:] else "", sys.argv[2:]
+    arguments = [text for text in sys.argv[1:] if not text.startswith("--local")]  # of the deepspeed launcher
+    name, *arguments = arguments or [""]
     if name not in KINDS:
         print(__doc__ if name in ("-h", "--help") else f"moh_lm.vision {name}: give vit or dit first".strip())
         sys.exit(0 if name in ("-h", "--help") else 2)
