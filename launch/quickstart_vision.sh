@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # A small MoH-ViT and a small MoH-DiT on handwritten digits, in minutes on two CPU cores:
 #
-#     bash launch/quickstart_vision.sh [OUT]
+#     bash launch/quickstart_vision.sh [OUT [FLAGS]]
 #
 # OUT (default: runs/quickstart_vision) receives everything. The classifier is trained with 76% of its heads and with all
-# of them, and both accuracies are shown. The other model draws digits. A repetition goes on where the one before ended.
+# of them, and both accuracies are shown. The other model draws digits. FLAGS of moh_lm.vision win over the values here,
+# for all three. A repetition goes on where the one before ended.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
@@ -38,11 +39,11 @@ VIT=( # 0.7M parameters
     --log-interval 45
 )
 DIT=(
-    --input-size 16
+    --input-size 8
     --in-channels 1
     --patch-size 2
     --num-classes 10
-    --hidden-size 128
+    --hidden-size 128 # 1.3M parameters
     --num-layers 4
     --num-attention-heads 8
     --num-shared-heads 4 # 75%: 4 heads are always on, and 2 of the other 4 are chosen for each token
@@ -90,14 +91,14 @@ step "Images: handwritten digits"
 up_to_date "$out/digits/val/9" || run python -m launch.quickstart_images make "$out/digits"
 
 step "MoH-ViT: 76% of the heads"
-train vit vit "${VIT[@]}" --num-shared-heads 2 4 2 3 --num-active-routed-heads 0 0 4 8
+train vit vit "${VIT[@]}" --num-shared-heads 2 4 2 3 --num-active-routed-heads 0 0 4 8 "${@:2}"
 
 step "The same classifier with all heads"
-train vit vit-dense "${VIT[@]}" --head-selection all
+train vit vit-dense "${VIT[@]}" --head-selection all "${@:2}"
 run python -m launch.quickstart_images compare "$out/vit" "$out/vit-dense"
 
 step "MoH-DiT: 75% of the heads"
-train dit dit "${DIT[@]}"
+train dit dit "${DIT[@]}" "${@:2}"
 
 step "Which heads the digits use"
 for model in vit dit; do

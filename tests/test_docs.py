@@ -21,6 +21,7 @@ from pydoc_data.topics import topics
 import pytest
 import sentencepiece
 import zstandard
+from diffusers import AutoencoderKL
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.launch.test_launch import PYTHON, environment, run
@@ -49,6 +50,10 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"launch/continue", f"{RUN} --num-layers 8 --hidden-size 64 --intermediate-size 96 --head-dim 4 --vocab-size 640 "
      "--rms-norm-eps 1e-6 --tensor-parallel-size 1 --pipeline-parallel-size 1 --zero-stage 1"),
     (r"launch/quickstart.sh", f"runs/quickstart {SIZES} {STEPS}"),
+    (r"launch/quickstart_vision.sh", "runs/quickstart_vision --train-iters 2 --samples 4 --sampling-steps 2"),
+    (r"encode_latents.py", "--image-size 32"),
+    (r"sample_images.py", "--steps 2 --number 2"),
+    (r"head_report_images.py", "--number 20"),
     (r"launch/quickstart_continue.sh", "--train-iters 2 --warmup-iters 1 --eval-samples 1"),
     (r"launch/ablation.sh", f"{SIZES} {STEPS} --seeds 1"),
     (r"launch/ablation.sh(?!.*--variants)", "--variants dense"),
@@ -88,6 +93,11 @@ REPLACED = (
     ("runs/atlas/runs/s/dense/rate-0.5-seed-1", "runs/llm-b"),
     ("runs/atlas/data", "data/llm"),
     ("runs/first", "runs/llama3-8b-stage1"),
+    ("runs/moh-vit-b-75 ", "runs/quickstart_vision/vit "),
+    ("runs/moh-dit-xl-90 ", "runs/quickstart_vision/dit "),
+    ("data/imagenet/train", "runs/quickstart_vision/digits/train"),
+    ("data/imagenet/val", "runs/quickstart_vision/digits/val"),
+    ("--classes 207 360 --number 8 --vae path/to/sd-vae-ft-ema", "--classes 2 3"),
     ("runs/llm-b-dense", "runs/small"),
     (" --datatrove PYTHON", ""),
     ("--threads N", "--threads 1"),
@@ -210,6 +220,10 @@ def prepared(programs, tmp_path_factory):
         vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=32,
         num_key_value_heads=8, head_dim=4, rope_theta=500000.0,
     )  # fmt: skip
+    AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[4] * 4, norm_num_groups=2,
+    ).save_pretrained(directory / "path/to/sd-vae-ft-ema")  # fmt: skip
     LlamaForCausalLM(llama).save_pretrained(directory / "Meta-Llama-3-8B")
     (directory / "Meta-Llama-3-8B/original").mkdir()
     shutil.copy(directory / "tokenizer.model", directory / "Meta-Llama-3-8B/original")
