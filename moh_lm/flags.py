@@ -155,7 +155,7 @@ def add_config_flags(parser, kind=Config):
             nargs="+" if is_list(entry) else "?" if entry.type is bool else None,
             const="true" if entry.type is bool else None,
             metavar=placeholder(entry),
-            help=help_text(entry),
+            help=argparse.SUPPRESS if entry.name in kind.refused else help_text(entry),
         )
     words = "sizes, batch, budget and rate that no other flag gives"
     parser.add_argument("--preset", action=LaterWins, replaces=None, choices=kind.presets, help=words)
@@ -280,6 +280,7 @@ def placeholder(entry):
 
 
 def help_text(entry):
-    shown = str(entry.default).lower() if isinstance(entry.default, bool) else str(entry.default)
+    shown = " ".join(map(str, entry.default)) if is_list(entry) else str(entry.default)
+    shown = shown.lower() if isinstance(entry.default, bool) else shown
     default = "" if entry.default in (None, (), "") else f" (default: {shown})"
     return (entry.metadata["help"] + default).replace("%", "%%")

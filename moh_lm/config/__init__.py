@@ -39,6 +39,7 @@ class Config:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     presets, preset = SIZES, staticmethod(preset)
     program, unit = "moh_lm.pretrain", "nats per token"  # of its command, and of its losses
+    refused = ()  # fields that this kind of model does not know: --help leaves them out
 
     def __post_init__(self):
         if self.run.window_strategy == "sequence" and not any(self.model.window):

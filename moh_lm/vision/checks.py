@@ -4,36 +4,31 @@ import math
 
 from moh_lm.checks import run as checks
 from moh_lm.checks.ranges import below
-from moh_lm.config import HeadsConfig, flag
+from moh_lm.config import flag, walk
+from moh_lm.quantities import words
 from moh_lm.vision.augment import STRONGEST
 
-LANGUAGE_ONLY = (  # of HeadsConfig
-    "head_budget", "head_budget_slope", "routing_unit", "routed_keys", "routing_dtype", "routing_top_p",
-    "load_balance_bias_rate",
-)  # fmt: skip
 DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
 
 def image_problems(config, world_size):
     """Sentences for what is wrong with ``config`` on ``world_size`` processes; empty if the run can start."""
-    model, run, optimizer = config.model, config.run, config.optimizer
+    model, run = config.model, config.run
     found = [
         f"{flag(key)} {getattr(config.parallel, key)}: image models are data parallel only; choose 1"
         for key in DEGREES
         if getattr(config.parallel, key) != 1
     ]
     found += [
-        f"{flag(key)} {getattr(model.heads, key)}: is for language models; leave it out"
-        for key in LANGUAGE_ONLY
-        if getattr(model.heads, key) != getattr(HeadsConfig(), key)
+        f"{flag(entry.name)} {words(getattr(section, entry.name))}: is for language models; leave it out"
+        for section, entry in walk(config)
+        if entry.name in config.refused and entry.name not in DEGREES
+        if getattr(section, entry.name) != entry.default
     ]
-    if optimizer.optimizer != "adamw":
-        found.append(f"--optimizer {optimizer.optimizer}: is for language models; choose adamw")
-    if optimizer.z_loss:
-        found.append(f"--z-loss {optimizer.z_loss:g}: is for language models; leave it out")
     found += {"vit": vit_problems, "dit": dit_problems}[config.kind](model)
     found = found or head_problems(model)
-    found += checks.optimizer_problems(optimizer) + checks.frozen_problems(config) + checks.schedule_problems(config)
+    found += checks.optimizer_problems(config.optimizer) + checks.frozen_problems(config)
+    found += checks.schedule_problems(config)
     found += checks.reliability_problems(config.reliability) + checks.alarm_problems(config.alarms)
     return found + data_problems(config) + run_problems(run) + batch_problems(run, world_size)
 

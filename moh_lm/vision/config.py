@@ -22,10 +22,16 @@ class ImageHeadsConfig(HeadsConfig):
     head_selection: str = option(
         "mixture", "all: ordinary attention; mixture: shared heads and a router's top-K", choices=("all", "mixture")
     )
+    num_shared_heads: tuple[int, ...] = option(
+        (), "heads that are always on: one number, one per stage of a ViT, or one per layer", parse=int
+    )
+    num_active_routed_heads: tuple[int, ...] = option((), "K, routed heads per token, in the same form", parse=int)
     routing: str = option(
-        "released", HeadsConfig.__dataclass_fields__["routing"].metadata["help"],
+        "released",
+        "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; 2 sigmoid "
+        "of each score",
         choices=("paper", "paper_scaled", "released", "sigmoid"),
-    )  # fmt: skip
+    )
     load_balance_scope: str = option(
         "micro_batch",
         "tokens over which Eq. 7 counts selections: each image, each micro-batch, or the whole previous step",
@@ -259,9 +265,18 @@ class ImageRunConfig(RunBase):
 
 @dataclass(frozen=True)
 class ImageTraining(Config):
-    """A whole run of an image model. kind: the first word of its command. presets: {name: {field: value}}."""
+    """A whole run of an image model. kind: the first word of its command. presets: {name: {field: value}}.
+
+    refused: what is for language models.
+    """
 
     unit = "mean over images"
+    refused = (
+        "head_budget", "head_budget_slope", "routing_unit", "routed_keys", "routing_dtype", "routing_top_p",
+        "load_balance_bias_rate", "routing_entropy_coefficient", "tensor_parallel_size", "pipeline_parallel_size",
+        "context_parallel_size", "z_loss", "embedding_weight_decay", "optimizer", "muon_split", "muon_scale",
+        "muon_momentum", "matrix_learning_rate", "matrix_weight_decay",
+    )  # fmt: skip
 
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
     run: ImageRunConfig = field(default_factory=ImageRunConfig)
@@ -277,12 +292,16 @@ class ImageTraining(Config):
 
 @dataclass(frozen=True)
 class ViTTraining(ImageTraining):
+    """Train MoH-ViT, a classifier of images. The scripts in launch/ hold the paper's values."""
+
     model: ViTConfig = field(default_factory=ViTConfig)
     kind, presets, program = "vit", VIT, "moh_lm.vision vit"
 
 
 @dataclass(frozen=True)
 class DiTTraining(ImageTraining):
+    """Train MoH-DiT, which draws images of a class. The scripts in launch/ hold the paper's values."""
+
     model: DiTConfig = field(default_factory=DiTConfig)
     kind, presets, program = "dit", DIT, "moh_lm.vision dit"
 

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 
+GAP = 2  # pixels between the images of a grid
+
 
 def to_bytes(images):
     """Images in [-1, 1], [n, c, H, W] -> uint8 [n, H, W, c], as a numpy array."""
@@ -20,6 +22,7 @@ def grid(images, least=64):
     pixels = np.repeat(pixels, 3, axis=3) if pixels.shape[3] < 3 else pixels[..., :3]
     factor = max(1, math.ceil(least / pixels.shape[1]))
     pixels = pixels.repeat(factor, axis=1).repeat(factor, axis=2)
+    pixels = np.pad(pixels, ((0, 0), (0, GAP), (0, GAP), (0, 0)), constant_values=255)
     columns = math.ceil(math.sqrt(len(pixels)))
     blank = np.zeros((-len(pixels) % columns, *pixels.shape[1:]), np.uint8)
     rows = np.concatenate((pixels, blank)).reshape(-1, columns, *pixels.shape[1:])

@@ -158,7 +158,7 @@ def test_the_log_says_what_heads_and_held_out_images_do(images, kind):
 
 WRONG = {
     "vit --tensor-parallel-size 2": "--tensor-parallel-size 2: image models are data parallel only; choose 1",
-    "vit --optimizer muon": "--optimizer muon: is for language models; choose adamw",
+    "vit --optimizer muon": "--optimizer muon: is for language models; leave it out",
     "vit --routed-keys selected": "--routed-keys selected: is for language models; leave it out",
     "vit --image-size 40": "--image-size 40: must be a multiple of 32",
     "vit --num-active-routed-heads 3 1 2 3": "layer 0 has 2 heads: 2 shared and 3 of 0 others",
