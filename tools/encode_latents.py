@@ -2,8 +2,8 @@
 
     python tools/encode_latents.py --images DIR_OR_TAR --vae DIR --image-size 256 --output LATENTS
 
-LATENTS is then a --data-dir of `python -m moh_lm.pretrain dit` (moh_lm/vision/latents.py has its form). The autoencoder
-is an AutoencoderKL in diffusers' form, such as stabilityai/sd-vae-ft-mse. A GPU is used if there is one. After a stop
+LATENTS is then a --data-dir of `python -m moh_lm.vision dit` (moh_lm/vision/latents.py has its form). The autoencoder
+is an AutoencoderKL in diffusers' form, such as stabilityai/sd-vae-ft-ema. A GPU is used if there is one. After a stop
 the same command goes on.
 
 Exit codes: 0; 1 an image or file cannot be read or written; 2 an argument has to be mended; 130 after Ctrl-C.

@@ -116,15 +116,15 @@ def open_dataset(config, problems, dry_run):
 
 def train(run, config, dataset, device):
     """The whole run under a watchdog; False if it was asked to stop before its last step."""
-    stop = StopRequest(config.reliability.exit_after)
-    watchdog = Watchdog(config.reliability.hang_timeout)
+    stop = StopRequest(config.reliability.exit_after, config.program)
+    watchdog = Watchdog(config.reliability.hang_timeout, config.program)
     try:
         return run_steps(run, config, dataset, device, stop, watchdog)
     except (ConfigError, CheckpointError, BadNumbers):
         raise
     except ShardError as error:  # found by the rank that reads there; the others see it leave
         remedy = "" if "; " in str(error) else "; restore the file"
-        print(f"moh_lm.pretrain: rank {dist.get_rank()}: {error}{remedy}", file=sys.stderr, flush=True)
+        print(f"{config.program}: rank {dist.get_rank()}: {error}{remedy}", file=sys.stderr, flush=True)
         leave(WRONG)
     except Exception:
         trace = traceback.format_exc()

@@ -5,6 +5,7 @@ another name, loudly, and the one before it is used. Only what was read can be d
 the run and changes nothing. A run directory whose checkpoints are all damaged or gone never starts afresh by itself.
 """
 
+import contextlib
 import os
 from dataclasses import replace
 from itertools import chain, count
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
-from moh_lm.config import TRAINING_ONLY, ConfigError, walk
+from moh_lm.config import TRAINING_ONLY, Config, ConfigError, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
@@ -156,6 +157,9 @@ def names_of(model):
 def contradictions(config, dry_run=False):
     """Sentences for flags that contradict the newest checkpoint of the run, or its absence."""
     directory = config.run.checkpoint_dir
+    program = program_of(directory) if directory else None
+    if program not in (None, config.program):
+        return [f"--checkpoint-dir {directory}: holds a run of {program}; use that command, or choose a new directory"]
     step, model = newest_model(directory, type(config)) if directory else (None, None)
     if step is None:
         refused = directory and config.reliability.require_checkpoint and not dry_run
@@ -163,6 +167,22 @@ def contradictions(config, dry_run=False):
         return [f"--require-checkpoint: --checkpoint-dir {directory} has none; {advice}"] if refused else []
     found = model_changes(replace(config, model=model).to_dict(), config)
     return [f"cannot go on from {step}: {text}; leave the flag out, or choose a new --checkpoint-dir" for text in found]
+
+
+def program_of(directory):
+    """The command of the run in a directory; None if there is none."""
+    paths = [*(step / "config.json" for step in steps_of(directory)), Path(directory) / "config.json"]
+    for path in paths:
+        with contextlib.suppress(*NO_SUCH_FILE, ValueError, AttributeError):
+            return read_json(path).get("program", Config.program)
+    return None
+
+
+def steps_of(directory):
+    try:
+        return list_steps(Path(directory) / "checkpoints")
+    except OSError:
+        return []  # ``newest_model`` says so
 
 
 def sound_step(directory, journal, progress):

@@ -20,7 +20,7 @@ class StopRequest:
     A second SIGINT to a rank, more than ``SAME`` seconds after its first, ends it with exit code ``INTERRUPTED``.
     """
 
-    def __init__(self, exit_after=None):
+    def __init__(self, exit_after=None, program="moh_lm.pretrain"):
         self.deadline = time.monotonic() + exit_after if exit_after else None
         self.reason = None
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -28,7 +28,7 @@ class StopRequest:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=listen, args=(reader,), daemon=True).start()
+        threading.Thread(target=listen, args=(reader, program), daemon=True).start()
 
     def note(self, number, frame):
         self.reason = signal.Signals(number).name
@@ -40,7 +40,7 @@ class StopRequest:
         return self.reason is not None
 
 
-def listen(reader):
+def listen(reader, program):
     """End the process at its second SIGINT; the numbers of the signals that it gets come out of ``reader``."""
     first = None
     while numbers := os.read(reader, 64):
@@ -48,5 +48,5 @@ def listen(reader):
             continue
         first = first or time.monotonic()
         if time.monotonic() - first > SAME:
-            os.write(2, b"moh_lm.pretrain: interrupted twice; the run ends without a checkpoint\n")
+            os.write(2, f"{program}: interrupted twice; the run ends without a checkpoint\n".encode())
             os._exit(INTERRUPTED)

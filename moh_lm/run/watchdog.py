@@ -37,11 +37,12 @@ MARGIN = 60  # seconds by which the time-outs of the groups are longer: the watc
 class Watchdog:
     """Watches this process from its making until ``stop``; every rank makes one together.
 
-    timeout: seconds without a call of ``progress`` after which the run is ended.
+    timeout: seconds without a call of ``progress`` after which the run is ended. program: its name, in messages.
     """
 
-    def __init__(self, timeout):
+    def __init__(self, timeout, program="moh_lm.pretrain"):
         self.timeout = timeout
+        self.program = program
         self.rank = dist.get_rank()
         self.last = time.monotonic()
         self.done = threading.Event()
@@ -100,7 +101,7 @@ class Watchdog:
             time.sleep(0.5)
         found = f"{dead} died" if dead else self.roll_call.absent(GRACE)
         if found:
-            print(f"moh_lm.pretrain: {found}; rank {self.rank} cannot go on", file=sys.stderr, flush=True)
+            print(f"{self.program}: {found}; rank {self.rank} cannot go on", file=sys.stderr, flush=True)
             end_stuck_launcher()
         return bool(found)
 
@@ -138,7 +139,7 @@ def end_stuck_launcher(patience=PATIENCE):
     launcher = os.getppid()
     script = (
         f'sleep {patience}; case "$(cat /proc/{os.getpid()}/stat 2>&1)" in *") Z {launcher} "*) '
-        f"echo moh_lm.pretrain: torchrun, process {launcher}, waits for a machine that does not answer: "
+        f"echo torchrun, process {launcher}, waits for a machine that does not answer: "
         f"it is ended >&2; kill -KILL {launcher};; esac"
     )
     with contextlib.suppress(OSError):

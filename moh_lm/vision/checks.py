@@ -30,7 +30,12 @@ def image_problems(config, world_size):
     found += checks.optimizer_problems(config.optimizer) + checks.frozen_problems(config)
     found += checks.schedule_problems(config)
     found += checks.reliability_problems(config.reliability) + checks.alarm_problems(config.alarms)
-    return found + data_problems(config) + run_problems(run) + batch_problems(run, world_size)
+    found += data_problems(config) + run_problems(run) + batch_problems(run, world_size)
+    most = getattr(model, "diffusion_steps", math.inf)
+    if run.samples and run.sampling_steps > most:
+        given = f"--sampling-steps {run.sampling_steps}"
+        found.append(f"{given}: the model has {most} --diffusion-steps; give at most so many")
+    return found
 
 
 def vit_problems(model):

@@ -116,12 +116,16 @@ class ViTConfig(ImageModelConfig):
     image_size: int = option(224, "pixels of a side, a multiple of 32")
     in_channels: int = option(3, "of an image: 3 for RGB, 1 for grey")
     num_classes: int = option(1000, "classes; as many folders of images")
-    hidden_sizes: tuple[int, ...] = option(VIT["S"]["hidden_sizes"], "width of each stage", parse=int)
-    depths: tuple[int, ...] = option(VIT["S"]["depths"], "layers of each stage", parse=int)
-    num_attention_heads: tuple[int, ...] = option(VIT["S"]["num_attention_heads"], "heads of each stage", parse=int)
-    mlp_ratios: tuple[int, ...] = option((8, 8, 4, 4), "of each stage: MLP width over width, before its 2/3", parse=int)
+    hidden_sizes: tuple[int, ...] = option(VIT["S"]["hidden_sizes"], "width of each stage", parse=int, metavar="N")
+    depths: tuple[int, ...] = option(VIT["S"]["depths"], "layers of each stage", parse=int, metavar="N")
+    num_attention_heads: tuple[int, ...] = option(
+        VIT["S"]["num_attention_heads"], "heads of each stage", parse=int, metavar="N"
+    )
+    mlp_ratios: tuple[int, ...] = option(
+        (8, 8, 4, 4), "of each stage: MLP width over width, before its 2/3", parse=int, metavar="N"
+    )
     sr_ratios: tuple[int, ...] = option(
-        (8, 4, 2, 1), "of each stage: by how much keys are pooled; 1: attention to all tokens", parse=int
+        (8, 4, 2, 1), "of each stage: by how much keys are pooled; 1: attention to all tokens", parse=int, metavar="N"
     )
     drop_path: float = option(0.45, "of the last layer: share of images that leave it out; grows linearly from 0")
     heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)
@@ -284,6 +288,13 @@ class ImageTraining(Config):
     def __post_init__(self):
         object.__setattr__(self.run, "seq_length", self.model.tokens)
 
+    def to_dict(self):
+        return {"program": self.program, **super().to_dict()}
+
+    @classmethod
+    def from_dict(cls, values):
+        return super().from_dict({key: value for key, value in values.items() if key != "program"})
+
     @classmethod
     def preset(cls, name, given):
         """{field: value} of what the preset sets and ``given`` does not."""
@@ -315,4 +326,4 @@ def kind_of_run(directory):
         values = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return Config  # which says what is wrong
-    return ViTTraining if "image_size" in values else DiTTraining if "diffusion_steps" in values else Config
+    return {kind.program: kind for kind in KINDS.values()}.get(values.get("program"), Config)

@@ -54,6 +54,8 @@ class ImagePlace(NamedTuple):
             with open(self.file, "rb") as file:
                 file.seek(self.start)
                 image = Image.open(io.BytesIO(file.read(self.size)))
+            if image.mode == "F":
+                raise ValueError("its pixels are floating-point numbers of any range")
             if image.mode.startswith("I"):  # 16 bits; Pillow would cut off what is above 255
                 image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
             return image.convert(MODES[channels])
@@ -84,6 +86,8 @@ class Images:
         folders = {os.path.dirname(name) for name in self.names}
         top = os.path.commonpath(folders) if len(folders) > 1 else os.path.dirname(*folders)
         names = [name[len(top) + 1 if top else 0 :] for name in self.names]
+        if strays := [name for name in names if "/" not in name]:
+            raise ConfigError([f"{path}: {strays[0]} lies beside the class folders; move it away"])
         found = [name.split("/")[0] for name in names]
         self.classes = sorted(set(found))
         number = {name: index for index, name in enumerate(self.classes)}

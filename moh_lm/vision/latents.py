@@ -13,6 +13,8 @@ Images are the middle of a picture (``center_crop``), from -1 to 1. The time ste
 sources of the log. A class is left out, as class num_classes, with probability --class-dropout.
 """
 
+import hashlib
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +52,9 @@ class Latents:
         self.path = str(path)
         try:
             facts = read_json(Path(path) / FACTS)
-            self.classes, self.sha256, self.factor = facts["classes"], facts["sha256"], facts["factor"]
+            self.classes, self.factor, self.vae = facts["classes"], facts["factor"], facts["vae"]
+            made = json.dumps([facts[key] for key in ("sha256", "image_size", "dtype", "factor", "vae")])
+            self.sha256 = hashlib.sha256(made.encode()).hexdigest()
             self.labels = np.load(Path(path) / LABELS)
             self.shape = moments_of(self.path).shape
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -7,13 +7,14 @@ read ahead of the training loop, a micro-batch each; without them a step is read
 import os
 import signal
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError
+from moh_lm.data.files import ShardError, read_json
 from moh_lm.vision.images import Images, Request, ViTSamples, order
 from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents, quarters
 
@@ -44,6 +45,9 @@ def open_images(config):
             problems += [f"{flag} {text}" for text in error.problems]
     if len(sources) == len(paths):
         problems += class_problems(config.model.num_classes, *sources)
+        if len({getattr(source, "vae", None) for source in sources}) > 1:
+            given = f"--validation-dir {data.validation_dir}"
+            problems.append(f"{given}: is of another autoencoder than --data-dir; encode both by one")
     if problems:
         raise ConfigError(problems)
     return ImageSet(config, *sources)
@@ -61,6 +65,20 @@ def class_problems(num_classes, training, held_out=None):
         yield f"{where} has {folders(other)}, which --data-dir {training.path} has not; remove it, or add it there"
     if missing := sorted(present - classes):
         yield f"{where} has no {folders(missing)}, which --data-dir {training.path} has; add it, or remove it there"
+
+
+def names_of_training(step):
+    """Names of the classes that the model in a step directory was trained on; None of an import."""
+    segments = read_json(Path(step) / "state.json")["data"]["segments"]
+    return segments[-1]["names"] if segments else None
+
+
+def name_problems(step, images):
+    """A sentence if the class folders of ``images`` are other than those of the training."""
+    names = names_of_training(step) or images.classes
+    if names != images.classes and len(names) == len(images.classes):
+        was, now = next(pair for pair in zip(names, images.classes, strict=True) if pair[0] != pair[1])
+        yield f"--images {images.path}: has {now} where the training had {was}; give folders of the same names"
 
 
 def folders(names):
@@ -87,8 +105,9 @@ class ImageSet:
 
     def state(self, consumed=0):
         """For a checkpoint: what identifies the images."""
-        facts = {"images": self.num_images, "classes": len(self.training.classes), "sha256": self.training.sha256}
-        return {"segments": [facts], "units": {}}
+        source = self.training
+        facts = {"images": self.num_images, "classes": len(source.classes), "sha256": source.sha256}
+        return {"segments": [{**facts, "names": source.classes}], "units": {}}
 
     def changes(self, saved, consumed=0):
         """A sentence if the images are other than those of a checkpoint."""

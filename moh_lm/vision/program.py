@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from moh_lm.config import ConfigError
+from moh_lm.checks.run import schedule_problems
+from moh_lm.config import ConfigError, flag, walk
 from moh_lm.cost.summary import describe_layout
 from moh_lm.quantities import by_layer, short, wrapped
 from moh_lm.run import program
@@ -14,6 +15,11 @@ from moh_lm.vision.checks import image_problems
 from moh_lm.vision.load import MODELS
 from moh_lm.vision.loader import open_images
 from moh_lm.vision.run import ImageRun
+
+OF_VIT = (
+    "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "label_smoothing", "repeated_augmentation",
+)  # fmt: skip
+OF_DIT = ("samples", "sampling_steps", "cfg_scale")
 
 
 def main(given):
@@ -31,6 +37,8 @@ def open_data(config, problems, dry_run):
     if config.run.train_iters is None:
         iterations = max(1, math.ceil(config.run.epochs * images.num_images / config.run.batch_size))
         config = replace(config, run=replace(config.run, train_iters=iterations))
+        if problems := schedule_problems(config):
+            raise ConfigError(problems)
     return config, images
 
 
@@ -48,9 +56,22 @@ def describe(config, images, world_size):
         f"batch      {run.batch_size} images, {run.seq_length} tokens each",
         f"budget     {budget}",
         *describe_images(config, images),
-        describe_layout(config, world_size),
+        describe_layout(config, world_size).replace("sequences", "images"),
+        *describe_idle(config),
     ]
     return list(map(wrapped, lines))
+
+
+def describe_idle(config):
+    """Flags that were given and are for the other kind of model."""
+    others = OF_DIT if config.kind == "vit" else OF_VIT
+    idle = [
+        flag(entry.name)
+        for section, entry in walk(config)
+        if entry.name in others and getattr(section, entry.name) != entry.default
+    ]
+    if idle:
+        yield f"note: a model of {config.kind} makes no use of {', '.join(idle)}"
 
 
 def describe_images(config, images):

@@ -4,9 +4,6 @@ import json
 from dataclasses import replace
 from functools import partial
 
-from moh_lm.vision import packages  # noqa: F401 - before diffusers and transformers
-
-# isort: split
 import diffusers.utils.dynamic_modules_utils as diffusers_modules
 import numpy as np
 import pytest

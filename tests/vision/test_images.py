@@ -279,3 +279,15 @@ def test_default_augmentation_works_for_grey_images_and_to_the_strongest(folder)
     batches = sum((loader.train_step(step * BATCH) for step in range(20)), [])
     assert batches[0].inputs[0].shape == (MICRO, 1, SIZE, SIZE) and not Images(folder).problems(config.model)
     assert all(batch.inputs[0].isfinite().all() for batch in batches)
+
+
+def test_what_would_be_read_as_something_else_is_refused(tmp_path):
+    (tmp_path / "cat").mkdir()
+    Image.fromarray(np.random.default_rng(0).random((8, 8), np.float32)).save(tmp_path / "cat/float.tif")
+    with pytest.raises(ShardError, match="float.tif: cannot be read as an image"):
+        Images(tmp_path).place(0).read(3)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "cat").rename(tmp_path / "train/cat")
+    Image.new("L", (8, 8)).save(tmp_path / "train/stray.png")
+    with pytest.raises(ConfigError, match="stray.png lies beside the class folders; move it away"):
+        Images(tmp_path)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,13 @@ from moh_lm.flags import config_of, parse_flags
 from moh_lm.run import program as runs
 from moh_lm.run.directory import make_run_directory
 from moh_lm.run.launch import start_process_group
+from moh_lm.run.resume import contradictions
 from moh_lm.vision import program
 from moh_lm.vision.__main__ import make_parser
 from moh_lm.vision.config import KINDS
 from moh_lm.vision.run import ImageRun
 from tests.distributed import run_ranks
+from tools import evaluate_vision
 
 COMMON = """
     --num-classes 3 --in-channels 1 --batch-size 8 --micro-batch-size 2 --train-iters 5 --learning-rate 1e-3
@@ -166,8 +169,26 @@ WRONG = {
     "vit --num-classes 4": "--num-classes 4:",
     "dit --patch-size 3": "--input-size 16: must be a multiple of --patch-size 3",
     "dit --num-attention-heads 4 4 4": "--num-attention-heads: give one number, or one for each of the 2 layers",
+    "vit --epochs 1 --dense-warmup-iters 9": "--dense-warmup-iters 9: the mixture would never be trained",
+    "dit --sampling-steps 60": "--sampling-steps 60: the model has 50 --diffusion-steps; give at most so many",
     "dit --ema-decay 1": "--ema-decay 1: must be at least 0 and below 1, such as 0.9999",
 }
+
+
+def test_a_run_of_the_other_kind_is_no_run_to_go_on_with(images):
+    for kind, other in (("vit", "dit"), ("dit", "vit")):
+        config = parsed(kind, arguments(kind, images, whole(other, images)))
+        assert f"holds a run of moh_lm.vision {other}; use that command" in contradictions(config)[0]
+        assert contradictions(parsed(other, arguments(other, images, whole(other, images)))) == []
+
+
+def test_a_classifier_is_not_judged_by_folders_of_other_names(images, tmp_path, capsys):
+    shutil.copytree(images / "val", tmp_path / "val")
+    run_directory = str(whole("vit", images))
+    assert evaluate_vision.main([run_directory, "--images", f"{tmp_path}/val", "--workers", "0"]) == 0
+    (tmp_path / "val/class-1").rename(tmp_path / "val/cat")
+    assert evaluate_vision.main([run_directory, "--images", f"{tmp_path}/val", "--workers", "0"]) == 2
+    assert "val: has cat where the training had class-0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, said", WRONG.items())

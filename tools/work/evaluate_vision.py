@@ -12,7 +12,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 from moh_lm.vision.images import Images
 from moh_lm.vision.load import load_model
-from moh_lm.vision.loader import ImageSet, class_problems
+from moh_lm.vision.loader import ImageSet, class_problems, name_problems
 from tools.devices import usable_device
 
 TOP = 5
@@ -28,7 +28,8 @@ def run(arguments):
     if config.kind != "vit":
         raise ConfigError([f"{step}: is no classifier; draw images by tools/sample_images.py, and give --samples"])
     images = Images(arguments.images)
-    if problems := [*images.problems(config.model), *class_problems(config.model.num_classes, images)]:
+    problems = [*images.problems(config.model), *class_problems(config.model.num_classes, images)]
+    if problems := [*problems, *name_problems(step, images)]:
         raise ConfigError(problems)
     data = replace(config.data, workers=arguments.workers)
     config = replace(config, data=data, run=replace(config.run, micro_batch_size=arguments.batch_size))

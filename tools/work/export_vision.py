@@ -5,19 +5,16 @@ import shutil
 from pathlib import Path
 
 import torch
+from diffusers import AutoencoderKL, DDPMScheduler
+from transformers.utils import logging
 
 from data_prep.output import writable_directory
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json, write_json
-from moh_lm.vision import packages  # noqa: F401 - before diffusers and transformers
 from moh_lm.vision.augment import DEVIATION, MEAN
 from moh_lm.vision.load import load_model
-
-# isort: split
-from diffusers import AutoencoderKL, DDPMScheduler
-from transformers.utils import logging
-
+from moh_lm.vision.loader import names_of_training
 from tools.hf.export_check import ExportError
 from tools.hf.modeling_moh_dit import MoHDiTModel
 from tools.hf.modeling_moh_vit import MoHViTConfig, MoHViTForImageClassification
@@ -51,7 +48,7 @@ def run(arguments):
     temporary.mkdir()
     try:
         if is_classifier:
-            difference = write_classifier(config, model, temporary)
+            difference = write_classifier(config, model, names_of_training(step), temporary)
         else:
             difference = write_pipeline(config, model, arguments.vae, temporary)
         count = sum(parameter.numel() for parameter in model.parameters())
@@ -80,11 +77,13 @@ def settings(config, names):
 
 
 @torch.no_grad()
-def write_classifier(config, model, directory):
+def write_classifier(config, model, names, directory):
     """Write the files of transformers; returns how far the logits of what was read again are off."""
     MoHViTConfig.register_for_auto_class()
     MoHViTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
     numbers = {"num_channels": config.in_channels, "num_labels": config.num_classes}
+    if names:
+        numbers |= {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
     copy = MoHViTForImageClassification(MoHViTConfig(**settings(config, VIT), **numbers))
     copy.load_state_dict(model.state_dict())
     copy.save_pretrained(directory)  # and the code

@@ -32,7 +32,7 @@ from moh_lm.monitor.head_load import entropy
 from moh_lm.vision.diffusion import image_noise
 from moh_lm.vision.images import order
 from moh_lm.vision.load import load_model
-from moh_lm.vision.loader import IN_ORDER, ImageSet, open_source
+from moh_lm.vision.loader import IN_ORDER, ImageSet, name_problems, open_source
 from tools.devices import usable_device
 from tools.heads.measures import ratio
 
@@ -42,12 +42,13 @@ TENTHS = 10
 
 def run(arguments):
     device = usable_device(arguments.device)
-    config, model = load_model(find_step(arguments.model), arguments.weights)
+    step = find_step(arguments.model)
+    config, model = load_model(step, arguments.weights)
     if not model.routers():
         raise ConfigError([f"{arguments.model}: routes no heads, each token uses all; give a run that routes some"])
     source = open_source(arguments.images)
     classes = list(dict.fromkeys(arguments.classes or range(config.model.num_classes)))
-    check(arguments, config.model, source, classes)
+    check(arguments, step, config.model, source, classes)
     writable_directory(arguments.output)
     report = report_of(config, model.to(device), source, classes, arguments.number, arguments.batch_size)
     report = {"model": str(arguments.model), "source": str(arguments.images), **report}
@@ -58,8 +59,8 @@ def run(arguments):
     print(f"{report['images']} images of {len(classes)} classes; all numbers: {arguments.output / 'heads.json'}")
 
 
-def check(arguments, model, source, classes):
-    problems, known = source.problems(model), model.num_classes
+def check(arguments, step, model, source, classes):
+    problems, known = [*source.problems(model), *name_problems(step, source)], model.num_classes
     if len(source.classes) != known:
         found = f"has {len(source.classes)} classes, and the model {known}"
         problems.append(f"--images {arguments.images}: {found}; give images like those of its training")

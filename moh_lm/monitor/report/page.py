@@ -68,6 +68,9 @@ def figures_of_run(run):
     marks = [(step, event) for step, event in marks if step <= run.step]  # the rows end there
     curves = run.curves
     found = {"loss": ("Loss", pictures.lines(by_source(run, "loss/", "validation/"), run.config.unit, marks))}
+    if "accuracy" in curves:
+        shown = {"top-1": (*curves["accuracy"], {"marker": "o"})}
+        found["accuracy"] = "Accuracy of held-out images", pictures.lines(shown, "share of images", marks)
     if bits := by_source(run, "bits/", "validation_bits/"):
         found["bits"] = "Bits per byte of text", pictures.lines(bits, "bits per byte", marks)
     rate = {"learning rate": (*curves["learning_rate"], {})}

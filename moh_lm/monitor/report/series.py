@@ -36,18 +36,22 @@ class RunRecord:
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
         self.config = kind.load(self.directory / "config.json")
         self.events = [row for _, row in complete_rows(self.directory / "events.jsonl")]
-        training, evaluations = [], []
+        training, evaluations, scores = [], [], []
         for _, row in complete_rows(self.directory / "metrics.jsonl"):
             if "loss" in row:
                 training.append(row)
             elif "evaluation" in row:
                 evaluations.append(row)
+            elif "accuracy" in row:
+                scores.append(row)
         self.samples = [row for _, row in complete_rows(self.directory / "samples.jsonl")]
         self.step = max((row["step"] for row in [*training, *evaluations]), default=0)
         self.last_evaluation = evaluations[-1] if evaluations else None
         self.seconds = training_seconds(training)
         self.skipped = sum(row.get("skipped_steps", 0) for row in training)
         self.curves = training_curves(thinned(training)) | evaluation_curves(thinned(evaluations))
+        if scores:
+            self.curves["accuracy"] = curve(thinned(scores), lambda row: row["accuracy"]["top_1"]["share"])
         self.loads, self.head_figures = head_curves(thinned([row for row in training if "heads" in row]))
 
     @property
@@ -73,7 +77,8 @@ class RunRecord:
     def command(self):
         """The flags that differ from the defaults, as they would be typed."""
         words = [f"python -m {self.config.program}"]
-        for (_, entry), value in zip(walk(self.config), self.config.to_dict().values(), strict=True):
+        for section, entry in walk(self.config):
+            value = getattr(section, entry.name)
             if value not in (entry.default, list(entry.default) if isinstance(entry.default, tuple) else None):
                 words.append(f"{flag(entry.name)} {written(value, shlex.quote)}")
         return " \\\n  ".join(words)
