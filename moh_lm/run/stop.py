@@ -40,7 +40,7 @@ class StopRequest:
         return self.reason is not None
 
 
-def listen(reader, program):
+def listen(reader, program="moh_lm.pretrain"):
     """End the process at its second SIGINT; the numbers of the signals that it gets come out of ``reader``."""
     first = None
     while numbers := os.read(reader, 64):

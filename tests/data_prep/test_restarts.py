@@ -253,40 +253,46 @@ def writer_of(output):
 
 
 def largest_files(limit):
-    """The largest file size of a process stands in for the disk: both end in the same kind of error."""
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    """The largest file size of a process stands in for the disk: both end in the same kind of error.
+
+    Python would cut the files off that it compiles (-B), and later processes would fail to import them.
+    """
+    return {
+        "interpreter": ("-B",),
+        "preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    }
 
 
 def test_a_full_disk_stops_the_run_with_one_line_of_sizes_and_loses_nothing(corpus, model, reference, tmp_path):
     output, expected = tmp_path / "out", files(reference)
     largest = max(len(data) for name, data in expected.items() if name.endswith(".bin"))
-    result = run(*flags_of(corpus, model, output), code=1, preexec_fn=largest_files(largest - 1))
+    result = run(*flags_of(corpus, model, output), code=1, **largest_files(largest - 1))
     (message,) = [line for line in result.stderr.decode().splitlines() if "failed" in line]
     assert f"{output}/y/b-" in message
     complete = sidecar_times(output)
     told = re.search(r"File too large, [\d.,]+ MB of [\d.,]+ MB are free; (\d+) of 11 shards are complete", message)
     assert 11 > int(told[1]) == len(complete) > 0
     assert not [path for path in output.rglob("*") if ".tmp-" in path.name]
-    run(*flags_of(corpus, model, output), preexec_fn=largest_files(largest))
+    run(*flags_of(corpus, model, output), **largest_files(largest))
     assert {path: path.stat().st_mtime_ns for path in complete} == complete
     assert files(output) == expected
 
 
 def test_when_a_shard_found_no_room_no_other_is_begun(corpus, model, reference, tmp_path):
     limit = min(path.stat().st_size for path in (reference / "x").glob("*.bin")) - 1
-    result = run(*flags_of(corpus, model, tmp_path / "out"), code=1, preexec_fn=largest_files(limit))
+    result = run(*flags_of(corpus, model, tmp_path / "out"), code=1, **largest_files(limit))
     assert result.stderr.count(b"failed") == 1
     assert b"0 of 11 shards are complete" in result.stderr  # though c.txt would have had room
 
 
 def test_a_disk_that_is_full_from_the_start_is_told_by_the_name_of_the_directory(corpus, model, tmp_path):
-    result = run(*flags_of(corpus, model, tmp_path / "out"), code=1, preexec_fn=largest_files(100))
+    result = run(*flags_of(corpus, model, tmp_path / "out"), code=1, **largest_files(100))
     assert re.search(rb"failed: \S*/out: File too large, [\d.,]+ MB of [\d.,]+ MB are free", result.stderr)
 
 
 def test_a_disk_without_room_for_a_model_is_one_line_and_leaves_nothing(corpus, tmp_path):
     output = tmp_path / "models/tokenizer.model"
     flags = ("--input", f"{corpus}/a*", "--vocab-size", 320, "--output", output)
-    result = run("train", *flags, code=1, preexec_fn=largest_files(100))
+    result = run("train", *flags, code=1, **largest_files(100))
     assert result.stderr.decode().splitlines()[-1].endswith(": file too large; nothing was written")
     assert not list(output.parent.iterdir())

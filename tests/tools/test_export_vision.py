@@ -1,6 +1,7 @@
 """tools/export_vision.py: what transformers and diffusers load is the model of the checkpoint, or nothing is there."""
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -58,6 +59,9 @@ def modules(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for module in (diffusers_modules, transformers_modules):
             patch.setattr(module, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        copies = "transformers_modules", "diffusers_modules"
+        for name in [name for name in sys.modules if name.split(".")[0] in copies]:
+            patch.delitem(sys.modules, name)  # of the tests before these
         yield
 
 
