@@ -55,14 +55,21 @@ def make_run(path, model_config):
 
 @pytest.fixture(autouse=True, scope="module")
 def modules(tmp_path_factory):
-    """Remote code is copied to one directory for all tests, since a process imports from the first one only."""
+    """Remote code is copied to directories of these tests: a process imports a package from one directory only."""
+
+    def forget():
+        for name in list(sys.modules):
+            if name.split(".")[0] in ("transformers_modules", "diffusers_modules"):
+                del sys.modules[name]
+
+    forget()  # what other tests of this process have imported
     with pytest.MonkeyPatch.context() as patch:
         for module in (diffusers_modules, transformers_modules):
-            patch.setattr(module, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        copies = "transformers_modules", "diffusers_modules"
-        for name in [name for name in sys.modules if name.split(".")[0] in copies]:
-            patch.delitem(sys.modules, name)  # of the tests before these
+            directory = str(tmp_path_factory.mktemp("modules"))
+            patch.setattr(module, "HF_MODULES_CACHE", directory)
+            patch.syspath_prepend(directory)
         yield
+    forget()
 
 
 @pytest.mark.parametrize("config", [VIT, DENSE, replace(VIT, heads=replace(VIT.heads, routing="sigmoid"))])
