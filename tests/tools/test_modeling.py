@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
@@ -753,6 +753,58 @@ def test_a_dynamic_cache_keeps_the_heads_only_that_tokens_use():
     assert [layer.keys.shape[0] for layer in cache.layers] == [2 * len(keys) for keys in before]
     cache.batch_select_indices(torch.tensor([0, 3]))
     assert all(layer.keys.equal(keys) for layer, keys in zip(cache.layers, before, strict=True))
+
+
+MANY = GROUPS | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_shared_heads": [0, 2], "routing_top_p": 0.8}
+
+
+@pytest.mark.parametrize(
+    "changes, kept",
+    [
+        ({"num_shared_heads": [0, 0]}, [2, 1]),
+        ({"num_shared_heads": [0, 0], "num_key_value_heads": 2}, [2, 1]),
+        ({"num_shared_heads": [0, 0], "routing": "relu"}, [4, 4]),
+        (MANY, [2, 2]),
+    ],
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_static_cache_keeps_as_many_heads_of_a_token_as_it_can_use(changes, kept, attention):
+    model = make_model(kernels=attention, routed_keys="selected", **changes)
+    tokens, empty = random_tokens(3, 12), StaticCache(model.config, max_cache_len=16)
+    mask = torch.ones_like(tokens)
+    mask[1, :2] = 0
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    whole = model(tokens, attention_mask=mask, position_ids=places, use_cache=False).logits
+    for order in ([0, 1, 2], [1, 1, 0]):  # of beams, after 8 tokens
+        cache, pieces = copy.deepcopy(empty), []
+        for start, stop in ((0, 5), (5, 8), *((t, t + 1) for t in range(8, 12))):
+            rows = order if start >= 8 else [0, 1, 2]
+            if start == 8:
+                cache.reorder_cache(torch.tensor(order))
+            asked = {"attention_mask": mask[rows, :stop], "position_ids": places[rows, start:stop]}
+            logits = model(tokens[rows, start:stop], past_key_values=cache, **asked).logits
+            pieces.append(logits if start >= 8 else logits[order])
+        found = torch.cat(pieces, 1)
+        seen = mask[order].bool()
+        torch.testing.assert_close(found[seen], whole[order][seen], rtol=0, atol=3e-6 * whole.abs().max().item())
+        assert [layer.keys.shape for layer in cache.layers] == [(3, heads, 16, 6) for heads in kept]
+    cache.reset()
+    again = model(tokens, attention_mask=mask, position_ids=places, past_key_values=cache).logits
+    torch.testing.assert_close(again[mask.bool()], whole[mask.bool()], rtol=0, atol=3e-6 * whole.abs().max().item())
+
+
+@torch.no_grad()
+def test_a_step_with_a_static_cache_of_own_keys_is_one_graph():
+    model, tokens = make_model(routed_keys="selected", num_shared_heads=[0, 0]), random_tokens(2, 12)
+    cache = StaticCache(model.config, max_cache_len=16)
+    model(tokens[:, :10], past_key_values=cache)
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    for t in (10, 11):
+        place = torch.tensor([t])
+        logits = step(tokens[:, t : t + 1], past_key_values=cache, cache_position=place).logits
+        expected = model(tokens[:, : t + 1], use_cache=False).logits[:, -1:]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=3e-6 * expected.abs().max().item())
 
 
 @torch.no_grad()

@@ -19,8 +19,9 @@ largest first and at most K, whose softmax adds up to it. With ``load_balance_bi
 else the softmax. Gates see no bias, and training here does not move it.
 
 With ``routed_keys`` selected, head i at token t sees the tokens u <= t only that use head i. Keys and queries then have
-a few features more (``with_marks``), by which any attention and any cache leaves the others out. A dynamic cache keeps
-the keys and values of the heads only that a token uses (``OwnKeysLayer``).
+a few features more (``marked_query``, ``marked_key``), by which any attention and any cache leaves the others out. A
+dynamic cache keeps the keys and values of the heads only that a token uses (``OwnKeysLayer``), a static one those of as
+many heads as a token can use (``OwnKeysStaticLayer``).
 
 Each of these, as an argument or in the configuration, adds to the outputs:
 
@@ -73,6 +74,7 @@ except ImportError:  # transformers before 4.53
     create_causal_mask = None
 
 DynamicLayer = getattr(cache_utils, "DynamicLayer", None)  # since transformers 4.54
+StaticLayer = getattr(cache_utils, "StaticLayer", None)
 CACHE_ARGUMENTS = inspect.signature(DynamicCache.__init__).parameters  # of new versions: config, with its windows
 
 
@@ -258,21 +260,29 @@ def local_heads(gates, num_local):
     return gates if ranks == 1 else gates.narrow(-1, torch.distributed.get_rank() % ranks * num_local, num_local)
 
 
-def with_marks(query, key, value, used, head_dim):
-    """Query, key and value with features by which a head sees the tokens only that use it.
+def room_for_marks(r, e, head_dim):
+    """How many features more queries, keys and values of e have: up to head_dim, if that is above e; else so many that
+    there is one for each of the r query heads of a key, and all are a multiple of 8, which kernels want."""
+    return head_dim - e or r + -(e + r) % 8
 
-    query [b, h, s, e], key and value [b, h / r, s, e]; used: bool [b, s, h]. head_dim: how many features they have
-    then, if it is above e; else the next multiple of 8, which kernels want. There is a feature for each of the r query
-    heads of a key: in a query 1 at its own head, if the token uses it; in a key 0 for the heads that the token uses,
-    else a number so low that no probability is left. A head that the token does not use sees all: its gate is 0.
-    """
-    on = used.transpose(1, 2).unflatten(1, (key.shape[1], -1)).to(query.dtype)  # [b, h / r, r, s]
-    r, e = on.shape[2], query.shape[-1]
-    room = head_dim - e or r + -(e + r) % 8
-    hidden = -min(torch.finfo(query.dtype).max / 4, 2.0**100)
-    asks = on.unsqueeze(-1) * torch.eye(r, room, dtype=query.dtype, device=query.device).unsqueeze(1)
-    hides = F.pad((1 - on.transpose(2, 3)) * hidden, (0, room - r))
-    return torch.cat((query, asks.flatten(1, 2)), -1), torch.cat((key, hides), -1), F.pad(value, (0, room))
+
+def marked_query(query, used, r, head_dim):
+    """A query [b, h, s, e] with features by which it sees the keys only that use its head: 1 at its own head's place
+    among the r query heads of a key, if the token uses it. used: bool [b, h, s]. A head that the token does not use
+    sees all: its gate is 0."""
+    room = room_for_marks(r, query.shape[-1], head_dim)
+    places = torch.eye(r, room, dtype=query.dtype, device=query.device).repeat(query.shape[1] // r, 1)  # [h, room]
+    return torch.cat((query, used.unsqueeze(-1) * places.unsqueeze(1)), -1)
+
+
+def marked_key(key, value, used, head_dim):
+    """Key and value [b, h / r, k, e] with these features: in a key 0 for the query heads that the token uses, else a
+    number so low that no probability is left. used: bool [b, h, k]."""
+    used = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, k, r]
+    room = room_for_marks(used.shape[-1], key.shape[-1], head_dim)
+    hidden = -min(torch.finfo(key.dtype).max / 4, 2.0**100)
+    hides = F.pad((~used).to(key.dtype) * hidden, (0, room - used.shape[-1]))
+    return torch.cat((key, hides), -1), F.pad(value, (0, room))
 
 
 class OwnKeysLayer(DynamicLayer or object):
@@ -285,10 +295,10 @@ class OwnKeysLayer(DynamicLayer or object):
     cumulative_length, counts = 0, None
 
     def keep(self, key, value, used, present):
-        """key, value: [b, h / r, s, e]. used: bool [b, s, h]. present: bool [b, s], False for padding; or None."""
+        """key, value: [b, h / r, s, e]. used: bool [b, h, s]. present: bool [b, s], False for padding; or None."""
         if present is not None:
-            used = used & present.unsqueeze(-1)
-        members = used.transpose(1, 2).unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, s, r]
+            used = used & present.unsqueeze(1)
+        members = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, s, r]
         positions = self.cumulative_length + torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
         self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
         new, slots = (key, value, positions, members), members.any(-1)
@@ -358,10 +368,78 @@ class OwnKeysLayer(DynamicLayer or object):
         return self.cumulative_length
 
 
+class OwnKeysStaticLayer(StaticLayer or object):
+    """A layer of a static cache that keeps as many key/value heads of a token as a token can use.
+
+    keys, values: [b, kept heads, all tokens, e]: of each token the heads that it uses, in their order, then others that
+    nobody reads. members: which of the query heads use a token, bool [b, h, all tokens, 1].
+    """
+
+    def __init__(self, max_cache_len, num_kept_heads):
+        super().__init__(max_cache_len)
+        self.num_kept_heads, self.members = num_kept_heads, StaticLayer(max_cache_len)
+
+    def update(self, key, value, more, **kwargs):
+        """key, value: [b, h / r, s, e]. more: what transformers 4 passes, and used, bool [b, h, s]. -> the layer's keys
+        and values, and as ``used`` of more the heads that use all tokens [b, h, all tokens]."""
+        used = more["used"]
+        kept = used.unflatten(1, (key.shape[1], -1)).any(2).byte().argsort(dim=1, descending=True, stable=True)
+        kept = kept[:, : self.num_kept_heads, :, None]
+        more["used"] = self.members.update(used.unsqueeze(-1), used.unsqueeze(-1), more)[0].squeeze(-1)
+        key, value = (part.gather(1, kept.expand(-1, -1, -1, part.shape[-1])) for part in (key, value))
+        return super().update(key, value, more, **kwargs)
+
+    def reorder_cache(self, beam_idx):
+        super().reorder_cache(beam_idx)
+        self.members.reorder_cache(beam_idx)
+
+    def reset(self):
+        super().reset()
+        self.members.reset()
+
+
+def places_kept(used, num_key_value_heads):
+    """Where an ``OwnKeysStaticLayer`` keeps key/value heads: used, bool [b, h, k] -> [b, h / r, k], anywhere for those
+    that no query head uses."""
+    return (used.unflatten(1, (num_key_value_heads, -1)).any(2).cumsum(1) - 1).clamp_min(0)
+
+
+def unpacked(kept, used, num_key_value_heads):
+    """[b, kept heads, k, e] of an ``OwnKeysStaticLayer`` -> [b, h / r, k, e]"""
+    places = places_kept(used, num_key_value_heads).unsqueeze(-1)
+    return kept.gather(1, places.expand(-1, -1, -1, kept.shape[-1]))
+
+
+def kept_mask(used, num_key_value_heads, num_kept, mask, dtype):
+    """What is to be added to the scores of one token's heads with what is kept: used [b, h, k] -> [b, h, kept, k].
+
+    mask: what is to be added for, or is visible of, all tokens, [b or 1, 1, 1, k]; None: all are visible.
+    """
+    places = places_kept(used, num_key_value_heads).repeat_interleave(used.shape[1] // num_key_value_heads, 1)
+    visible = used.unsqueeze(2) & (places.unsqueeze(2) == torch.arange(num_kept, device=used.device).unsqueeze(-1))
+    added = torch.zeros((), dtype=dtype, device=used.device)
+    if mask is not None and mask.dtype == torch.bool:
+        visible = visible & mask
+    elif mask is not None:
+        added = mask.to(dtype)
+    return torch.where(visible, added, torch.finfo(dtype).min)
+
+
+def kept_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
+    """Attention of one new token to what an ``OwnKeysStaticLayer`` keeps, which is read once: the heads are the rows.
+
+    query [b, h, 1, e], key and value [b, kept heads, k, e], attention_mask [b, h, kept heads, k] -> [b, 1, h, e], None
+    """
+    key, value = (part.flatten(1, 2).unsqueeze(1) for part in (key, value))
+    mask = attention_mask.flatten(2).unsqueeze(1)
+    return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=mask, scale=scaling), None
+
+
 def own_layer(cache, index):
-    """The ``OwnKeysLayer`` of a cache, or None."""
+    """The layer of a cache, if it keeps what heads use only, or None."""
     layers = getattr(cache, "layers", None) or []
-    return layers[index] if index < len(layers) and isinstance(layers[index], OwnKeysLayer) else None
+    own = index < len(layers) and isinstance(layers[index], (OwnKeysLayer, OwnKeysStaticLayer))
+    return layers[index] if own else None
 
 
 if not ALL_ATTENTION_FUNCTIONS:
@@ -421,6 +499,9 @@ class MoHLlamaAttention(nn.Module):
         self.cope = MoHLlamaContextualPositions(config, self.num_heads) if cope else None
         routed = config.head_selection == "mixture" and self.num_shared < self.num_heads
         self.own_keys = routed and config.routed_keys == "selected"
+        experts = (self.num_shared + self.num_active) // config.heads_per_expert
+        num_keys = self.num_heads // self.num_key_value_groups
+        self.num_kept_heads = num_keys if config.routing == "relu" else min(num_keys, experts)  # that a token can use
         self.router = None
         if config.head_selection == "mixture" and (config.routing != "query_norm" or config.load_balance_bias_rate):
             self.router = MoHLlamaRouter(config, layer_idx)
@@ -473,15 +554,26 @@ class MoHLlamaAttention(nn.Module):
                 query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         gates, selected, scores = self.route(hidden_states, queries)
         layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
-        if layer is not None:
+        # transformers 4 finds the slots of a static cache by cache_position
+        more, used = {"cache_position": cache_position}, used.transpose(1, 2)  # [b, h, s]
+        static, num_keys = isinstance(layer, OwnKeysStaticLayer), key.shape[1]
+        steps = static and query.shape[2] == 1 and self.config._attn_implementation == "sdpa"
+        if static:
+            more["used"] = used
+            key, value = past_key_values.update(key, value, self.layer_idx, more)
+        elif layer is not None:
             layer.keep(key, value, used, present)
-        if layer is not None and layer.cumulative_length > query.shape[2]:
+        if steps:
+            attention_mask = kept_mask(more["used"], num_keys, key.shape[1], attention_mask, key.dtype)
+        elif static:
+            key, value = (unpacked(part, more["used"], num_keys) for part in (key, value))
+        if isinstance(layer, OwnKeysLayer) and layer.cumulative_length > query.shape[2]:
             key, value, attention_mask = layer.read(query.shape[2], attention_mask)
-        elif self.own_keys:
-            query, key, value = with_marks(query, key, value, used, self.config.head_dim)
+        elif self.own_keys and not steps:
+            query = marked_query(query, used, self.num_key_value_groups, self.config.head_dim)
+            key, value = marked_key(key, value, more.get("used", used), self.config.head_dim)
         if past_key_values is not None and layer is None:
-            # transformers 4 finds the slots of a static cache by cache_position
-            key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": cache_position})
+            key, value = past_key_values.update(key, value, self.layer_idx, more)
         if self.projects:
             key, value = self.expand(key, value)
         if self.cope is not None:
@@ -491,6 +583,8 @@ class MoHLlamaAttention(nn.Module):
         attention_interface = eager_attention_forward
         if self.config._attn_implementation != "eager":
             attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        if steps:
+            attention_interface = kept_attention_forward
         output, weights = attention_interface(
             self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling,
             sliding_window=self.sliding_window, position_ids=position_ids, **kwargs,
@@ -837,8 +931,12 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         self.embed_tokens = value
 
     def keep_own_keys(self, cache, attention_mask, length):
-        """Have the layers of a dynamic cache that is empty keep what heads use only. -> Which of the last ``length``
-        tokens are no padding, bool [b, length], or None for all."""
+        """Have the layers of a cache that is empty keep what heads use only. -> Which of the last ``length`` tokens are
+        no padding, bool [b, length], or None for all."""
+        for index, cached in enumerate([] if torch.compiler.is_compiling() else getattr(cache, "layers", None) or []):
+            own, empty = self.layers[index].self_attn, not getattr(cached, "is_initialized", True)
+            if own.own_keys and empty and StaticLayer and type(cached) is StaticLayer:
+                cache.layers[index] = OwnKeysStaticLayer(cached.max_cache_len, own.num_kept_heads)
         simple = attention_mask is None or attention_mask.dim() == 2
         plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
         if simple and plain and self.config._attn_implementation in ("eager", "sdpa") and not cache.get_seq_length():
