@@ -1,13 +1,13 @@
-"""Sizes from 1M to 1B parameters, by one formula: what --preset N sets, and the rungs of launch/ladder.sh.
+"""Sizes from 100K to 1B parameters, by one formula: what --preset N sets, and the rungs of launch/ladder.sh.
 
 N counts the parameters of the blocks, which do most of the work: 12 d^2 in a layer of the width d. Embedding and output
 head come on top. A value that is given by a flag stays, and those below it follow from it.
 
-    width d            128 (N / 1M)^0.4, in steps of 64, and of 256 from 30M on: depth and width grow together, from 26
-                       columns per layer to 102, as in GPT-3's family from 64 to 85 (Brown et al. 2020)
+    width d            128 (N / 1M)^0.4, in steps of 16, of 64 from 1M on, of 256 from 30M on: depth and width grow
+                       together, from 12 columns per layer to 102; in GPT-3's family, from 64 to 85 (Brown et al. 2020)
     layers             N / 12 d^2
     MLP                8/3 d in steps of 64, SwiGLU's share (Shazeer 2020)
-    heads              of 32, and of 64 from 30M on
+    heads              four below 1M, else of 32, and of 64 from 30M on
     head split         half of them shared, a quarter routed, in whole heads: MoH's 75%, but 83% at 3M and 70% at 10M
     routing            paper_scaled: its gates begin at 1 at every width, which width transfer needs
     vocabulary         4096 (N / 1M)^0.43 to the next power of two: V d in proportion to N^0.83 (Tao et al. 2024, arXiv
@@ -23,20 +23,21 @@ import math
 
 from moh_lm.config.fields import ConfigError
 
-SIZES = ("1M", "3M", "10M", "30M", "100M", "300M", "1B")
+SIZES = ("100K", "300K", "1M", "3M", "10M", "30M", "100M", "300M", "1B")
 
 
 def parameters(size):
     """N of "30M" and the like."""
-    return int(size[:-1]) * {"M": 10**6, "B": 10**9}[size[-1]]
+    return int(size[:-1]) * {"K": 10**3, "M": 10**6, "B": 10**9}[size[-1]]
 
 
 def preset(size, given):
     """{field: value} of what ``size`` sets and ``given``, {field: value}, does not."""
     n, values = parameters(size), dict(given)
     scale, choose = n / 1e6, values.setdefault
-    unit, head = (64, 32) if scale < 30 else (256, 64)
+    unit = 16 if scale < 1 else 64 if scale < 30 else 256
     d = choose("hidden_size", round(128 * scale**0.4 / unit) * unit)
+    head = max(1, d // 4) if scale < 1 else 32 if scale < 30 else 64
     choose("num_layers", max(1, round(n / (12 * max(1, d) ** 2))))
     choose("intermediate_size", max(1, round(8 / 3 * d / 64)) * 64)
     if d % head and not {"num_attention_heads", "head_dim"} & values.keys():
