@@ -66,7 +66,7 @@ CALLS = {
         --config broken.yaml | --config broken.yaml: cannot be read (while parsing a flow sequence in
         --config value.yaml | --num-layers many: write a whole number
         --config values.yaml | --config values.yaml: num_layers: [2]: takes one value, num_layers: N
-        --config preset.yaml | --preset 2M: choose one of 1M, 3M
+        --config preset.yaml | --preset 2M: choose one of 100K, 300K
         --config text.yaml | --config text.yaml: wandb: YAML reads yes, no, on and off as False; quote
         --config twice.yaml | --config twice.yaml: cannot be read (num_layers is given twice)
         --script s.sh --preset 1M | --preset 1M: s.sh has its sizes; use it with python -m moh_lm.pretrain
@@ -347,7 +347,7 @@ CALLS = {
         out --data-dir DATA --preset 10M | --preset: the ladder sets it; give --rungs or --widths
         out --data-dir DATA --dry-run --save-config x.yaml | --save-config: there are many runs
         out --data-dir DATA --widths 64 100 | --widths 100: must be a multiple of 32
-        out --data-dir DATA --rungs 2M | --rungs 2M: choose one of 1M, 3M
+        out --data-dir DATA --rungs 2M | --rungs 2M: choose one of 100K, 300K
     """,
     "launch/atlas_corpus.py": """
         | OUTPUT: must be given
