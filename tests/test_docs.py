@@ -58,6 +58,7 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"launch/ablation.sh", f"{SIZES} {STEPS} --seeds 1"),
     (r"launch/ablation.sh(?!.*--variants)", "--variants dense"),
     (r"launch/ablation.sh.*--variants", "--variants dense moh-50 --data-dir data/llm"),
+    (r"launch/ablation.sh.*--rates", "--rates 1"),
     (r"launch/atlas.sh", f"{SIZES} --seq-length 32 --batch-tokens 64 --micro-batch-size 1 --eval-samples 1 "
      "--validation-fraction 0.1 --sizes s --variants dense --seeds 1 --rates 1 --tokens-per-parameter 1e-4 "
      "--data-dir data/llm"),
