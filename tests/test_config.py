@@ -357,6 +357,14 @@ def test_a_preset_has_the_parameters_of_its_name_and_can_start(size):
     assert 0.69 < config.model.active_share() < 0.84 and config.model.heads.routing == "paper_scaled"
 
 
+def test_a_width_that_a_preset_cannot_cut_into_heads_is_refused_with_one_that_it_can():
+    for size, width, advice in (("100K", 36, "multiple of 8"), ("1M", 100, "multiple of 32")):
+        with pytest.raises(ConfigError, match=f"--hidden-size {width}: --preset {size} has .*heads.*{advice}"):
+            parse_config(["--preset", size, "--hidden-size", str(width)])
+    model = parse_config("--preset 100K --hidden-size 56".split())[0].model
+    assert (model.num_attention_heads, model.head_dim) == (4, 14)
+
+
 def test_flags_beside_a_preset_win_wherever_they_stand_and_the_rest_follows_from_them():
     config = parse_config("--hidden-size 256 --preset 10M --train-iters 100 --learning-rate 1e-2".split())[0]
     model, optimizer = config.model, config.optimizer

@@ -7,7 +7,7 @@ head come on top. A value that is given by a flag stays, and those below it foll
                        together, from 12 columns per layer to 102; in GPT-3's family, from 64 to 85 (Brown et al. 2020)
     layers             N / 12 d^2
     MLP                8/3 d in steps of 64, SwiGLU's share (Shazeer 2020)
-    heads              four below 1M, else of 32, and of 64 from 30M on
+    heads              four below 1M, where d is a multiple of 8; else of 32, and of 64 from 30M on
     head split         half of them shared, a quarter routed, in whole heads: MoH's 75%, but 83% at 3M and 70% at 10M
     routing            paper_scaled: its gates begin at 1 at every width, which width transfer needs
     vocabulary         4096 (N / 1M)^0.43 to the next power of two: V d in proportion to N^0.83 (Tao et al. 2024, arXiv
@@ -35,15 +35,15 @@ def preset(size, given):
     """{field: value} of what ``size`` sets and ``given``, {field: value}, does not."""
     n, values = parameters(size), dict(given)
     scale, choose = n / 1e6, values.setdefault
-    unit = 16 if scale < 1 else 64 if scale < 30 else 256
+    unit, head = (16, 8) if scale < 1 else (64, 32) if scale < 30 else (256, 64)
     d = choose("hidden_size", round(128 * scale**0.4 / unit) * unit)
-    head = max(1, d // 4) if scale < 1 else 32 if scale < 30 else 64
     choose("num_layers", max(1, round(n / (12 * max(1, d) ** 2))))
     choose("intermediate_size", max(1, round(8 / 3 * d / 64)) * 64)
     if d % head and not {"num_attention_heads", "head_dim"} & values.keys():
         advice = f"choose a multiple of {head}, or give --num-attention-heads"
-        raise ConfigError([f"--hidden-size {d}: --preset {size} has heads of {head}; {advice}"])
-    heads = choose("num_attention_heads", (max(1, d // head),))
+        has = "four heads of even width" if scale < 1 else f"heads of {head}"
+        raise ConfigError([f"--hidden-size {d}: --preset {size} has {has}; {advice}"])
+    heads = choose("num_attention_heads", (4 if scale < 1 else max(1, d // head),))
     heads = heads if isinstance(heads, tuple) else (heads,)
     if not values.get("head_dims"):
         choose("head_dim", d // max(1, *heads))

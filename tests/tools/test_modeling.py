@@ -21,6 +21,7 @@ from tools.hf.modeling_moh import (
     MoHLlamaForCausalLM,
     MoHLlamaForSequenceClassification,
     MoHLlamaRouter,
+    OwnKeysStaticLayer,
     eager_attention_forward,
     query_norm_routing,
     rotate,
@@ -764,6 +765,8 @@ MANY = GROUPS | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_shared
         ({"num_shared_heads": [0, 0]}, [2, 1]),
         ({"num_shared_heads": [0, 0], "num_key_value_heads": 2}, [2, 1]),
         ({"num_shared_heads": [0, 0], "routing": "relu"}, [4, 4]),
+        ({"num_attention_heads": 8, "num_key_value_heads": 4, "num_shared_heads": [2, 3]}, [3, 3]),
+        ({"num_shared_heads": [0, 0], "num_active_routed_heads": [1, 1]}, [1, 1]),
         (MANY, [2, 2]),
     ],
 )
@@ -789,6 +792,7 @@ def test_a_static_cache_keeps_as_many_heads_of_a_token_as_it_can_use(changes, ke
         seen = mask[order].bool()
         torch.testing.assert_close(found[seen], whole[order][seen], rtol=0, atol=3e-6 * whole.abs().max().item())
         assert [layer.keys.shape for layer in cache.layers] == [(3, heads, 16, 6) for heads in kept]
+        assert [layer.members.nbytes for layer in cache.layers] == [3 * model.config.num_attention_heads * 16] * 2
     cache.reset()
     again = model(tokens, attention_mask=mask, position_ids=places, past_key_values=cache).logits
     torch.testing.assert_close(again[mask.bool()], whole[mask.bool()], rtol=0, atol=3e-6 * whole.abs().max().item())
@@ -799,12 +803,32 @@ def test_a_step_with_a_static_cache_of_own_keys_is_one_graph():
     model, tokens = make_model(routed_keys="selected", num_shared_heads=[0, 0]), random_tokens(2, 12)
     cache = StaticCache(model.config, max_cache_len=16)
     model(tokens[:, :10], past_key_values=cache)
+    assert all(type(layer) is OwnKeysStaticLayer for layer in cache.layers)
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
     for t in (10, 11):
         place = torch.tensor([t])
         logits = step(tokens[:, t : t + 1], past_key_values=cache, cache_position=place).logits
         expected = model(tokens[:, : t + 1], use_cache=False).logits[:, -1:]
         torch.testing.assert_close(logits, expected, rtol=0, atol=3e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("changes", OWN_KEYS)
+@torch.no_grad()
+def test_a_prefill_in_chunks_fills_a_static_cache_that_transformers_made_before(changes):
+    model, tokens = make_model(**changes), random_tokens(2, 7)
+    chunks = GREEDY | {"prefill_chunk_size": 2, "return_dict_in_generate": True}
+    found = model.generate(tokens, cache_implementation="static", **chunks)
+    assert found.sequences.equal(model.generate(tokens, use_cache=False, **GREEDY))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_number_that_is_none_stays_one_in_a_static_cache(attention):
+    model = make_model(kernels=attention, routed_keys="selected", num_shared_heads=[0, 0])
+    cache, inputs = StaticCache(model.config, max_cache_len=8), torch.ones(1, 4, 16)
+    inputs[0, 2] = math.nan
+    assert model(inputs_embeds=inputs, past_key_values=cache).logits[0, 2:].isnan().all()
+    assert model(random_tokens(1, 1), past_key_values=cache).logits.isnan().any()
 
 
 @torch.no_grad()

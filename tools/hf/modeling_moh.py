@@ -372,30 +372,47 @@ class OwnKeysStaticLayer(StaticLayer or object):
     """A layer of a static cache that keeps as many key/value heads of a token as a token can use.
 
     keys, values: [b, kept heads, all tokens, e]: of each token the heads that it uses, in their order, then others that
-    nobody reads. members: which of the query heads use a token, bool [b, h, all tokens, 1].
+    nobody reads. members: of all tokens, which query heads use them, bool [b, h, all tokens].
     """
+
+    members = None
 
     def __init__(self, max_cache_len, num_kept_heads):
         super().__init__(max_cache_len)
-        self.num_kept_heads, self.members = num_kept_heads, StaticLayer(max_cache_len)
+        self.num_kept_heads = num_kept_heads
 
     def update(self, key, value, more, **kwargs):
-        """key, value: [b, h / r, s, e]. more: what transformers 4 passes, and used, bool [b, h, s]. -> the layer's keys
-        and values, and as ``used`` of more the heads that use all tokens [b, h, all tokens]."""
-        used = more["used"]
+        """key, value: [b, h / r, s, e]. more: cache_position, the slots of transformers 4, and used, bool [b, h, s].
+        -> the layer's keys and values."""
+        used, slots = more["used"], more["cache_position"]
+        if self.members is None:
+            self.members = used.new_zeros(*used.shape[:2], self.max_cache_len)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.members)
+        if (start := getattr(self, "cumulative_length", None)) is not None:  # transformers 5 counts them
+            slots = start + torch.arange(key.shape[2], device=key.device)
+        self.members.index_copy_(2, slots, used)
         kept = used.unflatten(1, (key.shape[1], -1)).any(2).byte().argsort(dim=1, descending=True, stable=True)
         kept = kept[:, : self.num_kept_heads, :, None]
-        more["used"] = self.members.update(used.unsqueeze(-1), used.unsqueeze(-1), more)[0].squeeze(-1)
         key, value = (part.gather(1, kept.expand(-1, -1, -1, part.shape[-1])) for part in (key, value))
         return super().update(key, value, more, **kwargs)
 
     def reorder_cache(self, beam_idx):
-        super().reorder_cache(beam_idx)
-        self.members.reorder_cache(beam_idx)
+        if self.members is not None:
+            chosen = beam_idx.to(self.members.device)
+            parts = (self.keys, self.values, self.members)
+            self.keys, self.values, self.members = (part.index_select(0, chosen) for part in parts)
 
     def reset(self):
         super().reset()
-        self.members.reset()
+        if self.members is not None:
+            self.members.zero_()
+
+
+def can_keep_less(layer, head_dim):
+    """Whether a ``StaticLayer`` is empty and was not made for keys with marks."""
+    begun = getattr(layer, "is_initialized", None)  # transformers before 4.57 have none
+    return begun is False or bool(begun) and layer.keys.shape[-1] == head_dim and not layer.get_seq_length()
 
 
 def places_kept(used, num_key_value_heads):
@@ -406,7 +423,7 @@ def places_kept(used, num_key_value_heads):
 
 def unpacked(kept, used, num_key_value_heads):
     """[b, kept heads, k, e] of an ``OwnKeysStaticLayer`` -> [b, h / r, k, e]"""
-    places = places_kept(used, num_key_value_heads).unsqueeze(-1)
+    places = places_kept(used, num_key_value_heads).unsqueeze(-1).clamp_max(kept.shape[1] - 1)  # NaN selects all heads
     return kept.gather(1, places.expand(-1, -1, -1, kept.shape[-1]))
 
 
@@ -421,18 +438,20 @@ def kept_mask(used, num_key_value_heads, num_kept, mask, dtype):
     if mask is not None and mask.dtype == torch.bool:
         visible = visible & mask
     elif mask is not None:
-        added = mask.to(dtype)
+        added = mask.clamp_min(torch.finfo(dtype).min).to(dtype)
     return torch.where(visible, added, torch.finfo(dtype).min)
 
 
 def kept_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
-    """Attention of one new token to what an ``OwnKeysStaticLayer`` keeps, which is read once: the heads are the rows.
+    """Attention of one new token to what an ``OwnKeysStaticLayer`` keeps, which is read once: the heads are the rows
+    of two matrix products, which a GPU spreads over the keys.
 
     query [b, h, 1, e], key and value [b, kept heads, k, e], attention_mask [b, h, kept heads, k] -> [b, 1, h, e], None
     """
-    key, value = (part.flatten(1, 2).unsqueeze(1) for part in (key, value))
-    mask = attention_mask.flatten(2).unsqueeze(1)
-    return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=mask, scale=scaling), None
+    key, value = (part.flatten(1, 2) for part in (key, value))
+    scores = torch.baddbmm(attention_mask.flatten(2), query.squeeze(2) * scaling, key.transpose(1, 2))
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return (weights @ value).unsqueeze(1), None
 
 
 def own_layer(cache, index):
@@ -499,9 +518,11 @@ class MoHLlamaAttention(nn.Module):
         self.cope = MoHLlamaContextualPositions(config, self.num_heads) if cope else None
         routed = config.head_selection == "mixture" and self.num_shared < self.num_heads
         self.own_keys = routed and config.routed_keys == "selected"
-        experts = (self.num_shared + self.num_active) // config.heads_per_expert
-        num_keys = self.num_heads // self.num_key_value_groups
-        self.num_kept_heads = num_keys if config.routing == "relu" else min(num_keys, experts)  # that a token can use
+        r = self.num_key_value_groups
+        self.num_kept_heads = self.num_heads // r  # the key/value heads that a token can use
+        if config.routing != "relu":
+            used = -(-self.num_shared // r) + self.num_active // config.heads_per_expert
+            self.num_kept_heads = min(self.num_kept_heads, used)
         self.router = None
         if config.head_selection == "mixture" and (config.routing != "query_norm" or config.load_balance_bias_rate):
             self.router = MoHLlamaRouter(config, layer_idx)
@@ -564,14 +585,14 @@ class MoHLlamaAttention(nn.Module):
         elif layer is not None:
             layer.keep(key, value, used, present)
         if steps:
-            attention_mask = kept_mask(more["used"], num_keys, key.shape[1], attention_mask, key.dtype)
+            attention_mask = kept_mask(layer.members, num_keys, key.shape[1], attention_mask, key.dtype)
         elif static:
-            key, value = (unpacked(part, more["used"], num_keys) for part in (key, value))
+            key, value = (unpacked(part, layer.members, num_keys) for part in (key, value))
         if isinstance(layer, OwnKeysLayer) and layer.cumulative_length > query.shape[2]:
             key, value, attention_mask = layer.read(query.shape[2], attention_mask)
         elif self.own_keys and not steps:
             query = marked_query(query, used, self.num_key_value_groups, self.config.head_dim)
-            key, value = marked_key(key, value, more.get("used", used), self.config.head_dim)
+            key, value = marked_key(key, value, layer.members if static else used, self.config.head_dim)
         if past_key_values is not None and layer is None:
             key, value = past_key_values.update(key, value, self.layer_idx, more)
         if self.projects:
@@ -934,8 +955,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         """Have the layers of a cache that is empty keep what heads use only. -> Which of the last ``length`` tokens are
         no padding, bool [b, length], or None for all."""
         for index, cached in enumerate([] if torch.compiler.is_compiling() else getattr(cache, "layers", None) or []):
-            own, empty = self.layers[index].self_attn, not getattr(cached, "is_initialized", True)
-            if own.own_keys and empty and StaticLayer and type(cached) is StaticLayer:
+            own = self.layers[index].self_attn
+            if own.own_keys and StaticLayer and type(cached) is StaticLayer and can_keep_less(cached, own.head_dim):
                 cache.layers[index] = OwnKeysStaticLayer(cached.max_cache_len, own.num_kept_heads)
         simple = attention_mask is None or attention_mask.dim() == 2
         plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
