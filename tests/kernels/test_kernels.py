@@ -316,6 +316,16 @@ def test_sparse_results_in_lower_precision_stay_near_the_reference(dtype, tolera
     assert_all_close(got, expected, tolerance)
 
 
+@pytest.mark.parametrize("head_dim", [3, 10, 16])
+@pytest.mark.parametrize("own_keys", [False, True])
+def test_narrow_heads_in_single_precision_stay_near_the_reference(head_dim, own_keys):
+    *tensors, upstream, selected = make_inputs(60, 2, 6, 3, head_dim, dtype=torch.float32)
+    wide = [tensor.double() for tensor in (*tensors, upstream)]
+    expected = with_gradients(lambda *t: reference(*t, selected, 2, own_keys=own_keys), *wide)
+    got = with_gradients(lambda *t: moh_attention(*t, selected, 2, own_keys=own_keys), *tensors, upstream)
+    assert_all_close(got, expected, 2e-6)
+
+
 def test_selected_is_what_counts_and_not_a_gate_of_zero():
     *tensors, upstream, selected = make_inputs(40, 1, 4, 4, 8)
     for backend in BACKENDS:

@@ -794,6 +794,7 @@ def test_a_static_cache_keeps_as_many_heads_of_a_token_as_it_can_use(changes, ke
         assert [layer.keys.shape for layer in cache.layers] == [(3, heads, 16, 6) for heads in kept]
         assert [layer.members.nbytes for layer in cache.layers] == [3 * model.config.num_attention_heads * 16] * 2
     cache.reset()
+    assert not any(layer.members.any() for layer in cache.layers)
     again = model(tokens, attention_mask=mask, position_ids=places, past_key_values=cache).logits
     torch.testing.assert_close(again[mask.bool()], whole[mask.bool()], rtol=0, atol=3e-6 * whole.abs().max().item())
 
