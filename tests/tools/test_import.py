@@ -24,6 +24,7 @@ from moh_lm.config import Config, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
 from moh_lm.flags import parse_config
+from moh_lm.kernels import attention
 from moh_lm.model.transformer import CausalLM
 from moh_lm.run.resume import contradictions
 from tests.distributed import run_ranks
@@ -92,6 +93,12 @@ def imported(tool, tmp_path):
         return tmp_path / output
 
     return call
+
+
+@pytest.fixture(autouse=True)
+def unpadded(monkeypatch):
+    """Narrow heads go through the same kernel as in transformers, so that only weights can make a difference."""
+    monkeypatch.setattr(attention, "CPU_WIDTH", 0)
 
 
 @torch.no_grad()
