@@ -38,6 +38,8 @@ IMPORTS = (  # what commands and ranks import of others
     "torch.distributed.run",
     "torch.utils.tensorboard",
     "numpy.ma",
+    "matplotlib.pyplot",
+    "matplotlib.backends.backend_svg",
     "PIL.PngImagePlugin",
     "PIL.GifImagePlugin",
     "PIL.JpegImagePlugin",

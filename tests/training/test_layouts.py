@@ -26,7 +26,7 @@ SIZES = """
     --num-layers 4 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --head-dim 8 --vocab-size 67
     --seq-length 16 --batch-tokens 256 --train-iters 3 --warmup-iters 0 --precision fp32
     --learning-rate 2e-5 --min-learning-rate 1e-5
-    --validation-fraction 0.1 --log-interval 1 --save-interval 1 --eval-interval 0 --eval-samples 5
+    --validation-fraction 0.1 --log-interval 1 --save-interval 1 --eval-interval 0 --eval-samples 3
     --load-balance-coefficient 0.5 --gradient-clipping 0.5
 """
 COUNTED = "--position none cope rotary cope --cope-max-position 3 --rotary-fraction 0.5"

@@ -28,7 +28,7 @@ SIZES = """
     --num-layers 2 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --vocab-size 64
     --seq-length 16 --batch-tokens 128 --micro-batch-size 2 --train-iters 7 --warmup-iters 2 --precision fp32
     --learning-rate 1e-2 --min-learning-rate 1e-3 --data-mix even=2.5 odd=1 --validation-fraction 0.1
-    --log-interval 2 --save-interval 3 --eval-interval 4 --eval-samples 5 --run-report false
+    --log-interval 2 --save-interval 3 --eval-interval 4 --eval-samples 5
 """
 
 
@@ -40,7 +40,10 @@ def arguments(data_dir, directory, *more):
 
 
 def run(flags, stop_after=None):
-    """The training program on this rank; ``stop_after``: leave after the checkpoint of that step, as a crash would."""
+    """The training program on this rank, without the page of the run, whose pictures take two seconds.
+
+    stop_after: leave after the checkpoint of that step, as a crash would.
+    """
     if stop_after is not None:
         save = Saver.save
 
@@ -51,7 +54,7 @@ def run(flags, stop_after=None):
                 raise KeyboardInterrupt
 
         Saver.save = save_and_stop
-    config, _ = parse_config(flags)
+    config, _ = parse_config(["--run-report", "false", *flags])
     make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
         return program.train(program.Run, config, program.open_dataset(config, [], False), start_process_group(900))
@@ -239,5 +242,5 @@ def test_a_changed_model_or_sample_order_is_refused_by_name(data_dir, straight, 
 
 
 def test_the_configuration_of_a_run_is_kept_beside_it(data_dir, straight):
-    config, _ = parse_config(arguments(data_dir, straight))
+    config, _ = parse_config(["--run-report", "false", *arguments(data_dir, straight)])
     assert Config.load(straight / "config.json") == config == Config.load(find_step(straight) / "config.json")
