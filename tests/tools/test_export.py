@@ -487,7 +487,7 @@ def test_a_model_whose_heads_see_later_tokens_is_not_exported_and_writes_no_text
 def test_an_export_that_computes_something_else_is_not_published(run, tmp_path, export, monkeypatch):
     pytest.importorskip("transformers")
     shutil.copytree(TOOLS / "hf", tmp_path / "hf_files")
-    path, turn = tmp_path / "hf_files" / "modeling_moh.py", "torch.cat((-second, first)"
+    path, turn = tmp_path / "hf_files" / "moh_positions.py", "torch.cat((-second, first)"
     code = path.read_text()
     assert turn in code
     path.write_text(code.replace(turn, "torch.cat((second, -first)"))  # rotary embeddings turn the other way

@@ -1,4 +1,4 @@
-"""tools/hf/modeling_moh.py against Eq. 4-10 in float64 loops, and against transformers' own Llama."""
+"""tools/hf/modeling_moh.py and its parts against Eq. 4-10 in float64 loops, and against transformers' own Llama."""
 
 import copy
 import math
@@ -20,12 +20,12 @@ from tools.hf.modeling_moh import (
     ALL_ATTENTION_FUNCTIONS,
     MoHLlamaForCausalLM,
     MoHLlamaForSequenceClassification,
-    MoHLlamaRouter,
-    OwnKeysStaticLayer,
     eager_attention_forward,
-    query_norm_routing,
-    rotate,
 )
+from tools.hf.moh_own_keys import OwnKeysStaticLayer
+from tools.hf.moh_positions import rotate
+from tools.hf.moh_router import MoHLlamaRouter, query_norm_routing
+from tools.work.export_hf import REMOTE_CODE
 
 SHAPE = {
     "vocab_size": 19,
@@ -853,7 +853,7 @@ def test_labels_give_the_mean_cross_entropy_and_logits_to_keep_the_last_logits()
 def test_a_saved_model_is_loaded_with_an_empty_report_and_equal_logits(changes, tmp_path):
     model, tokens = make_model(**changes), random_tokens(2, 10)
     model.save_pretrained(tmp_path)
-    assert {"configuration_moh.py", "modeling_moh.py"} <= {path.name for path in tmp_path.iterdir()}
+    assert set(REMOTE_CODE) <= {path.name for path in tmp_path.iterdir()}
     loaded, report = MoHLlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     tied = loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()

@@ -186,7 +186,8 @@ KINDS = {  # model_type, or head selection -> title, what the model is
     "mixture": (
         "A language model with Mixture-of-Head attention",
         "Each token uses the shared attention heads and the routed heads that a router selects for it\n"
-        "([arXiv 2410.11842](https://arxiv.org/abs/2410.11842)); `modeling_moh.py` holds the equations.",
+        "([arXiv 2410.11842](https://arxiv.org/abs/2410.11842)); `modeling_moh.py` and `moh_router.py` hold the\n"
+        "equations.",
     ),
     "static": (
         "A language model with a fixed part of its attention heads",
@@ -195,7 +196,7 @@ KINDS = {  # model_type, or head selection -> title, what the model is
     ),
     "gated": (
         "A language model whose attention heads have gates",
-        "Every token uses all attention heads, each with a gate; `modeling_moh.py` holds the equations.",
+        "Every token uses all attention heads, each with a gate; `moh_router.py` holds the equations.",
     ),
     "all": (
         "A language model with all attention heads",

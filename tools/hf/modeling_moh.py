@@ -3,25 +3,10 @@
 A token x uses its shared heads and K of the routed heads, and the gates g weigh the heads' outputs H:
 
     MoH(x) = sum_i g_i H_i W_O_i                                                    (Eq. 4)
-    g_i = a1 softmax(W_s x)_i  for the shared heads, which come first               (Eq. 5)
-    g_i = a2 softmax(W_r x)_i  for the K routed heads with the largest (W_r x)_i, the softmax over all routed heads
-    g_i = 0                    for the other routed heads
-    [a1, a2] = softmax(W_h x)                                                       (Eq. 6)
 
-Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 whatever the model's dtype,
-and scores are ranked in ``routing_dtype``; of equal ones the lower head index is selected. Every head is computed, and
-the inactive ones are weighted by zero.
-
-With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
-and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
-largest first and at most K, whose softmax adds up to it. With ``load_balance_bias_rate`` u the K heads with the largest
-(affinity + u n) are selected, n the ``bias_steps`` of training; the affinity is sigmoid(score) with routing sigmoid,
-else the softmax. Gates see no bias, and training here does not move it.
-
-With ``routed_keys`` selected, head i at token t sees the tokens u <= t only that use head i. Keys and queries then have
-a few features more (``marked_query``, ``marked_key``), by which any attention and any cache leaves the others out. A
-dynamic cache keeps the keys and values of the heads only that a token uses (``OwnKeysLayer``), a static one those of as
-many heads as a token can use (``OwnKeysStaticLayer``).
+moh_router.py has the gates (Eq. 5, 6, 9, 10) and the balance loss (Eq. 7), moh_positions.py the rotary positions,
+moh_own_keys.py the heads that keep their own tokens. Every head is computed here, and the inactive ones are weighted by
+zero.
 
 Each of these, as an argument or in the configuration, adds to the outputs:
 
@@ -31,11 +16,7 @@ Each of these, as an argument or in the configuration, adds to the outputs:
                           aux_loss, their load-balance loss; with labels, router_aux_loss_coef times aux_loss is added
                           to the loss, as in training:
 
-    L_b = sum over the routed heads of f_i P_i                                      (Eq. 7)
     L = L_task + beta * (mean of L_b over the sequences and the layers)             (Eq. 8)
-
-with f_i the share of the tokens of a sequence that select head i and P_i the mean of its softmax. Padding does not
-count. The authors' published code multiplies L_b by the number of routed heads.
 
 Shapes: b batch, s new tokens, k cached and new tokens, h heads, d hidden size. Names of arguments and attributes and
 the form of ``MoHLlamaAttention.forward`` follow the transformers interface, which vLLM's Transformers backend reads.
@@ -44,13 +25,12 @@ the form of ``MoHLlamaAttention.forward`` follow the transformers interface, whi
 import copy
 import functools
 import inspect
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel, cache_utils
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import (
@@ -60,6 +40,21 @@ from transformers.modeling_outputs import (
 )
 
 from .configuration_moh import MoHLlamaConfig
+from .moh_own_keys import (
+    DynamicLayer,
+    OwnKeysLayer,
+    OwnKeysStaticLayer,
+    StaticLayer,
+    can_keep_less,
+    kept_attention_forward,
+    kept_mask,
+    marked_key,
+    marked_query,
+    own_layer,
+    unpacked,
+)
+from .moh_positions import MoHLlamaRotaryEmbedding, rotary_table, rotate
+from .moh_router import MoHLlamaRouter, load_balance_loss, query_norm_routing
 
 try:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -73,161 +68,7 @@ try:
 except ImportError:  # transformers before 4.53
     create_causal_mask = None
 
-DynamicLayer = getattr(cache_utils, "DynamicLayer", None)  # since transformers 4.54
-StaticLayer = getattr(cache_utils, "StaticLayer", None)
 CACHE_ARGUMENTS = inspect.signature(DynamicCache.__init__).parameters  # of new versions: config, with its windows
-
-
-def select(scores, num_active, top_p=None, in_bf16=False):
-    """1 for the ``num_active`` largest scores of a token, 0 for the others; of equal scores the lower index wins.
-
-    top_p: 1 only for the fewest of them whose softmax, which runs over all scores, adds up to it, or for all of them.
-    in_bf16: by the softmax of the scores in bf16, as in the authors' MoH-LLaMA3; torch.topk decides among equal ones.
-    Each score counts those that stand before it: unlike a stable sort this can be written as ONNX.
-    """
-    if in_bf16:
-        best = scores.bfloat16().softmax(dim=-1).topk(num_active).indices
-        return (best.unsqueeze(-1) == torch.arange(scores.shape[-1], device=scores.device)).any(-2).to(scores.dtype)
-    index = torch.arange(scores.shape[-1], device=scores.device)
-    own, other = scores.unsqueeze(-1), scores.unsqueeze(-2)  # [b, s, E, 1] and [b, s, 1, E]
-    before = (other > own) | ((other == own) & (index < index.unsqueeze(-1)))
-    selected = before.sum(dim=-1) < num_active
-    if top_p is not None:
-        selected = selected & ((before * scores.softmax(dim=-1).unsqueeze(-2)).sum(dim=-1) < top_p)
-    return selected.to(scores.dtype)
-
-
-def with_shared(routed, num_shared):
-    """The selection of all experts, bool [b, s, n], from that of the routed ones, 0 or 1 [b, s, n - num_shared]."""
-    return torch.cat((routed.new_ones(*routed.shape[:-1], num_shared), routed), dim=-1).bool()
-
-
-def per_head(experts, heads_per_expert):
-    """What is said of experts [b, s, n], for each of their heads: [b, s, h]."""
-    return experts if heads_per_expert == 1 else experts.repeat_interleave(heads_per_expert, dim=-1)
-
-
-def affinity(routing, scores):
-    """What a bias of the selection is added to, [b, s, E]."""
-    return scores.sigmoid() if routing == "sigmoid" else scores.softmax(dim=-1)
-
-
-class MoHLlamaRouter(nn.Module):
-    """Routing of one layer from learned weights; with ``query_norm`` only the bias of its selection.
-
-    x [b, s, d] -> gates, fp32, and selection, bool, both [b, s, h]; scores of the routed experts, fp32 [b, s, E].
-
-    ``paper`` is Eq. 5-6. ``released`` is the authors' published vision code: routed gates are renormalised over the
-    selected heads and multiplied by their number, so are shared gates by theirs, a1 and a2 by 2. ``paper_scaled`` is
-    Eq. 5-6 times the number of shared heads, that of routed heads, and 2. ``sigmoid`` has gates 2 sigmoid(score), and
-    no a1 and a2; ``relu`` the same for shared heads, and for routed ones ReLU(score), which selects those above 0. The
-    weights are parameters of this module and not of nn.Linear layers, which quantizers and inference engines replace.
-    """
-
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        size = config.heads_per_expert
-        self.heads_per_expert = size
-        self.num_shared = config.num_shared_heads[layer_idx] // size  # of experts, as the next two
-        self.num_routed = config.layer_heads[layer_idx] // size - self.num_shared
-        self.num_active = config.num_active_routed_heads[layer_idx] // size
-        self.top_p = config.routing_top_p
-        self.in_bf16 = config.routing_dtype == "bf16"
-        self.routing = config.routing
-        self.scaled = config.routing in ("released", "paper_scaled")
-        one_stage = config.routing in ("sigmoid", "relu") or not config.two_stage
-        self.two_stage = not one_stage and self.num_shared > 0 and self.num_routed > 0
-        self.bias_rate = config.load_balance_bias_rate
-        self.bias_steps = None
-        if self.bias_rate and self.num_routed:  # counts, which no dtype of a model rounds
-            steps = torch.zeros(self.num_routed, dtype=torch.int32)
-            self.bias_steps = nn.Parameter(steps, requires_grad=False)
-        if config.routing == "query_norm":
-            self.two_stage = False
-            return
-        if self.num_shared:
-            self.w_shared = nn.Parameter(torch.empty(self.num_shared, config.hidden_size))
-        if self.num_routed:
-            self.w_routed = nn.Parameter(torch.empty(self.num_routed, config.hidden_size))
-        if self.two_stage:
-            self.w_type = nn.Parameter(torch.empty(2, config.hidden_size))
-
-    def forward(self, x):
-        with torch.autocast(device_type=x.device.type, enabled=False):
-            x = x.float()
-            gates, selected, scores = [], x[..., :0], x[..., :0]
-            if self.num_shared:
-                gates.append(self.shared_gates(F.linear(x, self.w_shared.float())))
-            if self.num_routed:
-                scores = F.linear(x, self.w_routed.float())
-                if self.routing == "relu":
-                    selected = (scores > 0).to(scores.dtype)
-                else:
-                    selected = select(self.biased(scores), self.num_active, self.top_p, self.in_bf16)
-                gates.append(self.routed_gates(scores, selected))
-            if self.two_stage:
-                a = F.linear(x, self.w_type.float()).softmax(dim=-1)  # Eq. 6
-                a = a * 2 if self.scaled else a
-                gates = [gates[0] * a[..., :1], gates[1] * a[..., 1:]]
-            experts = torch.cat(gates, dim=-1), with_shared(selected, self.num_shared)
-            return *(per_head(part, self.heads_per_expert) for part in experts), scores
-
-    def biased(self, scores):
-        """What is selected by."""
-        if self.bias_steps is None:
-            return scores
-        return affinity(self.routing, scores) + self.bias_rate * self.bias_steps.to(scores.dtype)
-
-    def shared_gates(self, scores):
-        if self.routing in ("sigmoid", "relu"):
-            return 2 * scores.sigmoid()
-        gates = scores.softmax(dim=-1)  # Eq. 5, shared heads
-        return gates * self.num_shared if self.scaled else gates
-
-    def routed_gates(self, scores, selected):
-        if self.routing == "sigmoid":
-            return 2 * scores.sigmoid() * selected
-        if self.routing == "relu":
-            return scores.relu()
-        gates = scores.softmax(dim=-1) * selected  # Eq. 5, routed heads
-        if self.routing == "released":
-            return gates / gates.sum(dim=-1, keepdim=True) * selected.sum(dim=-1, keepdim=True)
-        return gates * self.num_routed if self.scaled else gates
-
-
-def query_norm_routing(
-    query, num_shared, num_active, heads_per_expert=1, in_bf16=False, biased=lambda scores: scores
-):
-    """Routing without weights: query [b, s, h, head_dim], before rotary -> the same as ``MoHLlamaRouter``.
-
-    The score of a routed head is the L2 norm of its query, divided by the standard deviation over the routed heads, as
-    in the authors' released code. Shared and selected heads have gate 1 (Eq. 9); the gradient of a selected gate goes
-    to its softmax score (Eq. 10).
-    The query of a group is those of its heads, one after the other. num_shared, num_active: of experts. in_bf16: norms,
-    scores and their ranking are in bf16. biased: what is selected by, made of the scores.
-    """
-    norms = query.to(torch.bfloat16 if in_bf16 else torch.float32).norm(dim=-1)
-    if heads_per_expert > 1:
-        norms = norms.unflatten(-1, (-1, heads_per_expert)).norm(dim=-1)
-    scores = norms[..., num_shared:]
-    if scores.shape[-1] > 1:
-        scores = scores / scores.std(dim=-1, keepdim=True).clamp_min(1e-6)  # equal norms: a token of zeros
-    scores = scores.float()
-    selected = select(biased(scores), num_active, in_bf16=in_bf16)
-    probabilities = scores.softmax(dim=-1)
-    routed = selected + selected * (probabilities - probabilities.detach())  # Eq. 9, and Eq. 10 backward
-    shared = torch.ones_like(norms[..., :num_shared], dtype=torch.float32)
-    experts = torch.cat((shared, routed), dim=-1), with_shared(selected, num_shared)
-    return *(per_head(part, heads_per_expert) for part in experts), scores
-
-
-def rotate(x, cos, sin):
-    """Rotary embedding in Llama's half-split form: x [b, h, s, head_dim], feature i pairs with i + r / 2, where the
-    first r features turn and the others stay."""
-    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def repeat_key_value(x, groups):
@@ -258,207 +99,6 @@ def local_heads(gates, num_local):
     """The gates of this rank's heads: [b, s, h] -> [b, s, num_local], fewer under tensor parallelism."""
     ranks = gates.shape[-1] // num_local
     return gates if ranks == 1 else gates.narrow(-1, torch.distributed.get_rank() % ranks * num_local, num_local)
-
-
-def room_for_marks(r, e, head_dim):
-    """How many features more queries, keys and values of e have: up to head_dim, if that is above e; else so many that
-    there is one for each of the r query heads of a key, and all are a multiple of 8, which kernels want."""
-    return head_dim - e or r + -(e + r) % 8
-
-
-def marked_query(query, used, r, head_dim):
-    """A query [b, h, s, e] with features by which it sees the keys only that use its head: 1 at its own head's place
-    among the r query heads of a key, if the token uses it. used: bool [b, h, s]. A head that the token does not use
-    sees all: its gate is 0."""
-    room = room_for_marks(r, query.shape[-1], head_dim)
-    places = torch.eye(r, room, dtype=query.dtype, device=query.device).repeat(query.shape[1] // r, 1)  # [h, room]
-    return torch.cat((query, used.unsqueeze(-1) * places.unsqueeze(1)), -1)
-
-
-def marked_key(key, value, used, head_dim):
-    """Key and value [b, h / r, k, e] with these features: in a key 0 for the query heads that the token uses, else a
-    number so low that no probability is left. used: bool [b, h, k]."""
-    used = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, k, r]
-    room = room_for_marks(used.shape[-1], key.shape[-1], head_dim)
-    hidden = -min(torch.finfo(key.dtype).max / 4, 2.0**100)
-    hides = F.pad((~used).to(key.dtype) * hidden, (0, room - used.shape[-1]))
-    return torch.cat((key, hides), -1), F.pad(value, (0, room))
-
-
-class OwnKeysLayer(DynamicLayer or object):
-    """A layer of a dynamic cache that keeps the keys and values of the heads only that a token uses.
-
-    keys, values: [n, e], of the (token, key/value head) pairs that are kept, ordered by row, head and position. others:
-    their positions, int64 [n], and which of the r query heads use them, bool [n, r]. counts: [b, h / r].
-    """
-
-    cumulative_length, counts = 0, None
-
-    def keep(self, key, value, used, present):
-        """key, value: [b, h / r, s, e]. used: bool [b, h, s]. present: bool [b, s], False for padding; or None."""
-        if present is not None:
-            used = used & present.unsqueeze(1)
-        members = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, s, r]
-        positions = self.cumulative_length + torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
-        self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
-        new, slots = (key, value, positions, members), members.any(-1)
-        if self.cumulative_length:
-            new = [torch.cat((self.padded(old), more), 2) for old, more in zip(self.parts(), new, strict=True)]
-            slots = torch.cat((self.slots(), slots), 2)
-        self.cumulative_length += key.shape[2]
-        self.store(new, slots)
-
-    def read(self, length, mask):
-        """Keys, values [b, h / r, n, e] and a mask to add [b, h, length, n] for the last ``length`` tokens.
-
-        mask: what is to be added for, or is visible of, all tokens, [b or 1, 1, length, tokens]; None: it is causal.
-        """
-        key, value, positions, members = map(self.padded, self.parts())
-        last = torch.arange(self.cumulative_length - length, self.cumulative_length, device=key.device)
-        earlier = (positions.unsqueeze(-2) <= last.unsqueeze(-1)).unsqueeze(2)  # [b, h / r, 1, length, n]
-        visible = (earlier & members.transpose(2, 3).unsqueeze(3)).flatten(1, 2)
-        lowest = torch.finfo(key.dtype).min
-        added = torch.zeros_like(visible, dtype=key.dtype).masked_fill(~visible, lowest)
-        if mask is not None:
-            places = positions.unsqueeze(2).expand(-1, -1, length, -1)
-            given = mask.expand(*places.shape[:3], -1).gather(-1, places).repeat_interleave(members.shape[-1], 1)
-            given = given.to(key.dtype) if given.dtype != torch.bool else (~given).to(key.dtype) * lowest
-            added = torch.minimum(added, given)
-        return key, value, added
-
-    def parts(self):
-        return self.keys, self.values, *self.others
-
-    def store(self, parts, slots):
-        """parts: [b, h / r, n, ...]. slots: bool [b, h / r, n], what is kept of them."""
-        self.counts = slots.sum(-1)
-        self.keys, self.values, *self.others = (part[slots] for part in parts)
-
-    def slots(self):
-        most = self.counts.max().clamp_min(1)  # with ReLU a token may select no head
-        return torch.arange(most, device=self.counts.device) < self.counts.unsqueeze(-1)
-
-    def padded(self, part):
-        """[n, ...] -> [b, h / r, most of a head, ...]"""
-        slots = self.slots()
-        padded = part.new_zeros(*slots.shape, *part.shape[1:])
-        padded[slots] = part
-        return padded
-
-    def choose(self, rows):
-        """Go on with these rows of the batch."""
-        if self.cumulative_length:
-            self.store([self.padded(part)[rows] for part in self.parts()], self.slots()[rows])
-
-    reorder_cache = batch_select_indices = choose
-
-    def batch_repeat_interleave(self, repeats):
-        if self.cumulative_length:
-            self.choose(torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(repeats))
-
-    def crop(self, length):
-        """Keep ``length`` tokens, or with a negative number leave out so many."""
-        if length and self.cumulative_length:
-            past = self.cumulative_length
-            self.cumulative_length = min(past, length) if length > 0 else past + length
-            parts = list(map(self.padded, self.parts()))
-            self.store(parts, self.slots() & (parts[2] < self.cumulative_length))
-
-    def get_seq_length(self, *arguments):
-        return self.cumulative_length
-
-
-class OwnKeysStaticLayer(StaticLayer or object):
-    """A layer of a static cache that keeps as many key/value heads of a token as a token can use.
-
-    keys, values: [b, kept heads, all tokens, e]: of each token the heads that it uses, in their order, then others that
-    nobody reads. members: of all tokens, which query heads use them, bool [b, h, all tokens].
-    """
-
-    members = None
-
-    def __init__(self, max_cache_len, num_kept_heads):
-        super().__init__(max_cache_len)
-        self.num_kept_heads = num_kept_heads
-
-    def update(self, key, value, more, **kwargs):
-        """key, value: [b, h / r, s, e]. more: cache_position, the slots of transformers 4, and used, bool [b, h, s].
-        -> the layer's keys and values."""
-        used, slots = more["used"], more["cache_position"]
-        if self.members is None:
-            self.members = used.new_zeros(*used.shape[:2], self.max_cache_len)
-            if not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(self.members)
-        if (start := getattr(self, "cumulative_length", None)) is not None:  # transformers 5 counts them
-            slots = start + torch.arange(key.shape[2], device=key.device)
-        self.members.index_copy_(2, slots, used)
-        kept = used.unflatten(1, (key.shape[1], -1)).any(2).byte().argsort(dim=1, descending=True, stable=True)
-        kept = kept[:, : self.num_kept_heads, :, None]
-        key, value = (part.gather(1, kept.expand(-1, -1, -1, part.shape[-1])) for part in (key, value))
-        return super().update(key, value, more, **kwargs)
-
-    def reorder_cache(self, beam_idx):
-        if self.members is not None:
-            chosen = beam_idx.to(self.members.device)
-            parts = (self.keys, self.values, self.members)
-            self.keys, self.values, self.members = (part.index_select(0, chosen) for part in parts)
-
-    def reset(self):
-        super().reset()
-        if self.members is not None:
-            self.members.zero_()
-
-
-def can_keep_less(layer, head_dim):
-    """Whether a ``StaticLayer`` is empty and was not made for keys with marks."""
-    begun = getattr(layer, "is_initialized", None)  # transformers before 4.57 have none
-    return begun is False or bool(begun) and layer.keys.shape[-1] == head_dim and not layer.get_seq_length()
-
-
-def places_kept(used, num_key_value_heads):
-    """Where an ``OwnKeysStaticLayer`` keeps key/value heads: used, bool [b, h, k] -> [b, h / r, k], anywhere for those
-    that no query head uses."""
-    return (used.unflatten(1, (num_key_value_heads, -1)).any(2).cumsum(1) - 1).clamp_min(0)
-
-
-def unpacked(kept, used, num_key_value_heads):
-    """[b, kept heads, k, e] of an ``OwnKeysStaticLayer`` -> [b, h / r, k, e]"""
-    places = places_kept(used, num_key_value_heads).unsqueeze(-1).clamp_max(kept.shape[1] - 1)  # NaN selects all heads
-    return kept.gather(1, places.expand(-1, -1, -1, kept.shape[-1]))
-
-
-def kept_mask(used, num_key_value_heads, num_kept, mask, dtype):
-    """What is to be added to the scores of one token's heads with what is kept: used [b, h, k] -> [b, h, kept, k].
-
-    mask: what is to be added for, or is visible of, all tokens, [b or 1, 1, 1, k]; None: all are visible.
-    """
-    places = places_kept(used, num_key_value_heads).repeat_interleave(used.shape[1] // num_key_value_heads, 1)
-    visible = used.unsqueeze(2) & (places.unsqueeze(2) == torch.arange(num_kept, device=used.device).unsqueeze(-1))
-    added = torch.zeros((), dtype=dtype, device=used.device)
-    if mask is not None and mask.dtype == torch.bool:
-        visible = visible & mask
-    elif mask is not None:
-        added = mask.clamp_min(torch.finfo(dtype).min).to(dtype)
-    return torch.where(visible, added, torch.finfo(dtype).min)
-
-
-def kept_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
-    """Attention of one new token to what an ``OwnKeysStaticLayer`` keeps, which is read once: the heads are the rows
-    of two matrix products, which a GPU spreads over the keys.
-
-    query [b, h, 1, e], key and value [b, kept heads, k, e], attention_mask [b, h, kept heads, k] -> [b, 1, h, e], None
-    """
-    key, value = (part.flatten(1, 2) for part in (key, value))
-    scores = torch.baddbmm(attention_mask.flatten(2), query.squeeze(2) * scaling, key.transpose(1, 2))
-    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    return (weights @ value).unsqueeze(1), None
-
-
-def own_layer(cache, index):
-    """The layer of a cache, if it keeps what heads use only, or None."""
-    layers = getattr(cache, "layers", None) or []
-    own = index < len(layers) and isinstance(layers[index], (OwnKeysLayer, OwnKeysStaticLayer))
-    return layers[index] if own else None
 
 
 if not ALL_ATTENTION_FUNCTIONS:
@@ -745,59 +385,6 @@ class MoHLlamaDecoderLayer(nn.Module):
         return (hidden_states, *details) if output_details else hidden_states
 
 
-def rotary_frequencies(rope, head_dim, device):
-    """Angle per position of each pair of features that turns, fp32 [r / 2]. rope: ``config.rope_parameters``.
-
-    linear divides the frequencies by ``factor``; llama3 divides the low ones only: those whose wavelength fits into the
-    original context fewer than low_freq_factor times wholly, those that fit high_freq_factor times or more not at all.
-    yarn divides the pairs wholly that turn less than once in the original context, and none that turn 32 times.
-    """
-    head_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
-    frequencies = 1.0 / rope["rope_theta"] ** exponent
-    if rope["rope_type"] == "linear":
-        return frequencies / rope["factor"]
-    if rope["rope_type"] == "llama3":
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        fits = rope["original_max_position_embeddings"] / (2 * math.pi / frequencies)
-        kept = ((fits - low) / (high - low)).clamp(0, 1)
-        return (1 - kept) * frequencies / rope["factor"] + kept * frequencies
-    if rope["rope_type"] == "yarn":
-        waves = [math.log(rope["original_max_position_embeddings"] / (turns * 2 * math.pi)) for turns in (32, 1)]
-        low, high = (head_dim * wave / (2 * math.log(rope["rope_theta"])) for wave in waves)
-        low, high = max(math.floor(low), 0), min(math.ceil(high), head_dim - 1)
-        pairs = torch.arange(head_dim // 2, device=device).float()
-        slowed = ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
-        return frequencies / rope["factor"] * slowed + frequencies * (1 - slowed)
-    return frequencies
-
-
-def rotary_magnitude(rope):
-    """What cos and sin are multiplied by."""
-    return 0.1 * math.log(rope["factor"]) + 1 if rope["rope_type"] == "yarn" and rope["factor"] > 1 else 1.0
-
-
-class MoHLlamaRotaryEmbedding(nn.Module):
-    """cos and sin [b, s, r]. No buffer: transformers 5 leaves one uninitialised when it loads a model."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-
-    def forward(self, x, position_ids):
-        return rotary_table(self.config, self.config.turning_dim or self.config.query_dim, x, position_ids)
-
-
-def rotary_table(config, width, x, position_ids):
-    """cos and sin [b, s, r] of heads of this width, in the dtype of x."""
-    with torch.autocast(device_type=x.device.type, enabled=False):
-        frequencies = rotary_frequencies(config.rope_parameters, width, x.device)
-        angles = position_ids[..., None].float() * frequencies  # [b, s, r / 2]
-        angles = torch.cat((angles, angles), dim=-1)
-        magnitude = rotary_magnitude(config.rope_parameters)
-        return (angles.cos() * magnitude).to(x.dtype), (angles.sin() * magnitude).to(x.dtype)
-
-
 def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position, window):
     """Additive mask [b, 1, s, k]; k is the whole length of a static cache. A mask of that form is left as it is."""
     if attention_mask is not None and attention_mask.dim() == 4:
@@ -863,35 +450,6 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, MoHLlamaRMSNorm):
             nn.init.ones_(module.weight)
-
-
-def load_balance_loss(config, router_logits, router_selections, attention_mask):
-    """Eq. 7, the mean over the sequences and over the layers with routed heads; a scalar in fp32.
-
-    router_logits, router_selections: of every layer, [b, s, E], E = 0 without routed heads, and [b, s, h].
-    attention_mask [b, k] or None: 0 for padding, of which the last s columns belong to the tokens.
-    """
-    losses, size = [], config.heads_per_expert
-    budgets = (config.num_shared_heads, config.num_active_routed_heads)
-    for scores, selected, shared, active in zip(router_logits, router_selections, *budgets, strict=True):
-        num_routed = scores.shape[-1]
-        if not num_routed:
-            continue
-        counted = scores.new_ones(*scores.shape[:2], 1)
-        if attention_mask is not None and attention_mask.dim() == 2:
-            counted = attention_mask[:, -scores.shape[1] :, None].to(scores)
-        tokens = counted.sum(1).clamp_min(1)  # [b, 1]
-        share = (selected[..., shared::size] * counted).sum(1) / tokens  # f, [b, E]
-        if config.routing == "sigmoid":
-            probability = scores.sigmoid() / scores.sigmoid().sum(dim=-1, keepdim=True)
-        elif config.routing == "relu":  # L_b over K / E is the L1 norm, weighed by the load
-            probability = scores.relu() * num_routed * size / active
-        else:
-            probability = scores.softmax(dim=-1)
-        probability = (probability * counted).sum(1) / tokens  # P
-        loss = (share * probability).sum(-1).mean()
-        losses.append(loss * num_routed if config.routing == "released" else loss)
-    return sum(loss.to(losses[0].device) for loss in losses) / len(losses) if losses else torch.zeros(())
 
 
 @dataclass

@@ -28,7 +28,13 @@ from tools.hf.model_card import model_card
 from tools.hf.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
 
 HF = Path(__file__).resolve().parents[1] / "hf"
-REMOTE_CODE = ("configuration_moh.py", "modeling_moh.py")
+REMOTE_CODE = (
+    "configuration_moh.py",
+    "modeling_moh.py",
+    "moh_own_keys.py",
+    "moh_positions.py",
+    "moh_router.py",
+)
 AUTO_MAP = {
     "AutoConfig": "configuration_moh.MoHLlamaConfig",
     "AutoModel": "modeling_moh.MoHLlamaModel",

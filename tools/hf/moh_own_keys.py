@@ -1,0 +1,217 @@
+"""Heads that keep their own tokens only (``routed_keys`` selected), in any attention and in caches of transformers.
+
+Head i at token t sees the tokens u <= t only that use head i. Keys and queries have a few features more
+(``marked_query``, ``marked_key``), by which any attention and any cache leaves the others out. A dynamic cache keeps
+the keys and values of the heads only that a token uses (``OwnKeysLayer``), a static one those of as many heads as a
+token can use (``OwnKeysStaticLayer``).
+
+Shapes: b batch, s new tokens, k cached and new tokens, h query heads, r of them to a key/value head, e head dimension.
+"""
+
+import torch
+import torch.nn.functional as F
+from transformers import cache_utils
+
+DynamicLayer = getattr(cache_utils, "DynamicLayer", None)  # since transformers 4.54
+StaticLayer = getattr(cache_utils, "StaticLayer", None)
+
+
+def room_for_marks(r, e, head_dim):
+    """How many features more queries, keys and values of e have: up to head_dim, if that is above e; else so many that
+    there is one for each of the r query heads of a key, and all are a multiple of 8, which kernels want."""
+    return head_dim - e or r + -(e + r) % 8
+
+
+def marked_query(query, used, r, head_dim):
+    """A query [b, h, s, e] with features by which it sees the keys only that use its head: 1 at its own head's place
+    among the r query heads of a key, if the token uses it. used: bool [b, h, s]. A head that the token does not use
+    sees all: its gate is 0."""
+    room = room_for_marks(r, query.shape[-1], head_dim)
+    places = torch.eye(r, room, dtype=query.dtype, device=query.device).repeat(query.shape[1] // r, 1)  # [h, room]
+    return torch.cat((query, used.unsqueeze(-1) * places.unsqueeze(1)), -1)
+
+
+def marked_key(key, value, used, head_dim):
+    """Key and value [b, h / r, k, e] with these features: in a key 0 for the query heads that the token uses, else a
+    number so low that no probability is left. used: bool [b, h, k]."""
+    used = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, k, r]
+    room = room_for_marks(used.shape[-1], key.shape[-1], head_dim)
+    hidden = -min(torch.finfo(key.dtype).max / 4, 2.0**100)
+    hides = F.pad((~used).to(key.dtype) * hidden, (0, room - used.shape[-1]))
+    return torch.cat((key, hides), -1), F.pad(value, (0, room))
+
+
+class OwnKeysLayer(DynamicLayer or object):
+    """A layer of a dynamic cache that keeps the keys and values of the heads only that a token uses.
+
+    keys, values: [n, e], of the (token, key/value head) pairs that are kept, ordered by row, head and position. others:
+    their positions, int64 [n], and which of the r query heads use them, bool [n, r]. counts: [b, h / r].
+    """
+
+    cumulative_length, counts = 0, None
+
+    def keep(self, key, value, used, present):
+        """key, value: [b, h / r, s, e]. used: bool [b, h, s]. present: bool [b, s], False for padding; or None."""
+        if present is not None:
+            used = used & present.unsqueeze(1)
+        members = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, s, r]
+        positions = self.cumulative_length + torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
+        self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
+        new, slots = (key, value, positions, members), members.any(-1)
+        if self.cumulative_length:
+            new = [torch.cat((self.padded(old), more), 2) for old, more in zip(self.parts(), new, strict=True)]
+            slots = torch.cat((self.slots(), slots), 2)
+        self.cumulative_length += key.shape[2]
+        self.store(new, slots)
+
+    def read(self, length, mask):
+        """Keys, values [b, h / r, n, e] and a mask to add [b, h, length, n] for the last ``length`` tokens.
+
+        mask: what is to be added for, or is visible of, all tokens, [b or 1, 1, length, tokens]; None: it is causal.
+        """
+        key, value, positions, members = map(self.padded, self.parts())
+        last = torch.arange(self.cumulative_length - length, self.cumulative_length, device=key.device)
+        earlier = (positions.unsqueeze(-2) <= last.unsqueeze(-1)).unsqueeze(2)  # [b, h / r, 1, length, n]
+        visible = (earlier & members.transpose(2, 3).unsqueeze(3)).flatten(1, 2)
+        lowest = torch.finfo(key.dtype).min
+        added = torch.zeros_like(visible, dtype=key.dtype).masked_fill(~visible, lowest)
+        if mask is not None:
+            places = positions.unsqueeze(2).expand(-1, -1, length, -1)
+            given = mask.expand(*places.shape[:3], -1).gather(-1, places).repeat_interleave(members.shape[-1], 1)
+            given = given.to(key.dtype) if given.dtype != torch.bool else (~given).to(key.dtype) * lowest
+            added = torch.minimum(added, given)
+        return key, value, added
+
+    def parts(self):
+        return self.keys, self.values, *self.others
+
+    def store(self, parts, slots):
+        """parts: [b, h / r, n, ...]. slots: bool [b, h / r, n], what is kept of them."""
+        self.counts = slots.sum(-1)
+        self.keys, self.values, *self.others = (part[slots] for part in parts)
+
+    def slots(self):
+        most = self.counts.max().clamp_min(1)  # with ReLU a token may select no head
+        return torch.arange(most, device=self.counts.device) < self.counts.unsqueeze(-1)
+
+    def padded(self, part):
+        """[n, ...] -> [b, h / r, most of a head, ...]"""
+        slots = self.slots()
+        padded = part.new_zeros(*slots.shape, *part.shape[1:])
+        padded[slots] = part
+        return padded
+
+    def choose(self, rows):
+        """Go on with these rows of the batch."""
+        if self.cumulative_length:
+            self.store([self.padded(part)[rows] for part in self.parts()], self.slots()[rows])
+
+    reorder_cache = batch_select_indices = choose
+
+    def batch_repeat_interleave(self, repeats):
+        if self.cumulative_length:
+            self.choose(torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(repeats))
+
+    def crop(self, length):
+        """Keep ``length`` tokens, or with a negative number leave out so many."""
+        if length and self.cumulative_length:
+            past = self.cumulative_length
+            self.cumulative_length = min(past, length) if length > 0 else past + length
+            parts = list(map(self.padded, self.parts()))
+            self.store(parts, self.slots() & (parts[2] < self.cumulative_length))
+
+    def get_seq_length(self, *arguments):
+        return self.cumulative_length
+
+
+class OwnKeysStaticLayer(StaticLayer or object):
+    """A layer of a static cache that keeps as many key/value heads of a token as a token can use.
+
+    keys, values: [b, kept heads, all tokens, e]: of each token the heads that it uses, in their order, then others that
+    nobody reads. members: of all tokens, which query heads use them, bool [b, h, all tokens].
+    """
+
+    members = None
+
+    def __init__(self, max_cache_len, num_kept_heads):
+        super().__init__(max_cache_len)
+        self.num_kept_heads = num_kept_heads
+
+    def update(self, key, value, more, **kwargs):
+        """key, value: [b, h / r, s, e]. more: cache_position, the slots of transformers 4, and used, bool [b, h, s].
+        -> the layer's keys and values."""
+        used, slots = more["used"], more["cache_position"]
+        if self.members is None:
+            self.members = used.new_zeros(*used.shape[:2], self.max_cache_len)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.members)
+        if (start := getattr(self, "cumulative_length", None)) is not None:  # transformers 5 counts them
+            slots = start + torch.arange(key.shape[2], device=key.device)
+        self.members.index_copy_(2, slots, used)
+        kept = used.unflatten(1, (key.shape[1], -1)).any(2).byte().argsort(dim=1, descending=True, stable=True)
+        kept = kept[:, : self.num_kept_heads, :, None]
+        key, value = (part.gather(1, kept.expand(-1, -1, -1, part.shape[-1])) for part in (key, value))
+        return super().update(key, value, more, **kwargs)
+
+    def reorder_cache(self, beam_idx):
+        if self.members is not None:
+            chosen = beam_idx.to(self.members.device)
+            parts = (self.keys, self.values, self.members)
+            self.keys, self.values, self.members = (part.index_select(0, chosen) for part in parts)
+
+    def reset(self):
+        super().reset()
+        if self.members is not None:
+            self.members.zero_()
+
+
+def can_keep_less(layer, head_dim):
+    """Whether a ``StaticLayer`` is empty and was not made for keys with marks."""
+    begun = getattr(layer, "is_initialized", None)  # transformers before 4.57 have none
+    return begun is False or bool(begun) and layer.keys.shape[-1] == head_dim and not layer.get_seq_length()
+
+
+def places_kept(used, num_key_value_heads):
+    """Where an ``OwnKeysStaticLayer`` keeps key/value heads: used, bool [b, h, k] -> [b, h / r, k], anywhere for those
+    that no query head uses."""
+    return (used.unflatten(1, (num_key_value_heads, -1)).any(2).cumsum(1) - 1).clamp_min(0)
+
+
+def unpacked(kept, used, num_key_value_heads):
+    """[b, kept heads, k, e] of an ``OwnKeysStaticLayer`` -> [b, h / r, k, e]"""
+    places = places_kept(used, num_key_value_heads).unsqueeze(-1).clamp_max(kept.shape[1] - 1)  # NaN selects all heads
+    return kept.gather(1, places.expand(-1, -1, -1, kept.shape[-1]))
+
+
+def kept_mask(used, num_key_value_heads, num_kept, mask, dtype):
+    """What is to be added to the scores of one token's heads with what is kept: used [b, h, k] -> [b, h, kept, k].
+
+    mask: what is to be added for, or is visible of, all tokens, [b or 1, 1, 1, k]; None: all are visible.
+    """
+    places = places_kept(used, num_key_value_heads).repeat_interleave(used.shape[1] // num_key_value_heads, 1)
+    visible = used.unsqueeze(2) & (places.unsqueeze(2) == torch.arange(num_kept, device=used.device).unsqueeze(-1))
+    added = torch.zeros((), dtype=dtype, device=used.device)
+    if mask is not None and mask.dtype == torch.bool:
+        visible = visible & mask
+    elif mask is not None:
+        added = mask.clamp_min(torch.finfo(dtype).min).to(dtype)
+    return torch.where(visible, added, torch.finfo(dtype).min)
+
+
+def kept_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
+    """Attention of one new token to what an ``OwnKeysStaticLayer`` keeps, which is read once: the heads are the rows
+    of two matrix products, which a GPU spreads over the keys.
+
+    query [b, h, 1, e], key and value [b, kept heads, k, e], attention_mask [b, h, kept heads, k] -> [b, 1, h, e], None
+    """
+    key, value = (part.flatten(1, 2) for part in (key, value))
+    scores = torch.baddbmm(attention_mask.flatten(2), query.squeeze(2) * scaling, key.transpose(1, 2))
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return (weights @ value).unsqueeze(1), None
+
+
+def own_layer(cache, index):
+    """The layer of a cache, if it keeps what heads use only, or None."""
+    layers = getattr(cache, "layers", None) or []
+    own = index < len(layers) and isinstance(layers[index], (OwnKeysLayer, OwnKeysStaticLayer))
+    return layers[index] if own else None
