@@ -90,6 +90,8 @@ class Config:
         """The configuration in a config.json. Raises ConfigError if the file is absent or not such a file."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError("it holds no settings")
         except (OSError, ValueError) as error:
             raise ConfigError([f"{path}: no configuration ({error}); give a directory made by a run"]) from error
         return cls.from_dict(values)

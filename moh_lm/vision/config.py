@@ -323,7 +323,7 @@ KINDS = {kind.kind: kind for kind in (ViTTraining, DiTTraining)}
 def kind_of_run(directory):
     """The kind of ``Config`` in the directory of a run or of a step; ``Config`` if it is of no image model."""
     try:
-        values = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        program = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8")).get("program")
+    except (OSError, ValueError, AttributeError):
         return Config  # which says what is wrong
-    return {kind.program: kind for kind in KINDS.values()}.get(values.get("program"), Config)
+    return {kind.program: kind for kind in KINDS.values()}.get(program, Config)

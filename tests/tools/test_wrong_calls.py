@@ -43,6 +43,10 @@ FILES = {
     "bare/config.json": '{"model_type": "moh_llama"}',
     "hf/config.json": json.dumps(LLAMA),
     "hf/tokenizer.json": "{}",
+    "nothing/config.json": "{}",
+    "nothing/metrics.jsonl": "",
+    "list/config.json": "[1]",
+    "list/metrics.jsonl": "",
 }
 CALLS = {
     "moh_lm.pretrain": """
@@ -299,6 +303,8 @@ CALLS = {
         nosuch | nosuch: has no metrics.jsonl; give the directory of a run that has begun
         run | run: has no metrics.jsonl
         hf | hf: has no metrics.jsonl
+        nothing | nothing/config.json: has no train_iters; give the directory of a run
+        list | list/config.json: no configuration (it holds no settings); give a directory made by a run
         run --output . | --output .: is a directory; give a file in it
         run --out x.html | flag --out is unknown: did you mean --output?
     """,
@@ -373,7 +379,7 @@ def calls():
 def place(tmp_path_factory):
     """A directory with something of each kind: a run without a step, models, files that are none."""
     directory = tmp_path_factory.mktemp("place")
-    for name in ("run/checkpoints", "bare", "hf", "empty"):
+    for name in ("run/checkpoints", "bare", "hf", "empty", "nothing", "list"):
         (directory / name).mkdir(parents=True)
     for name, text in FILES.items():
         (directory / name).write_text(text)

@@ -35,6 +35,8 @@ class RunRecord:
         if not (self.directory / "metrics.jsonl").exists():
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
         self.config = kind.load(self.directory / "config.json")
+        if self.config.run.train_iters is None:
+            raise ConfigError([f"{directory}/config.json: has no train_iters; give the directory of a run"])
         self.events = [row for _, row in complete_rows(self.directory / "events.jsonl")]
         training, evaluations, scores = [], [], []
         for _, row in complete_rows(self.directory / "metrics.jsonl"):
