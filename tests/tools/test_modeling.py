@@ -16,12 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
 from tools.hf.configuration_moh import MoHLlamaConfig
-from tools.hf.modeling_moh import (
-    ALL_ATTENTION_FUNCTIONS,
-    MoHLlamaForCausalLM,
-    MoHLlamaForSequenceClassification,
-    eager_attention_forward,
-)
+from tools.hf.modeling_moh import MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
+from tools.hf.moh_attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from tools.hf.moh_own_keys import OwnKeysStaticLayer
 from tools.hf.moh_positions import rotate
 from tools.hf.moh_router import MoHLlamaRouter, query_norm_routing

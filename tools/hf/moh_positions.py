@@ -1,12 +1,23 @@
-"""Rotary positions of an exported model: ``config.rope_parameters`` as transformers names them.
+"""Where tokens stand and what they see, in an exported model: rotary positions and causal masks.
 
-Shapes: b batch, h heads, s tokens, r features of a head that turn.
+``config.rope_parameters`` has its keys by the names of transformers, which makes the masks where it can.
+
+Shapes: b batch, h heads, s tokens, k cached and new tokens, r features of a head that turn.
 """
 
+import inspect
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+try:
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    MASK_ARGUMENTS = set(inspect.signature(create_causal_mask).parameters)  # they differ between versions 4 and 5
+except ImportError:  # transformers before 4.53
+    create_causal_mask = None
 
 
 def rotate(x, cos, sin):
@@ -69,3 +80,45 @@ def rotary_table(config, width, x, position_ids):
         angles = torch.cat((angles, angles), dim=-1)
         magnitude = rotary_magnitude(config.rope_parameters)
         return (angles.cos() * magnitude).to(x.dtype), (angles.sin() * magnitude).to(x.dtype)
+
+
+def causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position, window):
+    """Additive mask [b, 1, s, k]; k is the whole length of a static cache. A mask of that form is left as it is."""
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return attention_mask
+    batch, length = hidden_states.shape[:2]
+    total = length
+    if past_key_values is not None:
+        total = past_key_values.get_max_cache_shape() or past_key_values.get_seq_length() + length
+    behind = cache_position[:, None] - torch.arange(total, device=hidden_states.device)  # [s, k]
+    visible = (behind >= 0) & (behind < (window or total))
+    visible = visible.expand(batch, 1, length, total)
+    if attention_mask is not None:
+        not_padding = F.pad(attention_mask, (0, max(0, total - attention_mask.shape[1])))[:, :total].bool()
+        visible = visible & not_padding[:, None, None, :]
+    mask = torch.zeros(visible.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+    return mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
+
+
+def causal_mask(config, hidden_states, attention_mask, past_key_values, cache_position, position_ids, window):
+    """The mask in the form that the attention implementation wants, made by transformers where it can.
+
+    window: the last keys that a token sees, 0 for all.
+    """
+    if create_causal_mask is None:
+        return causal_mask_before_4_53(hidden_states, attention_mask, past_key_values, cache_position, window)
+    available = {
+        "config": config,
+        "input_embeds": hidden_states,  # the name in transformers 4
+        "inputs_embeds": hidden_states,  # the name in transformers 5
+        "attention_mask": attention_mask,
+        "cache_position": cache_position,  # transformers 4 only
+        "past_key_values": past_key_values,
+        "position_ids": position_ids,
+    }
+    arguments = {name: value for name, value in available.items() if name in MASK_ARGUMENTS}
+    if not window or config._attn_implementation == "vllm":  # which has masks of its own
+        return create_causal_mask(**arguments)
+    if window < config.sliding_window:  # which is the largest one
+        arguments["and_mask_function"] = lambda batch, head, query, key: key > query - window
+    return create_sliding_window_causal_mask(**arguments)

@@ -31,6 +31,7 @@ HF = Path(__file__).resolve().parents[1] / "hf"
 REMOTE_CODE = (
     "configuration_moh.py",
     "modeling_moh.py",
+    "moh_attention.py",
     "moh_own_keys.py",
     "moh_positions.py",
     "moh_router.py",

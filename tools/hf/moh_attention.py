@@ -1,0 +1,305 @@
+"""The attention of an exported model, whose heads are weighted by gates (Eq. 4), in its three kinds.
+
+``MoHLlamaAttention`` is the common one. ``MoHLlamaLatentAttention`` has keys and values of a latent, and
+``MoHLlamaUnevenAttention`` heads of several widths. Names of attributes and the form of ``forward`` follow the
+transformers interface, which vLLM's Transformers backend reads.
+
+Shapes: b batch, s new tokens, k cached and new tokens, h heads, d hidden size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .moh_own_keys import (
+    OwnKeysLayer,
+    OwnKeysStaticLayer,
+    kept_attention_forward,
+    kept_mask,
+    marked_key,
+    marked_query,
+    own_layer,
+    unpacked,
+)
+from .moh_positions import rotary_table, rotate
+from .moh_router import MoHLlamaRouter, query_norm_routing
+
+try:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+except ImportError:  # transformers before 4.48
+    ALL_ATTENTION_FUNCTIONS = {}
+
+
+def repeat_key_value(x, groups):
+    """One key or value head per query head: [b, h / groups, k, head_dim] -> [b, h, k, head_dim]."""
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
+    """Attention in plain operations: query [b, h, s, head_dim] -> output [b, s, h, head_dim], weights [b, h, s, k]."""
+    key = repeat_key_value(key, module.num_key_value_groups)
+    value = repeat_key_value(value, module.num_key_value_groups)
+    scores = query @ key.transpose(2, 3) * scaling  # [b, h, s, k]
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
+    """The same through torch's scaled_dot_product_attention, for transformers that have no attention interface."""
+    key = repeat_key_value(key, module.num_key_value_groups)
+    value = repeat_key_value(value, module.num_key_value_groups)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def local_heads(gates, num_local):
+    """The gates of this rank's heads: [b, s, h] -> [b, s, num_local], fewer under tensor parallelism."""
+    ranks = gates.shape[-1] // num_local
+    return gates if ranks == 1 else gates.narrow(-1, torch.distributed.get_rank() % ranks * num_local, num_local)
+
+
+if not ALL_ATTENTION_FUNCTIONS:
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa_attention_forward
+
+
+class MoHLlamaContextualPositions(nn.Module):
+    """Contextual position encoding, CoPE (arXiv 2405.18719).
+
+    Key j counts sigmoid(q_i k_j) for query i. Its position p is the sum of what the keys from j to i count, at most P.
+    q_i e[p] is added to its score, where e is a table of each head, interpolated between whole positions.
+    """
+
+    def __init__(self, config, num_heads):
+        super().__init__()
+        self.most = config.cope_max_position
+        self.weight = nn.Parameter(torch.empty(num_heads, self.most + 1, config.head_dim))
+
+    def forward(self, query, key, attention_mask):
+        """What is added to the scores, [b, h, s, k]. attention_mask [b, 1, s, k]: true, or 0, for what is seen."""
+        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        wide = torch.promote_types(query.dtype, torch.float32)
+        key = repeat_key_value(key, query.shape[1] // key.shape[1])
+        gates = (query @ key.transpose(2, 3)).to(wide).sigmoid() * visible
+        position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.most)
+        below = position.detach().floor().clamp(max=self.most - 1).long()
+        table = local_heads(self.weight.movedim(0, -1), query.shape[1]).movedim(-1, 0)
+        whole = torch.einsum("bhse,hpe->bhsp", query, table).to(wide)  # at whole positions
+        added = whole.gather(-1, below) + whole.diff(dim=-1).gather(-1, below) * (position - below)
+        return added.to(query.dtype).masked_fill(~visible, torch.finfo(query.dtype).min)
+
+
+class MoHLlamaAttention(nn.Module):
+    """Self-attention whose heads are weighted by gates, Eq. 4. projects: whether it has a way of its own to queries,
+    keys and values."""
+
+    projects = False
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.query_dim
+        self.num_heads, self.num_key_value_groups = config.layer_heads[layer_idx], config.queries_per_key
+        self.scaling = (self.head_dim + config.turning_dim) ** -0.5
+        self.attention_dropout = 0.0
+        self.is_causal = True
+        self.sliding_window = config.layer_windows[layer_idx] or None  # read by flash attention, which has no mask
+        self.in_bf16 = config.routing_dtype == "bf16"
+        self.num_shared = config.num_shared_heads[layer_idx]
+        self.num_active = config.num_active_routed_heads[layer_idx]
+        self.make_projections(config)
+        size = sum(config.head_dims) or self.num_heads * self.head_dim
+        self.o_proj = nn.Linear(size, config.hidden_size, bias=False)
+        self.rotary = config.layer_positions[layer_idx] == "rotary"
+        cope = config.layer_positions[layer_idx] == "cope"
+        self.cope = MoHLlamaContextualPositions(config, self.num_heads) if cope else None
+        routed = config.head_selection == "mixture" and self.num_shared < self.num_heads
+        self.own_keys = routed and config.routed_keys == "selected"
+        r = self.num_key_value_groups
+        self.num_kept_heads = self.num_heads // r  # the key/value heads that a token can use
+        if config.routing != "relu":
+            used = -(-self.num_shared // r) + self.num_active // config.heads_per_expert
+            self.num_kept_heads = min(self.num_kept_heads, used)
+        self.router = None
+        if config.head_selection == "mixture" and (config.routing != "query_norm" or config.load_balance_bias_rate):
+            self.router = MoHLlamaRouter(config, layer_idx)
+        self.gated = self.router is not None or self.num_shared < self.num_heads  # else every gate is 1
+
+    def make_projections(self, config):
+        key_value_size = self.num_heads // self.num_key_value_groups * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key_value_size, bias=False)
+        self.q_norm, self.k_norm = (
+            MoHLlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
+
+    def joined(self, output):
+        """[b, s, h, head_dim] -> what the output projection takes."""
+        return output.flatten(2)
+
+    def route(self, hidden_states, query):
+        """Gates, selection and scores as ``MoHLlamaRouter``; query [b, s, h, head_dim] before norm and rotary."""
+        num_heads = self.num_heads
+        if self.router is not None and self.config.routing != "query_norm":
+            return self.router(hidden_states)
+        if self.config.head_selection == "mixture" and self.num_shared < num_heads:
+            if query.shape[-2] < num_heads:
+                raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
+            size = self.config.heads_per_expert
+            more = {} if self.router is None else {"biased": self.router.biased}
+            shared, active = self.num_shared // size, self.num_active // size
+            return query_norm_routing(query, shared, active, size, self.in_bf16, **more)
+        always_on = torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active
+        selected = always_on.expand(*query.shape[:-2], num_heads)
+        return selected.float(), selected, query.new_zeros(*query.shape[:-2], 0)
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, cache_position=None,
+        present=None, position_ids=None, **kwargs,
+    ):  # fmt: skip
+        shape = hidden_states.shape[:-1]
+        if self.projects:
+            queries, query, key, value = self.project(hidden_states, position_embeddings, position_ids)
+        else:
+            # vLLM fuses the three where their names are not assigned again. Then ranks can share a key/value head.
+            queries = self.q_proj(hidden_states).view(*shape, -1, self.head_dim)  # [b, s, h, head_dim]
+            keys = self.k_proj(hidden_states).view(*shape, -1, self.head_dim)
+            values = self.v_proj(hidden_states).view(*shape, -1, self.head_dim)
+            query, key = self.q_norm(queries).transpose(1, 2), self.k_norm(keys).transpose(1, 2)  # [b, h, s, head_dim]
+            value = values.transpose(1, 2)
+            if self.rotary:
+                query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        gates, selected, scores = self.route(hidden_states, queries)
+        layer, used = own_layer(past_key_values, self.layer_idx), local_heads(selected, query.shape[1])
+        # transformers 4 finds the slots of a static cache by cache_position
+        more, used = {"cache_position": cache_position}, used.transpose(1, 2)  # [b, h, s]
+        static, num_keys = isinstance(layer, OwnKeysStaticLayer), key.shape[1]
+        steps = static and query.shape[2] == 1 and self.config._attn_implementation == "sdpa"
+        if static:
+            more["used"] = used
+            key, value = past_key_values.update(key, value, self.layer_idx, more)
+        elif layer is not None:
+            layer.keep(key, value, used, present)
+        if steps:
+            attention_mask = kept_mask(layer.members, num_keys, key.shape[1], attention_mask, key.dtype)
+        elif static:
+            key, value = (unpacked(part, layer.members, num_keys) for part in (key, value))
+        if isinstance(layer, OwnKeysLayer) and layer.cumulative_length > query.shape[2]:
+            key, value, attention_mask = layer.read(query.shape[2], attention_mask)
+        elif self.own_keys and not steps:
+            query = marked_query(query, used, self.num_key_value_groups, self.config.head_dim)
+            key, value = marked_key(key, value, layer.members if static else used, self.config.head_dim)
+        if past_key_values is not None and layer is None:
+            key, value = past_key_values.update(key, value, self.layer_idx, more)
+        if self.projects:
+            key, value = self.expand(key, value)
+        if self.cope is not None:
+            attention_mask = self.cope(query, key, attention_mask)
+
+        # vLLM recognises the attention by this assignment, and by the one call of the name that it assigns.
+        attention_interface = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        if steps:
+            attention_interface = kept_attention_forward
+        output, weights = attention_interface(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling,
+            sliding_window=self.sliding_window, position_ids=position_ids, **kwargs,
+        )  # fmt: skip
+        output = output.reshape(*shape, -1, query.shape[-1])[..., : self.head_dim]  # [b, s, h, head_dim]
+        if self.gated:
+            output = output * local_heads(gates, output.shape[-2]).unsqueeze(-1).to(output.dtype)
+        return self.o_proj(self.joined(output)), weights, gates, selected, scores  # Eq. 4
+
+
+class MoHLlamaLatentAttention(MoHLlamaAttention):
+    """Keys and values of all heads are made of one latent of a token and one key that turns (arXiv 2405.04434), which
+    are all that a cache keeps. In the weights of queries the features that turn are the last, in here the first."""
+
+    projects = True
+
+    def make_projections(self, config):
+        self.latent_dim, self.turning_dim = config.kv_lora_rank, config.turning_dim
+        size = self.num_heads * (self.head_dim + self.turning_dim)
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = MoHLlamaRMSNorm(config.q_lora_rank, config.rms_norm_eps)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, size, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, self.latent_dim + self.turning_dim, bias=False)
+        self.kv_a_layernorm = MoHLlamaRMSNorm(self.latent_dim, config.rms_norm_eps)
+        self.kv_b_proj = nn.Linear(self.latent_dim, 2 * self.num_heads * self.head_dim, bias=False)
+
+    def project(self, hidden_states, position_embeddings, position_ids):
+        """Queries [b, s, h, t + e]; at their positions [b, h, s, t + e]; the key that turns [b, 1, s, t]; the latent
+        [b, 1, s, r]."""
+        if self.config.q_lora_rank is None:
+            queries = self.q_proj(hidden_states)
+        else:
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        queries = queries.unflatten(-1, (-1, self.head_dim + self.turning_dim)).roll(self.turning_dim, -1)
+        latent, key = self.kv_a_proj_with_mqa(hidden_states).split((self.latent_dim, self.turning_dim), -1)
+        query, key = queries.transpose(1, 2), key.unsqueeze(1)
+        if self.rotary:
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        return queries, query, key, self.kv_a_layernorm(latent).unsqueeze(1)
+
+    def expand(self, key, value):
+        """Keys and values of heads, of what a cache has kept."""
+        still, value = self.kv_b_proj(value[:, 0]).unflatten(-1, (-1, 2 * self.head_dim)).transpose(1, 2).chunk(2, -1)
+        key = torch.cat((key.expand(-1, still.shape[1], -1, -1), still), -1)
+        return key, F.pad(value, (0, self.turning_dim))  # kernels have keys and values of one width
+
+
+class MoHLlamaUnevenAttention(MoHLlamaAttention):
+    """Heads of several widths: padded with zeros to the widest, each turned by the angles of its own width."""
+
+    projects = True
+
+    def make_projections(self, config):
+        size = sum(config.head_dims)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.hidden_size, size, bias=False) for _ in range(3))
+
+    def project(self, hidden_states, position_embeddings, position_ids):
+        """Queries, padded [b, s, h, e]; and queries, keys and values [b, h, s, e] at their positions."""
+        widths, wide, tables = self.config.head_dims, self.head_dim, {}
+        if self.rotary:
+            tables = {width: rotary_table(self.config, width, hidden_states, position_ids) for width in {*widths}}
+
+        def padded(heads, turned=False, scaled=False):
+            placed = []
+            for head in heads:
+                width = head.shape[-1]
+                head = rotate(head.unsqueeze(1), *tables[width]).squeeze(1) if turned and self.rotary else head
+                placed.append(F.pad(head * ((wide / width) ** 0.5 if scaled else 1), (0, wide - width)))
+            return torch.stack(placed, 1)
+
+        query, key, value = (
+            project(hidden_states).split(widths, -1) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        given = padded(query).transpose(1, 2)
+        return given, padded(query, True, scaled=True), padded(key, True), padded(value)  # scores are over sqrt(e)
+
+    def expand(self, key, value):
+        return key, value
+
+    def joined(self, output):
+        return torch.cat([output[:, :, head, :width] for head, width in enumerate(self.config.head_dims)], -1)
+
+
+class MoHLlamaRMSNorm(nn.Module):
+    """Root-mean-square norm in fp32, as Llama's."""
+
+    def __init__(self, hidden_size, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
