@@ -44,6 +44,11 @@ def head_count_problems(model):
     return found
 
 
+def kind_problems(model):
+    """What the kinds of attention need, or contradict."""
+    return latent_problems(model) + width_problems(model)
+
+
 def latent_problems(model):
     """What latent attention needs, or contradicts."""
     given, sizes = "--attention latent", ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")

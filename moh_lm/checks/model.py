@@ -4,11 +4,10 @@ import math
 
 from moh_lm.checks.attention import (
     head_count_problems,
-    latent_problems,
+    kind_problems,
     per_layer,
     position_problems,
     rope_problems,
-    width_problems,
 )
 from moh_lm.checks.ranges import below, divisors
 from moh_lm.config import flag
@@ -21,7 +20,7 @@ def model_problems(model):
     if found:
         return found
     heads = max(model.head_counts)
-    turned = (model.qk_rope_head_dim if model.attention == "latent" else model.head_dim) * model.rotary_fraction
+    turned = model.rotary_dim * model.rotary_fraction
     if model.hidden_size % heads and model.head_dim == model.hidden_size // heads:
         found.append(
             f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
@@ -30,8 +29,7 @@ def model_problems(model):
     elif model.head_dim < 1 or ("rotary" in model.position and (turned < 2 or turned // 1 % 2)):
         share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
-    found += latent_problems(model) + width_problems(model)
-    found += position_problems(model)
+    found += kind_problems(model) + position_problems(model)
     for key in ("rope_theta", "rms_norm_eps"):
         if not 0 < getattr(model, key) < math.inf:
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")

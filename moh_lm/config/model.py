@@ -127,6 +127,11 @@ class ModelConfig:
         return self.head_dims or (self.head_dim,) * self.num_attention_heads
 
     @property
+    def rotary_dim(self):
+        """Features of the widest head that rotary positions may turn."""
+        return self.qk_rope_head_dim if self.attention == "latent" else self.head_dim
+
+    @property
     def query_dim(self):
         """Features of a head's query, and of its key."""
         return self.head_dim + self.qk_rope_head_dim if self.attention == "latent" and self.head_dim else self.head_dim

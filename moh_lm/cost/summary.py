@@ -11,6 +11,7 @@ from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
 from moh_lm.kernels.attention import choose_backend
 from moh_lm.kernels.break_even import machine, measurement
 from moh_lm.model.attention import share_of_scores
+from moh_lm.model.attention_kinds import attention_kind
 from moh_lm.quantities import by_layer, gibibytes, short, time_left, words, wrapped
 
 LARGEST_GPU = 288 * 2**30  # bytes of memory
@@ -45,10 +46,10 @@ def describe_configuration(config):
 
 
 def describe_model(model):
-    counts = parameter_counts(model)
+    counts, keys = parameter_counts(model), attention_kind(model).keys_in_words(model)
     yield (
         f"model      {model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
-        f"{words(model.num_attention_heads)} heads x {describe_width(model)}, {describe_keys(model)}, "
+        f"{words(model.num_attention_heads)} heads x {describe_width(model)}, {keys}, "
         f"vocabulary {model.vocab_size}"
     )
     yield (
@@ -79,13 +80,6 @@ def describe_window(model):
 def describe_width(model):
     widths = model.head_dims or (model.head_dim,)
     return str(model.head_dim) if len({*widths}) == 1 else f"{min(widths)} to {max(widths)}"
-
-
-def describe_keys(model):
-    """What keys and values are made of, in words."""
-    if model.attention == "latent":
-        return f"latent keys of {model.kv_lora_rank} + {model.qk_rope_head_dim} features"
-    return f"{words(model.num_key_value_heads)} key/value heads"
 
 
 def describe_positions(model):

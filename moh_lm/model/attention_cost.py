@@ -9,6 +9,7 @@ import math
 from moh_lm.kernels.documents import mean_keys
 from moh_lm.kernels.own_keys import marked_features
 from moh_lm.model.routing import FORMS
+from moh_lm.quantities import words
 
 
 class AttentionCost:
@@ -52,6 +53,11 @@ class AttentionCost:
     def cache_width(config):
         """Numbers that a cache keeps of a token: keys and values of a layer."""
         return 2 * config.num_key_value_heads * config.head_dim
+
+    @staticmethod
+    def keys_in_words(config):
+        """What keys and values are made of."""
+        return f"{words(config.num_key_value_heads)} key/value heads"
 
     @classmethod
     def cost(cls, config, layer_index, seq_length, active_heads=None):

@@ -111,6 +111,10 @@ class LatentAttention(Attention):
         return config.kv_lora_rank + config.qk_rope_head_dim
 
     @staticmethod
+    def keys_in_words(config):
+        return f"latent keys of {config.kv_lora_rank} + {config.qk_rope_head_dim} features"
+
+    @staticmethod
     def cache_shares(config, layer_index):
         """All of it is kept, and read whichever heads a token uses."""
         return 1.0, 1.0

@@ -62,9 +62,8 @@ class Rotary(NamedTuple):
 
 def rotary_of(config, layer_index=0, head_dim=None):
     """The ``Rotary`` of a layer of a ``ModelConfig``. head_dim: of heads of another width than that of the model."""
-    whole = config.qk_rope_head_dim if config.attention == "latent" else head_dim or config.head_dim
     share = config.rotary_fraction if config.position[layer_index] == "rotary" else 0
-    width = int(whole * share)  # rounded as transformers does
+    width = int((head_dim or config.rotary_dim) * share)  # rounded as transformers does
     return Rotary(width, *(getattr(config, f"rope_{name}") for name in Rotary._fields[1:]))
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from moh_lm.cost.summary import (
     describe_cache,
-    describe_keys,
     describe_norms,
     describe_positions,
     describe_width,
@@ -19,6 +18,7 @@ from moh_lm.cost.summary import (
     routing_facts,
 )
 from moh_lm.data.mixture import sample_counts
+from moh_lm.model.attention_kinds import attention_kind
 from moh_lm.monitor.head_load import fair_load
 from moh_lm.monitor.journal import complete_rows
 from moh_lm.quantities import words
@@ -70,7 +70,8 @@ def model_facts(model, dtype, parameters, seq_length):
         "parameters": f"{parameters:,}, {str(dtype).removeprefix('torch.')}",
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"vocabulary {model.vocab_size:,}",
-        "attention": f"{words(model.num_attention_heads)} heads of {describe_width(model)}, {describe_keys(model)}",
+        "attention": f"{words(model.num_attention_heads)} heads of {describe_width(model)}, "
+        + attention_kind(model).keys_in_words(model),
         **({"positions": positions} if (positions := describe_positions(model)) else {}),
         **({"rotary embedding": rope} if "rotary" in model.position else {}),
         **({"sliding window": describe_window(model)} if any(model.window) else {}),

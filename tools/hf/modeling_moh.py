@@ -40,13 +40,7 @@ from transformers.modeling_outputs import (
 )
 
 from .configuration_moh import MoHLlamaConfig
-from .moh_attention import (
-    MoHLlamaAttention,
-    MoHLlamaContextualPositions,
-    MoHLlamaLatentAttention,
-    MoHLlamaRMSNorm,
-    MoHLlamaUnevenAttention,
-)
+from .moh_attention import MoHLlamaContextualPositions, MoHLlamaRMSNorm, attention_kind
 from .moh_own_keys import DynamicLayer, OwnKeysLayer, OwnKeysStaticLayer, StaticLayer, can_keep_less
 from .moh_positions import MoHLlamaRotaryEmbedding, causal_mask, create_causal_mask
 from .moh_router import MoHLlamaRouter, load_balance_loss
@@ -70,8 +64,7 @@ class MoHLlamaMLP(nn.Module):
 class MoHLlamaDecoderLayer(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
-        kind = MoHLlamaLatentAttention if config.attention == "latent" else MoHLlamaAttention
-        self.self_attn = (MoHLlamaUnevenAttention if config.head_dims else kind)(config, layer_idx)
+        self.self_attn = attention_kind(config)(config, layer_idx)
         self.mlp = MoHLlamaMLP(config)
         self.post_norm = config.post_norm
         if self.post_norm:
@@ -146,7 +139,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             raise ValueError(f"attn_implementation {given}: cannot count positions (cope); choose sdpa or eager")
         if config._attn_implementation == "vllm" and len({*config.layer_heads}) > 1:
             raise ValueError(f"layer_heads {config.layer_heads}: vLLM needs as many in every layer; use transformers")
-        if config._attn_implementation == "vllm" and (config.attention == "latent" or config.head_dims):
+        if config._attn_implementation == "vllm" and attention_kind(config).projects:
             raise ValueError("attention latent, head_dims: vLLM keeps heads of one width; use transformers")
         self.config_of_masks = None
         if "cope" in config.layer_positions:  # its layers need to know what is seen

@@ -92,7 +92,7 @@ class MoHLlamaContextualPositions(nn.Module):
 
 class MoHLlamaAttention(nn.Module):
     """Self-attention whose heads are weighted by gates, Eq. 4. projects: whether it has a way of its own to queries,
-    keys and values."""
+    keys and values, which vLLM does not know."""
 
     projects = False
 
@@ -289,6 +289,13 @@ class MoHLlamaUnevenAttention(MoHLlamaAttention):
 
     def joined(self, output):
         return torch.cat([output[:, :, head, :width] for head, width in enumerate(self.config.head_dims)], -1)
+
+
+def attention_kind(config):
+    """The class of the attention layers of a model."""
+    if config.head_dims:
+        return MoHLlamaUnevenAttention
+    return MoHLlamaLatentAttention if config.attention == "latent" else MoHLlamaAttention
 
 
 class MoHLlamaRMSNorm(nn.Module):

@@ -73,8 +73,8 @@ def load(arguments, attention_backend="auto"):
 
 
 def check_triton(device, config):
-    latent = config.attention == "latent"
-    problems, head_dim = [], attention_kind(config).cache_width(config) if latent else config.head_dim
+    kind, problems = attention_kind(config), []
+    head_dim = kind.cache_width(config) if kind.one_cache else config.head_dim
     if any(map(config.own_keys, range(config.num_layers))):
         problems.append("cannot leave out keys, which the heads of this model do; choose auto or dense")
     if torch.device(device).type != "cuda":

@@ -14,6 +14,8 @@ from moh_lm.cost.summary import describe_model
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import read_value
+from moh_lm.model.attention import Attention
+from moh_lm.model.attention_kinds import attention_kind
 from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.hub import model_directory
 from tools.hf.import_config import model_config, own_heads, read_config, refuse_run
@@ -134,7 +136,7 @@ def sample_problems(arguments, config):
         return [f"{flag(name)}: is only read by --select-shared importance" for name in given]
     if config.heads.head_selection == "all":
         return ["--select-shared importance: all heads are on; give --head-selection mixture, or leave it out"]
-    if config.attention == "latent" or config.head_dims or len(config.head_counts) > 1:
+    if attention_kind(config) is not Attention or len(config.head_counts) > 1:
         needs = "needs as many heads in every layer, of one width, with keys that are not latent"
         return [f"--select-shared importance: {needs}; leave it out"]
     if len(given) != 1:
