@@ -18,7 +18,9 @@ unset LOCAL_SIZE # makes every rank of DeepSpeed leave 66 MiB in /dev/shm
 export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" OMP_NUM_THREADS=1
 export TORCH_EXTENSIONS_DIR="$scratch/torch_extensions" # a build killed elsewhere would be waited for
 # Torch asks for the name behind each address of a rank: a name server that drops questions costs five seconds each.
-export RES_OPTIONS=attempts:0 TORCH_CPP_LOG_LEVEL=ERROR
+if RES_OPTIONS=attempts:0 getent hosts "$HOSTNAME" >"$scratch/name"; then # this machine needs none to know itself
+    export RES_OPTIONS=attempts:0 TORCH_CPP_LOG_LEVEL=ERROR # torch warns of addresses without a name
+fi
 export HF_HOME="$scratch/huggingface" HF_HUB_OFFLINE=1
 
 if [[ ${1:-} == --quick ]]; then
