@@ -128,7 +128,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self):
-        """Features of the widest head that rotary positions may turn."""
+        """How many features of a head, the widest one, rotary positions may turn."""
         return self.qk_rope_head_dim if self.attention == "latent" else self.head_dim
 
     @property

@@ -326,4 +326,4 @@ def kind_of_run(directory):
         program = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8")).get("program")
     except (OSError, ValueError, AttributeError):
         return Config  # which says what is wrong
-    return {kind.program: kind for kind in KINDS.values()}.get(program, Config)
+    return next((kind for kind in KINDS.values() if kind.program == program), Config)

@@ -657,6 +657,10 @@ COUNTED = {"num_key_value_heads": 2, "layer_positions": ["cope", "none"], "cope_
 def test_positions_are_counted_only_where_all_scores_are_made():
     with pytest.raises(ValueError, match="attn_implementation flex_attention: .* choose sdpa or eager"):
         make_model(kernels="flex_attention", **COUNTED)
+    model = make_model(**COUNTED)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="attn_implementation flex_attention: .* choose sdpa or eager"):
+        model(random_tokens(1, 4))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

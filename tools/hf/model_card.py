@@ -201,7 +201,8 @@ KINDS = {  # model_type, or head selection -> title, what the model is
     ),
     "all": (
         "A language model with all attention heads",
-        "Every token uses all attention heads. `modeling_moh.py` has windows, norms or positions unlike Llama's.",
+        "Every token uses all attention heads. Attention, windows, norms or positions are unlike Llama's: see\n"
+        "`moh_attention.py` and `moh_positions.py`.",
     ),
     "llama": (
         "A language model in the form of Llama",

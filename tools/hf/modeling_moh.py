@@ -4,7 +4,7 @@ A token x uses its shared heads and K of the routed heads, and the gates g weigh
 
     MoH(x) = sum_i g_i H_i W_O_i                                                    (Eq. 4)
 
-moh_attention.py computes it, every head, and weighs the inactive ones by zero. moh_router.py has the gates (Eq. 5, 6,
+moh_attention.py computes every head, and weighs the inactive ones by zero. moh_router.py has the gates (Eq. 5, 6,
 9, 10) and the balance loss (Eq. 7), moh_positions.py the rotary positions and the masks, moh_own_keys.py the heads that
 keep their own tokens.
 
@@ -134,9 +134,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         super().__init__(config)
         if config._attn_implementation == "vllm" and len({*config.layer_windows} - {0}) > 1:
             raise ValueError(f"layer_windows {config.layer_windows}: vLLM has one window for all layers that have one")
-        if "cope" in config.layer_positions and config._attn_implementation not in ("eager", "sdpa"):
-            given = config._attn_implementation
-            raise ValueError(f"attn_implementation {given}: cannot count positions (cope); choose sdpa or eager")
+        self.check_positions()
         if config._attn_implementation == "vllm" and len({*config.layer_heads}) > 1:
             raise ValueError(f"layer_heads {config.layer_heads}: vLLM needs as many in every layer; use transformers")
         if config._attn_implementation == "vllm" and attention_kind(config).projects:
@@ -161,6 +159,12 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         self.post_init()
         if config._attn_implementation == "vllm":  # which gives every parameter the dtype of the model
             self._keep_in_fp32_modules_strict = {"bias_steps"}
+
+    def check_positions(self):
+        """``set_attn_implementation`` can choose another after the model is made."""
+        given = self.config._attn_implementation
+        if "cope" in self.config.layer_positions and given not in ("eager", "sdpa"):
+            raise ValueError(f"attn_implementation {given}: cannot count positions (cope); choose sdpa or eager")
 
     def get_input_embeddings(self):
         return self.embed_tokens
@@ -192,6 +196,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         """input_ids [b, s] or inputs_embeds [b, s, d] -> last hidden state [b, s, d], cache, and what is asked for."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        self.check_positions()
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states

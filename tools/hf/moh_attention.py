@@ -91,8 +91,8 @@ class MoHLlamaContextualPositions(nn.Module):
 
 
 class MoHLlamaAttention(nn.Module):
-    """Self-attention whose heads are weighted by gates, Eq. 4. projects: whether it has a way of its own to queries,
-    keys and values, which vLLM does not know."""
+    """Self-attention whose heads are weighted by gates, Eq. 4. projects: whether a class makes queries, keys and values
+    by a ``project`` and an ``expand`` of its own, which vLLM cannot run."""
 
     projects = False
 

@@ -11,7 +11,7 @@ and scores are ranked in ``routing_dtype``; of equal ones the lower head index i
 With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
 and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
 largest first and at most K, whose softmax adds up to it. With ``load_balance_bias_rate`` u the K heads with the largest
-(affinity + u n) are selected, n the ``bias_steps`` of training; the affinity is sigmoid(score) with routing sigmoid,
+(affinity + u c) are selected, c the ``bias_steps`` of training; the affinity is sigmoid(score) with routing sigmoid,
 else the softmax. Gates see no bias, and training here does not move it.
 
     L_b = sum over the routed heads of f_i P_i                                      (Eq. 7)
@@ -19,7 +19,7 @@ else the softmax. Gates see no bias, and training here does not move it.
 with f_i the share of the tokens of a sequence that select head i and P_i the mean of its softmax. Padding does not
 count. The authors' published code multiplies L_b by the number of routed heads.
 
-Shapes: b batch, s tokens, h heads, n experts, E routed experts, d hidden size.
+Shapes: b batch, s new tokens, k cached and new tokens, h heads, n experts, E routed experts, d hidden size.
 """
 
 import torch
