@@ -1,7 +1,7 @@
 """What an attention layer costs: multiplications, bytes of the backward pass, and what a cache of it keeps and reads.
 
-All of it follows from the ``ModelConfig``, and so do the words for its keys. Stages of a pipeline, FLOPs, memory and the
-cache of generation ask here. Names of sizes: as of attention.py.
+All of it follows from the ``ModelConfig``, and so do the words for its keys. Stages of a pipeline, FLOPs, memory and
+the cache of generation ask here. Names of sizes: as of attention.py.
 """
 
 import math
