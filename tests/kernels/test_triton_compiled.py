@@ -27,6 +27,7 @@ POINTERS = {
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 GPUS = [(90, 64), (90, 96), (90, 128), (80, 96)]
+SPILLED = {("forward", 80, 96): 8}  # bytes of a thread's stack by Triton 3.7, which torch 2.13 brings; by 3.9 none
 CASES = [(name, 8192, *gpu, 1) for name in KERNELS for gpu in GPUS]
 CASES += [("forward", 1024, *gpu, 1) for gpu in GPUS[:3]] + [("key", 8192, *gpu, 4) for gpu in GPUS]
 
@@ -106,7 +107,8 @@ def test_a_kernel_compiles_to_tensor_core_instructions_in_a_row_without_spilling
     title = f"{name}{' with documents' * documents} sm_{arch} e={head_dim} T={length} group of {group}"
     print(f"{title}: {registers} registers, {stack} bytes spilled, {shared} KiB shared, {products} products")
     assert products > 2 * waits if arch == 90 else " HMMA." in code  # ptxas may decide to wait for every product
-    assert stack <= (24 if name == "key" else 0)  # dK/dV: as many in groups with documents at e = 128
+    # dK/dV: as many in groups with documents at e = 128
+    assert stack <= (24 if name == "key" else SPILLED.get((name, arch, head_dim), 0))
 
 
 @needs_cuobjdump
