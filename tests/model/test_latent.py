@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
-from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
+from moh_lm.cost.summary import describe_model
 from moh_lm.model.latent import LatentAttention
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.launch import start_process_group
 from tests.distributed import run_ranks
+from tools.work.generate import check_triton
 
 D, E, T, R = 24, 6, 4, 10  # width; features of a head that stay, that turn; of the latent
 HEADS = {
@@ -174,3 +176,11 @@ def test_tensor_parallel_ranks_compute_the_layer_of_one(name, rank):
             whole = one[2][key][1]
             wanted = whole if partition is None else partition.take(whole)
             torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11, msg=key)
+
+
+def test_its_words_and_kernels_go_by_what_a_cache_keeps():
+    config = config_of("paper")
+    assert "8 heads x 6, latent keys of 10 + 4 features, " in next(describe_model(config))
+    with pytest.raises(ConfigError) as refused:
+        check_triton("cpu", config)
+    assert any("no kernels for head dimension 14," in problem for problem in refused.value.problems)
