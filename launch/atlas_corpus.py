@@ -1,15 +1,16 @@
-"""Text for the atlas: three kinds of technical English that every environment of this project holds.
+"""Text for the atlas: three kinds of technical English, from Python packages in fixed versions.
 
     python launch/atlas_corpus.py OUTPUT_DIRECTORY
 
 - docstrings: what a module says of itself, its classes and functions; a document per module
-- prose: Markdown, reStructuredText and text files, descriptions of packages, topics of ``help()``; and the comments of
-  a module that read as sentences, a document per module
+- prose: Markdown, reStructuredText and text files, descriptions of packages; and the comments of a module that read as
+  sentences, a document per module
 - code: a module without its docstrings and without lines of comment
 
-docs/atlas.md says what is left out. Files are parsed, never imported. Documents are in the order of their SHA-256, so
-that the tail of a file, which a run holds out, is a sample of all packages. One environment always gives the same
-bytes; corpus.json names its packages and the hash.
+pip downloads the wheels that atlas_packages.txt names (133 MB) and compares their hashes. They are unpacked and parsed,
+never installed or imported. docs/atlas.md says what is left out. Documents are in the order of their SHA-256, so that
+the tail of a file, which a run holds out, is a sample of all packages. So the text has the same bytes everywhere:
+corpus.json has its hash.
 """
 
 import sys
@@ -21,21 +22,23 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import ast
 import hashlib
 import json
-import sysconfig
+import subprocess
+import tempfile
 import tokenize
 import warnings
+import zipfile
 from email import message_from_string
-from importlib.metadata import distributions
 
-from launch.quickstart_corpus import size, split_docstrings, topics, write
+from launch.quickstart_corpus import size, split_docstrings, write
 from moh_lm.parser import Parser
 from tools import command
 
-FAILURES = OSError
+FAILURES = (OSError, RuntimeError)
+PACKAGES = Path(__file__).with_name("atlas_packages.txt")
+SHA256 = "8d5cfc8c2c0821435fb21e6844a2c06b204ae807e29c01502168c1bc529b9c68"  # of the text that these give
 KINDS = ("docstrings", "prose", "code")
 LEFT_OUT = {"test", "tests", "testing", "_vendor", "vendor", "vendored", "third_party", "externals", "site-packages",
-            "dist-packages", "idlelib", "encodings", "pydoc_data", "lib2to3", "__pycache__"}  # fmt: skip
-OF_THE_MACHINE = ("_sysconfigdata", "__editable__")  # files that hold its paths
+            "dist-packages"}  # fmt: skip
 PAGES = {".md", ".rst", ".txt"}
 NO_PAGES = {"top_level.txt", "entry_points.txt", "sources.txt", "requirements.txt", "requires.txt", "cmakelists.txt"}
 SMALLEST, LARGEST = 200, 300_000  # characters of a document
@@ -54,8 +57,11 @@ def parse_arguments(texts):
 
 def run(arguments):
     output = arguments.output
-    documents, unread = read_environment(environment_roots())
     output.mkdir(parents=True, exist_ok=True)
+    print("downloading and reading the packages takes some minutes")
+    with tempfile.TemporaryDirectory(dir=output) as root:
+        unpack(download(Path(root) / "wheels"), Path(root) / "packages")
+        documents, unread = read_packages(Path(root) / "packages")
     digest = hashlib.sha256()
     for kind in KINDS:
         kept = without_copies(documents[kind])
@@ -64,34 +70,47 @@ def run(arguments):
         print(f"{kind:<10} {len(kept):>6,} documents of {len(documents[kind]):>6,}, {size(kept) / 1e6:>6.1f} MB")
     if unread:
         print(f"{unread} files are not the Python that this interpreter reads")
-    packages = sorted({f"{found.metadata['Name']}=={found.version}" for found in distributions()}, key=str.lower)
-    about = {"python": sys.version.split()[0], "packages": packages, "sha256": digest.hexdigest()}
+    if digest.hexdigest() != SHA256:
+        print("another text than that of docs/atlas.md: losses cannot be compared with those of the page")
+    about = {"python": sys.version.split()[0], "sha256": digest.hexdigest()}
     (output / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")  # last: all is there
 
 
-def environment_roots():
-    """The folders of the standard library and of installed packages, each once."""
-    return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+def download(directory):
+    """Have pip fetch the pinned wheels; return ``directory``. Raises RuntimeError if it cannot."""
+    words = ["--quiet", "--disable-pip-version-check", "--no-deps", "--ignore-requires-python", "--only-binary=:all:"]
+    command = [sys.executable, "-m", "pip", "download", *words, "--require-hashes", "-r", PACKAGES, "-d", directory]
+    done = subprocess.run(command, text=True, stderr=subprocess.PIPE)
+    if done.returncode:
+        reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+        remedy = "give atlas.sh or ladder.sh a --data-dir of your own, or a network on which pip finds packages"
+        raise RuntimeError(f"pip could not download the packages of {PACKAGES}: {reason}; {remedy}")
+    return directory
 
 
-def read_environment(roots):
-    """({kind: [text, ...]}, files that are not readable as Python), in the order of the paths below each root."""
+def unpack(wheels, directory):
+    """The files of all wheels below one ``directory``, as an installation has them."""
+    for path in sorted(wheels.iterdir()):
+        with zipfile.ZipFile(path) as wheel:
+            wheel.extractall(directory)
+
+
+def read_packages(root):
+    """({kind: [text, ...]}, files that are not readable as Python), in the order of the paths below ``root``."""
     documents, unread = {kind: [] for kind in KINDS}, 0
-    documents["prose"] += topics()
-    for root in roots:
-        for path in sorted(root.rglob("*"), key=lambda path: path.as_posix()):
-            if not LEFT_OUT.isdisjoint(path.relative_to(root).parts) or path.name.startswith(OF_THE_MACHINE):
+    for path in sorted(root.rglob("*"), key=lambda path: path.as_posix()):
+        if not LEFT_OUT.isdisjoint(path.relative_to(root).parts) or not path.is_file():
+            continue
+        if path.suffix == ".py":
+            try:
+                parts = module_parts(path)
+            except (SyntaxError, ValueError, RecursionError, OSError):
+                unread += 1
                 continue
-            if path.suffix == ".py" and path.is_file():
-                try:
-                    parts = module_parts(path)
-                except (SyntaxError, ValueError, RecursionError, OSError):
-                    unread += 1
-                    continue
-                for kind, text in parts.items():
-                    documents[kind].append(text)
-            elif is_page(path) and path.is_file():
-                documents["prose"].append(page(path))
+            for kind, text in parts.items():
+                documents[kind].append(text)
+        elif is_page(path):
+            documents["prose"].append(page(path))
     return {kind: [text for text in texts if honest(text)] for kind, texts in documents.items()}, unread
 
 

@@ -109,15 +109,14 @@ make_data() {
         --source library="${corpus[2]}"
 }
 
-# make_english OUT: the same of technical English, three kinds of text from the environment. Once only: the environment
-# may change while the runs are made, their text may not.
+# make_english OUT: the same of technical English, three kinds of text from packages in fixed versions.
 make_english() {
     local out=$1 kind sources=()
     for kind in docstrings prose code; do
         sources+=(--source "$kind=$out/corpus/$kind.jsonl.zst")
     done
 
-    step "Corpus: three kinds of technical English from the environment"
+    step "Corpus: three kinds of technical English"
     up_to_date "$out/corpus/corpus.json" || run python -m launch.atlas_corpus "$out/corpus"
 
     step "Tokenizer: a SentencePiece model of 4,096 pieces"

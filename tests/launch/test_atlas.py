@@ -2,6 +2,8 @@
 
 import json
 import math
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -198,6 +200,28 @@ def test_no_text_of_a_module_is_in_two_kinds(tmp_path):
     }
 
 
+def test_wheels_are_read_as_one_folder(tmp_path):
+    modules = {"a/one.py": "x = 1\n" * 99, "b/two.py": "y = 2\n" * 99, "b/tests/three.py": "z = 3\n" * 99}
+    (tmp_path / "wheels").mkdir()
+    for name, text in modules.items():
+        with zipfile.ZipFile(tmp_path / "wheels" / f"{Path(name).stem}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(name, text)
+    atlas_corpus.unpack(tmp_path / "wheels", tmp_path / "packages")
+    documents, unread = atlas_corpus.read_packages(tmp_path / "packages")
+    assert documents == {"docstrings": [], "prose": [], "code": ["x = 1\n" * 99, "y = 2\n" * 99]} and unread == 0
+
+
+def test_packages_that_pip_does_not_find_end_the_command(tmp_path, monkeypatch, capsys):
+    packages = tmp_path / "packages.txt"
+    packages.write_text(f"no-such-package==1.0 --hash=sha256:{'0' * 64}\n")
+    monkeypatch.setattr(atlas_corpus, "PACKAGES", packages)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert atlas_corpus.main([str(tmp_path / "corpus")]) == 1
+    message = capsys.readouterr().err
+    assert f"pip could not download the packages of {packages}" in message and "no-such-package" in message
+    assert "--data-dir" in message and not list((tmp_path / "corpus").iterdir())
+
+
 def test_copies_and_text_that_is_no_english_are_left_out(tmp_path):
     story = "".join(f"This is sentence number {number} of a page.\n" for number in range(20))
     other = "".join(f"Here the sentences are others, {number} in all.\n" for number in range(20))
@@ -213,7 +237,7 @@ def test_copies_and_text_that_is_no_english_are_left_out(tmp_path):
     for name, text in pages.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    documents, unread = atlas_corpus.read_environment([tmp_path])
+    documents, unread = atlas_corpus.read_packages(tmp_path)
     own = [text for text in documents["prose"] if text in pages.values()]
     assert own == [story, pages["b/LICENSE"], other] and unread == 1
     assert sorted(atlas_corpus.without_copies([*own, "brief", "brief"])) == sorted([story, other, "brief"])
