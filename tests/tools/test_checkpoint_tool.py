@@ -32,6 +32,7 @@ from tests.distributed import run_ranks
 from tests.training.test_layouts import copy_checkpoint, flags_of, train
 from tools import checkpoint
 from tools.checkpoints import read, write
+from tools.work import checkpoint as work
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -146,7 +147,15 @@ def test_list_shows_everything_that_lies_there(tool, copied):
     }
     code, text, _ = tool("list", copied)
     assert code == 0 and all(name in text for name in rows)
+    assert "  tp 1 x pp 1 x dp 2, ZeRO-1  sizes are right, latest\n" in text
     assert text.endswith("latest names step-3; a run goes on from step-10, if it is sound\n")
+
+
+def test_every_degree_of_a_layout_stands_under_its_name():
+    found = dict(tensor_parallel_size=2, pipeline_parallel_size=3, context_parallel_size=4)
+    found |= dict(data_parallel_size=5, zero_stage=1)
+    assert work.words(found) == "tp 2 x pp 3 x cp 4 x dp 5, ZeRO-1"
+    assert work.words(found | {"context_parallel_size": 1}) == "tp 2 x pp 3 x dp 5, ZeRO-1"
 
 
 # --- verify ---

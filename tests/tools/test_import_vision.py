@@ -4,6 +4,7 @@ The files are made by the names and shapes of the authors' code.
 """
 
 import argparse
+import json
 import pickle
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from moh_lm.checkpoint.fragments import FragmentReader
+from moh_lm.checkpoint.manifest import describe, write_manifest
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.presets import DIT, VIT, budget
-from tools import import_vision
+from tools import checkpoint, import_vision
 
 ROUTER = {"wg.weight": "w_routed", "wg_0.weight": "w_type", "wg_1.weight": "w_shared"}  # of Eq. 5-6
 DENSE = dict(head_selection="all")
@@ -145,6 +147,20 @@ def test_a_bare_state_dict_in_safetensors_is_read_and_widened():
     save_file(state, "file.safetensors")
     assert call("file.safetensors", "dit", "T") == 0
     check_step(state)
+
+
+def test_the_tool_of_checkpoints_shows_the_import_and_later_its_images(capsys):
+    torch.save(weights("vit"), "file.pth")
+    assert call("file.pth", "vit", "T-75", "--image-size", "64") == 0
+    assert checkpoint.main(["show", "run"]) == 0
+    assert " UTC by tools/import_vision.py\n" in capsys.readouterr().out
+    step = find_step("run")
+    state = json.loads((step / "state.json").read_text())
+    state["data"]["segments"] = [{"images": 1200, "classes": 5, "sha256": "0", "names": list("abcde")}]
+    (step / "state.json").write_text(json.dumps(state))
+    write_manifest(step, {path.name: describe(path) for path in step.iterdir() if path.name != "manifest.json"})
+    assert checkpoint.main(["show", "run"]) == 0
+    assert "data              1,200 images of 5 classes\n" in capsys.readouterr().out
 
 
 def test_each_key_that_differs_has_its_sentence_and_nothing_is_written(tmp_path, capsys):

@@ -7,7 +7,7 @@ import torch
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps
 from moh_lm.checkpoint.manifest import read_entries
-from moh_lm.config import ConfigError
+from moh_lm.config import Config, ConfigError
 from moh_lm.cost.summary import describe_configuration
 from moh_lm.vision.config import kind_of_run
 from tools.checkpoints import read
@@ -36,7 +36,7 @@ def run_list(arguments):
         return 0
     print(f"{'name':<20}{'bytes':>18}  {'written (UTC)':<21}{'layout':<28}state")
     for row in rows:
-        print(f"{row['name']:<20}{row['bytes']:>18,}  {row['written']:<21}{words(row['layout']):<28}{row['state']}")
+        print(f"{row['name']:<20}{row['bytes']:>18,}  {row['written']:<21}{words(row['layout']):<27} {row['state']}")
     goes_on = f"a run goes on from {steps[0]}, if it is sound" if steps else "there is nothing to go on from"
     if latest not in steps[:1]:
         print(f"latest names {latest}; {goes_on}" if latest else f"there is no latest; {goes_on}")
@@ -84,7 +84,8 @@ def layout_of(step):
 def words(found):
     if found is None:
         return "-"
-    return "tp {} x pp {} x dp {}, ZeRO-{}".format(*found.values())
+    tp, pp, cp, dp, zero_stage = found.values()
+    return f"tp {tp} x pp {pp}" + (f" x cp {cp}" if cp > 1 else "") + f" x dp {dp}, ZeRO-{zero_stage}"
 
 
 def when(path):
@@ -149,7 +150,8 @@ def describe_step(step, content):
         skipped += f", lately {', '.join(map(str, content['recently_skipped']))}"
     yield f"checkpoint        {step.path}"
     begins = content["imported"] and content["step"] == 0
-    writer = "tools/import_hf.py" if begins else f"{words(content['layout'])}, {step.config.run.precision}"
+    tool = "tools/import_hf.py" if type(step.config) is Config else "tools/import_vision.py"
+    writer = tool if begins else f"{words(content['layout'])}, {step.config.run.precision}"
     yield f"written           {content['written']} UTC by {writer}"
     budget = step.config.run.train_iters
     yield f"step              {content['step']:,}" + (f" of {budget:,}" if budget is not None else "")
@@ -157,8 +159,7 @@ def describe_step(step, content):
         yield f"imported from     {content['imported']['source']}" + ("; no moments yet" if begins else "")
     yield f"consumed          {content['consumed_samples']:,} samples, {content['tokens']:,} tokens"
     yield f"optimizer steps   {content['optimizer_steps']:,}{skipped}"
-    for segment in step.segments:
-        yield f"data              from sample {segment['first_sample']:,}: {shares(segment)}; seed {segment['seed']}"
+    yield from (f"data              {describe_segment(segment)}" for segment in step.segments)
     yield f"files             {len(content['files'])}, {sum(content['files'].values()):,} bytes"
     yield from (f"  {name:<32}{size:>18,}" for name, size in content["files"].items())
     yield f"parameters        {content['num_parameters']}, {content['elements']:,} elements"
@@ -169,9 +170,12 @@ def describe_step(step, content):
         yield f"state hash        {content['state_sha256']}"
 
 
-def shares(segment):
+def describe_segment(segment):
+    if "images" in segment:
+        return f"{segment['images']:,} images of {segment['classes']:,} classes"
     total = sum(segment["weights"].values())
-    return ", ".join(f"{name} {weight / total:.2%}" for name, weight in segment["weights"].items())
+    shares = ", ".join(f"{name} {weight / total:.2%}" for name, weight in segment["weights"].items())
+    return f"from sample {segment['first_sample']:,}: {shares}; seed {segment['seed']}"
 
 
 def run_diff(arguments):
