@@ -262,6 +262,14 @@ def test_offsets_and_loads_are_counts_over_the_attention_of_the_model(tools, mod
         place += len(domain.windows)
 
 
+def test_a_distance_of_fewer_than_20_queries_has_no_mean_weight(tools):
+    offsets = tools["measures"].Offsets(1, 8)
+    offsets.queries[0] = torch.tensor([20, 20, 19, 18, 17])
+    offsets.weights[0] = torch.tensor([5.0, 5.0, 5.0])
+    found = offsets.figures()
+    assert (found["previous"], found["first"]) == (0.25, 0.25) and np.isnan(found["second"])
+
+
 def test_prefix_matching_and_rare_tokens_are_counts_too(tools, model, texts):
     measures, text = tools["measures"], tools["text"]
     ranks, counts = text.frequency_ranks(texts, 80)
@@ -419,6 +427,13 @@ def test_gates_are_trained_as_the_formulas_say(tools, texts, monkeypatch):
     expected = torch.clamp(1.2 * torch.sigmoid(log_alpha.detach()) - 0.1, 0, 1)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert expected[0, 5] > expected[used].min() + 0.01
+
+
+def test_gates_are_trained_in_the_precision_of_the_model(tools, texts, monkeypatch):
+    monkeypatch.setattr(tools["gates"], "STEPS", 2)
+    model, used = random_model("dense, tied").bfloat16(), np.ones((2, 8), bool)
+    (row,) = tools["gates"].measure_gates(model, texts[:1], 40, [1e-9], used, nothing)
+    assert row["kept"] == 1 and math.isfinite(row["loss"][texts[0].name])
 
 
 def test_the_chance_of_a_gate_above_0_is_that_of_its_draws(tools):

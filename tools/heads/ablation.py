@@ -72,8 +72,9 @@ def measure_pruning(model, domains, num_tokens, rises, used):
 
 
 def without_heads(layer, mask, x):
-    """What ``layer`` makes of ``x`` with the heads of ``mask``, bool [h], alone."""
-    return finish(layer, x, read_heads(layer, x).weighted() * mask[:, None])
+    """What ``layer`` makes of ``x`` with its heads times ``mask`` [h]."""
+    weighted = read_heads(layer, x).weighted()
+    return finish(layer, x, weighted * mask[:, None].to(weighted.dtype))
 
 
 def sample(domain, num_tokens):

@@ -215,11 +215,11 @@ class Offsets:
         return (self.weights[:, 2].sum() - before).item(), queries
 
     def figures(self):
-        shares = ratio(self.hits.numpy(), np.where(self.queries.numpy() < FEWEST, 0, self.queries.numpy()))
+        queries = np.where(self.queries.numpy() < FEWEST, 0, self.queries.numpy())
+        shares = ratio(self.hits.numpy(), queries)
         known = ~np.isnan(shares).all(1)
         best = np.where(known, np.nan_to_num(shares, nan=-1.0).argmax(1), -1)
-        queries = np.where(known[:, None], self.queries[:, [1, 2, 1]].numpy(), 0)
-        previous, second, first = ratio(self.weights.numpy(), queries).T
+        previous, second, first = ratio(self.weights.numpy(), queries[:, [1, 2, 1]]).T
         share = np.where(known, shares[np.arange(len(best)), best], np.nan)
         return {"offset": best, "offset_share": share, "previous": previous, "second": second, "first": first}
 
