@@ -48,7 +48,10 @@ def parse_arguments(texts):
     if not 0 <= arguments.temperature < math.inf:
         raise ConfigError([f"--temperature {arguments.temperature:g}: must be 0 or above, such as 0.8"])
     if arguments.prompt is None:
-        arguments.prompt = [sys.stdin.read()]
+        try:
+            arguments.prompt = [sys.stdin.read()]
+        except UnicodeDecodeError as error:
+            raise ConfigError([f"standard input: is no text in UTF-8 ({error}); give some, or --prompt"]) from error
     return arguments
 
 

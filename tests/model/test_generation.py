@@ -1,5 +1,6 @@
 """Generation with a cache: what the model computes without one, from the memory of the selected heads alone."""
 
+import io
 import json
 import math
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +22,7 @@ from tests.distributed import run_ranks
 from tests.tokenizing import train_model
 from tests.tools.test_export import PAPER, write_checkpoint
 from tools import generate as generate_tool
+from tools.hf.keys import written
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=4, vocab_size=37)
@@ -309,3 +312,27 @@ def test_what_cannot_be_generated_is_said(run, tmp_path, monkeypatch, capsys):
         assert generate_tool.main([str(flag) for flag in flags]) == 2
         out, err = capsys.readouterr()
         assert out == "" and words in err, err
+
+
+def test_an_export_with_a_damaged_or_odd_file_is_named(tmp_path, capsys):
+    train_model(tmp_path)
+    config = ModelConfig(**{**SIZES, "vocab_size": 400}, heads=HeadsConfig(head_selection="all"))
+    values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").write_bytes(b"none")
+    flags = ["--model", str(tmp_path), "--prompt", "a"]
+    assert generate_tool.main(flags) == 2
+    assert "model.safetensors: not a safetensors file" in capsys.readouterr().err
+    weights = {name: torch.zeros_like(tensor) for name, tensor in CausalLM(config).state_dict().items()}
+    for odd in ({"adapter.weight": torch.zeros(3)}, {"model.norm.weight": torch.zeros(1)}):
+        save_file(weights | odd, tmp_path / "model.safetensors")
+        assert generate_tool.main(flags) == 2
+        ((name, tensor),) = odd.items()
+        words = f"its config.json describes no {name} {list(tensor.shape)}; import it by tools/import_hf.py\n"
+        assert capsys.readouterr().err.endswith(words)
+
+
+def test_a_prompt_that_is_no_text_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
+    assert generate_tool.main(["--model", "any"]) == 2
+    assert capsys.readouterr().err.startswith("generate: standard input: is no text in UTF-8")

@@ -1,6 +1,8 @@
 """The weights of a model in several safetensors files: which parameter is in which, and reading them again."""
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+
+from moh_lm.config import ConfigError
 
 
 def plan_shards(sizes, most):
@@ -19,6 +21,12 @@ def plan_shards(sizes, most):
 
 
 def exported_files(directory):
-    """Parameter -> the open safetensors file in ``directory`` that holds it."""
-    files = (safe_open(path, "pt") for path in sorted(directory.glob("*.safetensors")))
-    return {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dictionary
+    """Parameter -> the open safetensors file in ``directory`` that holds it. Raises ConfigError for a damaged one."""
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            file = safe_open(path, "pt")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError([f"{path}: not a safetensors file ({error}); export it again"]) from error
+        found |= dict.fromkeys(file.keys(), file)
+    return found

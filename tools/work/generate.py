@@ -66,6 +66,9 @@ def load(arguments, attention_backend="auto"):
     wanted = dict(saved_tensors(model))
     with torch.no_grad():
         for name, tensor in parameters:
+            if name not in wanted or wanted[name].shape != tensor.shape:
+                odd = f"its config.json describes no {name} {list(tensor.shape)}"
+                raise ConfigError([f"--model {directory}: {odd}; import it by tools/import_hf.py"])
             wanted.pop(name).copy_(tensor)
     if wanted:
         raise ConfigError([f"--model {directory}: has no {', '.join(wanted)}; export it again"])
