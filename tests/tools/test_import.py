@@ -781,6 +781,16 @@ def test_a_write_that_fails_leaves_no_step_and_the_import_can_be_repeated(tool, 
     assert code == 2 and "has checkpoints/" in errors
 
 
+def test_damaged_shards_of_a_sample_are_named(tool, llama, data_dir, tmp_path):
+    shutil.copytree(data_dir, tmp_path / "data")
+    for path in (tmp_path / "data").rglob("*.bin"):
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    sample = ("--select-shared", "importance", "--sample-data", tmp_path / "data")
+    code, _, errors = tool("import_hf", "--model", llama[0], "--output", tmp_path / "run", *MIXTURE, *sample)
+    assert code == 2 and "block 0, from byte 0 on, is damaged" in errors and errors.endswith("; nothing is left\n")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tool, llama, tmp_path):
     code, output, _ = tool("import_hf", "--model", llama[0], "--output", tmp_path / "run", "--dry-run", *MIXTURE)
     assert code == 0 and not (tmp_path / "run").exists()

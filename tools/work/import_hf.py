@@ -11,7 +11,7 @@ from tqdm import tqdm
 from moh_lm.checkpoint.manifest import describe
 from moh_lm.config import TRAINING_ONLY, Config, ConfigError, HeadsConfig, RunConfig, flag
 from moh_lm.cost.summary import describe_model
-from moh_lm.data.files import read_json
+from moh_lm.data.files import ShardError, read_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import read_value
 from moh_lm.model.attention import Attention
@@ -27,7 +27,7 @@ from tools.hf.keys import ARCHITECTURES
 RELEASED = {  # half of the heads shared and a quarter routed, which is the default, stands in their code alone
     "moh-llama3-8b": {"head_selection": "mixture", "routing": "query_norm", "routing_dtype": "bf16"},
 }
-FAILURES = OSError
+FAILURES = (OSError, ShardError)
 
 
 def run(arguments):
