@@ -29,7 +29,8 @@ INCEPTION = "github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-i
 
 
 def main(texts):
-    return run("evaluate_vision", parse_arguments, texts, extra="fid" if "--samples" in texts else "vision")
+    compares = any(text.split("=")[0] == "--samples" for text in texts)
+    return run("evaluate_vision", parse_arguments, texts, extra="fid" if compares else "vision")
 
 
 def parse_arguments(texts):

@@ -1,6 +1,11 @@
 """tools/evaluate_vision.py: accuracy and loss are those of each image alone, and distances those of the features."""
 
 
+import contextlib
+import importlib
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -58,10 +63,43 @@ def test_what_cannot_be_evaluated_is_one_line(classifier, tmp_path, capsys):
     make_folders(tmp_path / "images", classes=2)
     make_run(tmp_path / "dit", DIT)
     for run, folder, words in (
-        (classifier[0], "images", "--num-classes 7: "),
+        (classifier[0], "images", "images: has 2 classes, and the model 7; give"),
         (classifier[0], "nosuch", "nosuch: there is no such directory"),
         (tmp_path / "dit", "images", "is no classifier; draw images by tools/sample_images.py"),
     ):
         assert evaluate_vision.main([str(run), "--images", str(tmp_path / folder)]) == 2
         error = capsys.readouterr().err
         assert words in error and error.count("\n") == 1
+
+
+def test_the_extra_that_is_named_is_that_of_the_form(monkeypatch):
+    monkeypatch.setattr(evaluate_vision, "run", lambda *arguments, extra: extra)
+    lines = (["--samples", "x"], ["--samples=x"], ["run"])
+    assert [evaluate_vision.main(texts) for texts in lines] == ["fid", "fid", "vision"]
+
+
+def test_images_are_compared_on_the_gpu_that_is_named(tmp_path, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def current(name):
+        seen.append(name)
+        yield
+        seen.append("done")
+
+    def calculate_metrics(cuda, **settings):
+        seen.append(cuda)
+        return dict.fromkeys(image_metrics.METRICS.values(), 0.0)
+
+    monkeypatch.setitem(sys.modules, "torch_fidelity", SimpleNamespace(calculate_metrics=calculate_metrics))
+    monkeypatch.delitem(sys.modules, "tools.work.image_metrics", raising=False)
+    image_metrics = importlib.import_module("tools.work.image_metrics")
+    monkeypatch.delitem(sys.modules, "tools.work.image_metrics")  # it is made for this test
+    monkeypatch.setattr(torch.cuda, "device", current)
+    np.savez(tmp_path / "images.npz", arr_0=np.zeros((10, 8, 8, 3), np.uint8))
+    torch.save({"Mixed_7c.branch_pool.bn.weight": torch.zeros(1)}, tmp_path / "weights.pt")
+    files = dict.fromkeys(("samples", "reference"), tmp_path / "images.npz")
+    arguments = SimpleNamespace(**files, inception=tmp_path / "weights.pt", batch_size=4)
+    for device in ("cuda:1", "cpu"):
+        image_metrics.compare(arguments, device)
+    assert seen == ["cuda:1", True, "done", False]

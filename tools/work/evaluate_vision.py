@@ -12,7 +12,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 from moh_lm.vision.images import Images
 from moh_lm.vision.load import load_model
-from moh_lm.vision.loader import ImageSet, class_problems, name_problems
+from moh_lm.vision.loader import ImageSet, name_problems
 from tools.devices import usable_device
 
 TOP = 5
@@ -28,8 +28,7 @@ def run(arguments):
     if config.kind != "vit":
         raise ConfigError([f"{step}: is no classifier; draw images by tools/sample_images.py, and give --samples"])
     images = Images(arguments.images)
-    problems = [*images.problems(config.model), *class_problems(config.model.num_classes, images)]
-    if problems := [*problems, *name_problems(step, images)]:
+    if problems := list(image_problems(step, config.model, images)):
         raise ConfigError(problems)
     data = replace(config.data, workers=arguments.workers)
     config = replace(config, data=data, run=replace(config.run, micro_batch_size=arguments.batch_size))
@@ -40,6 +39,16 @@ def run(arguments):
         raise ConfigError([str(error)]) from error
     print(f"{step}: {len(images.labels):,} images of {arguments.images}")
     print(f"top-1 {top_1:.2%}   top-{TOP} {top_k:.2%}   loss {loss:.4f}")
+
+
+def image_problems(step, model, images):
+    """Sentences for ``images``, of --images, that are not like those of the training of the ``model`` of ``step``."""
+    yield from images.problems(model)
+    found, known = len(images.classes), model.num_classes
+    if found != known:
+        like = "give images like those of its training"
+        yield f"--images {images.path}: has {found} classes, and the model {known}; {like}"
+    yield from name_problems(step, images)
 
 
 @torch.no_grad()

@@ -32,9 +32,10 @@ from moh_lm.monitor.head_load import entropy
 from moh_lm.vision.diffusion import image_noise
 from moh_lm.vision.images import order
 from moh_lm.vision.load import load_model
-from moh_lm.vision.loader import IN_ORDER, ImageSet, name_problems, open_source
+from moh_lm.vision.loader import IN_ORDER, ImageSet, open_source
 from tools.devices import usable_device
 from tools.heads.measures import ratio
+from tools.work.evaluate_vision import image_problems
 
 FAILURES = (ShardError, OSError)
 TENTHS = 10
@@ -60,10 +61,7 @@ def run(arguments):
 
 
 def check(arguments, step, model, source, classes):
-    problems, known = [*source.problems(model), *name_problems(step, source)], model.num_classes
-    if len(source.classes) != known:
-        found = f"has {len(source.classes)} classes, and the model {known}"
-        problems.append(f"--images {arguments.images}: {found}; give images like those of its training")
+    problems, known = list(image_problems(step, model, source)), model.num_classes
     problems += [f"--classes {n}: must be below {known}, the classes of the model" for n in classes if n >= known]
     if arguments.number < len(classes):
         few = f"must be at least {len(classes)}, one of each class"

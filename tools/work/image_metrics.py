@@ -1,5 +1,6 @@
 """How near drawn images are to real ones, by the features of Inception: what torch-fidelity computes."""
 
+import contextlib
 import zipfile
 
 import numpy as np
@@ -57,11 +58,13 @@ def compare(arguments, device):
         raise ConfigError([f"--inception {arguments.inception}: {error.problems[0]}"]) from error
     if "Mixed_7c.branch_pool.bn.weight" not in weights:
         raise ConfigError([f"--inception {arguments.inception}: is no Inception of torch-fidelity; see --help"])
-    found = calculate_metrics(
-        input1=samples, input2=reference, fid=True, kid=True, isc=True, prc=True, cuda=device != "cpu", cache=False,
-        feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(arguments.inception),
-        batch_size=arguments.batch_size, kid_subset_size=min(1000, len(samples), len(reference)),
-        save_cpu_ram=True, verbose=False,
-    )  # fmt: skip
+    on_gpu = device != "cpu"
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # torch-fidelity takes the current GPU
+        found = calculate_metrics(
+            input1=samples, input2=reference, fid=True, kid=True, isc=True, prc=True, cuda=on_gpu, cache=False,
+            feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(arguments.inception),
+            batch_size=arguments.batch_size, kid_subset_size=min(1000, len(samples), len(reference)),
+            save_cpu_ram=True, verbose=False,
+        )  # fmt: skip
     print(f"{len(samples):,} samples of {arguments.samples}, {len(reference):,} images of {arguments.reference}")
     print("   ".join(f"{name} {found[key]:.4f}" for name, key in METRICS.items()))
