@@ -25,7 +25,7 @@ from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer
 from tools import export_hf as command
 from tools import generate
-from tools.hf import export_check
+from tools.hf import export_check, model_card
 from tools.hf.import_config import model_config
 from tools.work import export_hf
 
@@ -207,6 +207,14 @@ def test_the_configuration_has_llamas_keys_and_the_head_budgets(run, tmp_path, e
         "torch_dtype": "float32",
     }
     assert {key: config[key] for key in expected} == expected
+
+
+def test_a_budget_that_tokens_keep_on_average_only_is_said_so():
+    for routing, more, words in (("relu", {}, "about 2 of 6"), ("paper", {"routing_top_p": 0.5}, "at most 2 of 6")):
+        heads = HeadsConfig(routing=routing, num_shared_heads=(2,), num_active_routed_heads=(2,), **more)
+        model = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=8, heads=heads)
+        text = model_card.load_facts(model, {"step": 1, "router_shares": [[0.5] * 6]})
+        assert f"| 0 | 2 | {words} | 50.0% |" in text, text
 
 
 def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, export, without_transformers):

@@ -167,11 +167,12 @@ def loss(value):
 def load_facts(model, state):
     """Share of the tokens of the last step that used each routed head or group: lowest and highest of every layer."""
     layers = model.routed_layers()
+    most = "about " if model.heads.routing == "relu" else "" if model.heads.routing_top_p is None else "at most "
     rows = [
         (
             layer.index,
             layer.num_shared,
-            f"{'' if layer.top_p is None else 'at most '}{layer.num_active} of {layer.num_routed}",
+            f"{most}{layer.num_active} of {layer.num_routed}",
             *(f"{share:.1%}" for share in (fair_load(layer, shares), min(shares), max(shares))),
         )
         for layer, shares in zip(layers, state.get("router_shares", []), strict=False)
