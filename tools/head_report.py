@@ -43,7 +43,7 @@ def parse_arguments(texts):
     add("--examples", type=at_least(1), default=5, metavar="N", help="most and least specialised heads shown (default: "
         "%(default)s)")  # fmt: skip
     add("--ablation-tokens", type=at_least(0), metavar="N", help="of each domain, for the importance by ablation; 0: "
-        "leave it out (default: 2048 for dense and static models, else 0)")  # fmt: skip
+        "leave it out (default: 2048 with --l0 and for models without routed heads, else 0)")  # fmt: skip
     add("--l0", type=above_0, nargs="+", default=[], metavar="X", help="penalties for each head of L0 gates that are "
         "trained on the tokens of the ablation (Voita et al. 2019), such as 0.001 0.003 0.01")  # fmt: skip
     add("--since", type=Path, metavar="DIR", help="an earlier step directory of the run: how far each head has moved")
@@ -51,8 +51,15 @@ def parse_arguments(texts):
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the weights (default: %(default)s)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
     arguments = parser.parse_args(texts)
+    problems = []
     if bool(arguments.data) == bool(arguments.suite):
-        raise ConfigError(["give the text by one of --data and --suite"])
+        problems.append("give the text by one of --data and --suite")
+    of_suite = {"--tasks": arguments.tasks, "--task-data": arguments.task_data}
+    problems += [f"{flag}: goes with --suite" for flag, value in of_suite.items() if value and not arguments.suite]
+    if arguments.l0 and arguments.ablation_tokens == 0:
+        problems.append("--l0: is trained on the tokens of --ablation-tokens, of which there are 0; leave one flag out")
+    if problems:
+        raise ConfigError(problems)
     return arguments
 
 

@@ -47,6 +47,8 @@ FILES = {
     "nothing/metrics.jsonl": "",
     "list/config.json": "[1]",
     "list/metrics.jsonl": "",
+    "imported/checkpoints/step-0/config.json": json.dumps(Config().to_dict()),
+    "imported/state.json": '{"data": {"segments": []}}',
 }
 CALLS = {
     "moh_lm.pretrain": """
@@ -122,6 +124,7 @@ CALLS = {
         run --at 2 --decay-iters 0 --output b | --decay-iters 0: must be 1 or above
         run --at 2 --decay-iters 2 | --output: must be given
         run --at 2 --decay-iters 2 --output b | --at 2: run/checkpoints has no such step
+        imported --at 0 --decay-iters 2 --output b | step-0: was trained with --schedule cosine; only wsd has
         nosuch --at 2 --decay-iters 2 --output b | --at 2: nosuch/checkpoints has no such step
         run --step 2 --at 2 --decay-iters 2 --output b | flag --step is unknown: --help lists what there
     """,
@@ -211,6 +214,7 @@ CALLS = {
         --model hf --suite llm6 --dtype int8 | --dtype int8: choose one of auto, float32, bfloat16
         --model hf --suite llm6 --device banana | --device banana: write cpu, cuda, or cuda:N
         --model hf --suite llm6 --output nosuch/x.json | --output nosuch/x.json: there is no directory
+        --model hf --suite llm6 --output run | --output run: is a directory; give a file in it
         --model hf --suite llm6 --compare nosuch | --compare nosuch: is neither a model nor a file of
         --model hf --suite llm6 --device cuda | --device cuda: this machine shows no GPU, or its torch has no
     """,
@@ -219,6 +223,7 @@ CALLS = {
         --suite llm6 --tokenizer nosuch --output x | --tokenizer nosuch: no such file as nosuch
         --suite llm6 --tokenizer file --output x | --tokenizer file: not a SentencePiece model
         --suite llm6 --tokenizer file --output nosuch/x | --output nosuch/x: there is no
+        --suite llm6 --tokenizer file --output run | --output run: is a directory; give a file in it
         --suite x --tokenizer file --output x | --suite x: choose one of llm6, llama14, llama14e
     """,
     "tools/export_hf.py": """
@@ -248,6 +253,9 @@ CALLS = {
         | --model and --output: must be given
         --model run --output out | give the text by one of --data and --suite
         --model run --output out --data a=x --suite llm6 | give the text by one of --data and --suite
+        --model run --output out --data a=x --tasks sciq | --tasks: goes with --suite
+        --model run --output out --data a=x --task-data x | --task-data: goes with --suite
+        --model run --output out --data a=x --l0 1 --ablation-tokens 0 | --l0: is trained on the tokens of
         --model run --output out --suite x | --suite x: choose one of llm6, llama14, llama14e
         --model run --output out --data a=x --tokens 10 | --tokens 10: must be 32 or above, such as
         --model run --output out --data a=x --tokens many | --tokens many: write a whole number
@@ -284,6 +292,7 @@ CALLS = {
         DATA --document even:9999 | --document even:9999: source even has 120 documents
         DATA --verfy | flag --verfy is unknown: did you mean --verify?
         DATA --sample 0 --state nosuch | --state nosuch: not the state.json of a checkpoint ([Errno
+        DATA --sample 0 --state imported/state.json | --state imported/state.json: of an import that has read no
         DATA --seq-length x | --seq-length x: write a whole number
         DATA --data-mix evn=1 --train-iters 1 | --data-mix evn: the data directory has no such
         DATA --document even:0 --tokenizer nosuch | --tokenizer nosuch: no such file as nosuch
@@ -379,7 +388,7 @@ def calls():
 def place(tmp_path_factory):
     """A directory with something of each kind: a run without a step, models, files that are none."""
     directory = tmp_path_factory.mktemp("place")
-    for name in ("run/checkpoints", "bare", "hf", "empty", "nothing", "list"):
+    for name in ("run/checkpoints", "bare", "hf", "empty", "nothing", "list", "imported/checkpoints/step-0"):
         (directory / name).mkdir(parents=True)
     for name, text in FILES.items():
         (directory / name).write_text(text)

@@ -20,6 +20,8 @@ def task_problems(arguments):
     problems = []
     if arguments.output and not arguments.output.parent.is_dir():
         problems.append(f"--output {arguments.output}: there is no directory {arguments.output.parent}; make it")
+    if arguments.output and arguments.output.is_dir():
+        problems.append(f"--output {arguments.output}: is a directory; give a file in it")
     if arguments.data and not arguments.data.is_dir():
         problems.append(f"--data {arguments.data}: does not exist; make it with the rows, or leave it out for the hub")
     try:

@@ -20,12 +20,12 @@ def run(arguments):
         raise ConfigError([f"--at {arguments.at}: {checkpoints} has no such step; it has {there or 'none'}"])
     config = Config.load(step / "config.json")
     optimizer, train_iters = config.optimizer, config.run.train_iters
+    if optimizer.schedule != "wsd":
+        raise ConfigError([f"{step}: was trained with --schedule {optimizer.schedule}; only wsd has branches"])
     first, last = optimizer.warmup_iters, train_iters - optimizer.decay(train_iters)  # the rate is at its peak
-    if config.optimizer.schedule != "wsd":
-        raise ConfigError([f"{step}: was trained with --schedule {config.optimizer.schedule}; only wsd has branches"])
     if not first <= arguments.at <= last:
         raise ConfigError([f"--at {arguments.at}: the rate of the run is stable from step {first} to {last}"])
-    if lower := steps_below_the_peak(arguments.run / "metrics.jsonl", config.optimizer, arguments.at):
+    if lower := steps_below_the_peak(arguments.run / "metrics.jsonl", optimizer, arguments.at):
         raise ConfigError([f"--at {arguments.at}: the run had decayed at step {lower[0]}; give a step before that"])
     if config.model.after(arguments.at + arguments.decay_iters) != config.model:
         warmup = f"--dense-warmup-iters {config.model.heads.dense_warmup_iters}"

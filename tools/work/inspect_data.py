@@ -121,10 +121,12 @@ def dataset_of_state(arguments, number):
     """The data of the segment that ``number`` is in, as the state of a checkpoint describes it."""
     try:
         segments = json.loads(Path(arguments.state).read_text(encoding="utf-8"))["data"]["segments"]
+        read = [segment for segment in segments if segment["first_sample"] <= number]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"--state {arguments.state}: not the state.json of a checkpoint ({error})"]) from error
-    segments = [segment for segment in segments if segment["first_sample"] <= number]
-    segment = segments[-1]
+    if not read:
+        raise ConfigError([f"--state {arguments.state}: of an import that has read no data; give that of a later step"])
+    segment = read[-1]
     data = DataConfig(
         data_dir=arguments.directory,
         data_mix=tuple((name, str(weight)) for name, weight in segment["weights"].items()),
