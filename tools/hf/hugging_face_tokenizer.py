@@ -4,9 +4,9 @@ As tools/hf/tokenizer_json.py has it: nothing is added to a text, special tokens
 and EOS is declared as BOS too.
 """
 
-import json
 from pathlib import Path
 
+from moh_lm.data.files import read_json
 from moh_lm.data.hugging_face_model import HuggingFaceModel
 from tools.hf.tokenizer_json import config_with, write_files
 
@@ -17,8 +17,7 @@ def write_tokenizer(step, directory, max_length):
     step: directory that holds the tokenizer. max_length: of the model's context, in tokens. Raises ConfigError.
     """
     model = HuggingFaceModel(step)
-    tokenizer, config = (json.loads(Path(step, name).read_text(encoding="utf-8"))
-                         for name in ("tokenizer.json", "tokenizer_config.json"))  # fmt: skip
+    tokenizer, config = (read_json(Path(step, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
     named = {name: config.get(f"{name}_token") for name in ("eos", "pad", "unk")}
     tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
     tokens["bos"] = tokens["eos"]

@@ -222,10 +222,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         present = None
         if config.routed_keys == "selected" and past_key_values is not None:
             present = self.keep_own_keys(past_key_values, attention_mask, x.shape[1])
-        masks = {
-            window: causal_mask(*seen, window)
-            for window in {*config.layer_windows}
-        }
+        masks = {window: causal_mask(*seen, window) for window in {*config.layer_windows}}
         position_embeddings = self.rotary_emb(x, position_ids)
 
         output_details = output_attentions or output_router_gates or output_router_logits

@@ -33,7 +33,7 @@ def run(machine):
 
 def rank_layouts(config, machine):
     """Plans of all legal layouts, those that fit first, the fastest first; raises ConfigError if no layout is legal."""
-    plans = [plan for variant in legal_variants(config, machine.gpus) for plan in [make_plan(variant, machine)]]
+    plans = [make_plan(variant, machine) for variant in legal_variants(config, machine.gpus)]
     if not plans:
         problems = layout_problems(config, machine.gpus) or ["no layout is legal for this batch and these heads"]
         raise ConfigError([f"{machine.gpus} GPUs: {problem}" for problem in problems])
