@@ -1,7 +1,7 @@
 """The directory of a run's checkpoints: which steps are in it, which may go, and the pointer to the newest.
 
-A run saves its first step after an iteration. Step 0 was put there by tools/import_hf.py: the model that the run begins
-with, which it reads and never removes.
+A run saves its first step after an iteration. Step 0 was put there by tools/import_hf.py or tools/import_vision.py: the
+model that the run begins with, which it reads and never removes.
 
 A step directory is complete or has another name: it gets the name ``step-N`` by a rename when it is complete, and
 loses it by a rename before it is removed.

@@ -163,7 +163,7 @@ def contradictions(config, dry_run=False):
     step, model = newest_model(directory, type(config)) if directory else (None, None)
     if step is None:
         refused = directory and config.reliability.require_checkpoint and not dry_run
-        advice = "make the first one with tools/import_hf.py"
+        advice = "make the first one with tools/import_hf.py, or tools/import_vision.py"
         return [f"--require-checkpoint: --checkpoint-dir {directory} has none; {advice}"] if refused else []
     found = model_changes(replace(config, model=model).to_dict(), config)
     return [f"cannot go on from {step}: {text}; leave the flag out, or choose a new --checkpoint-dir" for text in found]

@@ -9,7 +9,7 @@
     interval                  sums since the last line of the log (moh_lm.monitor.interval)
     alarms                    what has fired (moh_lm.monitor.alarms)
     data                      what was read of which shards (moh_lm.data.segments)
-    imported                  only of a run that began with an imported model: what tools/import_hf.py said of it
+    imported                  only of a run that began with an imported model: what the import said of it
 
 ``RunState`` writes it and takes it back; nothing else in the code knows its keys but those who read one of them.
 """
