@@ -195,6 +195,14 @@ def test_mistakes_are_refused_with_the_remedy(old, texts, tmp_path):
     assert not (tmp_path / "m.model").exists()
 
 
+def test_a_vocabulary_is_not_written_over_the_one_that_it_extends(old, texts):
+    before = old.read_bytes()
+    for given in (old, old.parent):  # a directory stands for the model in it
+        with pytest.raises(ConfigError, match="is the --tokenizer, which its shards need; name another file"):
+            extend(given, old, "--vocab-size", 420, "--input", texts / "new.txt")
+    assert old.read_bytes() == before
+
+
 # --- BPE ---
 
 
