@@ -28,6 +28,9 @@ def model_files(path: str | Path) -> dict[str, Path]:
 
 def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | TiktokenModel | HuggingFaceModel:
     """Raises ConfigError if there is no model at ``path``."""
+    if str(path).endswith(".json") and Path(path).name not in TOKENIZER_FILES and not Path(path).is_dir():
+        names = "the files of a tokenizer of Hugging Face are named tokenizer.json and tokenizer_config.json"
+        raise ConfigError([f"--tokenizer {path}: {names}; give their directory"])
     if missing := [file for file in model_files(path).values() if not file.is_file()]:
         raise ConfigError([
             f"--tokenizer {path}: no such file as {missing[0]}; give a SentencePiece model, or a directory with one or "

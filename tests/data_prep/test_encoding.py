@@ -328,6 +328,9 @@ def test_what_is_no_usable_tokenizer_of_hugging_face_is_refused(tmp_path, monkey
         with pytest.raises(ConfigError, match=words):
             Tokenizer(str(tmp_path / "hf"))
         path.write_text(before)
+    (tmp_path / "hf/other.json").write_text(unigram)
+    with pytest.raises(ConfigError, match="other.json: the files of a tokenizer of Hugging Face are named tokenizer"):
+        Tokenizer(str(tmp_path / "hf/other.json"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match="pip install tokenizers"):
         Tokenizer(str(tmp_path / "hf"))
