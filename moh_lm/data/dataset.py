@@ -149,7 +149,7 @@ class Dataset:
         sources = []
         for name in names:
             if name not in present:
-                problems.append(unknown_source(name, list(present)))
+                problems.append(unknown_source("--data-mix" if name in mixed else "--decay-mix", name, list(present)))
                 continue
             try:
                 opened = open_source(data.data_dir, name, manifest, data.validation_fraction)
@@ -301,10 +301,10 @@ def bytes_per_token(units):
     return sum(text_bytes for text_bytes, _ in sizes) / sum(tokens for _, tokens in sizes)
 
 
-def unknown_source(name, present):
+def unknown_source(given, name, present):
     near = difflib.get_close_matches(name, present, n=1)
     remedy = f"did you mean {near[0]}?" if near else "choose among these"
-    return f"--data-mix {name}: the data directory has no such source but {', '.join(present) or 'none'}; {remedy}"
+    return f"{given} {name}: the data directory has no such source but {', '.join(present) or 'none'}; {remedy}"
 
 
 def vocabulary_problems(sources, vocab_size, tokenizer):
