@@ -114,6 +114,8 @@ def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[s
             sources.setdefault(name, Source()).pieces += pieces
         for remark in remarks:
             print(remark)
+        if not sources and not unreadable:
+            raise ConfigError([f"--recognize {' '.join(flags.recognize)}: holds no file with data; check the path"])
     return sources, from_stdin[0] if from_stdin else None, {"": unreadable, **{name: [] for name in sources}}
 
 

@@ -327,6 +327,9 @@ def test_documentation_hidden_and_empty_files_are_left_out_aloud(model, tmp_path
     line = next(line for line in stdout.splitlines() if line.startswith("left out"))
     assert sorted(re.findall(r"in/([^,]+)", line)) == sorted([*left_out, "empty.jsonl"])
     assert decoded(tmp_path / "out", "pile", model) == ["a"]
+    (tmp_path / "in/x.jsonl").unlink()
+    _, stderr = tokenize(model, tmp_path / "none", recognize=tmp_path / "in", code=2)
+    assert f"--recognize {tmp_path}/in: holds no file with data" in stderr and not (tmp_path / "none").exists()
 
 
 def test_only_chooses_among_what_is_found_and_says_what_is_not(model, tmp_path, capsys):
