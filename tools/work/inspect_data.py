@@ -140,7 +140,8 @@ def dataset_of_state(arguments, number):
             f"--sample {number}: was read when source {', '.join(changed)} had other shards than {arguments.directory} "
             "has now; give the directory as it was"
         ])
-    return dataset.continue_from({"segments": segments}, number + 1)
+    dataset.mixture = dataset.mixture.after(segment["first_sample"], segment["consumed"])
+    return dataset
 
 
 def read_document(sources, text, decode):
