@@ -173,16 +173,15 @@ def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
     """Uncompressed bytes of the text column in each row group. Raises InputError if the file has no such column."""
     with reading(piece.path):
         metadata = pyarrow.parquet.read_metadata(piece.path)
-    columns = [metadata.schema.column(i).path.split(".")[0] for i in range(metadata.num_columns)]
-    require_column(piece, text_key, columns)
-    column = columns.index(text_key)
+        require_column(piece, text_key, metadata.schema.to_arrow_schema().names)
+    leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # of what is nested: a.b
+    column = next(i for i, leaf in enumerate(leaves) if f"{leaf}.".startswith(f"{text_key}."))
     return [metadata.row_group(i).column(column).total_uncompressed_size for i in range(metadata.num_row_groups)]
 
 
 def require_column(piece: Piece, text_key: str, columns: list[str]):
     if text_key not in columns:
-        names = ", ".join(dict.fromkeys(columns))
-        raise InputError(f"{piece.path}: has no column {text_key!r} but {names}; give --text-key")
+        raise InputError(f"{piece.path}: has no column {text_key!r} but {', '.join(columns)}; give --text-key")
 
 
 def column_documents(piece, text_key):

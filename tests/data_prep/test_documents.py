@@ -339,6 +339,16 @@ def test_a_parquet_file_without_the_column_is_an_error_that_lists_its_columns(tm
     assert read(tmp_path / "x.parquet", "content") == (["a"], {})
 
 
+def test_the_name_of_a_parquet_column_may_have_dots_as_of_a_table_that_was_flattened(tmp_path):
+    nested = pyarrow.table({"page": [{"id": 1, "text": "a"}]})
+    pyarrow.parquet.write_table(nested.flatten(), tmp_path / "flat.parquet")
+    assert read(tmp_path / "flat.parquet", "page.text") == (["a"], {})
+    pyarrow.parquet.write_table(nested, tmp_path / "nested.parquet")
+    with pytest.raises(InputError, match="no column 'page.text' but page; give --text-key"):
+        read(tmp_path / "nested.parquet", "page.text")
+    assert read(tmp_path / "nested.parquet", "page") == ([], {"text is not a string": 1})
+
+
 def test_a_file_that_grows_or_shrinks_after_it_was_inspected_is_an_error(tmp_path):
     path = write(tmp_path / "x.jsonl", LINES)
     piece = inspect_file(str(path), path.name)
