@@ -46,15 +46,21 @@ def model_problems(model):
     found += bias_problems(model)
     found += own_keys_problems(model)
     if model.heads.head_selection == "mixture":
-        found += top_p_problems(model.heads)
-        form = FORMS[model.heads.routing]
-        for key, reason in (("router_z_loss", form.refuses_z_loss), ("router_gumbel_noise", form.refuses_noise)):
-            value = getattr(model.heads, key)
-            if reason and value > 0:
-                found.append(f"{flag(key)} {value:g}: --routing {model.heads.routing} {reason}; leave it out")
+        found += top_p_problems(model.heads) + form_problems(model.heads)
         budgets = budget_problems(model)
         return found + (budgets or warmup_problems(model))
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
+
+
+def form_problems(heads):
+    """What the form of routing of a mixture refuses, with its reason."""
+    form = FORMS[heads.routing]
+    reasons = {"router_z_loss": form.refuses_z_loss, "router_gumbel_noise": form.refuses_noise}
+    return [
+        f"{flag(key)} {getattr(heads, key):g}: --routing {heads.routing} {reason}; leave it out"
+        for key, reason in reasons.items()
+        if reason and getattr(heads, key) > 0
+    ]
 
 
 def warmup_problems(model):

@@ -109,15 +109,20 @@ def decay_problems(config):
 
 
 def run_problems(run):
-    found = below(run, 1, "seq_length", "micro_batch_size", "log_interval", "sample_tokens")
-    found += below(run, 0, "eval_interval", "eval_samples", "seed")
-    if not run.checkpoint_dir:
-        found.append("--checkpoint-dir is missing: give the directory of this run")
+    found = base_problems(run) + below(run, 1, "seq_length", "sample_tokens") + below(run, 0, "eval_samples")
     if run.train_iters is None:
         if run.train_tokens is None:
             found.append("--train-tokens is missing: give a budget such as 100B, or --train-iters")
     elif run.train_iters < 1:
         found.append(f"--train-iters {run.train_iters}: must be at least 1")
+    return found
+
+
+def base_problems(run):
+    """What is wrong with a ``RunBase``, of language models or of image models."""
+    found = below(run, 1, "micro_batch_size", "log_interval") + below(run, 0, "eval_interval", "seed")
+    if not run.checkpoint_dir:
+        found.append("--checkpoint-dir is missing: give the directory of this run")
     if run.peak_tflops is not None and not 0 < run.peak_tflops < math.inf:
         found.append(f"--peak-tflops {run.peak_tflops:g}: must be above 0, such as 989 for an H100 in bf16")
     if run.gpu_hour_price is not None:

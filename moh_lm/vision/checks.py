@@ -3,6 +3,7 @@
 import math
 
 from moh_lm.checks import run as checks
+from moh_lm.checks.model import form_problems, warmup_problems
 from moh_lm.checks.ranges import below
 from moh_lm.config import flag, walk
 from moh_lm.quantities import words
@@ -28,7 +29,7 @@ def image_problems(config, world_size):
     found += {"vit": vit_problems, "dit": dit_problems}[config.kind](model)
     found = found or head_problems(model)
     found += checks.optimizer_problems(config.optimizer) + checks.frozen_problems(config)
-    found += checks.schedule_problems(config)
+    found += checks.schedule_problems(config) + checks.compile_problems(config)
     found += checks.reliability_problems(config.reliability) + checks.alarm_problems(config.alarms)
     found += data_problems(config) + run_problems(run) + batch_problems(run, world_size)
     most = getattr(model, "diffusion_steps", math.inf)
@@ -45,8 +46,9 @@ def vit_problems(model):
         for key in ("hidden_sizes", "num_attention_heads", "mlp_ratios", "sr_ratios")
         if len(getattr(model, key)) != stages
     ]
-    values = {key: min(getattr(model, key)) for key in ("depths", "num_attention_heads", "mlp_ratios", "sr_ratios")}
-    found += [f"{flag(key)} {value}: must be 1 or above" for key, value in values.items() if value < 1]
+    counted = ("depths", "num_attention_heads", "mlp_ratios", "sr_ratios")
+    least = {key: min(getattr(model, key), default=0) for key in counted}
+    found += [f"{flag(key)} {value}: must be 1 or above" for key, value in least.items() if value < 1]
     if found:
         return found
     step = 4 << stages - 1
@@ -77,6 +79,10 @@ def dit_problems(model):
         return found
     if len(model.num_attention_heads) != model.num_layers or min(model.num_attention_heads) < 1:
         found.append(f"--num-attention-heads: give one number, or one for each of the {model.num_layers} layers")
+    else:
+        found += below(model, 1, "head_dim")
+    if not 0 < model.mlp_ratio < math.inf:
+        found.append(f"--mlp-ratio {model.mlp_ratio:g}: must be above 0, such as 4")
     if model.input_size % model.patch_size:
         found.append(f"--input-size {model.input_size}: must be a multiple of --patch-size {model.patch_size}")
     if model.hidden_size < 4 or model.hidden_size % 4:
@@ -88,20 +94,21 @@ def dit_problems(model):
 
 def head_problems(model):
     heads, layers = model.heads, model.num_layers
+    found = below(heads, 0, "load_balance_coefficient", "router_z_loss", "router_gumbel_noise")
     if heads.head_selection == "all":
-        return []
+        return found
     for key in ("num_shared_heads", "num_active_routed_heads"):
         if len(getattr(heads, key)) != layers:
             advice = f"give one number, one per stage, or one for each of the {layers} layers"
-            return [f"{flag(key)}: {advice}; --preset has the paper's"]
-    found = []
+            return [*found, f"{flag(key)}: {advice}; --preset has the paper's"]
+    found += form_problems(heads)
     for layer, number in enumerate(model.head_counts):
         shared, active = heads.num_shared_heads[layer], heads.num_active_routed_heads[layer]
         routed = number - shared
         if not (0 <= shared <= number and (1 <= active <= routed or active == routed == 0)):
             text = f"layer {layer} has {number} heads: {shared} shared and {active} of {routed} others"
             found.append(f"{text}; choose at most {number} shared, and at least 1 and at most all of the others")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found)) or warmup_problems(model)
 
 
 def data_problems(config):
@@ -119,10 +126,8 @@ def data_problems(config):
 
 
 def run_problems(run):
-    found = below(run, 1, "batch_size", "micro_batch_size", "log_interval", "sampling_steps")
-    found += below(run, 0, "eval_interval", "eval_images", "samples", "seed", "cfg_scale")
-    if not run.checkpoint_dir:
-        found.append("--checkpoint-dir is missing: give the directory of this run")
+    found = checks.base_problems(run) + below(run, 1, "batch_size", "sampling_steps")
+    found += below(run, 0, "eval_images", "samples", "cfg_scale")
     budget = run.epochs if run.train_iters is None else run.train_iters
     if budget is None:
         found.append("--epochs is missing: give a budget such as 300, or --train-iters")

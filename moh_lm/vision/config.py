@@ -195,7 +195,7 @@ class DiTConfig(ImageModelConfig):
     @property
     def tokens(self):
         """Of an image."""
-        return (self.input_size // self.patch_size) ** 2
+        return (self.input_size // max(1, self.patch_size)) ** 2
 
     @property
     def head_counts(self):
@@ -247,7 +247,7 @@ class ImageRunConfig(RunBase):
     samples: int = option(16, "of a DiT: images drawn at every evaluation")
     sampling_steps: int = option(250, "of a DiT: steps in which they are drawn")
     cfg_scale: float = option(4.0, "of a DiT: weight of classifier-free guidance for them; 1: none")
-    window_strategy, eval_tasks, sample_prompts = "fixed", "", ()
+    window_strategy, attention_backend, eval_tasks, sample_prompts = "fixed", "auto", "", ()
     seq_length = 1  # tokens of an image: set by the whole configuration
 
     @property

@@ -13,7 +13,7 @@ from PIL import Image
 
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.checkpoint.saver import Saver, find_step
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, flag
 from moh_lm.flags import config_of, parse_flags
 from moh_lm.run import program as runs
 from moh_lm.run.directory import make_run_directory
@@ -21,7 +21,8 @@ from moh_lm.run.launch import start_process_group
 from moh_lm.run.resume import contradictions
 from moh_lm.vision import program
 from moh_lm.vision.__main__ import make_parser
-from moh_lm.vision.config import KINDS
+from moh_lm.vision.checks import vit_problems
+from moh_lm.vision.config import KINDS, ViTConfig
 from moh_lm.vision.run import ImageRun
 from tests.distributed import run_ranks
 from tools import evaluate_vision
@@ -168,6 +169,13 @@ WRONG = {
     "vit --batch-size 7": "--batch-size 7: not a multiple of --micro-batch-size 2 on 1 processes = 2; choose 8",
     "vit --num-classes 4": "--num-classes 4:",
     "dit --patch-size 3": "--input-size 16: must be a multiple of --patch-size 3",
+    "dit --patch-size 0": "--patch-size 0: must be 1 or above",
+    "dit --head-dim 0": "--head-dim 0: must be 1 or above",
+    "dit --mlp-ratio nan": "--mlp-ratio nan: must be above 0, such as 4",
+    "vit --router-z-loss -1": "--router-z-loss -1: must be 0 or above",
+    "vit --routing sigmoid --router-z-loss 1": "--router-z-loss 1: --routing sigmoid has gates that it would close",
+    "vit --routing paper --dense-warmup-iters 1": "--dense-warmup-iters 1: the gates of --routing paper begin near",
+    "vit --peak-tflops 0": "--peak-tflops 0: must be above 0, such as 989",
     "dit --num-attention-heads 4 4 4": "--num-attention-heads: give one number, or one for each of the 2 layers",
     "vit --epochs 1 --dense-warmup-iters 9": "--dense-warmup-iters 9: the mixture would never be trained",
     "dit --sampling-steps 60": "--sampling-steps 60: the model has 50 --diffusion-steps; give at most so many",
@@ -189,6 +197,11 @@ def test_a_classifier_is_not_judged_by_folders_of_other_names(images, tmp_path, 
     (tmp_path / "val/class-1").rename(tmp_path / "val/cat")
     assert evaluate_vision.main([run_directory, "--images", f"{tmp_path}/val", "--workers", "0"]) == 2
     assert "val: has cat where the training had class-0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["depths", "hidden_sizes", "num_attention_heads", "mlp_ratios", "sr_ratios"])
+def test_a_list_without_a_number_as_a_file_of_flags_may_have_is_refused(key):
+    assert any(flag(key) in sentence for sentence in vit_problems(ViTConfig(**{key: ()})))
 
 
 @pytest.mark.parametrize("words, said", WRONG.items())
