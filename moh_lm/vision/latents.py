@@ -5,7 +5,8 @@ tools/encode_latents.py writes a directory of latents:
     latents.npy     [N, 2, 2c, s, s], fp16 or fp32: of each image, and of its mirror image, the means and the logarithms
                     of the variances that an autoencoder gives its c channels of s x s
     labels.npy      int64 [N]
-    latents.json    classes, image_size, factor, and the SHA-256 of the images' names; written last
+    latents.json    images, classes, image_size, dtype, factor, and the SHA-256 of the images' names and of the
+                    autoencoder; written last
 
     x = (mean + exp(logvar / 2) eps) factor     logvar between -30 and 20, eps ~ N(0, 1)
 
@@ -57,7 +58,9 @@ class Latents:
             self.sha256 = hashlib.sha256(made.encode()).hexdigest()
             self.labels = np.load(Path(path) / LABELS)
             self.shape = moments_of(self.path).shape
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if len(self.shape) != 5 or self.labels.shape != self.shape[:1]:
+                raise ValueError(f"latents {list(self.shape)}, but labels {list(self.labels.shape)}")
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             remedy = "restore them, or run tools/encode_latents.py again"
             raise ConfigError([f"{path}: its latents cannot be read ({error}); {remedy}"]) from error
 

@@ -1,6 +1,7 @@
 """What a diffusion model reads: latents as an autoencoder gives them, small images, time steps, classes and noise."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -164,10 +165,19 @@ def test_quarters_are_the_sources_of_their_time_steps():
             assert [4 * t // total for t in range(first, last + 1)] == [quarter] * (last + 1 - first)
 
 
+def fewer(path):
+    np.save(path, np.load(path)[1:])
+
+
 def test_what_does_not_fit_is_said(place):
     (place / "broken").mkdir()
     (place / "broken" / "latents.json").write_text(json.dumps({"classes": ["a"], "sha256": "", "factor": 1}))
+    for name, change in {"empty": lambda path: path.write_bytes(b""), "fewer": fewer}.items():
+        shutil.copytree(place / "fp32", place / name)
+        change(place / name / "latents.npy")
     cases = (
+        (training(place / "empty"), "its latents cannot be read (No data left in file)"),
+        (training(place / "fewer"), "its latents cannot be read (latents [5, 2, 8, 8, 8], but labels [6])"),
         (training(place / "fp32", in_channels=3), "--in-channels 3 --input-size 8: "),
         (training(place / "fp32", input_size=16), "set --in-channels 4 --input-size 8"),
         (training(place / "images"), "--in-channels 4: "),
