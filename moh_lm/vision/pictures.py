@@ -16,10 +16,10 @@ def to_bytes(images):
 def grid(images, least=64):
     """Images in [-1, 1], [n, c, H, W], side by side in rows: uint8 [H, W, 3].
 
-    Small ones are enlarged to ``least`` pixels or more. Of latents the first three channels are shown.
+    Small ones are enlarged to ``least`` pixels or more. Of latents the first three channels are shown, or the first.
     """
     pixels = to_bytes(images)
-    pixels = np.repeat(pixels, 3, axis=3) if pixels.shape[3] < 3 else pixels[..., :3]
+    pixels = pixels[..., [0, 0, 0] if pixels.shape[3] < 3 else [0, 1, 2]]
     factor = max(1, math.ceil(least / pixels.shape[1]))
     pixels = pixels.repeat(factor, axis=1).repeat(factor, axis=2)
     pixels = np.pad(pixels, ((0, 0), (0, GAP), (0, GAP), (0, 0)), constant_values=255)

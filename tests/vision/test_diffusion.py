@@ -18,6 +18,7 @@ from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.diffusion import Diffusion, image_noise, log_probability
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.load import load_model
+from moh_lm.vision.pictures import grid, to_bytes
 from moh_lm.vision.transnext import TransNeXt
 from tools import sample_images
 
@@ -225,6 +226,15 @@ def test_image_n_is_a_function_of_the_seed_and_n_alone(run, tmp_path):
     noise = next(image_noise(0, [2, 9], (1, 2, 2), "cpu"))
     assert torch.equal(noise[1:], next(image_noise(0, [9], (1, 2, 2), "cpu")))
     assert not torch.equal(noise[0], noise[1])
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_images_of_any_number_of_channels_are_shown_side_by_side(channels):
+    images = torch.linspace(-1, 1, 3 * channels).view(3, channels, 1, 1).expand(3, channels, 8, 8)
+    shown = grid(images)
+    assert shown.shape == (132, 132, 3)
+    shades = to_bytes(images)[:, 0, 0, [0, 1, 2] if channels > 2 else [0, 0, 0]]
+    assert np.array_equal(shown[[0, 0, 66], [0, 66, 0]], shades)
 
 
 def test_latents_become_images_by_the_decoder(tmp_path):
