@@ -112,12 +112,18 @@ def folder_files(path):
 
 
 def tar_files(path):
-    """(name, first byte, bytes) of all files in a tar."""
+    """(name, first byte, bytes) of all files in a tar; of a name that is there twice, the last as when unpacked."""
+    spans = {}
     try:
         with tarfile.open(path, "r:") as tar:
-            return [(os.path.normpath(file.name), file.offset_data, file.size) for file in tar if file.isfile()]
+            for file in tar:
+                if file.isfile():
+                    spans[file.name] = file.offset_data, file.size
+                elif file.islnk() and file.linkname in spans:  # another name of a file before it
+                    spans[file.name] = spans[file.linkname]
     except tarfile.ReadError as error:
         raise ConfigError([f"{path}: is no tar without compression ({error}); give one, or a directory"]) from error
+    return [(os.path.normpath(name), *span) for name, span in spans.items()]
 
 
 def is_image(name):

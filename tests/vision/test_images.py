@@ -1,6 +1,7 @@
 """Images to micro-batches: which sample is which image, how it is changed, who gets it, and what is refused."""
 
 import random
+import shutil
 import tarfile
 from dataclasses import replace
 
@@ -211,6 +212,19 @@ def test_a_tar_is_read_as_its_folder(folder, tmp_path):
     assert one.state() == other.state() and one.state()["segments"][0]["images"] == 21
     batches = [images.loader(images.config, 0, 1, False).train_step(0) for images in (one, other)]
     assert same(*batches)
+
+
+def test_a_tar_with_hard_links_and_files_that_were_added_again_is_read_as_what_it_unpacks_to(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "train")
+    (tmp_path / "train/dog/link.png").hardlink_to(tmp_path / "train/cat/00.png")
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        tar.add(tmp_path / "train", arcname="train")
+        shutil.copy(tmp_path / "train/fox/20.png", tmp_path / "train/cat/03.png")
+        tar.add(tmp_path / "train/cat/03.png", arcname="train/cat/03.png")
+    one, other = Images(tmp_path / "train"), Images(tmp_path / "images.tar")
+    assert one.sha256 == other.sha256 and len(one.labels) == 22
+    for index in range(22):
+        assert one.place(index).read(3).tobytes() == other.place(index).read(3).tobytes()
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "CMYK", "RGBA", "I;16", "1"])
