@@ -105,8 +105,10 @@ class Images:
 
 
 def folder_files(path):
-    """(name, 0, -1) of all files below a directory."""
-    for folder, _, names in os.walk(path, followlinks=True):
+    """(name, 0, -1) of all files below a directory; a link that leads back up is not followed."""
+    for folder, folders, names in os.walk(path, followlinks=True):
+        here, real = os.path.realpath(folder), {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
+        folders[:] = [name for name in folders if os.path.commonpath((here, real[name])) != real[name]]
         inside = folder[len(path) :].strip("/")
         yield from ((os.path.join(inside, name), 0, -1) for name in names)
 

@@ -227,6 +227,14 @@ def test_a_tar_with_hard_links_and_files_that_were_added_again_is_read_as_what_i
         assert one.place(index).read(3).tobytes() == other.place(index).read(3).tobytes()
 
 
+def test_a_link_to_a_folder_is_a_class_and_one_that_leads_back_is_none(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "train")
+    (tmp_path / "train/cat/all").symlink_to(tmp_path / "train")
+    (tmp_path / "train/vixen").symlink_to(tmp_path / "train/fox")
+    images = Images(tmp_path / "train")
+    assert images.classes == ["cat", "dog", "fox", "vixen"] and len(images.labels) == 28
+
+
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "CMYK", "RGBA", "I;16", "1"])
 def test_images_of_every_mode_keep_their_brightness(mode, tmp_path):
     path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
