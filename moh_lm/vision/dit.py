@@ -21,15 +21,15 @@ from torch import nn
 from moh_lm.kernels.attention import moh_attention
 from moh_lm.model.block import RoutedBlock
 from moh_lm.model.router import HeadRouter
-from moh_lm.model.transformer import initialize, loss_terms
+from moh_lm.model.transformer import loss_terms
 from moh_lm.vision.diffusion import Diffusion, image_noise
-from moh_lm.vision.parameters import describe, described, linear
+from moh_lm.vision.parameters import ImageModel, describe, described, linear
 
 INIT_STD = 0.02  # of tables and of the MLP of the step
 FREQUENCIES = 128  # of a step: half of its features
 
 
-class DiT(nn.Module):
+class DiT(ImageModel):
     """The whole model. config: ``DiTConfig``. micro_batches: of a step, over which the losses of routers are averaged.
 
     Parameters are left empty; ``initialize`` draws them.
@@ -79,19 +79,6 @@ class DiT(nn.Module):
         noises = image_noise(seed, numbers, shape, y.device)
         chain = Diffusion(config.diffusion_steps, steps)
         return chain.sample(self.predict, y, noises, config.num_classes, cfg_scale)
-
-    def initialize(self, seed):
-        """Draw every parameter from a generator of (seed, name)."""
-        initialize(self.named_parameters(), seed)
-
-    def routers(self):
-        """The routers that balance their load, in the order of layers."""
-        routers = (block.router() for block in self.blocks)
-        return [router for router in routers if router is not None and router.layer.num_routed]
-
-    def tied_parameters(self):
-        """Weights with a copy in another pipeline stage: none."""
-        return ()
 
 
 class DiTBlock(RoutedBlock):

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from moh_lm.model.block import RoutedBlock
-from moh_lm.model.transformer import INIT_STD, initialize, loss_terms
+from moh_lm.model.transformer import INIT_STD, loss_terms
 from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, convolution, to_images, to_tokens
-from moh_lm.vision.parameters import layer_norm, linear
+from moh_lm.vision.parameters import ImageModel, layer_norm, linear
 
 
 class PatchEmbedding(nn.Module):
@@ -68,7 +68,7 @@ class Block(RoutedBlock):
         return x + (mlp if kept is None else mlp * kept[1]), routed
 
 
-class TransNeXt(nn.Module):
+class TransNeXt(ImageModel):
     """The whole model. config: ``ViTConfig``. micro_batches: of a step, over which the losses of the routers are
     averaged. Parameters are left as torch makes them; ``initialize`` draws them."""
 
@@ -115,16 +115,3 @@ class TransNeXt(nn.Module):
         shares = torch.linspace(0, self.drop_path, self.num_layers, device=draws.device).repeat_interleave(2)
         kept = (draws >= shares) / (1 - shares)
         return kept.to(dtype).t().unsqueeze(-1).unflatten(0, (-1, 2))  # [layers, 2, b, 1]
-
-    def initialize(self, seed):
-        """Draw every parameter from a generator of (seed, name)."""
-        initialize(self.named_parameters(), seed)
-
-    def routers(self):
-        """The routers that balance their load, in the order of layers."""
-        routers = (module.router() for module in self.modules() if isinstance(module, Block))
-        return [router for router in routers if router is not None and router.layer.num_routed]
-
-    def tied_parameters(self):
-        """Weights with a copy in another pipeline stage: none."""
-        return ()
