@@ -202,7 +202,7 @@ class Dataset:
         return {name: min(first[name], second[name]) for name in first}
 
     def mixture_of(self, sample: int) -> Mixture:
-        """The mixture that sample number ``sample`` is of."""
+        """The mixture that sample number ``sample`` is of; of -1, before the first, that which a run begins with."""
         return self.decay[1] if self.decay and sample >= self.decay[0] else self.mixture
 
     def bytes_per_token(self) -> dict[str, float | None]:
@@ -244,16 +244,12 @@ class Dataset:
             "shards": {source.name: source.identity() for source in self.sources if source.name in weights},
         }
 
-    def newest_mixture(self, consumed_samples: int) -> Mixture:
-        """The mixture of the last of ``consumed_samples`` samples."""
-        return self.mixture_of(consumed_samples - 1) if consumed_samples else self.mixture
-
     def state(self, consumed_samples: int = 0) -> dict:
         """For the checkpoint of a run that has read ``consumed_samples`` samples, JSON-able.
 
         It holds the segments of the run, and the shards by name and content.
         """
-        segments, newest = self.segments, self.newest_mixture(consumed_samples)
+        segments, newest = self.segments, self.mixture_of(consumed_samples - 1)
         if newest is not self.mixture:
             segments = next_segments(segments, self.fingerprint(newest), newest.first_sample)
         units = {
@@ -267,7 +263,7 @@ class Dataset:
 
         consumed_samples: of the checkpoint.
         """
-        newest, before = self.newest_mixture(consumed_samples), state["segments"][-1]
+        newest, before = self.mixture_of(consumed_samples - 1), state["segments"][-1]
         if self.decay and newest is self.mixture:
             begins, later = self.decay
             if before["weights"] == self.fingerprint(later)["weights"]:
@@ -285,7 +281,7 @@ class Dataset:
         If nothing has changed, sample n is what it was. Else a new segment begins here: sources whose shards are the
         same go on where they were, others begin.
         """
-        newest = self.newest_mixture(consumed_samples)
+        newest = self.mixture_of(consumed_samples - 1)
         segments = next_segments(state["segments"], self.fingerprint(newest), consumed_samples)
         mixture = newest.after(segments[-1]["first_sample"], segments[-1]["consumed"])
         return Dataset(
