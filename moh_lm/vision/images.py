@@ -165,6 +165,9 @@ class Samples:
     A subclass has ``inputs`` of a request: what the model reads, and the sources, int64 [b].
     """
 
+    def __init__(self, config):
+        self.model, self.data, self.seed = config.model, config.data, config.run.seed
+
     def __getitem__(self, request):
         try:
             inputs, sources = self.inputs(request)
@@ -176,9 +179,6 @@ class Samples:
 
 class ViTSamples(Samples):
     """inputs: images [b, c, S, S], soft targets [b, classes], and in training draws [b, 2 num_layers], all float32."""
-
-    def __init__(self, config):
-        self.model, self.data, self.seed = config.model, config.data, config.run.seed
 
     def inputs(self, request):
         labels, size, data = torch.from_numpy(request.labels), self.model.image_size, self.data
