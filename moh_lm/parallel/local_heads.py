@@ -56,6 +56,9 @@ class LocalHeads:
         """The rows or columns of these heads, or of the key/value heads that they share; None on one rank."""
         if self.group is None:
             return None
-        width = head_dim / queries_per_key  # of a query head in this projection
-        ranges = tuple((int(start * width), int(stop * width)) for start, stop in self.ranges)
-        return Partition(dim, int(self.num_heads * width), ranges)
+
+        def place(head):  # a whole number: ranks hold whole key/value heads
+            return head * head_dim // queries_per_key
+
+        ranges = tuple((place(start), place(stop)) for start, stop in self.ranges)
+        return Partition(dim, place(self.num_heads), ranges)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
-from moh_lm.parallel import cross_entropy
+from moh_lm.parallel import cross_entropy, local_heads
 from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
 from tests.distributed import run_ranks
@@ -102,6 +102,14 @@ def held_heads():
         heads, sizes = MODELS[name]
         models.append(CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)), dist.group.WORLD))
     return [model.model.layers[0].self_attn.heads.take(torch.arange(8)).tolist() for model in models]
+
+
+def test_a_rank_holds_every_feature_of_its_keys_whatever_a_head_s_width_over_the_heads_that_share_it(monkeypatch):
+    monkeypatch.setattr(local_heads, "group_size", lambda group: 2)
+    for rank, rows in enumerate([(0, 936), (936, 1872)]):  # in floating point 27 * (104 / 3) is below 936
+        monkeypatch.setattr(local_heads, "group_rank", lambda group, rank=rank: rank)
+        keys = local_heads.LocalHeads(54, 0, "two ranks").partition(0, 104, queries_per_key=3)
+        assert (keys.size, keys.ranges) == (1872, (rows,))
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
