@@ -136,7 +136,6 @@ class Sigmoid(Paper):
 class Relu(Sigmoid):
     first_score = 1.0
     refuses_top_p = refuses_bias = refuses_noise = "selects every head with a score above 0"
-    refuses_z_loss = "has gates that it would close: it is least where every score is - ln E"
 
     def __init__(self, layer, two_stage):
         super().__init__(layer, two_stage)
