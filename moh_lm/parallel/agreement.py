@@ -46,7 +46,8 @@ def together(work):
     except OSError as error:
         where = f"rank {dist.get_rank()} on {socket.gethostname()}"
         reason = (error.strerror or str(error)).lower()
-        problems = [f"{error.filename}: {reason} ({where}); mend this, and start the same command again"]
+        file = f"{error.filename}: " if error.filename else ""  # a write to an open file names none
+        problems = [f"{file}{reason} ({where}); mend this, and start the same command again"]
     except ConfigError as error:
         problems = error.problems
     problems = problems_of_all_ranks(problems)

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
-from moh_lm.parallel import cross_entropy, local_heads
+from moh_lm.parallel import agreement, cross_entropy, local_heads
 from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
 from tests.distributed import run_ranks
@@ -102,6 +102,20 @@ def held_heads():
         heads, sizes = MODELS[name]
         models.append(CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)), dist.group.WORLD))
     return [model.model.layers[0].self_attn.heads.take(torch.arange(8)).tolist() for model in models]
+
+
+@pytest.mark.parametrize("file", ["run/config.json", None])
+def test_a_file_that_fails_a_rank_is_named_unless_the_system_does_not_say_which(file, monkeypatch):
+    monkeypatch.setattr(agreement, "problems_of_all_ranks", list)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+
+    def write():
+        raise OSError(28, "No space left on device", file)
+
+    with pytest.raises(ConfigError) as raised:
+        agreement.together(write)
+    (problem,) = raised.value.problems
+    assert problem.startswith(("run/config.json: " if file else "") + "no space left on device (rank 3 on ")
 
 
 def test_a_rank_holds_every_feature_of_its_keys_whatever_a_head_s_width_over_the_heads_that_share_it(monkeypatch):
