@@ -81,9 +81,10 @@ def always_on(selected, num_shared):
 def dense_heads(query, key, value, gates=None, documents=None, causal=True, own=None):
     """The reference: softmax(q k^T / sqrt(e)) v of all heads (Eq. 1), times their gates; see ``moh_attention``.
 
-    own: [s, b, heads], the heads that each token uses, if they see the tokens only that use them; else None.
+    Values may have another width than queries and keys. own: [s, b, heads], the heads that each token uses, if they see
+    the tokens only that use them; else None.
     """
-    mask, head_dim = None, query.shape[-1]
+    mask, head_dim, width = None, query.shape[-1], value.shape[-1]
     if own is not None:
         query, key, value = with_marks(query, key, value, own)
     if query.device.type == "cpu" and query.dtype == torch.float32 and query.shape[-1] < CPU_WIDTH:
@@ -100,7 +101,7 @@ def dense_heads(query, key, value, gates=None, documents=None, causal=True, own=
         scale=head_dim**-0.5,
         enable_gqa=query.shape[2] != key.shape[2],
     )
-    context = context.permute(2, 0, 1, 3)[..., :head_dim]  # [s, b, heads, head_dim]
+    context = context.permute(2, 0, 1, 3)[..., :width]  # [s, b, heads, width]
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 

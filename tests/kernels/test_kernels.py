@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from moh_lm.cost.summary import describe_attention
 from moh_lm.flags import parse_config
 from moh_lm.kernels import attention, break_even, flex, varlen
-from moh_lm.kernels.attention import choose_backend, moh_attention
+from moh_lm.kernels.attention import choose_backend, dense_heads, moh_attention
 from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 from moh_lm.kernels.cpu_sparse import SelectedRows, add_up
 from moh_lm.kernels.documents import boundaries, mean_keys, narrow
@@ -324,6 +324,12 @@ def test_narrow_heads_in_single_precision_stay_near_the_reference(head_dim, own_
     expected = with_gradients(lambda *t: reference(*t, selected, 2, own_keys=own_keys), *wide)
     got = with_gradients(lambda *t: moh_attention(*t, selected, 2, own_keys=own_keys), *tensors, upstream)
     assert_all_close(got, expected, 2e-6)
+
+
+def test_values_of_latent_heads_keep_their_width():
+    query, key, value = torch.randn(3, 5, 2, 4, 6).unbind()
+    expected = dense_heads(query, key, value)[..., :3]
+    torch.testing.assert_close(dense_heads(query, key, value[..., :3]), expected)
 
 
 def test_selected_is_what_counts_and_not_a_gate_of_zero():
