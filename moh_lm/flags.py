@@ -12,12 +12,11 @@ from pathlib import Path
 import yaml
 
 from moh_lm.checkpoint.directory import newest_model
-from moh_lm.config import SPREAD, Config, ConfigError, HeadsConfig, flag, walk
+from moh_lm.config import BUDGETS, SPREAD, Config, ConfigError, HeadsConfig, flag, walk
 from moh_lm.parser import Parser, nearest
 from moh_lm.quantities import duration, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
-BUDGETS = ("num_shared_heads", "num_active_routed_heads")
 ROUTER_ONLY = ("router_learning_rate_scale", "router_gradient_clipping")  # of the optimizer
 
 

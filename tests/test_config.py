@@ -163,6 +163,12 @@ REFUSALS = {  # flags: what the one line has to name
     "--train-only router --routing query_norm": ("--train-only router", "routers with weights"),
     "--num-shared-heads 6 5": ("--num-shared-heads has 2", "12"),
     "--window 512 0": ("--window has 2", "12"),
+    "--num-shared-heads 6 5 --load-balance-bias-rate 0.1": ("--num-shared-heads has 2", "12"),
+    "--num-shared-heads 6 5 --routed-keys selected --attention-backend cpu_sparse": ("--num-shared-heads has 2", "12"),
+    "--window 512 0 0 --num-layers 2 --routed-keys selected --attention-backend cpu_sparse": ("--window has 3", "2"),
+    "--position none none none --num-layers 2 --routed-keys selected": ("--position has 3", "2"),
+    "--num-layers 0 --head-budget 0.5": ("--num-layers 0", "1 or above"),
+    "--hidden-size 8 --attention latent": ("--num-attention-heads 12", "--head-dim"),
     "--window 1": ("--window 1", "at least 2"),
     "--window-min 64": ("--window-min 64", "sequence or entropy"),
     "--window-strategy entropy --window-min 64 --window-max 32": ("--window-max 32", "at least --window-min 64"),
@@ -213,6 +219,11 @@ def test_a_refusal_is_one_line_with_the_value_and_the_remedy(flags, capsys, monk
     assert not dist.is_initialized()
     (problem,) = capsys.readouterr().err.splitlines()
     assert all(part in problem for part in REFUSALS[flags]), problem
+
+
+def test_a_share_of_features_that_is_no_number_is_refused_beside_widths_of_heads():
+    model = parse(*"--head-dims 16 32 --num-attention-heads 2 --rotary-fraction nan".split()).model
+    assert "--rotary-fraction nan: must be above 0 and at most 1, such as 0.5" in model_problems(model)
 
 
 def test_all_problems_are_reported_together():

@@ -4,13 +4,27 @@ import math
 from dataclasses import fields
 
 from moh_lm.checks.ranges import below, divisors
-from moh_lm.config import flag
+from moh_lm.config import BUDGETS, flag
 from moh_lm.config.model import OF_LAYERS
 from moh_lm.model.rotary import NEEDS
 
 OF_POSITION = {  # setting -> its kind of positions
     "cope_max_position": "cope", "learned_positions": "learned", "rotary_fraction": "rotary", "rope_type": "rotary",
 }  # fmt: skip
+
+
+def length_problems(model):
+    """The first setting with a number or a name for each layer that has another number of them than there are layers.
+
+    Those behind it follow from it, or are seen next.
+    """
+    budgets = BUDGETS if model.heads.head_selection != "all" else ()
+    values = {**vars(model), **vars(model.heads)}
+    return [
+        f"{flag(key)} has {len(given)} {'names' if key == 'position' else 'numbers'}: {per_layer(model)}"
+        for key in (*OF_LAYERS, "window", "position", *budgets)
+        if len(given := as_tuple(values[key])) not in (1, model.num_layers)
+    ][:1]
 
 
 def head_count_problems(model):
@@ -21,13 +35,8 @@ def head_count_problems(model):
         for value in sorted({*as_tuple(getattr(model, key))})
         if value < 1
     ]
-    found += [
-        f"{flag(key)} has {len(values)} numbers: {per_layer(model)}"
-        for key in OF_LAYERS
-        if len(values := as_tuple(getattr(model, key))) not in (1, model.num_layers)
-    ]
     if found:
-        return found[:1]  # the others follow from it, or are seen next
+        return found[:1]  # the others follow from it
     pairs = dict.fromkeys(
         (of.num_attention_heads, of.num_key_value_heads) for of in map(model.of_layer, range(model.num_layers))
     )
@@ -44,11 +53,6 @@ def head_count_problems(model):
     return found
 
 
-def kind_problems(model):
-    """What the kinds of attention need, or contradict."""
-    return latent_problems(model) + width_problems(model)
-
-
 def latent_problems(model):
     """What latent attention needs, or contradicts."""
     given, sizes = "--attention latent", ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim")
@@ -59,7 +63,7 @@ def latent_problems(model):
             if getattr(model, key) is not None
         ]
     found = below(model, 1, *(key for key in sizes if getattr(model, key) is not None))
-    if model.qk_rope_head_dim % 2:
+    if model.qk_rope_head_dim and model.qk_rope_head_dim % 2:
         found.append(f"--qk-rope-head-dim {model.qk_rope_head_dim}: features turn in pairs; choose an even number")
     others = (
         ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "heads share no keys"),
@@ -82,7 +86,7 @@ def width_problems(model):
     found = [
         f"{given} {width}: the first {turned} of its features would turn, in pairs; choose an even number, 2 or above"
         for width in sorted({*widths})
-        if (turned := int(width * model.rotary_fraction)) < 2 or turned % 2
+        if 0 < model.rotary_fraction <= 1 and ((turned := int(width * model.rotary_fraction)) < 2 or turned % 2)
     ]
     others = (
         ("--head-dim", model.head_dim, max(widths), "it is the widest"),
@@ -107,8 +111,6 @@ def position_problems(model):
     if not kinds <= {*allowed}:
         return [f"{given}: choose among {', '.join(allowed)}"]
     found = below(model, 1, "cope_max_position")
-    if len(model.position) != model.num_layers:
-        found.append(f"--position has {len(model.position)} names: {per_layer(model)}")
     if "learned" in kinds and len(kinds) > 1:
         found.append(f"{given}: the table of learned serves all layers; give learned alone")
     if "learned" in kinds and (model.learned_positions or 0) < 1:

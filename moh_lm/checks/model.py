@@ -4,10 +4,11 @@ import math
 
 from moh_lm.checks.attention import (
     head_count_problems,
-    kind_problems,
-    per_layer,
+    latent_problems,
+    length_problems,
     position_problems,
     rope_problems,
+    width_problems,
 )
 from moh_lm.checks.ranges import below, divisors
 from moh_lm.config import flag
@@ -16,11 +17,11 @@ from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
 
 def model_problems(model):
     found = below(model, 1, "num_layers", "hidden_size", "intermediate_size", "vocab_size", "base_width")
-    found = found or head_count_problems(model)
+    found = found or length_problems(model) or head_count_problems(model)
     if found:
         return found
     heads = max(model.head_counts)
-    turned = model.rotary_dim * model.rotary_fraction
+    turned = (model.rotary_dim or 0) * model.rotary_fraction
     if model.hidden_size % heads and model.head_dim == model.hidden_size // heads:
         found.append(
             f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
@@ -29,13 +30,11 @@ def model_problems(model):
     elif model.head_dim < 1 or ("rotary" in model.position and (turned < 2 or turned // 1 % 2)):
         share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
-    found += kind_problems(model) + position_problems(model)
+    found += latent_problems(model) + width_problems(model) + position_problems(model)
     for key in ("rope_theta", "rms_norm_eps"):
         if not 0 < getattr(model, key) < math.inf:
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
     found += rope_problems(model)
-    if len(model.window) != model.num_layers:
-        found.append(f"--window has {len(model.window)} numbers: {per_layer(model)}")
     found += [
         f"--window {width}: must be 0, for the whole sequence, or at least 2; with 1 a token sees itself only"
         for width in sorted({*model.window})
@@ -146,16 +145,9 @@ def bias_problems(model):
 def budget_problems(model):
     """The numbers of shared and routed heads, layer by layer."""
     size = max(1, model.heads_per_expert) if model.heads.head_selection == "mixture" else 1
-    budgets = {key: getattr(model.heads, key) for key in ("num_shared_heads", "num_active_routed_heads")}
-    found = [
-        f"{flag(key)} has {len(budget)} numbers: {per_layer(model)}"
-        for key, budget in budgets.items()
-        if len(budget) != model.num_layers
-    ]
-    if found:
-        return found
+    budgets = zip(model.heads.num_shared_heads, model.heads.num_active_routed_heads, strict=True)
     first_layer = {}  # of each sentence: the same mistake in every layer is said once
-    for layer, (shared, active) in enumerate(zip(*budgets.values(), strict=True)):
+    for layer, (shared, active) in enumerate(budgets):
         heads = model.of_layer(layer).num_attention_heads
         routed = heads - shared
         if not 0 <= shared <= heads:

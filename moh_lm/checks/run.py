@@ -7,6 +7,7 @@ import shutil
 
 import torch
 
+from moh_lm.checks.attention import length_problems
 from moh_lm.checks.ranges import below
 from moh_lm.config import OptimizerConfig, RunConfig, flag
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
@@ -135,7 +136,7 @@ def base_problems(run):
 def backend_problems(config):
     """Attention backends asked for by name that could not compute this model here."""
     backend, head_dim = config.run.attention_backend, config.model.query_dim
-    if backend in ("auto", "dense"):
+    if backend in ("auto", "dense") or length_problems(config.model):
         return []
     given = f"--attention-backend {backend}"
     found = []

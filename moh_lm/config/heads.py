@@ -70,6 +70,7 @@ class HeadsConfig:
     )
 
 
+BUDGETS = ("num_shared_heads", "num_active_routed_heads")  # of HeadsConfig: a number for each layer
 SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: said again by the budgets of the layers
 TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
@@ -87,7 +88,7 @@ def spread_budget(model, shared, tp=1, cp=1):
     """
     heads, numbers, layers = model.heads, model.head_counts, model.num_layers
     numbers = numbers * layers if len(numbers) == 1 else numbers
-    if not (0 < (heads.head_budget or 0) <= 1 and abs(heads.head_budget_slope) <= 1 and min(numbers) >= 1):
+    if not (0 < (heads.head_budget or 0) <= 1 and abs(heads.head_budget_slope) <= 1 and min(numbers, default=0) >= 1):
         return {}
     group = numbers[0] // max(1, model.of_layer(0).num_key_value_heads) or 1
     unit = step = group if heads.routing_unit == "key_value_group" else 1
