@@ -214,11 +214,19 @@ def not_finite(step, fragments):
     tensors = [tensor for fragment in fragments for tensor in fragment.tensors.values()]
     if not tensors:
         return []
-    bounds = torch.stack([torch.stack(tensor.detach().aminmax()) for tensor in tensors])  # NaN comes through
-    bad = [name for name, finite in zip(names, bounds.isfinite().all(1).tolist(), strict=True) if not finite]
+    bad = [name for name, finite in zip(names, are_finite(tensors).tolist(), strict=True) if not finite]
     if not bad:
         return []
     return [f"step {step} is not saved: {bad[0]} is not finite on rank {dist.get_rank()} ({len(bad)} such tensors)"]
+
+
+def are_finite(tensors):
+    """Whether each of ``tensors`` is finite, bool [tensors], on the device of the first one.
+
+    They may lie on several: what is frozen or offloaded is in the memory of the CPU, the biases of routers never are.
+    """
+    bounds = [torch.stack(tensor.detach().aminmax()) for tensor in tensors]  # NaN comes through
+    return torch.stack([pair.to(bounds[0].device) for pair in bounds]).isfinite().all(1)
 
 
 def needed_bytes(fragments, tokenizer):

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moh_lm.checkpoint import fragments, manifest, saver, writing
 from moh_lm.checkpoint.directory import list_steps, newest_model, outdated, remove_leftovers
@@ -448,6 +449,12 @@ def save_not_finite(directory):
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     run_ranks(save_not_finite, 2, tmp_path)
     assert [step.name for step in list_steps(tmp_path)] == ["step-1"]
+
+
+def test_a_state_on_two_devices_is_looked_at():
+    with FakeTensorMode():  # knows devices that are not there
+        tensors = torch.ones(3), torch.ones(2, dtype=torch.int32, device="cuda")
+        assert saver.are_finite(tensors).shape == (2,)
 
 
 def save_with_a_broken_writer(directory):
