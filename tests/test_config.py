@@ -285,9 +285,12 @@ def test_a_run_directory_that_is_a_file_is_refused_in_one_line(tmp_path, capsys,
     assert stop.value.code == 2 and "--checkpoint-dir" in problem and "give another directory" in problem
 
 
-def test_ranks_of_a_launcher_that_sets_no_rank_are_refused(tmp_path, capsys, monkeypatch, data_dir):
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
+@pytest.mark.parametrize("given", [{"OMPI_COMM_WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_ranks_of_a_launcher_that_sets_no_rank_are_refused(given, tmp_path, capsys, monkeypatch, data_dir):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     flags = [*REQUIRED, "--data-dir", str(data_dir), *TINY, "--checkpoint-dir", str(tmp_path / "run")]
     monkeypatch.setattr(sys, "argv", ["pretrain", *flags])
     with pytest.raises(SystemExit) as stop:
