@@ -77,7 +77,7 @@ class Tasks:
         for gold, choices in self.questions[task]:
             scores = np.array([-next(losses) for _ in choices])
             if isinstance(gold, list):
-                likelihoods = np.exp(scores)
+                likelihoods = np.exp(scores - scores.max())  # each by itself may be 0 in a float
                 rights["acc"].append(likelihoods[np.array(gold) == 1].sum() / likelihoods.sum())
             else:
                 rights["acc"].append(scores.argmax() == gold)

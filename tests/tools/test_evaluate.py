@@ -21,6 +21,7 @@ from moh_lm.config import Config, ConfigError
 from moh_lm.flags import parse_config
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.samples import Samples
+from moh_lm.monitor.tasks import Question, Tasks
 from moh_lm.run import program
 from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
@@ -419,6 +420,12 @@ def test_every_layout_gives_the_same_scores(layout, flags, trained, tmp_path):
 def samples(run):
     rows = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
     return [(row["step"], row["prompt"], row["text"]) for row in rows]
+
+
+def test_probabilities_of_choices_too_long_for_a_number_still_have_shares():
+    tasks = Tasks(Config(), None)
+    tasks.questions["a"] = [Question([1, 0], [[[1], [2], None]] * 2)]
+    assert tasks.metrics("a", [900.0, 900 + np.log(3)]) == pytest.approx({"acc": 0.75})
 
 
 def test_samples_of_a_run_are_what_its_checkpoint_generates_and_each_is_logged_once(trained, capsys):
