@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import torch
 
@@ -12,7 +13,7 @@ from moh_lm.training.parameter_groups import is_block_matrix
 LIKELY_MFU = 0.4  # of a large model on fast GPUs; assumed where a run is planned
 BACKWARD = 2  # a backward pass multiplies every matrix twice
 
-# Dense bf16 TFLOPS by a part of the name, the first that fits; from the vendors' data sheets.
+# Dense bf16 TFLOPS by the end of a word of the name, the first that fits; from the vendors' data sheets.
 PEAK_TFLOPS = {
     "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312, "A800": 312,
     "L40S": 362, "L40": 181, "A40": 150, "A10G": 70, "MI300X": 1307,
@@ -59,4 +60,4 @@ def peak_flops(run, device):
     if device.type != "cuda" or run.precision != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if re.search(rf"{part}\b", name)), None)

@@ -71,8 +71,7 @@ class Boards:
             self.wandb = None
 
     def close(self):
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        self.draw("close")
         if self.wandb is not None:
             self.guarded(self.wandb.finish)
 

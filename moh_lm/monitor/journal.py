@@ -1,14 +1,15 @@
 """events.jsonl: what happened to a run besides its steps; and files of rows that survive a full disk.
 
 One object per event: "time" (UTC), "event", "step", and facts. Events: import, saved, resumed, damaged, skipped, spike,
-stopped, complete, failed, data changed, alarm, alarm over. Lines are only ever added, so the file also remembers that
-there once were checkpoints.
+stopped, complete, failed, data changed, routing changed, dense warm-up over, alarm, alarm over. Lines are only ever
+added, so the file also remembers that there once were checkpoints.
 
 A log is not worth ending a run for: what cannot be written now is written later.
 """
 
 import contextlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -24,8 +25,10 @@ class Rows:
     def add(self, row):
         self.waiting += (json.dumps(row, allow_nan=False) + "\n").encode()
         try:
-            with open(self.path, "ab", buffering=0) as file:
-                end, left = file.tell(), memoryview(self.waiting)
+            with open(self.path, "ab+", buffering=0) as file:
+                end = file.tell()
+                is_cut = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"  # by a crash: that line stays alone
+                left = memoryview(b"\n" * is_cut + self.waiting)
                 try:
                     while left:
                         left = left[file.write(left) :]

@@ -1,5 +1,6 @@
 """What a run says about itself, against the raw gates, and against figures worked out by hand."""
 
+import errno
 import importlib.util
 import io
 import json
@@ -21,8 +22,10 @@ from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
+from moh_lm.monitor.boards import Boards
 from moh_lm.monitor.head_load import head_figures
 from moh_lm.monitor.head_map import CELL, LEFT, TOP, colours, head_map
+from moh_lm.monitor.journal import Rows, complete_rows
 from moh_lm.monitor.row import rounded
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
@@ -238,6 +241,15 @@ def test_the_mfu_is_the_flops_of_the_tokens_over_the_peak_of_all_ranks(two_ranks
         assert shown[row["step"]] == pytest.approx(row["runtime"]["mfu"]["active"])
 
 
+@pytest.mark.parametrize(
+    "name, tflops",
+    [("A100-SXM4-80GB", 312), ("NVIDIA GH200 480GB", 989), ("NVIDIA RTX A1000", None), ("NVIDIA RTX A4000", None)],
+)
+def test_the_peak_is_that_of_a_whole_name(name, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(parse_config([])[0].run, torch.device("cuda")) == (tflops and tflops * 1e12)
+
+
 def test_the_peak_is_known_of_a_gpu_in_bf16_only(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     run_config = parse_config(["--precision", "bf16"])[0].run
@@ -313,6 +325,26 @@ def test_the_page_names_every_figure(two_ranks):
 
 def test_numbers_are_rounded_to_five_digits():
     assert rounded({"a": [0.123456789, 12345.678], "b": 7}) == {"a": [0.12346, 12346.0], "b": 7}
+
+
+def test_a_row_after_one_that_a_crash_cut_is_whole(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "eve')
+    for step in (3, 4):
+        Rows(path).add({"step": step})
+    assert [row["step"] for _, row in complete_rows(path)] == [1, 3, 4]
+
+
+def test_a_drawing_that_cannot_be_closed_ends_no_run(tmp_path, capsys):
+    boards = Boards(tmp_path, 0)
+
+    def full_disk():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    boards.tensorboard.close()
+    boards.tensorboard.close = full_disk
+    boards.close()
+    assert "tensorboard: No space left on device" in capsys.readouterr().err
 
 
 # --- Weights & Biases ---
