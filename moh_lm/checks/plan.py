@@ -50,9 +50,9 @@ def plan_warnings(config, dataset):
             "give the source less weight, or train on fewer tokens"
         )
     vocabulary, pieces = config.model.vocab_size, dataset.num_pieces
-    if pieces and pieces < (1 - UNUSED) * vocabulary:
+    fewer = math.ceil((pieces or 0) / 128) * 128
+    if pieces and pieces < (1 - UNUSED) * vocabulary and fewer < vocabulary:
         yield (
             f"--vocab-size {vocabulary}: the tokenizer of the data has {pieces} pieces, so that "
-            f"{1 - pieces / vocabulary:.0%} of the embedding and the output head are never used; choose "
-            f"{math.ceil(pieces / 128) * 128}"
+            f"{1 - pieces / vocabulary:.0%} of the embedding and the output head are never used; choose {fewer}"
         )
