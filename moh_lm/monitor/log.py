@@ -90,22 +90,17 @@ class RunLog:
     def evaluation(self, step, losses, bytes_per_token=None):
         """Log the validation loss of each source; of text its exponential, the perplexity of a token, and its bits per
         byte too."""
-        mean = sum(losses.values()) / len(losses)
-        if bytes_per_token is None:
-            self.write({"step": step, "evaluation": losses, "evaluation_mean": mean})
-            self.show_losses(step, losses, mean, {})
-            return
-        perplexity = {name: math.exp(loss) if loss < 700 else math.inf for name, loss in losses.items()}  # inf: null
-        bits = bits_per_byte(losses, bytes_per_token)
-        row = {"step": step, "evaluation": losses, "evaluation_mean": mean, "perplexity": perplexity}
-        self.write(row | {"evaluation_bits_per_byte": bits})
-        scalars = {f"loss_validation_perplexity/{name}": value for name, value in perplexity.items()}
-        scalars |= {f"loss_validation_bits_per_byte/{name}": value for name, value in bits.items()}
-        self.show_losses(step, losses, mean, scalars)
-
-    def show_losses(self, step, losses, mean, scalars):
-        scalars |= {f"loss_validation/{name}": loss for name, loss in losses.items()}
-        self.boards.scalars(scalars | {"loss/validation": mean}, step)
+        row = {"step": step, "evaluation": losses, "evaluation_mean": sum(losses.values()) / len(losses)}
+        scalars = {f"loss_validation/{name}": loss for name, loss in losses.items()}
+        scalars["loss/validation"] = row["evaluation_mean"]
+        if bytes_per_token is not None:
+            perplexity = {name: math.exp(loss) if loss < 700 else math.inf for name, loss in losses.items()}
+            bits = bits_per_byte(losses, bytes_per_token)
+            row |= {"perplexity": perplexity, "evaluation_bits_per_byte": bits}  # an infinite one is null
+            scalars |= {f"loss_validation_perplexity/{name}": value for name, value in perplexity.items()}
+            scalars |= {f"loss_validation_bits_per_byte/{name}": value for name, value in bits.items()}
+        self.write(row)
+        self.boards.scalars(scalars, step)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         print(wrapped(f"validation loss after {step} steps: {shown}", 2), flush=True)
 

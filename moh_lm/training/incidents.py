@@ -3,8 +3,8 @@
 import math
 
 import torch
-import torch.distributed as dist
 
+from moh_lm.parallel.agreement import from_all_ranks
 from moh_lm.quantities import wrapped
 from moh_lm.training.guard import REASONS
 
@@ -24,8 +24,7 @@ def report(engine, loader, batches, journal, step, result):
         kind: [(first + place, names[sources[place]]) for place in places]
         for kind, places in engine.step_verdict.bad_sequences().items()
     }
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (mine, engine.step_verdict.result().differences))
+    ranks = from_all_ranks((mine, engine.step_verdict.result().differences))
     found = {(rank, sample, source) for rank, (bad, _) in enumerate(ranks) for sample, source in sum(bad.values(), [])}
     details = [text for _, differences in ranks for text in differences]
     values = result.loss, result.grad_norm
