@@ -264,8 +264,8 @@ class Engine:
 
     def adopt(self, optimizer_steps, shares, l1_steps=0):
         """Go on from ``fragments`` that were filled from a checkpoint, and from what its routers followed."""
+        self.frozen.refresh()  # before ``adopt``, which gathers what ZeRO-3 keeps whole
         self.optimizer.adopt(optimizer_steps)
-        self.frozen.refresh()
         self.router_sums.set_l1_steps(torch.tensor(l1_steps, device=self.device))
         self.router_sums.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
 

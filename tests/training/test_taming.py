@@ -172,3 +172,13 @@ def test_only_the_routers_are_trained_and_all_else_stays_to_the_bit(data_dir, un
             assert torch.equal(after[key], value if key.startswith("master/") else torch.zeros_like(value)), key
     run_ranks(run, 1, [*flags, "--train-iters", "5", "--eval-interval", "0"])  # and all weights again
     assert not torch.equal(state(tmp_path, 5)["master/lm_head.weight"], before["master/lm_head.weight"])
+
+
+def test_the_first_step_of_a_start_has_the_frozen_weights_of_its_checkpoint(data_dir, unclipped, tmp_path):
+    found = []
+    for zero in "13":
+        shutil.copytree(unclipped, tmp_path / zero)
+        flags = [*arguments(data_dir, tmp_path / zero, *EVERY_STEP), *FROZEN.split(), "--train-iters", "2"]
+        run_ranks(run, 2, [*flags, "--zero-stage", zero])
+        found.append(training(tmp_path / zero)[-1]["loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
