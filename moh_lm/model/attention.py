@@ -192,7 +192,8 @@ class Attention(AttentionCost, nn.Module):
 
         With fewer key/value heads than ranks there is one for each of ``key_runs``, or for each query head.
         """
-        key, value = (self.split_heads(self.project_keys(project, x)) for project in (self.k_proj, self.v_proj))
+        product = self.whole if self.key_runs else None  # the ranks use the same weight for other heads
+        key, value = (self.split_heads(project(x, product)) for project in (self.k_proj, self.v_proj))
         if self.key_runs:
             key, value = (
                 torch.cat([part[:, :, key : key + 1].expand(-1, -1, count, -1) for key, count in self.key_runs], dim=2)
@@ -201,11 +202,9 @@ class Attention(AttentionCost, nn.Module):
         table = self.positions.table(length or x.shape[0], x.dtype, x.device, positions)
         return self.positions.turn(self.k_norm(key), table), value, table
 
-    def project_keys(self, project, x):
-        """Keys or values of x; the weight is whole on every rank with ``key_runs``, which use it for other heads."""
-        if not self.key_runs:
-            return project(x)
-        return project(x, lambda x, weight: F.linear(x, replicate(weight, self.group)))
+    def whole(self, x, weight):
+        """A product that every rank makes; its gradient is the sum over their heads."""
+        return F.linear(x, replicate(weight, self.group))
 
     def attend(self, projected, documents=None, backend="dense"):
         """g_i H_i of every head: [s, b, h/tp, e]. documents: ``Boundaries``, or None. backend: any but ``auto``."""

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from moh_lm.model.attention import Attention
 from moh_lm.model.routing import FORMS
 from moh_lm.parallel.layers import ColumnParallelLinear, RMSNorm
-from moh_lm.parallel.mappings import replicate
 
 
 class LatentAttention(Attention):
@@ -43,10 +42,6 @@ class LatentAttention(Attention):
         self.kv_a_layernorm = RMSNorm(self.latent_dim, config.rms_norm_eps, self.group)
         pairs = self.heads.partition(0, 2 * self.head_dim)
         self.kv_b_proj = ColumnParallelLinear(self.latent_dim, 2 * h * self.head_dim, init_std, pairs)
-
-    def whole(self, x, weight):
-        """A product that every rank makes; its gradient is the sum over their heads."""
-        return F.linear(x, replicate(weight, self.group))
 
     def queries(self, x):
         if hasattr(self, "q_proj"):

@@ -22,8 +22,7 @@ class UnevenAttention(Attention):
     by_rows = False
 
     def make_projections(self, config, init_std):
-        whole = range(config.num_attention_heads)
-        own = [head for start, stop in self.heads.ranges for head in range(start, stop)] if self.group else whole
+        own = [head for start, stop in self.heads.ranges for head in range(start, stop)]
         self.runs = [(width, len(list(same))) for width, same in groupby(config.head_dims[head] for head in own)]
         self.rotaries = [rotary_of(config, self.index, width) for width, _ in self.runs]
         self.q_proj, self.k_proj, self.v_proj = (
