@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moh_lm.data.shards import ShardWriter, write_manifest
+from tests.interpreting import prepare
 from tests.ready_python import ready_python
 
 VOCAB_SIZE = 64
@@ -115,7 +116,7 @@ def interpreter():
     is chosen when Triton is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        pool = multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (1,))
+        pool = multiprocessing.get_context("spawn").Pool(1, prepare)
     finally:
         del os.environ["TRITON_INTERPRET"]
     with pool:
