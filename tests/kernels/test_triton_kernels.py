@@ -409,8 +409,8 @@ def check_layers(heads, positions, compiling):
     from moh_lm.model.transformer import compile_layers
     from tests.model.test_compile import HEADS, make_model, step
 
-    dense = make_model(backend="dense", head_dim=16, **HEADS[heads])
-    again = make_model(recompute=True, backend="triton", head_dim=16, **HEADS[heads])
+    dense = make_model(backend="dense", num_layers=2, head_dim=16, **HEADS[heads])
+    again = make_model(recompute=True, backend="triton", num_layers=2, head_dim=16, **HEADS[heads])
     if compiling:
         compile_layers(again, backend="aot_eager")
     counters.clear()
@@ -419,17 +419,15 @@ def check_layers(heads, positions, compiling):
     return counters["stats"]["unique_graphs"]
 
 
-POSITIONS = [None, torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])]
+POSITIONS = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("heads", ["paper", "query norm"])
+@pytest.mark.parametrize("heads, positions", [("paper", None), ("query norm", POSITIONS)])
 def test_compiled_and_recomputed_layers_take_the_kernels_into_their_graph(interpreter, heads, positions):
     assert interpreter(check_layers, heads, positions, True) == 1
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("heads", ["paper", "query norm"])
+@pytest.mark.parametrize("heads, positions", [("paper", POSITIONS), ("query norm", None)])
 def test_recomputed_layers_compute_with_the_kernels_what_dense_ones_do(interpreter, heads, positions):
     assert interpreter(check_layers, heads, positions, False) == 0
 

@@ -39,9 +39,9 @@ HEADS = {
 }
 
 
-def make_model(recompute=False, backend="auto", head_dim=4, window=(), position=(), **heads):
+def make_model(recompute=False, backend="auto", num_layers=3, head_dim=4, window=(), position=(), **heads):
     config = ModelConfig(
-        num_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4,
+        num_layers=num_layers, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4,
         head_dim=head_dim, vocab_size=50, window=window, position=position, heads=HeadsConfig(**heads),
     )  # fmt: skip
     model = CausalLM(config, recompute=recompute, attention_backend=backend)
