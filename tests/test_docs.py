@@ -200,6 +200,7 @@ def prepared(programs, tmp_path_factory):
         shutil.copytree(ROOT / name, directory / name)
     for name in ("setup.py", "pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, directory)
+    make_small(directory / "launch/quickstart_corpus.py", 'root.rglob("*.py")', 'root.glob("[a-k]*.py")')
     stand_ins = {f"bin/{name}": text for name, text in STAND_INS.items()}
     stand_ins["venv/bin/python"] = PYTHON.format(directory=directory, python=programs / "python")
     for name, text in stand_ins.items():
@@ -229,6 +230,13 @@ def prepared(programs, tmp_path_factory):
     (directory / "Meta-Llama-3-8B/original").mkdir()
     shutil.copy(directory / "tokenizer.model", directory / "Meta-Llama-3-8B/original")
     return directory
+
+
+def make_small(path, old, new):
+    """Write ``new`` in place of ``old``: here less of the standard library, all of which tests/launch takes."""
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
 
 
 def write_texts(directory):
