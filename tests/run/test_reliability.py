@@ -305,6 +305,14 @@ def run_with_signal(flags, step, number, moment):
     return run(flags)
 
 
+@pytest.fixture(scope="module")
+def whole(data_dir, tmp_path_factory):
+    """The directory of a run of two ranks that nobody stops."""
+    directory = tmp_path_factory.mktemp("whole")
+    run_ranks(run, 2, arguments(data_dir, directory))
+    return directory
+
+
 @pytest.mark.parametrize(
     "moment, nth, number, stopped_at",
     [
@@ -316,16 +324,15 @@ def run_with_signal(flags, step, number, moment):
     ],
 )
 def test_a_signal_to_one_rank_saves_and_stops_all_and_the_run_goes_on_to_the_bit(
-    data_dir, tmp_path, moment, nth, number, stopped_at
+    data_dir, tmp_path, whole, moment, nth, number, stopped_at
 ):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    run_ranks(run, 2, arguments(data_dir, whole))
-    assert run_ranks(run_with_signal, 2, arguments(data_dir, stopped), nth, number, moment) == [False, False]
-    assert find_step(stopped).name == f"step-{stopped_at}"
-    assert [event["step"] for event in events(stopped, "stopped")] == [stopped_at]
-    assert run_ranks(run, 2, arguments(data_dir, stopped)) == [True, True]
-    assert rows(stopped) == rows(whole)
-    mine, theirs = (dict(full_parameters(find_step(directory))) for directory in (stopped, whole))
+    flags = arguments(data_dir, tmp_path)
+    assert run_ranks(run_with_signal, 2, flags, nth, number, moment) == [False, False]
+    assert find_step(tmp_path).name == f"step-{stopped_at}"
+    assert [event["step"] for event in events(tmp_path, "stopped")] == [stopped_at]
+    assert run_ranks(run, 2, flags) == [True, True]
+    assert rows(tmp_path) == rows(whole)
+    mine, theirs = (dict(full_parameters(find_step(directory))) for directory in (tmp_path, whole))
     assert equal(mine, theirs)
 
 
