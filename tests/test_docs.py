@@ -37,7 +37,8 @@ COMMANDS = re.compile(f"{BLOCK}|{INLINE}", re.MULTILINE | re.DOTALL)
 SIZES = "--num-layers 2 --hidden-size 64 --intermediate-size 96"
 MODEL = f"{SIZES} --num-attention-heads 16 --head-dim 4 --vocab-size 640"
 STEPS = "--seq-length 32 --batch-tokens 64 --micro-batch-size 1 --train-iters 2 --warmup-iters 1 --eval-samples 1"
-RUN = f"{STEPS} --precision fp32 --save-interval 1 --keep-last 1 --keep-every 0 --validation-fraction 0.1"
+NO_REPORT = "--run-report false"  # which takes two seconds; quickstart.sh and quickstart_vision.sh write theirs
+RUN = f"{STEPS} --precision fp32 --save-interval 1 --keep-last 1 --keep-every 0 --validation-fraction 0.1 {NO_REPORT}"
 ROWS = "--data tasks --limit 2"
 SMALLER = (  # pattern of a command -> flags that follow it, where a later flag wins
     (r"tokenize.py train", "--vocab-size 600 --sample-bytes 300K"),
@@ -54,14 +55,15 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"encode_latents.py", "--image-size 32"),
     (r"sample_images.py", "--steps 2 --number 2"),
     (r"head_report_images.py", "--number 20"),
-    (r"launch/quickstart_continue.sh", "--train-iters 2 --warmup-iters 1 --eval-samples 1"),
-    (r"launch/ablation.sh", f"{SIZES} {STEPS} --seeds 1"),
+    (r"launch/quickstart_continue.sh", f"--train-iters 2 --warmup-iters 1 --eval-samples 1 {NO_REPORT}"),
+    (r"launch/ablation.sh", f"{SIZES} {STEPS} --seeds 1 {NO_REPORT}"),
     (r"launch/ablation.sh(?!.*--variants)", "--variants dense"),
     (r"launch/ablation.sh.*--variants", "--variants dense moh-50 --data-dir data/llm"),
     (r"launch/ablation.sh.*--rates", "--rates 1"),
     (r"launch/atlas.sh", f"{SIZES} --seq-length 32 --batch-tokens 64 --micro-batch-size 1 --eval-samples 1 "
      "--validation-fraction 0.1 --sizes s --variants dense --seeds 1 --rates 1 --tokens-per-parameter 1e-4 "
      "--data-dir data/llm"),
+    (r"launch/(atlas|ladder).sh", NO_REPORT),
     (r"launch/ladder.sh", "--rungs 1M --data-dir data/llm --num-layers 1 --seq-length 32 --batch-tokens 64 "
      "--micro-batch-size 1 --tokens-per-parameter 1e-6 --eval-samples 1 --validation-fraction 0.1"),
     (r"launch/ladder.sh.* --widths", "--widths 32 --rates 1e-3"),
@@ -201,6 +203,8 @@ def prepared(programs, tmp_path_factory):
     for name in ("setup.py", "pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, directory)
     make_small(directory / "launch/quickstart_corpus.py", 'root.rglob("*.py")', 'root.glob("[a-k]*.py")')
+    every, some = (f"zip(digits.images{part}, digits.target{part}, " for part in ("", "[:400]"))
+    make_small(directory / "launch/quickstart_images.py", every, some)
     stand_ins = {f"bin/{name}": text for name, text in STAND_INS.items()}
     stand_ins["venv/bin/python"] = PYTHON.format(directory=directory, python=programs / "python")
     for name, text in stand_ins.items():
@@ -213,7 +217,8 @@ def prepared(programs, tmp_path_factory):
     sources = "--source dolma='dolma/*.json.gz' --source pile='pile/*.jsonl.zst' --unit-size 20K"
     shell(f"python data_prep/tokenize.py --tokenizer tokenizer.model --output data/llm {sources}", directory)
     flags = f"{MODEL} {RUN} --train-iters 200 --save-interval 50 --keep-last 0 --num-shared-heads 8"
-    shell(f"python -m moh_lm.pretrain {flags} --data-dir data/llm --checkpoint-dir runs/small", directory)
+    flags += " --micro-batch-size 2 --data-dir data/llm --checkpoint-dir runs/small"
+    shell(f"python -m moh_lm.pretrain {flags}", directory)
     shutil.copytree(directory / "runs/small", directory / "runs/llm-b")
     # What the other quickstarts begin with; that of README.md makes its own.
     shell("python launch/quickstart_corpus.py runs/ablation/corpus", directory)
@@ -233,7 +238,7 @@ def prepared(programs, tmp_path_factory):
 
 
 def make_small(path, old, new):
-    """Write ``new`` in place of ``old``: here less of the standard library, all of which tests/launch takes."""
+    """Write ``new`` in place of ``old``, for less text and fewer images of this Python's own."""
     text = path.read_text()
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
