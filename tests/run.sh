@@ -14,6 +14,7 @@ source launch/environment.sh test
 
 scratch=$(mktemp -d)
 trap 'rm -rf -- "$scratch"' EXIT
+unset PYTHONDONTWRITEBYTECODE # makes every process compile each module of this checkout again
 unset LOCAL_SIZE # makes every rank of DeepSpeed leave 66 MiB in /dev/shm
 export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" OMP_NUM_THREADS=1
 export TORCH_EXTENSIONS_DIR="$scratch/torch_extensions" # a build killed elsewhere would be waited for
