@@ -401,6 +401,15 @@ def test_muon_needs_equal_parts_of_the_projections_of_uneven_heads():
     assert any("--tensor-parallel-size 2: Muon needs equal parts" in text for text in config_problems(config, 2))
 
 
+@pytest.mark.parametrize("keys, split, refused", [(2, "group", True), (2, "head", False), (4, "group", False)])
+def test_muon_splits_by_groups_of_heads_only_where_a_rank_holds_whole_ones(keys, split, refused):
+    flags = f"--num-attention-heads 8 --num-key-value-heads {keys} --hidden-size 64 --tensor-parallel-size 4"
+    config = parse_config([*REQUIRED, *flags.split(), "--optimizer", "muon", "--muon-split", split])[0]
+    found = [text for text in config_problems(config, 4) if text.startswith("--muon-split")]
+    given = "--muon-split group: the heads that share one of 2 key/value heads are on several ranks"
+    assert found == [f"{given} with --tensor-parallel-size 4; choose head or matrix"] * refused
+
+
 def test_a_run_writes_its_page_unless_told_otherwise():
     runs = [parse_config([*REQUIRED, *more])[0].run for more in ([], ["--run-report", "false"])]
     assert [run.run_report for run in runs] == [True, False]

@@ -42,9 +42,16 @@ def optimizer_problems(optimizer):
 
 
 def split_problems(config):
-    """Blocks of heads have one size, and so have the parts of a matrix that ranks gather."""
+    """Blocks of heads have one size and are whole on a rank, and the parts of a matrix that ranks gather have one."""
     split, tp = config.optimizer.muon_split, config.parallel.tensor_parallel_size
-    if config.optimizer.optimizer != "muon" or not config.model.head_dims:
+    if config.optimizer.optimizer != "muon":
+        return []
+    keys = config.model.num_key_value_heads
+    fewest = min(keys, default=0) if isinstance(keys, tuple) else keys
+    if split == "group" and 0 < fewest < tp:
+        given = f"--muon-split group: the heads that share one of {fewest} key/value heads"
+        return [f"{given} are on several ranks with --tensor-parallel-size {tp}; choose head or matrix"]
+    if not config.model.head_dims:
         return []
     found = [f"--muon-split {split}: --head-dims has heads of several widths; choose matrix"] * (split != "matrix")
     advice = "choose 1, or --optimizer adamw"
