@@ -12,6 +12,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -91,7 +92,7 @@ def norms_by_kind(optimizer, zero_stage):
     def norm_of_kind(chosen):
         here = [group if kind == chosen else () for group, kind in zip(parameters, of_routers, strict=True)]
         counted, _ = (divide_norms if offloaded else divide)(optimizer, here)
-        return norm_of(counted, optimizer.device, groups)
+        return norm_of(counted, groups)
 
     return lambda: (norm_of_kind(True), norm_of_kind(False))
 
@@ -120,16 +121,15 @@ def norm_of_whole_gradients(optimizer):
 
     The caller leaves copies out, so a pipeline stage with nothing but a tied head has no gradients to count.
     """
-    device = optimizer.fp32_groups_flat_partition[0].device
     groups = [] if optimizer.mpu is None else [optimizer.mpu.get_model_parallel_group()]
-    return lambda gradients: norm_of(gradients, device, groups)
+    return lambda gradients: norm_of(gradients, groups)
 
 
 def norm_of_sharded_gradients(optimizer):
     """Norm of gradients of which every data-parallel rank holds a part, and the copies among them."""
     counted, copies = divide(optimizer, optimizer.params_in_partition)
     groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
-    return norm_of(counted, optimizer.device, groups), copies
+    return norm_of(counted, groups), copies
 
 
 def copies_of(optimizer, parameter_groups, offloaded):
@@ -172,9 +172,12 @@ def counts(optimizer, parameter):
     return parameter.tensor_model_parallel or optimizer.model_parallel_rank == 0
 
 
-def norm_of(tensors, device, groups):
-    """L2 norm, fp32 [], of ``tensors`` together with those of the other ranks of ``groups``."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
+def norm_of(tensors, groups):
+    """L2 norm, fp32 [], of ``tensors`` together with those of the other ranks of ``groups``.
+
+    It is taken on the rank's own device, also where DeepSpeed offloads: there gradients are, and ranks can sum.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     for tensor in tensors:
         total += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
     for group in groups:

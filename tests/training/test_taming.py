@@ -5,6 +5,8 @@ That layouts agree in these is in tests/model/test_routing_choices.py.
 
 import json
 import shutil
+from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.flags import parse_config
 from moh_lm.run.resume import contradictions
+from moh_lm.training.gradient_norm import norms_by_kind
 from tests.distributed import run_ranks
 from tests.training.test_layouts import state
 from tests.training.test_training import arguments, parameters, rows, run
@@ -101,6 +104,20 @@ def test_routers_are_clipped_by_their_own_norm_and_then_with_all_else(
         assert (10 * after[key].double() - expected).norm() < 1e-5 * expected.norm(), key
     ((got,), (expected,)) = (training(directory) for directory in (tmp_path, unclipped))
     assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)  # before any clipping
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_norms_of_offloaded_gradients_are_added_up_where_the_gradients_were_made(zero_stage):
+    groups = [[SimpleNamespace(tensor_model_parallel=True) for _ in range(2)] for _ in range(2)]
+    norms = dict(zip(map(id, chain(*groups)), map(torch.tensor, (3.0, 4.0, 5.0, 12.0)), strict=True))
+    inner = SimpleNamespace(param_groups=[{"router": True}, {"router": False}])
+    optimizer = SimpleNamespace(
+        optimizer=inner, params_in_partition=groups, fp16_groups=groups, sub_group_to_group_id={0: 0, 1: 1},
+        cpu_offload=True, offload_optimizer=True, norm_for_param_grads=norms, get_param_id=id,
+        dp_process_group=None, model_parallel_group=None, model_parallel_rank=0,
+        device="meta",  # in the place of the CPU beside a GPU
+    )  # fmt: skip
+    assert [norm.item() for norm in norms_by_kind(optimizer, zero_stage)()] == [5, 13]
 
 
 def test_the_rate_of_the_routers_is_scaled_and_no_other(data_dir, unclipped, tmp_path):
