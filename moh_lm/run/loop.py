@@ -145,6 +145,8 @@ class Run:
         rate = learning_rate(state.step, config.optimizer, run.train_iters)
         batches = self.loader.train_step(state.step * run.global_batch_size)
         data_seconds = time.perf_counter() - started
+        if state.step * run.global_batch_size == config.decay_begins():
+            self.engine.guard.forget()  # of other data the loss is another
         if state.step == config.model.heads.dense_warmup_iters and config.model.after(0) != config.model:
             self.engine.guard.forget()  # with fewer heads the loss is another
             text = f"step {state.step}: the dense warm-up is over: {describe_switch(config.model)}"

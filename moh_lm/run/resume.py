@@ -54,8 +54,9 @@ def resume(state, journal, progress):
     changed = state.restore(saved)
     if changed:
         journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
+    if changed or changes or before["train_only"] != now["train_only"]:
+        state.engine.guard.forget()  # of other data, another routing or other weights, loss and norm are others
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
-        state.engine.guard.forget()
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
         journal.add("dense warm-up over", saved["step"], text)
     how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"

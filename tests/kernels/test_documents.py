@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.data.files import read_json
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.kernels import attention
 from moh_lm.model.transformer import CausalLM
@@ -135,6 +136,8 @@ def test_changed_data_are_named_and_refused_or_gone_on_with(data_dir, grown, tmp
     run_ranks(run, 1, arguments(grown, one, *mix, "--allow-data-change", "true"))
     (event,) = events(one, "data changed")
     assert event["step"] == 3 and any("unit-2 added" in change for change in event["changes"])
+    history = read_json(one / "checkpoints" / "step-7" / "state.json")["guard"]["history"]
+    assert [len(values) for values in history.values()] == [4, 4]  # a loss of other data is no spike
     # In mid-interval, with other ranks, stopped once more: the same samples.
     run_ranks(run, 2, arguments(grown, other, *mix, "--allow-data-change", "true"), 6)
     run_ranks(run, 1, arguments(grown, other, *mix))

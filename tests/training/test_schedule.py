@@ -8,7 +8,7 @@ import pytest
 
 from moh_lm.checks import config_problems
 from moh_lm.config import OptimizerConfig
-from moh_lm.data.files import write_json
+from moh_lm.data.files import read_json, write_json
 from moh_lm.flags import parse_config
 from moh_lm.training.schedule import learning_rate
 from tests.distributed import run_ranks
@@ -64,6 +64,8 @@ def test_a_branch_is_the_run_that_was_to_end_there(data_dir, tmp_path, capsys):
     assert all(got[name].equal(tensor) for name, tensor in expected.items())
     losses = [[row["loss"] for row in rows(directory) if "loss" in row] for directory in (made, whole)]
     assert losses[0] == losses[1][2:]
+    guards = [read_json(directory / "checkpoints" / "step-4" / "state.json")["guard"] for directory in (made, whole)]
+    assert guards[0] == guards[1] and len(guards[0]["history"]["loss"]) == 2  # a loss of the other mix is no spike
 
 
 @pytest.mark.parametrize(
