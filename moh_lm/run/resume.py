@@ -57,6 +57,7 @@ def resume(state, journal, progress):
     if changed or changes or before["train_only"] != now["train_only"]:
         state.engine.guard.forget()  # of other data, another routing or other weights, loss and norm are others
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
+        state.interval.clear()  # its steps have no figures of heads, and those to come have
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
         journal.add("dense warm-up over", saved["step"], text)
     how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"

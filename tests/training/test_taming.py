@@ -152,6 +152,15 @@ def test_settings_of_the_routers_change_on_a_resume_only_if_that_is_allowed(data
     assert event["step"] == 4 and event["changes"]["load_balance_coefficient"] == [0.01, 0.5]
 
 
+def test_an_interval_in_which_a_resume_cuts_the_warmup_short_counts_the_steps_since(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP, *"--log-interval 2 --train-iters 4 --eval-interval 0".split())
+    run_ranks(run, 1, [*flags, "--dense-warmup-iters", "3"], 3)
+    run_ranks(run, 1, [*flags, "--dense-warmup-iters", "1", "--allow-routing-change"])
+    row = training(tmp_path)[-1]
+    layers = parse_config(flags)[0].model.routed_layers()
+    assert [sum(load) for load in row["heads"]["load"]] == pytest.approx([layer.num_active for layer in layers])
+
+
 @pytest.mark.parametrize("selection", ["all", "static"])
 def test_a_mixture_goes_on_without_its_routers(data_dir, tmp_path, selection):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *"--train-iters 3 --eval-interval 0 --log-interval 3".split())
