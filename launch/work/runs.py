@@ -64,6 +64,8 @@ def train_all(next_run, jobs, ranks=1):
             if not busy:
                 return codes
             pid, status = os.wait()
+            if pid not in busy:  # as process 1 of a container gets what runs left behind
+                continue
             process, run = busy.pop(pid)
             process.returncode = codes[run.directory] = os.waitstatus_to_exitcode(status)
             words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: the same command goes on"}
