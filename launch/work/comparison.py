@@ -78,7 +78,7 @@ class Comparison:
         for variant in chosen:
             try:
                 configs = [self.config(size, variant) for size in self.sizes]
-                problems = [problem for config in configs for problem in config_problems(config, world_size=1)]
+                problems = [problem for config in configs for problem in config_problems(config, self.flags.ranks)]
             except ConfigError as error:
                 problems = error.problems
             if problems:
@@ -173,13 +173,14 @@ class Comparison:
         """Know the dense model's tokens per second at every size: from runs that are there, or from a few steps."""
         for size in dict.fromkeys((self.table.sizes[0], *self.sizes)):
             if self.speed(size) is None:
-                steps = {"train-iters": PROBE_STEPS, "warmup-iters": 1, "eval-interval": 0, "log-interval": 5}
+                steps = {"train-iters": PROBE_STEPS, "eval-interval": 0, "log-interval": 5}
+                short = {"warmup-iters": 1, "schedule": "wsd", "decay-iters": 1}  # in place of others, too long for it
                 directory = self.flags.out / "probes" / size.name
                 own = {"data-dir": self.flags.data_dir, "checkpoint-dir": directory}
                 dense = self.model_arguments(size, self.table.variants[0])
-                arguments = [*dense, *as_flags(steps), *self.others, *as_flags(own)]
-                probes = [Run(f"the first steps of size {size.name}", directory, PROBE_STEPS, arguments)]
-                codes = train_all(lambda busy, codes, probes=probes: probes.pop() if probes else None, 1)
+                arguments = [*dense, *as_flags(steps), *self.others, *as_flags(short), *as_flags(own)]
+                probe = iter([Run(f"the first steps of size {size.name}", directory, PROBE_STEPS, arguments)])
+                codes = train_all(lambda *_, probe=probe: next(probe, None), 1, self.flags.ranks)
                 if any(codes.values()):
                     raise RuntimeError(f"the first steps of size {size.name} failed: see {directory}.log")
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -10,9 +12,10 @@ import pytest
 from launch import atlas as command
 from launch import atlas_corpus
 from launch.atlas_forms import SIZES, TABLE, VARIANTS
-from launch.work import comparison, report, results
+from launch.work import comparison, report, results, runs
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
+from moh_lm.flags import parse_config
 from tests.launch.written_runs import write_run
 
 START = {"a": 4.0}
@@ -91,6 +94,33 @@ def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
     plan.describe_plan()
     said = capsys.readouterr().out
     assert "planned: 1 runs" in said and "left out of --hours 3: 1 runs" in said and "m dense" in said
+
+
+def test_the_first_steps_that_tell_the_speed_have_the_layout_of_the_runs_and_room_for_their_schedule(
+    tmp_path, monkeypatch
+):
+    given = "--ranks 2 --tensor-parallel-size 2 --schedule wsd --decay-iters 100 --warmup-iters 50 --sizes s"
+    flags = [str(tmp_path), "--data-dir", "data", "--variants", "dense", *given.split()]
+    plan, started = comparison.Comparison(command.parse_arguments(flags)), []
+
+    def trained(next_run, jobs, ranks=1):
+        while run := next_run(set(), {}):
+            started.append(run.name)
+            assert config_problems(parse_config(run.arguments)[0], ranks) == []
+        return {}
+
+    monkeypatch.setattr(comparison, "train_all", trained)
+    plan.measure_speeds()
+    assert started == ["the first steps of size s"] and not plan.refused
+
+
+def test_a_process_that_a_run_left_behind_is_none_of_the_runs(tmp_path, monkeypatch):
+    coming = iter([runs.Run("one", tmp_path / "one", 1, [])])
+    left = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, left.pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(runs, "start", lambda run, ranks: subprocess.Popen(["sleep", "0.2"]))
+    assert runs.train_all(lambda busy, codes: next(coming, None), 1) == {tmp_path / "one": 0}
+    left.returncode = 0  # it was collected above
 
 
 def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):
