@@ -107,7 +107,10 @@ def parse_arguments(texts):
     add("--num-layers", type=at_least(1), metavar="N", default=4, help="of each model (default: 4)")
     add("--train-iters", type=at_least(1), metavar="N", default=600, help="iterations of each run (default: 600)")
     add("--learning-rate", type=above_0, metavar="X", default=2e-3, help="peak, which --rates multiply (default: 2e-3)")
-    flags = read_flags(parser, texts, "ablation", {"--train-tokens": "--train-iters", "--seed": "--seeds"})
+    instead = {"--train-tokens": "--train-iters", "--seed": "--seeds"}
+    of_a_file = ("--num-attention-heads", "--num-layers", "--train-iters", "--learning-rate")
+    instead |= dict.fromkeys(of_a_file, "it on the command line")
+    flags = read_flags(parser, texts, "ablation", instead)
     heads, layers = flags.num_attention_heads, flags.num_layers
     if heads % 8:
         raise ConfigError([f"--num-attention-heads {heads}: must be a multiple of 8"])

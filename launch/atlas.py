@@ -34,7 +34,7 @@ def parse_arguments(texts):
     add("--sizes", nargs="+", metavar="NAME", default=sizes, choices=sizes, help="s, m, l (default: all)")
     add("--tokens-per-parameter", type=above_0, metavar="X", help="of the dense model, embeddings included "
         "(default: 3, 4.7, 6)")  # fmt: skip
-    instead = {"--learning-rate": "--rates", "--seed": "--seeds"}
+    instead = {"--learning-rate": "--rates", "--seed": "--seeds", "--num-attention-heads": "--sizes"}
     instead |= dict.fromkeys(("--train-iters", "--train-tokens"), "--tokens-per-parameter")
     flags = read_flags(parser, texts, "atlas", instead)
     tokens = flags.tokens_per_parameter

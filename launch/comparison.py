@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, flag
 from moh_lm.flags import make_parser, parse_flags
 from moh_lm.quantities import above_0, at_least
 
@@ -127,16 +127,18 @@ def read_flags(parser, texts, program, instead):
     if twice:
         problems.append(f"--seeds {twice[0]}: is given twice, and would be trained once; leave one out")
     given = {text.partition("=")[0] for text in flags.others}
-    instead = {**instead, "--checkpoint-dir": "OUT"}
-    problems += [f"{flag}: the {program} sets it; give {instead[flag]}" for flag in sorted(given & instead.keys())]
     if "--save-config" in given:
         problems.append("--save-config: there are many runs; config.json of each has its flags")
     else:
         try:
-            if parse_flags(make_parser(), flags.others).dry_run:
+            known = parse_flags(make_parser(), flags.others)
+            given |= {*map(flag, known.values), *(["--preset"] if known.preset else [])}  # of a file of --config too
+            if known.dry_run:
                 problems.append("--dry-run: there are many runs; --plan says which")
         except ConfigError as error:
             problems += error.problems
+    instead = {**instead, "--checkpoint-dir": "OUT"}
+    problems += [f"{name}: the {program} sets it; give {instead[name]}" for name in sorted(given & instead.keys())]
     if problems:
         raise ConfigError(problems)
     return flags

@@ -137,7 +137,14 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
     plan = make(tmp_path, "--variants", "dense", "--rates", "1")
     with pytest.raises(ConfigError, match="rate-1-seed-1.log: its run has other flags"):
         comparison.check_flags(map(plan.run, plan.trials()))
-    for flags, words in [(["--seeds", "0"], "tunes the learning rates"), (["--train-iters", "5"], "the atlas sets it")]:
+    file = tmp_path / "flags.yaml"
+    file.write_text("learning_rate: 1e-3\n")
+    for flags, words in [
+        (["--seeds", "0"], "tunes the learning rates"),
+        (["--train-iters", "5"], "the atlas sets it"),
+        (["--num-attention-heads", "4"], "the atlas sets it; give --sizes"),
+        (["--config", str(file)], "--learning-rate: the atlas sets it; give --rates"),
+    ]:
         with pytest.raises(ConfigError, match=words):
             make(tmp_path, *flags)
 
