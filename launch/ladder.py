@@ -45,7 +45,14 @@ def parse_arguments(texts):
         "3e-3 / 4 to x 4)")  # fmt: skip
     add("--dry-run", action="store_true", help="show the command of each size and what it would do, and end")
     instead = dict.fromkeys(("--train-iters", "--train-tokens", "--schedule"), "--tokens-per-parameter")
+    if any(text.partition("=")[0] == "--widths" for text in texts):
+        instead |= {"--learning-rate": "--rates", "--hidden-size": "--widths", "--base-width": "--widths"}
+    else:
+        branching = "none, since branches begin at its checkpoints"
+        instead |= dict.fromkeys(("--decay-iters", "--save-interval", "--keep-last"), branching)
     flags = read_flags(parser, texts, "ladder", {**instead, "--preset": "--rungs or --widths"})
+    if flags.rates is not RATES and not flags.widths:
+        raise ConfigError(["--rates: are those of --widths; add it, or give --learning-rate"])
     if uneven := [width for width in flags.widths or () if width % 32]:
         raise ConfigError([f"--widths {width}: must be a multiple of 32" for width in uneven])
     flags.rungs = sorted({*flags.rungs}, key=SIZES.index)

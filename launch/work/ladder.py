@@ -8,10 +8,12 @@ import sys
 import launch.work.ladder_report as report
 from launch.atlas_forms import COMMON
 from launch.work.runs import ROOT, Run, as_flags, check_flags, exit_code, train_all
+from moh_lm.checks.run import schedule_problems
+from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES, parameters
-from moh_lm.flags import parse_config
+from moh_lm.flags import make_parser, parse_config, parse_flags
 
-FAILURES = OSError
+FAILURES = (OSError, subprocess.CalledProcessError)
 PARTS = (1, 2, 4)  # the budgets are the whole one over these
 DECAY = 5  # a budget over this is its decay, so that all decays begin at a multiple of a fifth of the whole run
 
@@ -25,7 +27,11 @@ def run(flags):
     configs = {run.directory: parse_config(run.arguments)[0] for runs in rungs.values() for run in runs}
     if flags.dry_run:
         return max(dry_run(runs[0]) for size, runs in rungs.items() if size in ("widths", *flags.rungs))
-    check_flags([run for runs in rungs.values() for run in runs])
+    runs = [run for runs in rungs.values() for run in runs]
+    for run in runs:
+        if problems := schedule_problems(configs[run.directory]):
+            raise ConfigError([f"{run.name}: {problems[0]}"])
+    check_flags(runs)
     codes = train_all(lambda busy, codes: next_run(rungs, configs, flags, busy, codes), flags.jobs, flags.ranks)
     report.write_widths(flags.out) if flags.widths else report.write(flags.out)
     return exit_code(codes)
@@ -45,12 +51,12 @@ def make_run(name, arguments, steps, schedule, flags):
 
 def rungs_of(flags, others):
     """{size: [its stable run, which is its largest budget, and the branches of the others]}, and of one size more."""
-    rungs = {}
+    rungs, given = {}, parse_flags(make_parser(), others).values
     for size in [*flags.rungs, *SIZES[SIZES.index(flags.rungs[-1]) + 1 :][:1]]:
         arguments = ["--preset", size, *COMMON, "--micro-batch-size", "16", "--schedule", "wsd", *others]
         whole = iterations(arguments, size, flags)
-        saves = {"save-interval": whole // DECAY, "keep-last": 0}
-        arguments += as_flags({"warmup-iters": whole // 25, "eval-interval": whole, **saves})
+        usual = {"warmup_iters": whole // 25, "eval_interval": whole, "save_interval": whole // DECAY, "keep_last": 0}
+        arguments += as_flags({key.replace("_", "-"): value for key, value in usual.items() if key not in given})
         for part in PARTS:
             name, steps = f"{size}/tokens-{flags.tokens_per_parameter / part:g}", whole // part
             rungs.setdefault(size, []).append(make_run(name, arguments, steps, {"decay-iters": steps // DECAY}, flags))

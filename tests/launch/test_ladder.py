@@ -5,9 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from launch import ladder as command
 from launch.ladder import parse_arguments
 from launch.work import ladder, ladder_report
 from moh_lm.checks import config_problems
+from moh_lm.config import ConfigError
 from moh_lm.data.files import write_json
 from moh_lm.flags import parse_config
 
@@ -65,6 +67,44 @@ def test_a_branch_begins_where_the_stable_run_saves_and_after_its_warm_up(tmp_pa
             begins = run.iterations - configs[run.directory].optimizer.decay(run.iterations)
             assert begins % stable.reliability.save_interval == 0
             assert stable.optimizer.warmup_iters <= begins < whole.iterations - stable.optimizer.decay(whole.iterations)
+
+
+def test_flags_win_over_those_of_the_ladder_or_are_refused(tmp_path):
+    _, rungs, configs = make(tmp_path, "--warmup-iters", "7", "--eval-interval", "20")
+    for config in configs.values():
+        assert (config.optimizer.warmup_iters, config.run.eval_interval) == (7, 20)
+    file = tmp_path / "flags.yaml"
+    file.write_text("preset: 1M\n")
+    widths = ("--widths", "32", "64")
+    for more, words in [
+        (["--save-interval", "3"], "--save-interval: the ladder sets it; give none, since branches begin"),
+        (["--config", str(file)], "--preset: the ladder sets it"),
+        ([*widths, "--hidden-size", "64"], "--hidden-size: the ladder sets it; give --widths"),
+        ([*widths, "--learning-rate", "1e-3"], "--learning-rate: the ladder sets it; give --rates"),
+        (["--rates", "1e-3"], "--rates: are those of --widths"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            make(tmp_path, *more)
+    assert parse_arguments([str(tmp_path), "--data-dir", "data", *widths, "--save-interval", "3"]).widths == [32, 64]
+
+
+def test_a_warm_up_that_leaves_a_branch_no_room_is_told_before_anything_is_trained(tmp_path, capsys):
+    flags = [str(tmp_path), "--data-dir", "data", "--rungs", "1M", "--num-layers", "1", "--warmup-iters", "300"]
+    assert command.main(flags) == 2
+    assert "1M/tokens-5: --decay-iters 62: must be between 0 and 10" in capsys.readouterr().err
+
+
+def test_a_branch_that_cannot_be_made_ends_the_command(tmp_path, monkeypatch, capsys):
+    flags, rungs, configs = make(tmp_path)
+    stable, branch, *_ = rungs["1M"]
+
+    def train_all(*_):
+        ladder.make_branch(branch, stable, configs[branch.directory])
+
+    monkeypatch.setattr(ladder, "train_all", train_all)
+    given = [str(tmp_path), "--data-dir", "data", "--rungs", "1M", "--num-layers", "1"]
+    assert command.main(given) == 1
+    assert "tools/branch.py" in capsys.readouterr().err
 
 
 def test_the_interval_holds_losses_that_follow_the_law_nine_times_of_ten():
