@@ -22,8 +22,7 @@ def run(flags):
     if flags.report:
         report.write_widths(flags.out) if flags.widths else report.write(flags.out)
         return 0
-    others = flags.others
-    rungs = {"widths": width_runs(flags, others)} if flags.widths else rungs_of(flags, others)
+    rungs = {"widths": width_runs(flags)} if flags.widths else rungs_of(flags)
     configs = {run.directory: parse_config(run.arguments)[0] for runs in rungs.values() for run in runs}
     if flags.dry_run:
         return max(dry_run(runs[0]) for size, runs in rungs.items() if size in ("widths", *flags.rungs))
@@ -49,11 +48,11 @@ def make_run(name, arguments, steps, schedule, flags):
     return Run(name, directory, steps, [*arguments, *as_flags(own)])
 
 
-def rungs_of(flags, others):
+def rungs_of(flags):
     """{size: [its stable run, which is its largest budget, and the branches of the others]}, and of one size more."""
-    rungs, given = {}, parse_flags(make_parser(), others).values
+    rungs, given = {}, parse_flags(make_parser(), flags.others).values
     for size in [*flags.rungs, *SIZES[SIZES.index(flags.rungs[-1]) + 1 :][:1]]:
-        arguments = ["--preset", size, *COMMON, "--micro-batch-size", "16", "--schedule", "wsd", *others]
+        arguments = ["--preset", size, *COMMON, "--micro-batch-size", "16", "--schedule", "wsd", *flags.others]
         whole = iterations(arguments, size, flags)
         usual = {"warmup_iters": whole // 25, "eval_interval": whole, "save_interval": whole // DECAY, "keep_last": 0}
         arguments += as_flags({key.replace("_", "-"): value for key, value in usual.items() if key not in given})
@@ -63,13 +62,13 @@ def rungs_of(flags, others):
     return rungs
 
 
-def width_runs(flags, others):
+def width_runs(flags):
     """A run for every width and rate, with the first width as base width and without one."""
     runs = []
     for width in flags.widths:
         for base in dict.fromkeys((flags.widths[0], width)):
             size = {"hidden-size": width, "num-layers": 4, "micro-batch-size": 16, "base-width": base}
-            arguments = ["--preset", "1M", *COMMON, *as_flags(size), *others]
+            arguments = ["--preset", "1M", *COMMON, *as_flags(size), *flags.others]
             steps = iterations(arguments, "1M", flags)
             for rate in flags.rates:
                 name, own = f"width-{width}-base-{base}-rate-{rate:g}", {"learning-rate": f"{rate:g}"}

@@ -20,7 +20,7 @@ def make(out, *more):
     """(flags, {size: runs}, {directory: Config}) of a ladder of three small rungs."""
     given = [str(out), "--data-dir", "data", "--rungs", "10M", "1M", "3M", "1M", "--num-layers", "1", *more]
     flags = parse_arguments(given)
-    rungs = ladder.rungs_of(flags, flags.others)
+    rungs = ladder.rungs_of(flags)
     return flags, rungs, {run.directory: parse_config(run.arguments)[0] for runs in rungs.values() for run in runs}
 
 
