@@ -19,11 +19,11 @@ def run(arguments):
     rows = [row(step * tokens, mixture[0], control[0], mixture[step], control[step]) for step in sorted(mixture)]
     print_table(rows, list(mixture[0]))
     if arguments.output:
-        write_table(arguments.output.with_suffix(".csv"), rows)
+        write_table(f"{arguments.output}.csv", rows)
         if pyplot is None:
             print("no picture: matplotlib is not installed")
         else:
-            draw(arguments.output.with_suffix(".png"), rows, list(mixture[0]))
+            draw(f"{arguments.output}.png", rows, list(mixture[0]))
 
 
 def evaluations(run):

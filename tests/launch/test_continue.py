@@ -88,11 +88,11 @@ def write_run(directory, losses):
 
 def recovery(tmp_path, mixture, control, code=0):
     runs = [write_run(tmp_path / name, losses) for name, losses in (("mixture", mixture), ("control", control))]
-    flags = ["--mixture", str(runs[0]), "--control", str(runs[1]), "--output", str(tmp_path / "recovery")]
+    flags = ["--mixture", str(runs[0]), "--control", str(runs[1]), "--output", str(tmp_path / "recovery-0.5")]
     assert quickstart_recovery.main(flags) == code
     if code:
         return []
-    with open(tmp_path / "recovery.csv", newline="") as file:
+    with open(tmp_path / "recovery-0.5.csv", newline="") as file:
         return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
