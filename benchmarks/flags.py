@@ -66,8 +66,11 @@ def step_flags(texts):
     add("--shape", default="llm-s", choices=MODELS)
     add("--seq-length", type=at_least(1), nargs="+", default=[1024])
     add("--micro-batch-size", type=at_least(1), default=1)
-    add("--contestants", nargs="+", default=["dense", "moh-75", "moh-50", "hf"], metavar="NAME")
-    add("--backend", default="auto", help="attention backend of ours (default: auto)")
+    names = ["dense", "moh-75", "moh-50", "hf"]
+    choices = [*names, *(f"{name}-compiled" for name in names)]
+    add("--contestants", nargs="+", default=names, choices=choices, metavar="NAME", help="(default: the first four)")
+    backends = ("auto", "dense", "triton", "flex", "cpu_sparse")
+    add("--backend", default="auto", choices=backends, help="attention backend of ours (default: auto)")
     add("--rounds", type=at_least(1), default=3, help="that count (default: 3)")
     add("--threads", type=at_least(1), help="(default: torch's own number)")
     add("--device", type=device, help="(default: a GPU if there is one)")

@@ -1,0 +1,24 @@
+"""The flags of the programs in benchmarks/: what would be timed under another name is refused."""
+
+import pytest
+
+from benchmarks.flags import step_flags
+from moh_lm.config import ConfigError
+
+
+@pytest.mark.parametrize(
+    "texts, words",
+    [
+        (["--contestants", "dense", "moh-25"], "--contestants moh-25: choose one of dense, moh-75, moh-50, hf"),
+        (["--contestants", "dens"], "--contestants dens: choose one of"),
+        (["--backend", "cpu-sparse"], "--backend cpu-sparse: choose one of auto, dense"),
+    ],
+)
+def test_a_contestant_or_backend_that_does_not_exist_is_refused(texts, words):
+    with pytest.raises(ConfigError, match=words):
+        step_flags(texts)
+
+
+def test_every_contestant_may_be_compiled():
+    names = ["hf-compiled", "moh-50-compiled", "dense"]
+    assert step_flags(["--contestants", *names]).contestants == names
