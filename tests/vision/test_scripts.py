@@ -5,7 +5,9 @@ import subprocess
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
+from launch.quickstart_images import HELD_OUT
 from moh_lm.flags import config_of, parse_flags
 from moh_lm.vision.__main__ import make_parser
 from moh_lm.vision.checks import image_problems
@@ -71,3 +73,10 @@ def test_the_diffusion_model_has_the_recipe_of_dit():
     assert optimizer.schedule == "wsd" and optimizer.decay_iters == optimizer.warmup_iters == 0
     assert config.model.class_dropout == 0.1 and config.model.diffusion_steps == 1000
     assert config.model.heads.load_balance_coefficient == 0.01
+
+
+def test_the_digits_are_made_again_unless_the_last_of_them_is_there():
+    labels = load_digits().target
+    last = len(labels) - 1
+    place = f"{'train' if last % HELD_OUT else 'val'}/{labels[last]}/{last:04d}.png"
+    assert f"last=$out/digits/{place} " in (ROOT / "launch" / "quickstart_vision.sh").read_text()
