@@ -28,7 +28,7 @@ def main(script, *flags):
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         runner.main([*(["--hostfile", hostfile] if hostfile else []), "--log_level", level, script, *flags])
     except (RuntimeError, ValueError) as error:  # as for a line that is none, or a node that does not answer
-        print(f"{script}: HOSTFILE {hostfile}: {error}", file=sys.stderr)
+        print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}", file=sys.stderr)
         return 2
     except SystemExit as end:
         if 256 - (end.code or 0) in set(signal.Signals) - {signal.SIGPIPE}:  # -9 leaves as 247

@@ -158,6 +158,12 @@ def test_bash_does_not_go_on_without_its_hostfile(trainer, programs):
     assert not (trainer / "rank-0.json").exists()
 
 
+def test_what_the_launcher_refuses_names_a_hostfile_only_if_there_is_one(trainer):
+    nothing = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **nothing)
+    assert (code, output.count("\n")) == (2, 1) and "no GPU" in output and "HOSTFILE" not in output
+
+
 def test_deepspeed_runs_the_script_on_two_ranks(trainer):
     command = ["deepspeed", "--num_gpus", "2", "--master_port", free_port(), ROOT / SCRIPTS[0]]
     code, output, _ = run([*command, "--data-dir", "my data"], trainer)
