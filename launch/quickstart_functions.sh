@@ -26,9 +26,9 @@ begin() {
     cd -- "$root"
 }
 
-# from_here ARGUMENT...: the array `given`, in which --data-dir and --config name absolute paths; `begin` goes elsewhere.
+# from_here ARGUMENT...: the array `given`, in which flags that name files have absolute paths; `begin` goes elsewhere.
 from_here() {
-    local flag='' name='--(data-dir|config)' text
+    local flag='' name='--(data-dir|config|eval-tasks)' text
     given=()
     for text in "$@"; do
         if [[ $flag =~ ^$name$ && $text != /* ]]; then

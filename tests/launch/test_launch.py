@@ -355,6 +355,15 @@ def test_help_of_a_script_is_its_opening_comment_and_begins_nothing(name, tmp_pa
         assert len(shown.splitlines()) >= 5
 
 
+def test_files_that_flags_name_are_those_of_the_directory_in_which_a_comparison_was_started(tmp_path):
+    functions = ROOT / "launch" / "quickstart_functions.sh"
+    flags = ["--data-dir", "a b", "--config=c.yaml", "--eval-tasks", "d", "--eval-tasks=/e", "--seed", "d"]
+    script = f'source {functions}; from_here "$@"; printf "%s\\n" "${{given[@]}}"'
+    code, output, _ = run(["bash", "-c", script, "bash", *flags], tmp_path)
+    places = ["--data-dir", f"{tmp_path}/a b", f"--config={tmp_path}/c.yaml", "--eval-tasks", f"{tmp_path}/d"]
+    assert (code, output.splitlines()) == (0, [*places, "--eval-tasks=/e", "--seed", "d"])
+
+
 @pytest.mark.parametrize("name", ["ablation", "atlas", "ladder"])
 def test_a_comparison_tells_a_wrong_flag_before_it_makes_anything(name, tmp_path):
     script = ROOT / "launch" / f"{name}.sh"
