@@ -143,7 +143,8 @@ class Comparison:
             losses = final_evaluation(path, steps)
             if losses or path in diverged:
                 bad = not losses or None in losses.values()
-                found[float(path.name.split("-")[1])] = math.inf if bad else mean(losses.values())
+                factor = float(path.name.removeprefix("rate-").partition("-seed-")[0])
+                found[factor] = math.inf if bad else mean(losses.values())
         return found
 
     def next_run(self, busy, codes):

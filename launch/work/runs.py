@@ -43,7 +43,8 @@ def as_flags(values):
 def check_flags(runs):
     """Raise ConfigError if one of ``runs`` was begun with other flags than those wanted now."""
     for run in runs:
-        if run.log.exists() and run.log.read_text(encoding="utf-8").splitlines()[:1] != [" ".join(run.arguments)]:
+        flags = (" ".join(run.arguments) + "\n").encode()
+        if run.log.exists() and not run.log.read_bytes().startswith(flags):
             advice = "which stand in its first line; choose another OUT"
             raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
 

@@ -149,6 +149,21 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
             make(tmp_path, *flags)
 
 
+def test_a_run_goes_on_whatever_it_wrote_after_its_flags(tmp_path):
+    run = runs.Run("one", tmp_path / "one", 1, ["--sample-prompts", "two\nlines"])
+    run.log.write_bytes(b"--sample-prompts two\nlines\nhalf a letter: \xc3")
+    runs.check_flags([run])
+
+
+def test_a_small_factor_of_the_learning_rate_is_read_from_its_directory(tmp_path):
+    plan = make(tmp_path, "--variants", "dense", "--rates", "0.00002", "0.00004")
+    while run := plan.next_run(set(), {}):
+        write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})
+        if "seed-1" in run.name:
+            break
+    assert plan.tuning_losses(VARIANTS[0], ()).keys() >= {0.00002, 0.00004}
+
+
 def test_a_schedule_is_held_against_the_runs_of_the_plan(tmp_path):
     given = ("--variants", "dense", "--rates", "1", "--schedule", "wsd")
     plan = make(tmp_path, *given, "--decay-iters", "9")
