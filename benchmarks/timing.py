@@ -56,8 +56,8 @@ def seconds(function, device, repeats=10):
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def recorded(function, repeats=1):
-    """A CUDA graph of so many calls. ``function`` runs once before: kernels are compiled and chosen then."""
+def recorded(function):
+    """A CUDA graph of a call. ``function`` runs once before: kernels are compiled and chosen then."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -65,7 +65,6 @@ def recorded(function, repeats=1):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            function()
+        function()
     graph.replay()  # the first replay is slower
     return graph

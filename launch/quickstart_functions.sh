@@ -79,11 +79,11 @@ set_threads() {
     echo "$(python --version), $(command -v python), $OMP_NUM_THREADS threads"
 }
 
-# pretrain FLAG...: moh_lm.pretrain through the deepspeed launcher, one process, on a free port.
-pretrain() {
+# train_module MODULE FLAG...: a module such as moh_lm.pretrain by the deepspeed launcher, one process, on a free port.
+train_module() {
     local port
     port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-    run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module moh_lm.pretrain "$@"
+    run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module "$@"
 }
 
 # one_thread_a_run: a small model gains little from more threads, and `jobs` runs at a time gain all.

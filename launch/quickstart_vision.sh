@@ -73,12 +73,9 @@ COMMON=(
     --keep-last 2
 )
 
-# train KIND RUN FLAG...: one run of moh_lm.vision by the deepspeed launcher, one process.
+# train KIND RUN FLAG...: one run of moh_lm.vision.
 train() {
-    local port
-    port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-    run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module moh_lm.vision "$1" "${COMMON[@]}" \
-        --checkpoint-dir "$out/$2" "${@:3}"
+    train_module moh_lm.vision "$1" "${COMMON[@]}" --checkpoint-dir "$out/$2" "${@:3}"
 }
 
 steps_total=6
