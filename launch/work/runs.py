@@ -2,7 +2,7 @@
 
 The directories are all that is remembered. A run is complete if its metrics.jsonl has an evaluation after the last
 iteration; one that was stopped goes on from its last checkpoint. DIRECTORY.log beside the directory begins with the
-flags of the run, so that a table is never mixed from runs of other flags.
+flags of the run, so that none goes on with others.
 """
 
 import os
