@@ -14,7 +14,7 @@ TORCH_VERSION=2.13.0
 
 moh_lm_environment() {
     local extra=$1 own='' root prefix
-    root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P) || return
+    root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P) || return
     prefix=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
     [[ $prefix ]] || { own=yes prefix=$root/.venv; }
     if ! moh_lm_installed; then

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # What the quickstarts and the comparisons of forms have in common; bash sources it.
 
+unset CDPATH # with it, cd prints
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 
 # --help shows the opening comment of the script. Flags of the program that it starts are in python -m ... --help.

@@ -318,7 +318,7 @@ def prepare(checkout, extra):
     """(exit code, output, calls of pip for a package other than pip itself) of the environment step."""
     (checkout / "calls").write_text("")
     command = ["bash", "-c", 'set -e; source launch/environment.sh "$1"; command -v python', "bash", extra]
-    code, output, _ = run(command, checkout, VIRTUAL_ENV=str(checkout / "venv"))
+    code, output, _ = run(command, checkout, VIRTUAL_ENV=str(checkout / "venv"), CDPATH=".")  # with which cd prints
     calls = (checkout / "calls").read_text().splitlines()
     return code, output, [call for call in calls if not call.endswith(" pip>=21.3")]
 
@@ -355,13 +355,12 @@ def test_help_of_a_script_is_its_opening_comment_and_begins_nothing(name, tmp_pa
         assert len(shown.splitlines()) >= 5
 
 
-def test_files_that_flags_name_are_those_of_the_directory_in_which_a_comparison_was_started(tmp_path):
-    functions = ROOT / "launch" / "quickstart_functions.sh"
+def test_files_that_flags_name_are_those_of_the_directory_in_which_a_comparison_was_started():
     flags = ["--data-dir", "a b", "--config=c.yaml", "--eval-tasks", "d", "--eval-tasks=/e", "--seed", "d"]
-    script = f'source {functions}; from_here "$@"; printf "%s\\n" "${{given[@]}}"'
-    code, output, _ = run(["bash", "-c", script, "bash", *flags], tmp_path)
-    places = ["--data-dir", f"{tmp_path}/a b", f"--config={tmp_path}/c.yaml", "--eval-tasks", f"{tmp_path}/d"]
-    assert (code, output.splitlines()) == (0, [*places, "--eval-tasks=/e", "--seed", "d"])
+    script = 'source launch/quickstart_functions.sh; from_here "$@"; printf "%s\\n" "$root" "${given[@]}"'
+    code, output, _ = run(["bash", "-c", script, "bash", *flags], ROOT, CDPATH=".")  # with which cd prints
+    places = ["--data-dir", f"{ROOT}/a b", f"--config={ROOT}/c.yaml", "--eval-tasks", f"{ROOT}/d", "--eval-tasks=/e"]
+    assert (code, output.splitlines()) == (0, [str(ROOT), *places, "--seed", "d"])
 
 
 @pytest.mark.parametrize("name", ["ablation", "atlas", "ladder"])
