@@ -736,6 +736,18 @@ def test_a_mask_that_later_tokens_bring_holds_for_heads_with_their_own_keys(atte
         torch.testing.assert_close(logits, whole, rtol=0, atol=3e-6 * whole.abs().max().item())
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_heads_with_their_own_keys_are_computed_in_fp16_by_autocast(attention):
+    model, tokens = make_model(kernels=attention, routed_keys="selected", num_key_value_heads=2), random_tokens(2, 9)
+    expected = model(tokens, use_cache=False).logits
+    with torch.autocast("cpu", dtype=torch.float16):
+        begun = model(tokens[:, :6])
+        after = model(tokens[:, 6:], past_key_values=begun.past_key_values)
+    found = torch.cat((begun.logits, after.logits), 1).float()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02 * expected.abs().max().item())
+
+
 @torch.no_grad()
 def test_a_dynamic_cache_keeps_the_heads_only_that_tokens_use():
     model, tokens = make_model(routed_keys="selected", num_shared_heads=[0, 0]), random_tokens(2, 12)

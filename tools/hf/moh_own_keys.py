@@ -22,6 +22,12 @@ def room_for_marks(r, e, head_dim):
     return head_dim - e or r + -(e + r) % 8
 
 
+def computed_dtype(x):
+    """The dtype in which attention takes x: autocast narrows it on the way."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def marked_query(query, used, r, head_dim):
     """A query [b, h, s, e] with features by which it sees the keys only that use its head: 1 at its own head's place
     among the r query heads of a key, if the token uses it. used: bool [b, h, s]. A head that the token does not use
@@ -36,7 +42,7 @@ def marked_key(key, value, used, head_dim):
     number so low that no probability is left. used: bool [b, h, k]."""
     used = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, k, r]
     room = room_for_marks(used.shape[-1], key.shape[-1], head_dim)
-    hidden = -min(torch.finfo(key.dtype).max / 4, 2.0**100)
+    hidden = -min(torch.finfo(computed_dtype(key)).max / 4, 2.0**100)
     hides = F.pad((~used).to(key.dtype) * hidden, (0, room - used.shape[-1]))
     return torch.cat((key, hides), -1), F.pad(value, (0, room))
 
@@ -73,7 +79,7 @@ class OwnKeysLayer(DynamicLayer or object):
         last = torch.arange(self.cumulative_length - length, self.cumulative_length, device=key.device)
         earlier = (positions.unsqueeze(-2) <= last.unsqueeze(-1)).unsqueeze(2)  # [b, h / r, 1, length, n]
         visible = (earlier & members.transpose(2, 3).unsqueeze(3)).flatten(1, 2)
-        lowest = torch.finfo(key.dtype).min
+        lowest = torch.finfo(computed_dtype(key)).min
         added = torch.zeros_like(visible, dtype=key.dtype).masked_fill(~visible, lowest)
         if mask is not None:
             places = positions.unsqueeze(2).expand(-1, -1, length, -1)
