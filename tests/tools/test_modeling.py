@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache, Trainer, TrainingArguments
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
@@ -556,9 +556,25 @@ def test_sequence_classification_reads_the_last_token_before_or_after_padding():
         outputs = model(batch, attention_mask=mask, labels=torch.tensor([2, 0]))
         torch.testing.assert_close(outputs.logits, torch.cat(one), rtol=0, atol=1e-6)
         assert outputs.loss.item() == pytest.approx(F.cross_entropy(torch.cat(one), torch.tensor([2, 0])).item())
+        balance = model.model(batch, attention_mask=mask, output_router_logits=True).aux_loss
+        more = model(batch, attention_mask=mask, labels=torch.tensor([2, 0]), output_router_logits=True).loss
+        assert (more - outputs.loss).item() == pytest.approx(0.01 * balance.item(), rel=1e-3)
     config.pad_token_id = None
     with pytest.raises(ValueError, match="attention_mask"):
         model(tokens)
+
+
+def test_trainer_takes_the_mean_loss_of_sequence_classification_over_micro_batches(tmp_path):
+    pytest.importorskip("accelerate")
+    rows = [{"input_ids": row, "labels": torch.tensor(n % 3)} for n, row in enumerate(random_tokens(4, 8))]
+    losses = []
+    for parts in (1, 4):
+        torch.manual_seed(0)
+        model = MoHLlamaForSequenceClassification(MoHLlamaConfig(**SHAPE, num_labels=3, pad_token_id=0))
+        batch = {"per_device_train_batch_size": 4 // parts, "gradient_accumulation_steps": parts, "max_steps": 1}
+        quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+        losses.append(Trainer(model, TrainingArguments(tmp_path, **batch, **quiet), train_dataset=rows).train())
+    assert losses[1].training_loss == pytest.approx(losses[0].training_loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])

@@ -333,7 +333,10 @@ def share_of_batch(labels, num_items_in_batch=None, **kwargs):
 
 
 class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
-    """A label for each sequence, from the state of its last token."""
+    """A label for each sequence, from the state of its last token. ``labels`` gives the mean over the sequences, see
+    also ``output_router_logits``."""
+
+    accepts_loss_kwargs = False  # Trainer takes the mean over micro-batches and ranks
 
     def __init__(self, config):
         super().__init__(config)
@@ -358,6 +361,8 @@ class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled, config=self.config)
+            if outputs.aux_loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * outputs.aux_loss
         outputs = SequenceClassifierOutputWithPast(
             loss=loss,
             logits=pooled,
