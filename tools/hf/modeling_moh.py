@@ -41,7 +41,14 @@ from transformers.modeling_outputs import (
 
 from .configuration_moh import MoHLlamaConfig
 from .moh_attention import MoHLlamaContextualPositions, MoHLlamaRMSNorm, attention_kind
-from .moh_own_keys import DynamicLayer, OwnKeysLayer, OwnKeysStaticLayer, StaticLayer, can_keep_less
+from .moh_own_keys import (
+    DynamicLayer,
+    OwnKeysLayer,
+    OwnKeysStaticLayer,
+    QuantizedLayer,
+    StaticLayer,
+    can_keep_less,
+)
 from .moh_positions import MoHLlamaRotaryEmbedding, causal_mask, create_causal_mask
 from .moh_router import MoHLlamaRouter, load_balance_loss
 
@@ -172,15 +179,22 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
     def set_input_embeddings(self, value):
         self.embed_tokens = value
 
-    def keep_own_keys(self, cache, attention_mask, length):
-        """Have the layers of a cache that is empty keep what heads use only. -> Which of the last ``length`` tokens are
-        no padding, bool [b, length], or None for all."""
-        for index, cached in enumerate([] if torch.compiler.is_compiling() else getattr(cache, "layers", None) or []):
+    def keep_own_keys(self, cache, attention_mask, length, output_attentions):
+        """Have the layers of a cache that is empty keep what heads use only, but where attention weights are
+        asked for. -> Which of the last ``length`` tokens are no padding, bool [b, length], or None for all."""
+        layers = getattr(cache, "layers", None) or []
+        if output_attentions and any(isinstance(cached, OwnKeysLayer) for cached in layers):
+            raise ValueError("output_attentions: the cache has left out keys; give it from the first token on")
+        marked = [cached for cached, layer in zip(layers, self.layers, strict=False) if layer.self_attn.own_keys]
+        if any(isinstance(cached, QuantizedLayer) for cached in marked):
+            raise ValueError("routed_keys selected: a quantized cache cannot keep its marks; choose another cache")
+        for index, cached in enumerate([] if torch.compiler.is_compiling() else layers):
             own = self.layers[index].self_attn
             if own.own_keys and StaticLayer and type(cached) is StaticLayer and can_keep_less(cached, own.head_dim):
                 cache.layers[index] = OwnKeysStaticLayer(cached.max_cache_len, own.num_kept_heads)
         simple = attention_mask is None or attention_mask.dim() == 2
         plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
+        plain = plain and not output_attentions
         if simple and plain and self.config._attn_implementation in ("eager", "sdpa") and not cache.get_seq_length():
             cache.layers += [DynamicLayer() for _ in range(len(cache.layers), len(self.layers))]
             for index, layer in enumerate(self.layers):
@@ -221,7 +235,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         seen = (self.config_of_masks or config, x, attention_mask, past_key_values, cache_position, position_ids)
         present = None
         if config.routed_keys == "selected" and past_key_values is not None:
-            present = self.keep_own_keys(past_key_values, attention_mask, x.shape[1])
+            present = self.keep_own_keys(past_key_values, attention_mask, x.shape[1], output_attentions)
         masks = {window: causal_mask(*seen, window) for window in {*config.layer_windows}}
         position_embeddings = self.rotary_emb(x, position_ids)
 

@@ -14,6 +14,8 @@ from transformers import cache_utils
 
 DynamicLayer = getattr(cache_utils, "DynamicLayer", None)  # since transformers 4.54
 StaticLayer = getattr(cache_utils, "StaticLayer", None)
+OldQuantizedLayer = getattr(cache_utils, "QuantizedLayer", ())  # of transformers 4, () if there is none
+QuantizedLayer = getattr(cache_utils, "BaseQuantizedLayer", OldQuantizedLayer)
 
 
 def room_for_marks(r, e, head_dim):
@@ -110,6 +112,7 @@ class OwnKeysLayer(DynamicLayer or object):
     def choose(self, rows):
         """Go on with these rows of the batch."""
         if self.cumulative_length:
+            rows = rows.to(self.counts.device)
             self.store([self.padded(part)[rows] for part in self.parts()], self.slots()[rows])
 
     reorder_cache = batch_select_indices = choose
