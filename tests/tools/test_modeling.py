@@ -11,14 +11,14 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache, Trainer, TrainingArguments
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache, Trainer, TrainingArguments
 
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.transformer import CausalLM
 from tools.hf.configuration_moh import MoHLlamaConfig
 from tools.hf.modeling_moh import MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
-from tools.hf.moh_attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
-from tools.hf.moh_own_keys import OwnKeysStaticLayer
+from tools.hf.moh_attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward, local_heads
+from tools.hf.moh_own_keys import OwnKeysStaticLayer, QuantizedLayer
 from tools.hf.moh_positions import rotate
 from tools.hf.moh_router import MoHLlamaRouter, query_norm_routing
 from tools.work.export_hf import REMOTE_CODE
@@ -397,6 +397,15 @@ def test_a_router_computes_in_fp32_from_bf16_inputs_and_under_autocast():
     np.testing.assert_allclose(gates[0], expected, rtol=2e-6, atol=1e-30)
 
 
+def test_gates_have_no_gradient_where_a_rank_has_a_part_of_the_heads(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    gates = torch.arange(4.0).requires_grad_()
+    mine = local_heads(gates, 2)
+    assert mine.tolist() == [2.0, 3.0] and local_heads(gates, 4) is gates
+    with pytest.raises(NotImplementedError, match="train without it"):
+        mine.sum().backward()
+
+
 def test_query_norm_gates_are_one_with_the_gradient_of_the_selected_softmax_scores():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 1, 5, 4, generator=generator, requires_grad=True)
@@ -539,6 +548,27 @@ def test_attention_weights_are_returned_by_eager_attention_only():
     torch.testing.assert_close(outputs.attentions[0], expected, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="attn_implementation='eager'"):
         make_model()(tokens, output_attentions=True)
+
+
+@torch.no_grad()
+def test_attention_weights_of_heads_with_their_own_keys_are_in_the_places_of_their_tokens():
+    model, tokens = make_model(kernels="eager", routed_keys="selected"), random_tokens(1, 10)
+    expected = model(tokens, use_cache=False, output_attentions=True).attentions
+    cache = model(tokens[:, :9], output_attentions=True).past_key_values
+    found = model(tokens[:, 9:], past_key_values=cache, output_attentions=True).attentions
+    for mine, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, whole[:, :, -1:], rtol=0, atol=1e-5)
+    cache = model(tokens[:, :9]).past_key_values
+    with pytest.raises(ValueError, match="output_attentions: the cache has left out keys"):
+        model(tokens[:, 9:], past_key_values=cache, output_attentions=True)
+
+
+@torch.no_grad()
+def test_a_quantized_cache_is_refused_for_heads_with_their_own_keys():
+    cache, made = DynamicCache(), {"_quantize": None, "_dequantize": None, "get_seq_length": lambda self: 0}
+    cache.layers.append(type("Quantized", (QuantizedLayer,), made)())
+    with pytest.raises(ValueError, match="a quantized cache cannot keep its marks"):
+        make_model(routed_keys="selected")(random_tokens(1, 4), past_key_values=cache)
 
 
 @torch.no_grad()

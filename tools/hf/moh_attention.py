@@ -57,7 +57,16 @@ def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, *
 def local_heads(gates, num_local):
     """The gates of this rank's heads: [b, s, h] -> [b, s, num_local], fewer under tensor parallelism."""
     ranks = gates.shape[-1] // num_local
-    return gates if ranks == 1 else gates.narrow(-1, torch.distributed.get_rank() % ranks * num_local, num_local)
+    if ranks == 1:
+        return gates
+    if gates.requires_grad:
+        gates.register_hook(refuse_gradient)
+    return gates.narrow(-1, torch.distributed.get_rank() % ranks * num_local, num_local)
+
+
+def refuse_gradient(gradient):
+    """A rank would have the gradient of its own heads only, and routers would drift apart."""
+    raise NotImplementedError("gates have no gradient with tensor parallelism: train without it")
 
 
 if not ALL_ATTENTION_FUNCTIONS:
