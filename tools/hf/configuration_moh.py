@@ -52,6 +52,9 @@ ROPE_KEYS = {  # rope_type -> the keys that it needs besides rope_theta
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+YARN_KEYS = {  # of transformers' yarn -> what is computed here
+    "beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None, "mscale": None, "mscale_all_dim": None,
+}  # fmt: skip
 
 
 DEFAULTS = {  # of the keys that are kept as they are
@@ -189,6 +192,10 @@ class MoHLlamaConfig(PretrainedConfig):
         missing = [key for key in ROPE_KEYS[rope_type] if self.rope_parameters.get(key) is None]
         if missing:
             raise ValueError(f"rope_type {rope_type!r}: needs {', '.join(missing)} too")
+        given = {key: self.rope_parameters.get(key) for key in YARN_KEYS if rope_type == "yarn"}
+        for key, value in given.items():
+            if value not in (None, YARN_KEYS[key]):
+                raise ValueError(f"{key} {value} of rope_type 'yarn': is not computed here; leave it out")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads {self.num_key_value_heads}: must divide num_attention_heads "
