@@ -406,6 +406,14 @@ def test_gates_have_no_gradient_where_a_rank_has_a_part_of_the_heads(monkeypatch
         mine.sum().backward()
 
 
+def test_gradients_are_asked_for_of_a_whole_router_but_its_counts():
+    router = make_model(load_balance_bias_rate=0.05).model.layers[0].self_attn.router
+    for wanted in (False, True):
+        assert router.requires_grad_(wanted) is router
+        needed = {name for name, weight in router.named_parameters() if weight.requires_grad}
+        assert needed == ({"w_shared", "w_routed", "w_type"} if wanted else set())
+
+
 def test_query_norm_gates_are_one_with_the_gradient_of_the_selected_softmax_scores():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 1, 5, 4, generator=generator, requires_grad=True)
@@ -1001,6 +1009,8 @@ def test_every_spelling_of_the_rotary_base_is_read_and_both_are_kept():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3': needs low_freq_factor"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0}}, "'linear': needs factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"rope_parameters": YARN | {"beta_fast": 16.0}}, "beta_fast 16.0 of rope_type 'yarn'"),
+        ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor 1.0 of rope_type 'yarn'"),
         ({"attention_bias": True}, "no biases"),
         ({"query_dim": 6, "head_dim": 7, "num_key_value_heads": 2}, "query_dim 6: head_dim 7 must be 2 above it at"),
         ({"routed_keys": "own"}, "routed_keys 'own': must be one of all, selected"),

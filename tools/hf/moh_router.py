@@ -121,6 +121,12 @@ class MoHLlamaRouter(nn.Module):
             experts = torch.cat(gates, dim=-1), with_shared(selected, self.num_shared)
             return *(per_head(part, self.heads_per_expert) for part in experts), scores
 
+    def requires_grad_(self, requires_grad=True):
+        """Of the weights: counts can have no gradient, and PEFT asks for that of the whole module."""
+        for weight in self.parameters():
+            weight.requires_grad_(requires_grad and weight.is_floating_point())
+        return self
+
     def biased(self, scores):
         """What is selected by."""
         if self.bias_steps is None:
