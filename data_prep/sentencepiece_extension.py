@@ -31,6 +31,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
 from moh_lm.data.hugging_face_model import HuggingFaceModel
 from moh_lm.data.tiktoken_model import is_tiktoken
+from moh_lm.data.tokenizer import model_files
 
 FAILURES = (InputError, OSError)  # of text that cannot be read, of a model that cannot be written
 HELD_OUT = 50  # one line in so many is not trained on
@@ -44,12 +45,12 @@ OUTSIDE, SPACE, LETTER, EASTERN, DIGIT, OTHER = range(6)  # kinds of characters;
 def run(flags) -> int:
     """The command; its exit code. Raises ConfigError."""
     output = Path(flags.output)
+    source = str(next(iter(model_files(flags.tokenizer).values())))
+    if os.path.realpath(output) == os.path.realpath(source):
+        raise ConfigError([f"--output {flags.output}: is the --tokenizer, which its shards need; name another file"])
     old = Tokenizer(flags.tokenizer)
     if isinstance(old.model, HuggingFaceModel):
         raise ConfigError([f"--tokenizer {flags.tokenizer}: of Hugging Face; give a SentencePiece model, or LLaMA-3's"])
-    source = str(next(iter(old.files.values())))
-    if os.path.realpath(output) == os.path.realpath(source):
-        raise ConfigError([f"--output {output}: is the --tokenizer, which its shards need; name another file"])
     if flags.vocab_size and flags.vocab_size <= old.vocab_size:
         raise ConfigError([f"--vocab-size {flags.vocab_size}: {flags.tokenizer} has {old.vocab_size} already"])
     if old.vocab_size > (most := bpe.MOST_TOKENS):
