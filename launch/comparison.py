@@ -91,7 +91,8 @@ def add_flags(parser):
     add = parser.add_argument
     add("out", type=whole_path, metavar="OUT", help="directory for runs and report")
     add("--data-dir", type=whole_path, metavar="DIR", required=True, help="written by data_prep/tokenize.py")
-    add("--jobs", type=at_least(1), metavar="N", default=1, help="runs at a time (default: 1)")
+    add("--jobs", type=at_least(1), metavar="N", help="runs at a time, each with GPUs of its own (default: as many as "
+        "there are GPUs for, or 1)")  # fmt: skip
     add("--check", action="store_true", help="say what is wrong with the flags, and end")
     add("--report", action="store_true", help="write the report of what is complete, and end")
     add("--ranks", type=at_least(1), metavar="N", default=1, help="processes of each run, one per GPU (default: 1)")

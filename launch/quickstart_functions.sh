@@ -87,9 +87,11 @@ train_module() {
     run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module "$@"
 }
 
-# one_thread_a_run: a small model gains little from more threads, and `jobs` runs at a time gain all.
+# one_thread_a_run: a small model gains little from more threads, and as many runs at a time gain all. With GPUs the
+# command itself knows how many (launch/work/runs.py).
 one_thread_a_run() {
-    jobs=$(python -c "import torch; print(1 if torch.cuda.is_available() else $OMP_NUM_THREADS)")
+    jobs=()
+    python -c "import sys, torch; sys.exit(torch.cuda.is_available())" && jobs=(--jobs "$OMP_NUM_THREADS")
     export OMP_NUM_THREADS=1
 }
 
@@ -162,8 +164,8 @@ compare() {
     fi
 
     step "Runs and report"
-    jobs=1 # the sizes of a ladder follow one another
+    jobs=(--jobs 1) # the sizes of a ladder follow one another
     [[ $program == ladder ]] || one_thread_a_run
-    echo "+ python -m launch.$program $out --jobs $jobs ${data[*]} $*"
-    exec nice -n 19 python -m "launch.$program" "$out" --jobs "$jobs" "${data[@]}" "$@" # a signal to this process reaches it
+    echo "+ python -m launch.$program $out ${jobs[*]} ${data[*]} $*"
+    exec nice -n 19 python -m "launch.$program" "$out" "${jobs[@]}" "${data[@]}" "$@" # a signal to this process reaches it
 }

@@ -1,5 +1,6 @@
 """The work of launch/ablation.py and launch/atlas.py: what is trained next, what it costs, and the report."""
 
+import itertools
 import math
 import time
 from statistics import mean, median
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import launch.work.report as report
 from launch.comparison import TUNING_SEED, Size, Variant
 from launch.work.results import final_evaluation, metrics
-from launch.work.runs import DIVERGED, Run, as_flags, check_flags, exit_code, train_all
+from launch.work.runs import DIVERGED, Run, as_flags, check_flags, exit_code, jobs_of, train_all
 from moh_lm.checks import config_problems
 from moh_lm.checks.run import schedule_problems
 from moh_lm.config import ConfigError
@@ -48,7 +49,7 @@ def run(flags):
         comparison.describe_plan()
     if flags.plan:
         return 0
-    codes = train_all(comparison.next_run, flags.jobs, flags.ranks)
+    codes = train_all(comparison.next_run, jobs_of(flags), flags.ranks)
     report.write(flags.out, flags.table)
     return exit_code(codes)
 
@@ -161,12 +162,22 @@ class Comparison:
         return None
 
     def check_flags(self):
-        """Raise ConfigError if a run of the plan has no room for its schedule, or was begun with other flags."""
+        """Raise ConfigError if a run of the plan has no room for its schedule, or one that is there has other flags.
+
+        Also those of variants that are not asked for now: the report compares with them.
+        """
         runs = [self.run(trial) for trial in self.trials() if trial.factor is not None]
         for run in runs:
             if problems := schedule_problems(parse_config(run.arguments)[0]):
                 raise ConfigError([f"{run.name}: {problems[0]}"])
-        check_flags(runs)
+        check_flags([*runs, *map(self.run, self.there())])
+
+    def there(self):
+        """The trials of the table, at the sizes that are asked for, that have begun."""
+        for size, variant in itertools.product(self.sizes, self.table.variants):
+            for path in sorted((self.flags.out / "runs" / size.name / variant.name).glob("rate-*-seed-*/")):
+                factor, _, seed = path.name.removeprefix("rate-").partition("-seed-")
+                yield Trial(size, variant, float(factor), int(seed))
 
     # --- What it costs ---
 
@@ -206,7 +217,7 @@ class Comparison:
     def describe_plan(self):
         """Print what is there, what fits into the hours, and what is left out."""
         there, planned, left_out = 0, {}, {}
-        free = [0.0] * self.flags.jobs  # when each job ends
+        free = [0.0] * jobs_of(self.flags)  # when each job ends
         speeds = {size: self.speed(size) for size in self.table.sizes}
         for trial in self.trials():
             cell = f"{trial.size.name} {trial.variant.name}" + (" (tuning)" if trial.seed == TUNING_SEED else "")

@@ -7,7 +7,7 @@ import sys
 
 import launch.work.ladder_report as report
 from launch.atlas_forms import COMMON
-from launch.work.runs import ROOT, Run, as_flags, check_flags, exit_code, train_all
+from launch.work.runs import ROOT, Run, as_flags, check_flags, exit_code, jobs_of, train_all
 from moh_lm.checks.run import schedule_problems
 from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES, parameters
@@ -31,7 +31,7 @@ def run(flags):
         if problems := schedule_problems(configs[run.directory]):
             raise ConfigError([f"{run.name}: {problems[0]}"])
     check_flags(runs)
-    codes = train_all(lambda busy, codes: next_run(rungs, configs, flags, busy, codes), flags.jobs, flags.ranks)
+    codes = train_all(lambda busy, codes: next_run(rungs, configs, flags, busy, codes), jobs_of(flags), flags.ranks)
     report.write_widths(flags.out) if flags.widths else report.write(flags.out)
     return exit_code(codes)
 

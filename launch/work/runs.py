@@ -2,7 +2,7 @@
 
 The directories are all that is remembered. A run is complete if its metrics.jsonl has an evaluation after the last
 iteration; one that was stopped goes on from its last checkpoint. DIRECTORY.log beside the directory begins with the
-flags of the run, so that none goes on with others.
+flags of the run, so that none goes on with others. Of several GPUs, runs at the same time have their own.
 """
 
 import os
@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from launch.work.results import final_evaluation
 from moh_lm.config import ConfigError
@@ -41,12 +43,25 @@ def as_flags(values):
 
 
 def check_flags(runs):
-    """Raise ConfigError if one of ``runs`` was begun with other flags than those wanted now."""
+    """Raise ConfigError if one of ``runs`` was begun with other flags than it would have now."""
     for run in runs:
         flags = (" ".join(run.arguments) + "\n").encode()
         if run.log.exists() and not run.log.read_bytes().startswith(flags):
             advice = "which stand in its first line; choose another OUT"
             raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
+
+
+def jobs_of(flags):
+    """--jobs, or as many runs as there are GPUs for; one on a CPU."""
+    return flags.jobs or max(1, torch.cuda.device_count() // flags.ranks)
+
+
+def shares(jobs, ranks):
+    """CUDA_VISIBLE_DEVICES of each job; None: as it is. With too few GPUs for all jobs, some share theirs."""
+    count = torch.cuda.device_count()
+    names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
+    parts = [",".join(names[first : first + ranks]) for first in range(0, count - ranks + 1, ranks)]
+    return [parts[job % len(parts)] if parts and jobs > 1 else None for job in range(jobs)]
 
 
 def train_all(next_run, jobs, ranks=1):
@@ -55,26 +70,28 @@ def train_all(next_run, jobs, ranks=1):
     next_run(busy, codes): the next ``Run``, or None if there is none now; busy: the directories that are being trained,
     codes: {directory: exit code} of those that ended. The end is reached when it gives None and none is busy.
     """
-    busy, codes = {}, {}
+    busy, codes, free = {}, {}, shares(jobs, ranks)
     try:
         while True:
-            while len(busy) < jobs and (run := next_run({run.directory for _, run in busy.values()}, codes)):
-                process = start(run, ranks)
-                busy[process.pid] = process, run
+            while free and (run := next_run({run.directory for _, run, _ in busy.values()}, codes)):
+                gpus = free.pop(0)
+                process = start(run, ranks, gpus)
+                busy[process.pid] = process, run, gpus
                 print(f"started {run.name}", flush=True)
             if not busy:
                 return codes
             pid, status = os.wait()
             if pid not in busy:  # as process 1 of a container gets what runs left behind
                 continue
-            process, run = busy.pop(pid)
+            process, run, gpus = busy.pop(pid)
+            free.append(gpus)
             process.returncode = codes[run.directory] = os.waitstatus_to_exitcode(status)
             words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: the same command goes on"}
             print(words.get(process.returncode, f"failed {run.name} (exit code {process.returncode})"), flush=True)
     finally:
-        for process, _ in busy.values():  # this program was interrupted; a run saves before it ends
+        for process, *_ in busy.values():  # this program was interrupted; a run saves before it ends
             process.terminate()
-        for process, _ in busy.values():
+        for process, *_ in busy.values():
             process.wait()
 
 
@@ -86,8 +103,8 @@ def exit_code(codes):
     return 1 if {*codes.values()} - {0, STOPPED} else max(codes.values(), default=0)
 
 
-def start(run, ranks):
-    """The process that trains one run; what it says follows its flags in its log."""
+def start(run, ranks, gpus=None):
+    """The process that trains one run, with ``gpus`` of its own; what it says follows its flags in its log."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     program = [sys.executable, "-m", "moh_lm.pretrain"]
     if ranks > 1:
@@ -95,4 +112,5 @@ def start(run, ranks):
         program = [*torchrun, str(ranks), "-m", "moh_lm.pretrain"]
     with open(run.log, "w", encoding="utf-8") as file:
         print(*run.arguments, file=file, flush=True)
-        return subprocess.Popen([*program, *run.arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        own = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus} if gpus else None
+        return subprocess.Popen([*program, *run.arguments], cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT)

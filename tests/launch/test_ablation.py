@@ -110,7 +110,8 @@ def test_runs_are_trained_once_and_a_failed_one_is_named(data_dir, tmp_path, pro
     (tmp_path / "runs/model/dense/rate-1-seed-2").write_text("no directory\n")
     assert ablation.main([str(tmp_path), "--seeds", "2", "--variants", "dense", *small[4:], *small[:2]]) == 1
     assert "rate-1-seed-2 failed" in capsys.readouterr().err
-    assert ablation.main([str(tmp_path), "--seeds", "3", *small, "--train-iters", "90000", "--exit-after", "1"]) == 75
+    longer = ["--seeds", "3", *small, "--train-iters", "90000", "--exit-after", "1"]
+    assert ablation.main([str(tmp_path / "longer"), *longer]) == 75
     assert "stopped model/dense/rate-1-seed-3" in capsys.readouterr().out
 
 

@@ -118,9 +118,32 @@ def test_a_process_that_a_run_left_behind_is_none_of_the_runs(tmp_path, monkeypa
     coming = iter([runs.Run("one", tmp_path / "one", 1, [])])
     left = subprocess.Popen(["true"])
     os.waitid(os.P_PID, left.pid, os.WEXITED | os.WNOWAIT)
-    monkeypatch.setattr(runs, "start", lambda run, ranks: subprocess.Popen(["sleep", "0.2"]))
+    monkeypatch.setattr(runs, "start", lambda run, ranks, gpus: subprocess.Popen(["sleep", "0.2"]))
     assert runs.train_all(lambda busy, codes: next(coming, None), 1) == {tmp_path / "one": 0}
     left.returncode = 0  # it was collected above
+
+
+def test_runs_at_the_same_time_have_gpus_of_their_own(tmp_path, monkeypatch):
+    shows = tmp_path / "shows"
+    shows.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES" >> "$0.all"\nsleep 0.2\n')
+    shows.chmod(0o755)
+    monkeypatch.setattr(runs.sys, "executable", str(shows))
+    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 5)
+    for visible, names in ((None, ["0,1", "2,3"]), ("7,6,5,MIG-a,1", ["7,6", "5,MIG-a"])):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        flags = command.parse_arguments([str(tmp_path), "--data-dir", "data", "--ranks", "2"])
+        assert runs.jobs_of(flags) == 2
+        coming = [runs.Run(name, tmp_path / name, 1, []) for name in "abcd"]
+        left = iter(coming)
+        runs.train_all(lambda busy, codes, left=left: next(left, None), runs.jobs_of(flags), ranks=2)
+        used = Path(f"{shows}.all").read_text().split()
+        assert sorted(used[:2]) == sorted(used[2:]) == sorted(names)
+        Path(f"{shows}.all").unlink()
+    assert runs.shares(3, ranks=2) == ["7,6", "5,MIG-a", "7,6"] and runs.shares(1, ranks=2) == [None]
+    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 0)
+    assert runs.shares(2, ranks=1) == [None, None]
 
 
 def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):
@@ -136,7 +159,13 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
     log.write_text("--num-layers 12\n")
     plan = make(tmp_path, "--variants", "dense", "--rates", "1")
     with pytest.raises(ConfigError, match="rate-1-seed-1.log: its run has other flags"):
-        comparison.check_flags(map(plan.run, plan.trials()))
+        plan.check_flags()
+    others = make(tmp_path, "--variants", "paper-50", "--rates", "0.5")  # which the report would compare with that run
+    others.check_flags()
+    log.with_suffix("").mkdir()
+    with pytest.raises(ConfigError, match="rate-1-seed-1.log: its run has other flags"):
+        others.check_flags()
+    make(tmp_path, "--variants", "paper-50", "--rates", "0.5", "--sizes", "m").check_flags()
     file = tmp_path / "flags.yaml"
     file.write_text("learning_rate: 1e-3\n")
     for flags, words in [
