@@ -30,8 +30,9 @@ def write_page(directories, output, kind=Config, with_png=False):
     """
     runs = [RunRecord(directory, kind) for directory in directories]
     figures = figures_of_run(runs[0]) if len(runs) == 1 else figures_of_comparison(runs)
+    has_bits = any(run.last_evaluation and "evaluation_bits_per_byte" in run.last_evaluation for run in runs)
     drawn = {name: Markup(pictures.svg(figure, name)) for name, (_, figure) in figures.items()}  # noqa: S704 - ours
-    text = template_beside(__file__).render(
+    page = template_beside(__file__).render(
         runs=runs,
         names=names_of(runs),
         compared=[
@@ -40,12 +41,13 @@ def write_page(directories, output, kind=Config, with_png=False):
         figures=[(name, title, drawn[name]) for name, (title, _) in figures.items()],
         summary=[summary(run) for run in runs],
         losses=loss_rows(runs),
+        measure=runs[0].config.unit + (" (bits per byte)" if has_bits else ""),
         differences=differences(runs),
         samples=sample_rows(runs),
         events=event_rows([event for event in runs[0].events if event["event"] not in QUIET])[-MOST_EVENTS:],
         settings=[(key, written(value)) for key, value in runs[0].config.to_dict().items()],
     )
-    files = {Path(output): text.encode()}
+    files = {Path(output): page.encode()}
     if with_png:
         files |= {Path(output).with_suffix(f".{name}.png"): pictures.png(of) for name, (_, of) in figures.items()}
     Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +92,7 @@ def figures_of_run(run):
 
 
 def by_source(run, training, validation):
-    """Lines of each source in its colour: of the training, and points of the held-out text."""
+    """Lines of each source in its colour: of the training, and points of the held-out samples."""
     names = [name.removeprefix(training) for name in run.curves if name.startswith(training)]
     found = {}
     for index, name in enumerate(names):
@@ -115,9 +117,10 @@ def layer_lines(of_layers):
 
 def figures_of_comparison(runs):
     """{name: (title, Figure)}: one line for each run."""
+    unit = runs[0].config.unit
     wanted = {
-        "validation": ("Loss on held-out text, mean over sources", "nats per token", {"marker": "o", "markersize": 3}),
-        "loss": ("Loss of training", "nats per token", {}),
+        "validation": ("Loss on held-out samples, mean over sources", unit, {"marker": "o", "markersize": 3}),
+        "loss": ("Loss of training", unit, {}),
         "grad_norm": ("Gradient norm", "before clipping", {}),
         "tokens_per_second": ("Speed", "tokens per second", {}),
     }
