@@ -35,6 +35,7 @@ from tools import import_hf
 from tools.hf import export_check, import_step, import_weights
 from tools.hf.configuration_moh import MoHLlamaConfig
 from tools.hf.modeling_moh import MoHLlamaForCausalLM
+from tools.work.import_hf import token_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA3 = {
@@ -625,6 +626,12 @@ def test_without_a_tokenizer_model_the_tokenizer_of_the_source_is_exported(impor
         values = json.loads((tmp_path / "out" / name).read_text())
         assert [values[f"{key}_token_id"] for key in ("bos", "eos", "pad")] == [1, [2, 3], 5]
     assert "adds neither" not in (tmp_path / "out" / "README.md").read_text() and "no tokenizer:" not in printed
+
+
+def test_every_token_that_ends_a_text_is_kept_where_config_json_names_one(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [8, 9]}')
+    values = {"bos_token_id": 7, "eos_token_id": 9, "pad_token_id": None}
+    assert token_ids(tmp_path, values) == {"bos": 7, "eos": [8, 9], "pad": None}
 
 
 def test_a_tokenizer_of_hugging_face_can_be_that_of_the_data_but_spells_no_new_tokens(imported, tool, tmp_path):

@@ -176,7 +176,10 @@ def token_ids(directory, values):
     except ValueError as error:
         raise ConfigError([f"{path}: cannot be read ({error}); mend it, or delete it"]) from error
     keys = {name: f"{name}_token_id" for name in ("bos", "eos", "pad")}
-    return {name: more.get(key) if values.get(key) is None else values[key] for name, key in keys.items()}
+    found = {name: more.get(key) if values.get(key) is None else values[key] for name, key in keys.items()}
+    if isinstance(more.get("eos_token_id"), list):  # all that end a text; config.json may name one of them
+        found["eos"] = more["eos_token_id"]
+    return found
 
 
 def describe_vocabulary(old, new, num_spelled):
