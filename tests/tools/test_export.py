@@ -285,11 +285,13 @@ def load_with_transformers(directory, prompt, scratch, trusted=True):
 
 
 @torch.no_grad()
-def test_transformers_computes_the_logits_and_the_greedy_text_of_the_trainers_model(run, tokenizer, tmp_path):
+def test_transformers_computes_the_logits_and_the_greedy_text_of_the_trainers_model(
+    run, tokenizer, tmp_path, programs
+):
     pytest.importorskip("transformers")
     (tmp_path / "elsewhere").mkdir()
     finished = subprocess.run(  # as typed, from another directory
-        [sys.executable, str(TOOLS / "export_hf.py"), "--checkpoint", str(run), "--output", "hf"],
+        [str(programs / "python"), str(TOOLS / "export_hf.py"), "--checkpoint", str(run), "--output", "hf"],
         env={**os.environ, "PYTHONPATH": str(TOOLS.parent)},
         cwd=tmp_path / "elsewhere",
         capture_output=True,
