@@ -38,19 +38,27 @@ def flops_per_token(model, seq_length, measured=None):
 
 @functools.lru_cache(maxsize=8)
 def muon_flops(model, split):
-    """FLOPs of Muon's iterations on a decoder layer, in a step: {"whole": of matrices that are orthogonalised whole,
-    "blocks"}. split: --muon-split. An iteration on m rows and n columns, m <= n, multiplies 2 m m n + m m m times."""
+    """FLOPs of Muon's iterations on a decoder layer, their mean, in a step: {"whole": of matrices that are
+    orthogonalised whole, "blocks"}. split: --muon-split. An iteration on m rows and n columns, m <= n, multiplies
+    2 m m n + m m m times."""
     found = {"whole": 0, "blocks": 0}
+    for layer, name, weight in block_matrices(model):
+        blocks = blocks_of(name, layer, split)
+        shape = blocks.shape(weight.shape) if blocks else weight.shape
+        small, large = sorted(shape)
+        count = weight.numel() // math.prod(shape)
+        found["blocks" if blocks else "whole"] += count * 2 * ITERATIONS * (2 * large + small) * small**2
+    return {kind: flops / model.num_layers for kind, flops in found.items()}
+
+
+def block_matrices(model):
+    """The matrices that Muon updates: (the model with the heads of the layer, name in the layer, weight on meta)."""
     with torch.device("meta"):
-        layer = DecoderLayer(model, 0, 1, False, None, None)
-    for name, weight in layer.named_parameters():
-        if is_block_matrix(name):
-            blocks = blocks_of(name, model, split)
-            shape = blocks.shape(weight.shape) if blocks else weight.shape
-            small, large = sorted(shape)
-            count = weight.numel() // math.prod(shape)
-            found["blocks" if blocks else "whole"] += count * 2 * ITERATIONS * (2 * large + small) * small**2
-    return found
+        layers = [DecoderLayer(model, index, 1, False, None, None) for index in range(model.num_layers)]
+    for index, layer in enumerate(layers):
+        for name, weight in layer.named_parameters():
+            if is_block_matrix(name):
+                yield model.of_layer(index), name, weight
 
 
 def peak_flops(run, device):

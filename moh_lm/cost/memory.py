@@ -14,13 +14,13 @@ from itertools import pairwise
 
 import torch
 
+from moh_lm.cost.flops import block_matrices
 from moh_lm.model.attention_kinds import attention_kind
 from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel.context import keys_of_ranks, order_of_ranks
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 from moh_lm.training.deepspeed_config import REDUCE_BUCKET
-from moh_lm.training.parameter_groups import is_block_matrix
 
 
 @functools.lru_cache(maxsize=8)
@@ -108,10 +108,8 @@ def exchanged(model, tp, cp):
 
 @functools.lru_cache(maxsize=8)
 def layer_matrices(model):
-    """Parameters of a decoder layer in matrices that Muon updates."""
-    with torch.device("meta"):
-        layer = DecoderLayer(model, 0, 1, False, None, None)
-    return sum(weight.numel() for name, weight in layer.named_parameters() if is_block_matrix(name))
+    """Parameters of a decoder layer in matrices that Muon updates, the mean of all layers."""
+    return sum(weight.numel() for _, _, weight in block_matrices(model)) / model.num_layers
 
 
 @functools.lru_cache(maxsize=64)

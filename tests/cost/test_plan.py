@@ -17,6 +17,7 @@ from moh_lm.cost.flops import flops_per_token, muon_flops
 from moh_lm.cost.memory import (
     cache_bytes,
     exchanged,
+    layer_matrices,
     loss_bytes,
     memory_estimate,
     parameter_counts,
@@ -62,6 +63,19 @@ def test_flops_of_muon_on_llm_b_by_hand():
     mlp = 3 * 5 * 2 * (2 * d * d * i + d**3)
     assert muon_flops(model, "matrix") == {"whole": 4 * 5 * 2 * 3 * d**3 + mlp, "blocks": 0}
     assert muon_flops(model, "head") == {"whole": mlp, "blocks": 4 * 16 * 5 * 2 * (2 * e * e * d + e**3)}
+
+
+def test_muon_counts_the_heads_of_every_layer():
+    """Layers of 16 and 8 heads: the mean of two models that have as many in all layers."""
+    flags = "--num-layers 2 --hidden-size 256 --head-dim 32 --seq-length 64 --batch-tokens 128 --train-tokens 1M"
+    mixed, wide, narrow = (
+        parse(flags, "--head-selection", "all", "--num-attention-heads", *heads).model
+        for heads in (("16", "8"), ("16",), ("8",))
+    )
+    flops = [muon_flops(model, "group") for model in (mixed, wide, narrow)]
+    for kind in ("whole", "blocks"):
+        assert 2 * flops[0][kind] == flops[1][kind] + flops[2][kind]
+    assert 2 * layer_matrices(mixed) == layer_matrices(wide) + layer_matrices(narrow)
 
 
 def test_the_cache_of_llama3_8b_by_hand():
