@@ -996,6 +996,27 @@ def test_every_spelling_of_the_rotary_base_is_read_and_both_are_kept():
         assert config.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 500.0},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ],
+)
+def test_rotary_settings_given_to_from_pretrained_are_used_and_saved(changes, tmp_path):
+    ids = random_tokens(2, 9)
+    make_model().save_pretrained(tmp_path / "first")
+    expected = make_model(**{"rope_theta": 100.0, **changes})(ids).logits
+    model = MoHLlamaForCausalLM.from_pretrained(tmp_path / "first", **changes)
+    model.save_pretrained(tmp_path / "second")
+    for changed in (model, MoHLlamaForCausalLM.from_pretrained(tmp_path / "second")):
+        assert torch.equal(changed(ids).logits, expected)
+    with pytest.raises(ValueError, match="'linear': needs factor"):
+        model.config.rope_parameters = {"rope_type": "linear"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

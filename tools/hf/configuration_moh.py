@@ -169,6 +169,16 @@ class MoHLlamaConfig(PretrainedConfig):
         absent = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         super().__init__(**{**absent, **kwargs})
 
+    def __setattr__(self, key, value):
+        """``rope_theta`` and ``rope_parameters`` stay one: from_pretrained(DIR, rope_theta=X) sets either of them."""
+        if key == "rope_parameters" and hasattr(self, "rope_theta"):
+            value = {"rope_type": "default", "rope_theta": self.rope_theta, **value}
+            check_rope(value)
+            super().__setattr__("rope_theta", value["rope_theta"])
+        elif key == "rope_theta" and self.rope_parameters["rope_theta"] != value:
+            super().__setattr__("rope_parameters", {**self.rope_parameters, "rope_theta": value})
+        super().__setattr__(key, value)
+
     @property
     def turning_dim(self):
         """Features of a query beside the head_dim others."""
@@ -186,16 +196,7 @@ class MoHLlamaConfig(PretrainedConfig):
     def _check(self):
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
             raise ValueError("moh_llama has SiLU and no biases: hidden_act, attention_bias and mlp_bias say otherwise")
-        rope_type = self.rope_parameters["rope_type"]
-        if rope_type not in ROPE_KEYS:
-            raise ValueError(f"rope_type {rope_type!r}: must be one of {', '.join(ROPE_KEYS)}")
-        missing = [key for key in ROPE_KEYS[rope_type] if self.rope_parameters.get(key) is None]
-        if missing:
-            raise ValueError(f"rope_type {rope_type!r}: needs {', '.join(missing)} too")
-        given = {key: self.rope_parameters.get(key) for key in YARN_KEYS if rope_type == "yarn"}
-        for key, value in given.items():
-            if value not in (None, YARN_KEYS[key]):
-                raise ValueError(f"{key} {value} of rope_type 'yarn': is not computed here; leave it out")
+        check_rope(self.rope_parameters)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads {self.num_key_value_heads}: must divide num_attention_heads "
@@ -273,3 +274,16 @@ class MoHLlamaConfig(PretrainedConfig):
                     f"layer {layer} with {shared} shared and {active} active routed heads: with routing_unit "
                     f"key_value_group both must be multiples of {size}"
                 )
+
+
+def check_rope(rope):
+    """Raises ValueError if ``rope_parameters`` ask for what is not computed here."""
+    rope_type = rope["rope_type"]
+    if rope_type not in ROPE_KEYS:
+        raise ValueError(f"rope_type {rope_type!r}: must be one of {', '.join(ROPE_KEYS)}")
+    missing = [key for key in ROPE_KEYS[rope_type] if rope.get(key) is None]
+    if missing:
+        raise ValueError(f"rope_type {rope_type!r}: needs {', '.join(missing)} too")
+    for key, computed in YARN_KEYS.items() if rope_type == "yarn" else ():
+        if rope.get(key) not in (None, computed):
+            raise ValueError(f"{key} {rope[key]} of rope_type 'yarn': is not computed here; leave it out")
