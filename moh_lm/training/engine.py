@@ -179,7 +179,7 @@ class Engine:
             raise BadNumbers("; ".join(absurd[:3] + more))
         lasting = problems_of_all_ranks(self.compare_replicas()) if code == DIVERGENCE else []
         if lasting:
-            raise BadNumbers(f"{'; '.join(lasting)}; also in the fp32 masters")
+            raise BadNumbers(f"{'; '.join(lasting)}; still so after weights were written from their fp32 masters again")
 
     def absurd_weights(self):
         """Sentences for the parameters whose master weights, of this rank, cannot come from training."""
