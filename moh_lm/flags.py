@@ -156,8 +156,7 @@ def add_config_flags(parser, kind=Config):
             metavar=placeholder(entry),
             help=argparse.SUPPRESS if entry.name in kind.refused else help_text(entry),
         )
-    words = "sizes, batch, budget and rate that no other flag gives"
-    parser.add_argument("--preset", action=LaterWins, replaces=None, choices=kind.presets, help=words)
+    parser.add_argument("--preset", action=LaterWins, replaces=None, choices=kind.presets, help=kind.of_presets)
     parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="flags from a file, NAME: VALUE each")
 
 

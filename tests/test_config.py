@@ -386,6 +386,7 @@ def test_flags_beside_a_preset_win_wherever_they_stand_and_the_rest_follows_from
     assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_iters) == (1e-2, 1e-3, 4)
     assert config.run.train_iters == 100 and config.run.train_tokens == 100 * config.run.batch_tokens
     assert parse_config(["--preset", "1M"])[0].optimizer.min_learning_rate == 1.5e-4
+    assert parse_config("--preset 1M --head-selection gated".split())[0].model.heads.routing == "sigmoid"
 
 
 def test_a_run_that_goes_on_keeps_its_model_beside_a_preset(monkeypatch):

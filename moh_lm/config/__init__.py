@@ -39,6 +39,7 @@ class Config:
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     presets, preset = SIZES, staticmethod(preset)
+    of_presets = "sizes, gates, batch, budget and rate that no other flag gives"
     program, unit = "moh_lm.pretrain", "nats per token"  # of its command, and of its losses
     refused = ()  # fields that this kind of model does not know: --help leaves them out
 

@@ -97,6 +97,11 @@ class ModelConfig:
             if self.heads.routing not in (HeadsConfig.routing, "sigmoid"):
                 given = f"--head-selection gated: contradicts --routing {self.heads.routing}"
                 raise ConfigError([f"{given}, for its gates are those of sigmoid; leave one of them out"])
+            for name in ("head_budget", "routing_top_p"):
+                value = getattr(self.heads, name)
+                if value is not None:
+                    given = f"--{name.replace('_', '-')} {value:g}"
+                    raise ConfigError([f"{given}: --head-selection gated uses all heads; leave it out"])
             gated = dict(head_selection="mixture", routing="sigmoid", num_shared_heads=counts)
             object.__setattr__(self, "heads", replace(self.heads, **gated, num_active_routed_heads=(0,)))
         if not self.heads.num_active_routed_heads:

@@ -52,7 +52,8 @@ def preset(size, given):
     if "head_budget" not in given:
         choose("num_shared_heads", tuple(n // 2 for n in heads))
         choose("num_active_routed_heads", tuple(max(1, round(n / 4)) for n in heads))
-    choose("routing", "paper_scaled")
+    if values.get("head_selection") != "gated":  # whose gates begin at 1 too
+        choose("routing", "paper_scaled")
     choose("vocab_size", 2 ** round(math.log2(4096 * scale**0.43)))
     length = choose("seq_length", 1024)
     batch = choose("batch_tokens", 2 ** round(math.log2(16 * 1024 * scale**0.6)))

@@ -101,7 +101,7 @@ class RunBase:
 
     micro_batch_size: int = option(1, "sequences per rank in one forward pass")
     train_iters: int | None = option(
-        None, "budget in iterations; of this flag and --train-tokens the later one counts", parse=int,
+        None, "budget in iterations; if --train-tokens is given too, the later flag counts", parse=int,
         replaces="train_tokens",
     )
     precision: str = option(

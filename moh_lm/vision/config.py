@@ -274,7 +274,7 @@ class ImageTraining(Config):
     refused: what is for language models.
     """
 
-    unit = "mean over images"
+    unit, of_presets = "mean over images", "sizes and heads that no other flag gives"
     refused = (
         "head_budget", "head_budget_slope", "routing_unit", "routed_keys", "routing_dtype", "routing_top_p",
         "load_balance_bias_rate", "routing_entropy_coefficient", "tensor_parallel_size", "pipeline_parallel_size",

@@ -79,6 +79,8 @@ CALLS = {
         --exit-after 3h50 | --exit-after 3h50: write seconds, or days, hours, minutes and seconds such as
         --save-config x.yaml | --save-config x.yaml: goes with --dry-run
         --head-selection gated --routing paper_scaled | --head-selection gated: contradicts --routing
+        --head-selection gated --head-budget 0.5 | --head-budget 0.5: --head-selection gated uses all heads; leave
+        --head-selection gated --routing-top-p 0.4 | --routing-top-p 0.4: --head-selection gated uses all heads
         ok --checkpoint-dir | --checkpoint-dir: needs a value
         ok --num-layers 3 --num-attention-heads 4 2 | --num-attention-heads has 2 numbers: give one for all
         ok --num-layers 2 --num-attention-heads 4 6 --head-dim 4 --num-key-value-heads 2 | --num-key-value-heads 2: as
