@@ -26,7 +26,8 @@ def main(texts):
 def parse_arguments(texts):
     parser = Parser(prog="python tools/evaluate_prepare.py", description=__doc__.splitlines()[0])
     add_task_flags(parser)
-    parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help="of the run, or its data directory")
+    words = "of the run, or its data directory"
+    parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help=words)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSON lines")
     arguments = parser.parse_args(texts)
     if problems := task_problems(arguments):

@@ -133,6 +133,15 @@ def verify(directory, rank=0, world_size=1, progress=lambda: None):
     return found
 
 
+def is_whole(directory):
+    """Whether all files of a manifest are there with their sizes; their contents are not read."""
+    try:
+        entries = read_entries(directory)
+        return all((directory / name).stat().st_size == entry["bytes"] for name, entry in entries.items())
+    except (ValueError, OSError):
+        return False
+
+
 def difference(path, expected, progress=lambda: None):
     """A sentence, or none, for where the file at ``path`` differs from its entry in the manifest."""
     found = describe(path, progress)

@@ -6,8 +6,8 @@ A save takes a snapshot of the optimizer's state, writes it to ``step-N.tmp``, i
 on, adds the manifest, renames the directory to ``step-N``, and replaces ``latest``. Every file is flushed to the disk
 before the rename that makes it count, so a crash at any moment leaves the checkpoints before it as they were.
 
-The number of steps that are kept counts only those whose files this run has verified, and removal begins with a
-rename, so that half a step never looks like a step.
+The number of steps that are kept counts only those that this start has written or verified, and those of earlier starts
+whose files have their sizes. Removal begins with a rename, so that half a step never looks like a step.
 """
 
 import os
@@ -31,7 +31,7 @@ from moh_lm.checkpoint.directory import (
     step_number,
 )
 from moh_lm.checkpoint.fragments import metadata_of
-from moh_lm.checkpoint.manifest import verify, write_manifest
+from moh_lm.checkpoint.manifest import is_whole, verify, write_manifest
 from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
 from moh_lm.config import ConfigError
 from moh_lm.data.files import flush
@@ -60,7 +60,7 @@ def ignore(*_):
 class Saver:
     """Writes the checkpoints of a run below ``directory``. Every rank calls its methods together.
 
-    keep_last: newest verified steps that are kept; 0 keeps all. keep_every: steps divisible by it are kept for ever;
+    keep_last: newest sound steps that are kept; 0 keeps all. keep_every: steps divisible by it are kept for ever;
     0: none. background: write while training goes on. verified: steps known to be sound. on_saved: called on rank 0
     with the step, its directory and {"bytes", "seconds", "stall_seconds"}. progress: called as the writing goes.
     """
@@ -72,7 +72,7 @@ class Saver:
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.background = background
-        self.verified = set(verified)
+        self.verified, self.counted = set(verified), False
         self.on_saved = on_saved
         self.progress = progress
         self.buffers = {}
@@ -160,7 +160,11 @@ class Saver:
 
     def remove(self, doomed):
         """Remove the old steps, and the directories ``doomed``, in the background."""
-        numbers = [step_number(step) for step in list_steps(self.directory)]
+        steps = list_steps(self.directory)
+        if self.keep_last and not self.counted:  # what earlier starts have saved
+            self.verified.update(step_number(step) for step in steps if step_number(step) and is_whole(step))
+            self.counted = True
+        numbers = [step_number(step) for step in steps]
         for number in outdated(numbers, self.verified, self.keep_last, self.keep_every):
             try:
                 doomed.append(discard(self.directory / f"step-{number}"))

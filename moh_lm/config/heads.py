@@ -24,7 +24,8 @@ class HeadsConfig:
         (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)", parse=int
     )
     head_budget: float | None = option(
-        None, "share of the heads that a token uses, of all layers; sets what is not given of the two numbers above", parse=float
+        None, "share of the heads that a token uses, of all layers; sets what is not given of the two numbers above",
+        parse=float,
     )
     head_budget_slope: float = option(0.0, "of --head-budget: share in the last layer minus that in the first")
     routing: str = option(

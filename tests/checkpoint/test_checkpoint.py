@@ -309,6 +309,25 @@ def test_a_run_keeps_the_checkpoints_that_its_flags_say(data_dir, tmp_path, back
     assert all(verify(step) == [] for step in list_steps(tmp_path / "checkpoints"))
 
 
+def save_in_starts(directory, steps):
+    fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
+    for step in steps:
+        writer = Saver(directory, keep_last=3, verified=[step - 1])
+        writer.save(step, [fragment], Config(), {}, None)
+        writer.close()
+
+
+def test_steps_of_earlier_starts_count_if_they_are_whole(tmp_path):
+    """Starts that save once each, as jobs that end early: else all steps would stay."""
+    run_ranks(save_in_starts, 1, tmp_path, range(1, 6))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3", "step-4", "step-5"]
+    (tmp_path / "step-4" / "state.json").write_text("")
+    run_ranks(save_in_starts, 1, tmp_path, [6])
+    assert [step.name for step in list_steps(tmp_path)] == ["step-6", "step-5", "step-4", "step-3"]
+    run_ranks(save_in_starts, 1, tmp_path, [7])
+    assert [step.name for step in list_steps(tmp_path)] == ["step-7", "step-6", "step-5"]
+
+
 def save_beside_a_link(directory, elsewhere):
     fragment = Fragment("w", make_parameter((4, 4)), 0, False, {"master": torch.zeros(16)})
     writer = Saver(directory, keep_last=1)
