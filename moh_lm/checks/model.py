@@ -45,21 +45,26 @@ def model_problems(model):
     found += bias_problems(model)
     found += own_keys_problems(model)
     if model.heads.head_selection == "mixture":
-        found += top_p_problems(model.heads) + form_problems(model.heads)
+        found += top_p_problems(model.heads) + form_problems(model.heads, model.post_norm)
         budgets = budget_problems(model)
         return found + (budgets or warmup_problems(model))
     return found if model.heads.head_selection == "all" else found + budget_problems(model)
 
 
-def form_problems(heads):
+def form_problems(heads, post_norm=False):
     """What the form of routing of a mixture refuses, with its reason."""
-    form = FORMS[heads.routing]
+    form, given = FORMS[heads.routing], f"--routing {heads.routing}"
     reasons = {"router_z_loss": form.refuses_z_loss, "router_gumbel_noise": form.refuses_noise}
-    return [
-        f"{flag(key)} {getattr(heads, key):g}: --routing {heads.routing} {reason}; leave it out"
+    found = [
+        f"{flag(key)} {getattr(heads, key):g}: {given} {reason}; leave it out"
         for key, reason in reasons.items()
         if reason and getattr(heads, key) > 0
     ]
+    if post_norm and heads.routing == "relu":
+        found.append(f"{given}: its gates begin at 1 for normalised inputs; --post-norm has none, leave one flag out")
+    if not form.causal and heads.routing_dtype != "fp32":
+        found.append(f"--routing-dtype {heads.routing_dtype}: {given} ranks tokens in fp32; leave it out")
+    return found
 
 
 def warmup_problems(model):
@@ -82,6 +87,9 @@ def top_p_problems(heads):
         return []
     if heads.routing_dtype != "fp32":
         return [f"--routing-top-p {top_p:g}: probabilities in {heads.routing_dtype} do not add up; leave one flag out"]
+    if heads.router_gumbel_noise > 0:
+        given = f"--routing-top-p {top_p:g}"
+        return [f"{given}: with --router-gumbel-noise fewer heads add up to it in training only; leave one flag out"]
     reason = FORMS[heads.routing].refuses_top_p
     if reason:
         return [
@@ -134,6 +142,8 @@ def bias_problems(model):
             f"{given}: --routing-top-p {heads.routing_top_p:g} adds up the probabilities of what is selected, and a "
             "bias changes their order; leave one of them out"
         ]
+    if heads.routing_dtype != "fp32":
+        return [f"{given}: is too fine for a ranking in {heads.routing_dtype}; leave --routing-dtype out"]
     reason = FORMS[heads.routing].refuses_bias
     if reason:
         return [f"{given}: --routing {heads.routing} {reason}; leave it out"]

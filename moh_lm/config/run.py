@@ -58,7 +58,7 @@ class OptimizerConfig:
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms have none")
     embedding_weight_decay: float | None = option(
-        None, "of the embedding and the output head (default: --weight-decay)", parse=float
+        None, "of the embedding, the output head and tables of positions (default: --weight-decay)", parse=float
     )
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")

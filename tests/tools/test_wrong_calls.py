@@ -114,6 +114,10 @@ CALLS = {
         ok --tensor-parallel-size 2 | 1 processes: not a multiple of tensor_parallel_size(2) *
         ok --window 1 | --window 1: must be 0, for the whole sequence, or at least 2
         ok --routing relu --router-gumbel-noise 1 | --router-gumbel-noise 1: --routing relu selects every
+        ok --routing relu --post-norm | --routing relu: its gates begin at 1 for normalised inputs; --post-norm
+        ok --routing expert_choice --routing-dtype bf16 | --routing-dtype bf16: --routing expert_choice ranks tokens
+        ok --routing-top-p 0.4 --router-gumbel-noise 1 | --routing-top-p 0.4: with --router-gumbel-noise fewer heads
+        ok --routing-dtype bf16 --load-balance-bias-rate 0.001 | --load-balance-bias-rate 0.001: is too fine for a
         ok --eval-tasks nosuch.jsonl | --eval-tasks nosuch.jsonl: is no file of tasks ([Errno 2] No such
         ok --checkpoint-dir /proc/x | --checkpoint-dir /proc/x: cannot be written (No such file or
         ok --dry-run --save-config nosuch/x.yaml | --save-config nosuch/x.yaml: cannot be written (No
