@@ -51,7 +51,8 @@ def cache_bytes(model, seq_length, width):
 
 
 def memory_estimate(config, world_size):
-    """Bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "loss"}.
+    """Bytes on the fullest rank by part: {"weights", "gradients", "optimizer", "activations", "loss"}; under ZeRO-3
+    "start" too: what the whole model takes beyond them before its weights are shared.
 
     Not counted: the allocator's fragmentation, the CUDA context, buffers of NCCL (about 1 GiB together). Nor what Muon
     computes with, a few copies of the largest matrix in fp32: activations have left their memory by then.
@@ -93,6 +94,8 @@ def stage_memory(config, world_size):
                 "loss": is_last * loss_bytes(model, width, tokens, tp),
             }
         )
+        if parallel.zero_stage == 3:
+            found[-1]["start"] = max(0, width * parameters - sum(found[-1].values()))
     return found
 
 

@@ -92,6 +92,10 @@ def dense_heads(query, key, value, gates=None, documents=None, causal=True, own=
         query, key, value = (F.pad(part, (0, CPU_WIDTH - part.shape[-1])) for part in (query, key, value))
     if documents is not None:
         mask = document_mask(documents.starts) if documents.mask is None else documents.mask
+    repeats = query.shape[2] // key.shape[2]
+    if repeats > 1 and query.is_cuda and (mask is not None or query.dtype == torch.float32):
+        # no fused kernel but cuDNN's takes such masks with shared keys: the scores of all heads would be in memory
+        key, value = (part.repeat_interleave(repeats, dim=2) for part in (key, value))
     context = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),  # [b, heads, s, head_dim]
         key.permute(1, 2, 0, 3),

@@ -134,7 +134,7 @@ class Engine:
             self.config.optimizer.z_loss, self.groups.context,
         )  # fmt: skip
         model.initialize(run.seed)
-        return model.to(self.device)
+        return model.to(self.device, torch.bfloat16 if run.precision == "bf16" else torch.float32)
 
     def begin(self, step):
         """Make the model that of the iteration after ``step`` complete ones: in a dense warm-up the routers rest."""

@@ -154,6 +154,13 @@ def test_memory_of_llm_b_on_one_rank_by_hand(precision, width):
     assert parts["loss"] == chunk + gradients
 
 
+def test_zero_3_needs_room_for_the_whole_model_at_its_start():
+    for ranks, more in ((8, False), (1024, True)):  # each rank has a share of the 16 bytes per parameter later
+        parts = memory_estimate(parse(LLAMA3_8B, "--zero-stage", "3", "--recompute", "true"), ranks)
+        assert (sum(parts.values()) == 2 * parameter_counts(parse(LLAMA3_8B).model)["total"]) == more
+        assert (parts["start"] > 0) == more
+
+
 def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
     config = parse(LLAMA3_8B, "--pipeline-parallel-size", "8")
     stages = stage_memory(config, world_size=8)
