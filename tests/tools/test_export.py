@@ -26,6 +26,7 @@ from tests.tokenizing import hugging_face_tokenizer
 from tools import export_hf as command
 from tools import generate
 from tools.hf import export_check, model_card
+from tools.hf.hugging_face_tokenizer import write_tokenizer
 from tools.hf.import_config import model_config
 from tools.work import export_hf
 
@@ -458,6 +459,17 @@ def test_a_tokenizer_of_hugging_face_is_exported_with_the_ids_that_the_model_was
     before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (tokenizer, tmp_path / "hf"))
     text = "The quick </s> brown fox jumps over 12 lazy dogs"
     assert after(text)["input_ids"] == before(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def test_a_letter_that_was_added_to_a_tokenizer_is_no_padding(tmp_path):
+    """Padding becomes a special token, which is not found in a text."""
+    directory = hugging_face_tokenizer(tmp_path, "bytes", unk_token=None)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    letter = {**content["added_tokens"][0], "id": len(content["model"]["vocab"]), "content": "\u00f5", "special": False}
+    content["added_tokens"] = [letter, *content["added_tokens"]]
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "out").mkdir()
+    assert write_tokenizer(directory, tmp_path / "out", 64)["pad"] == 0  # <unk>, a special token
 
 
 def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16_with_more_norms_and_a_base_width(tmp_path, export):

@@ -43,7 +43,7 @@ def test_an_export_is_pushed_to_a_repository_that_may_be_there(api, tmp_path):
     assert api.calls == [
         ("whoami", (), {}),
         ("create_repo", ("me/moh",), {"exist_ok": True}),
-        ("upload_folder", (), {"repo_id": "me/moh", "folder_path": str(tmp_path)}),
+        ("upload_folder", (), {"repo_id": "me/moh", "folder_path": str(tmp_path), "delete_patterns": hub.OF_EXPORTS}),
     ]
 
 

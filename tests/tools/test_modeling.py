@@ -615,6 +615,32 @@ def test_trainer_takes_the_mean_loss_of_sequence_classification_over_micro_batch
     assert losses[1].training_loss == pytest.approx(losses[0].training_loss, rel=1e-5)
 
 
+@torch.no_grad()
+def test_trainers_label_smoothing_asks_for_the_next_token(tmp_path):
+    pytest.importorskip("accelerate")
+    model, ids = make_model(), random_tokens(2, 9)
+    quiet = {"report_to": [], "use_cpu": True}
+    trainer = Trainer(model, TrainingArguments(tmp_path, label_smoothing_factor=0.1, **quiet), train_dataset=[])
+    loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    assert loss.item() == pytest.approx(F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1).item())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_selection": "all"}, "head_selection all: num_shared_heads must be"),
+        ({"sliding_window": 3}, "sliding_window 3: give layer_windows"),
+        ({"hidden_act": "gelu"}, "moh_llama has SiLU"),
+        ({"num_active_routed_heads": [0, 0]}, "layer 0 with"),
+    ],
+)
+def test_what_the_model_cannot_compute_is_refused_where_it_is_given_to_from_pretrained(changes, message, tmp_path):
+    make_model(layer_windows=[5, 5]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        MoHLlamaForCausalLM.from_pretrained(tmp_path, **changes)
+
+
 @pytest.mark.parametrize("routing", ["paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()

@@ -160,7 +160,7 @@ class MoHLlamaConfig(PretrainedConfig):
             num_shared_heads, num_active_routed_heads = self.layer_heads, [0] * self.num_hidden_layers
         self.num_shared_heads = list(num_shared_heads or [heads // 2 for heads in self.layer_heads])
         self.num_active_routed_heads = list(num_active_routed_heads or [max(1, n // 4) for n in self.layer_heads])
-        self._check()
+        self.check()
         if self.attention == "latent" or self.head_dims:  # their projections are not split
             plan = type(self).base_model_tp_plan
             self.base_model_tp_plan = {name: way for name, way in plan.items() if ".mlp." in name}
@@ -193,7 +193,8 @@ class MoHLlamaConfig(PretrainedConfig):
         """Heads that a router selects together."""
         return self.queries_per_key if self.routing_unit == "key_value_group" else 1
 
-    def _check(self):
+    def check(self):
+        """Raises ValueError for what the model cannot compute."""
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
             raise ValueError("moh_llama has SiLU and no biases: hidden_act, attention_bias and mlp_bias say otherwise")
         check_rope(self.rope_parameters)
@@ -255,6 +256,11 @@ class MoHLlamaConfig(PretrainedConfig):
             budget = getattr(self, key)
             if len(budget) != self.num_hidden_layers:
                 raise ValueError(f"{key} {budget}: must have {self.num_hidden_layers} numbers, one per layer")
+        widest = max(self.layer_windows)
+        if (getattr(self, "sliding_window", None) or widest) != widest:  # vLLM sets it to None
+            raise ValueError(f"sliding_window {self.sliding_window}: give layer_windows, now {self.layer_windows}")
+        if self.head_selection == "all" and [*self.num_shared_heads] != self.layer_heads:
+            raise ValueError(f"head_selection all: num_shared_heads must be layer_heads {self.layer_heads}")
         if max(self.layer_heads) != self.num_attention_heads or any(n % self.queries_per_key for n in self.layer_heads):
             raise ValueError(
                 f"layer_heads {self.layer_heads}: the most must be num_attention_heads {self.num_attention_heads}, and "

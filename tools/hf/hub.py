@@ -12,6 +12,7 @@ except ImportError:  # it comes with transformers
     HfApi = None
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+OF_EXPORTS = ["*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.py"]  # files that differ among exports
 FILES = ["*.json", "*.safetensors", "tokenizer.model", "original/tokenizer.model"]  # of a model that is imported
 
 
@@ -50,12 +51,15 @@ def check_login(name):
 
 
 def push(directory, name):
-    """Publish the files of ``directory`` in the repository ``name``, which is made if it is absent; its address."""
+    """Publish the files of ``directory`` in the repository ``name``, which is made if it is absent; its address.
+
+    Files of an earlier export go: with other shards its weights would be loaded instead of these.
+    """
     try:
         address = HfApi().create_repo(name, exist_ok=True)
-        HfApi().upload_folder(repo_id=name, folder_path=str(directory))
+        HfApi().upload_folder(repo_id=name, folder_path=str(directory), delete_patterns=OF_EXPORTS)
     except Exception as error:  # of the client of the hub, or its HTTP library
-        again = f"hf upload {name} {directory} ."
+        again = f"hf upload {name} {directory} . " + " ".join(f"--delete '{pattern}'" for pattern in OF_EXPORTS)
         raise UploadError(f"{directory} is complete, but not on the hub ({words(error)}); try {again}") from error
     return address
 

@@ -24,7 +24,8 @@ def write_tokenizer(step, directory, max_length):
     tokens = {name: token for name, token in tokens.items() if model.tokenizer.token_to_id(token) is not None}
     if tokens.get("pad") == tokens["eos"]:  # collators leave padding out of the loss, and EOS has to stay in it
         del tokens["pad"]
-    others = [token["content"] for token in tokenizer.get("added_tokens", []) if token["content"] != tokens["eos"]]
+    added = tokenizer.get("added_tokens", [])  # letters too: those that are not special
+    others = [token["content"] for token in added if token.get("special") and token["content"] != tokens["eos"]]
     spare = tokens.get("unk") or next(iter(others), None)
     if spare and spare != tokens["eos"]:
         tokens.setdefault("pad", spare)

@@ -38,6 +38,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_moh import MoHLlamaConfig
 from .moh_attention import MoHLlamaContextualPositions, MoHLlamaRMSNorm, attention_kind
@@ -139,6 +140,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
+        config.check()  # from_pretrained(DIR, KEY=VALUE) sets attributes of one that is made
         if config._attn_implementation == "vllm" and len({*config.layer_windows} - {0}) > 1:
             raise ValueError(f"layer_windows {config.layer_windows}: vLLM has one window for all layers that have one")
         self.check_positions()
@@ -194,7 +196,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
                 cache.layers[index] = OwnKeysStaticLayer(cached.max_cache_len, own.num_kept_heads)
         simple = attention_mask is None or attention_mask.dim() == 2
         plain = type(cache) is DynamicCache and DynamicLayer and not torch.compiler.is_compiling()
-        plain = plain and not output_attentions
+        plain = plain and not output_attentions and not getattr(cache, "offloading", False)
         if simple and plain and self.config._attn_implementation in ("eager", "sdpa") and not cache.get_seq_length():
             cache.layers += [DynamicLayer() for _ in range(len(cache.layers), len(self.layers))]
             for index, layer in enumerate(self.layers):
@@ -386,6 +388,9 @@ class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
         )
         return outputs.to_tuple() if return_dict is False else outputs
 
+
+# Trainer's label smoothing shifts the labels of the classes only that it finds here.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("moh_llama", "MoHLlamaForCausalLM")
 
 # Then save_pretrained writes these files beside the weights in every version; transformers 4.46 does not by itself.
 MoHLlamaModel.register_for_auto_class("AutoModel")

@@ -158,7 +158,7 @@ class MoHLlamaAttention(nn.Module):
             if query.shape[-2] < num_heads:
                 raise NotImplementedError("query_norm routing compares all heads: run it without tensor parallelism")
             size = self.config.heads_per_expert
-            more = {} if self.router is None else {"biased": self.router.biased}
+            more = {} if self.router is None else {"biased": self.router}
             shared, active = self.num_shared // size, self.num_active // size
             return query_norm_routing(query, shared, active, size, self.in_bf16, **more)
         always_on = torch.arange(num_heads, device=query.device) < self.num_shared + self.num_active

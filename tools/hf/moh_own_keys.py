@@ -125,7 +125,7 @@ class OwnKeysLayer(DynamicLayer or object):
         """Keep ``length`` tokens, or with a negative number leave out so many."""
         if length and self.cumulative_length:
             past = self.cumulative_length
-            self.cumulative_length = min(past, length) if length > 0 else past + length
+            self.cumulative_length = min(past, length) if length > 0 else max(0, past + length)
             parts = list(map(self.padded, self.parts()))
             self.store(parts, self.slots() & (parts[2] < self.cumulative_length))
 

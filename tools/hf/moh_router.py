@@ -102,6 +102,9 @@ class MoHLlamaRouter(nn.Module):
             self.w_type = nn.Parameter(torch.empty(2, config.hidden_size))
 
     def forward(self, x):
+        """Of query_norm, whose scores are norms of queries: what is selected by. Else gates, selection and scores."""
+        if self.routing == "query_norm":
+            return self.biased(x)
         with torch.autocast(device_type=x.device.type, enabled=False):
             x = x.float()
             gates, selected, scores = [], x[..., :0], x[..., :0]
