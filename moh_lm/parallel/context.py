@@ -12,6 +12,7 @@ A rank gets the same share of the heads that are always on and of the others, so
 Shapes: s sequence, b batch, h heads of this tensor-parallel rank, cp ranks that share a sequence.
 """
 
+import functools
 import math
 from itertools import groupby
 from typing import NamedTuple
@@ -54,6 +55,18 @@ def keys_of_ranks(order, shared_by, size):
     return keys[:: math.gcd(*(len(list(run)) for rank in ranks for _, run in groupby(rank)))]
 
 
+def picked(tensor, dim, numbers):
+    """What has these ``numbers`` along ``dim``, in their order."""
+    index = on_device.__wrapped__ if torch.compiler.is_compiling() else on_device  # in a graph it is a constant
+    return tensor.index_select(dim, index(tuple(numbers), tensor.device))
+
+
+@functools.lru_cache(maxsize=64)
+def on_device(numbers, device):
+    """Copied once: an index that is a list is copied each time, and a GPU has then to be waited for."""
+    return torch.tensor(numbers, device=device)
+
+
 class HeadExchange:
     """Tokens for heads and back, in a layer whose ``leading`` of ``num_heads`` heads on this rank are always on."""
 
@@ -66,7 +79,7 @@ class HeadExchange:
 
     def own(self, per_head):
         """Of what there is for every head, [h, ...], that of this rank's: [h/cp, ...]."""
-        return per_head[self.order].chunk(self.size)[self.context.rank()]
+        return picked(per_head, 0, self.order).chunk(self.size)[self.context.rank()]
 
     def to_heads(self, *tensors):
         """Each [s/cp, b, heads, width] -> [s, b, heads/cp, width], in one message; of one dtype. Fewer heads than
@@ -74,7 +87,7 @@ class HeadExchange:
         parts = []
         for tensor in tensors:
             order = keys_of_ranks(self.order, self.num_heads // tensor.shape[2], self.size)
-            dealt = tensor[:, :, order].unflatten(2, (self.size, -1))  # [s/cp, b, cp, heads/cp, width]
+            dealt = picked(tensor, 2, order).unflatten(2, (self.size, -1))  # [s/cp, b, cp, heads/cp, width]
             parts.append(dealt.movedim(2, 0))
         shapes = [part.shape[3:] for part in parts]
         sent = torch.cat([part.flatten(3) for part in parts], dim=3)
@@ -86,7 +99,7 @@ class HeadExchange:
     def to_tokens(self, heads):
         """[s, b, h/cp, e] -> [s/cp, b, h, e]."""
         received = AllToAll.apply(heads.unflatten(0, (self.size, -1)), self.context.ranks)  # [cp, s/cp, b, h/cp, e]
-        return received.movedim(0, 2).flatten(2, 3)[:, :, self.places]
+        return picked(received.movedim(0, 2).flatten(2, 3), 2, self.places)
 
 
 class AllToAll(torch.autograd.Function):
