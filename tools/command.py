@@ -11,6 +11,7 @@ import re
 import sys
 
 from moh_lm.config import ConfigError
+from moh_lm.output import Output
 
 OURS = ("moh_lm", "tools", "data_prep", "launch")
 GOES_ON = "stopped; the same command goes on"
@@ -51,30 +52,6 @@ def run(name, parse, texts, work=None, code=1, remark="", extra=None, interrupte
     except failures as error:
         print(f"{name}: {reason(error)}{remark}", file=sys.stderr)
         return code
-
-
-class Output:
-    """Standard output ``file`` whose reader may go, as of ``| head``: then nothing more is said."""
-
-    def __init__(self, file, unheard):
-        self.file, self.unheard = file, unheard
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-    def write(self, text):
-        return self.attempt(self.file.write, text)
-
-    def flush(self):
-        self.attempt(self.file.flush)
-
-    def attempt(self, action, *text):
-        try:
-            return action(*text)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-            if self.unheard == "ends":
-                sys.exit(0)
 
 
 def device(text):

@@ -59,13 +59,13 @@ class Journal:
         self.writes = writes
 
     def add(self, event, step, text=None, **facts):
-        """Print ``text``, if there is any, and record the event with its ``facts``, JSON-able."""
+        """Record the event with its ``facts``, JSON-able, and print ``text``, if there is any."""
         if not self.writes:
             return
-        if text:
-            print(text, flush=True)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.rows.add({"time": now, "event": event, "step": step, **facts})
+        if text:
+            print(text, flush=True)
 
     def last(self, event):
         """The last ``event`` in the file, or None."""

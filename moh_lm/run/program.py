@@ -5,6 +5,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from moh_lm.data.files import ShardError
 from moh_lm.flags import config_of, idle_flags, save_config
 from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Tasks
+from moh_lm.output import Output
 from moh_lm.quantities import wrapped
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group
@@ -47,7 +49,11 @@ class Work(NamedTuple):
 
 def main(given, work=None):
     """Run what ``parse_flags`` gave, and exit. work: by default that of language models."""
-    work = work or LANGUAGE
+    with redirect_stdout(Output(sys.stdout, is_log=True)), redirect_stderr(Output(sys.stderr, is_log=True)):
+        work_on(given, work or LANGUAGE)
+
+
+def work_on(given, work):
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     code, problems, speaker = COMPLETE, [], 0
     try:

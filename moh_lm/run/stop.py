@@ -5,6 +5,7 @@ seconds is one request. A later one ends the rank at once, also where its main t
 library: a thread hears of the signal.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -48,5 +49,6 @@ def listen(reader, program="moh_lm.pretrain"):
             continue
         first = first or time.monotonic()
         if time.monotonic() - first > SAME:
-            os.write(2, f"{program}: interrupted twice; the run ends without a checkpoint\n".encode())
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(2, f"{program}: interrupted twice; the run ends without a checkpoint\n".encode())
             os._exit(INTERRUPTED)

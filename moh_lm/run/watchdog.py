@@ -116,13 +116,15 @@ class Watchdog:
 
     def abort(self, reason, wait):
         """Print ``reason`` and the stacks of all threads, ``wait`` seconds for other ranks to do the same, and exit."""
-        with tempfile.TemporaryFile() as file:
+        stacks = ""
+        with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:  # the disk may be full
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             stacks = file.read().decode(errors="replace")
         title = f"[rank {self.rank} on {socket.gethostname()}, process {os.getpid()}]"
         lines = [f"{title} {reason}; the run ends", *(f"{title} {line}" for line in stacks.splitlines())]
-        os.write(2, ("\n".join(lines) + "\n").encode())
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(2, ("\n".join(lines) + "\n").encode())
         time.sleep(wait)
         end_stuck_launcher()
         os._exit(UNAVAILABLE)

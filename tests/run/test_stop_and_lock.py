@@ -1,21 +1,30 @@
-"""How a run is stopped by a person, who holds a run directory, and which ranks answer: without any training."""
+"""How a run is stopped by a person, whether anybody hears it, who holds a run directory, and which ranks answer."""
 
+import errno
 import fcntl
+import io
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from moh_lm.config import ConfigError
-from moh_lm.run import directory, stop
+from moh_lm.flags import make_parser, parse_flags
+from moh_lm.monitor.journal import Journal, complete_rows
+from moh_lm.output import Output
+from moh_lm.run import directory, program, stop, watchdog
 from moh_lm.run.directory import lock_run_directory
 from moh_lm.run.roll_call import RollCall, describe
+from moh_lm.run.watchdog import UNAVAILABLE, Watchdog
 from tests.distributed import free_port, run_ranks
+from tests.training.test_training import arguments
 
 # --- Ctrl-C ---
 
@@ -42,12 +51,84 @@ def test_a_second_interrupt_ends_the_run_at_once_and_an_echo_of_the_first_does_n
     with monkeypatch.context() as patch:
         patch.setattr(stop.time, "monotonic", lambda: clock[0])
         patch.setattr(os, "read", read)
+        patch.setattr(os, "write", fails)
         patch.setattr(os, "_exit", leave)
         if ends is None:
             stop.listen(0)
         else:
             with pytest.raises(SystemExit, match=str(ends)):
                 stop.listen(0)
+
+
+def fails(*_, **__):
+    raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_the_watchdog_ends_a_rank_whose_words_nobody_reads(monkeypatch):
+    left = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fails)
+        patch.setattr(watchdog.tempfile, "TemporaryFile", fails)  # as on a full disk
+        patch.setattr(os, "_exit", left.append)
+        Watchdog.abort(SimpleNamespace(rank=0), "no progress", wait=0)
+    assert left == [UNAVAILABLE]
+
+
+# --- What is said ---
+
+
+@pytest.fixture
+def pipe_of_python():
+    """As a program of Python begins; a dry run, which another test may have made, lets the signal end it."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGPIPE, before)
+
+
+def test_a_reader_that_goes_away_ends_no_work(pipe_of_python):
+    reader, writer = os.pipe()
+    os.close(reader)
+    for unheard in ("goes on", "ends"):
+        with open(os.dup(writer), "w") as file, pytest.raises(SystemExit) if unheard == "ends" else nullcontext():
+            for _ in range(2):
+                print("text", file=Output(file, unheard), flush=True)
+    os.close(writer)
+
+
+def test_a_full_disk_leaves_out_a_part_of_a_log_but_not_of_a_result():
+    for is_log in (True, False):
+        with open("/dev/full", "wb", buffering=0) as file, nullcontext() if is_log else pytest.raises(OSError):
+            print("text", file=Output(io.TextIOWrapper(file, write_through=True), is_log=is_log), flush=True)
+
+
+def test_a_console_that_is_not_utf_8_gets_the_number_of_what_it_does_not_know():
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print("\u00e9", file=Output(file), flush=True)
+    assert file.buffer.getvalue() == b"\\xe9\n"
+
+
+def run_unheard(flags):
+    """The exit code of a run whose standard output and standard error nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    codes = []
+    program.leave = lambda code, together: codes.append(code)
+    program.main(parse_flags(make_parser(), ["--run-report", "false", *flags]))
+    return codes
+
+
+def test_a_run_that_nobody_listens_to_any_more_goes_on_to_its_end(data_dir, tmp_path):
+    assert run_ranks(run_unheard, 1, arguments(data_dir, tmp_path)) == [[0]]
+    assert [row["event"] for _, row in complete_rows(tmp_path / "events.jsonl")][-1] == "complete"
+
+
+def test_an_event_is_recorded_before_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=fails))
+    with pytest.raises(BrokenPipeError):
+        Journal(tmp_path, writes=True).add("saved", 3, "saved step-3")
+    assert Journal(tmp_path, writes=True).last("saved")["step"] == 3
 
 
 # --- The lock ---

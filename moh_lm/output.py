@@ -1,0 +1,37 @@
+"""Standard output and standard error that end no work: their reader may go, their disk be full, their console poor."""
+
+import os
+import sys
+
+
+class Output:
+    """The text file ``file``, such as standard output. Once its reader has gone, as of ``| head``, no more is said.
+
+    unheard: "goes on" or "ends", what the program then does. is_log: on a full disk a part of a log may be missing,
+    but not of a result. What a console that is not UTF-8 does not know is written as its number.
+    """
+
+    def __init__(self, file, unheard="goes on", is_log=False):
+        self.file, self.unheard, self.is_log = file, unheard, is_log
+        if getattr(file, "errors", None) == "strict":
+            file.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, text):
+        return self.attempt(self.file.write, text)
+
+    def flush(self):
+        self.attempt(self.file.flush)
+
+    def attempt(self, action, *text):
+        try:
+            return action(*text)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            if self.unheard == "ends":
+                sys.exit(0)
+        except OSError:
+            if not self.is_log:
+                raise
