@@ -38,5 +38,5 @@ exec bash "$(dirname -- "$0")/continue_llama3_8b_stage1.sh" \
     "${HEADS[@]}" "${PARALLEL[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" --script "$0" "$@"
 '''
 import os, signal, sys
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # ranks.py blocks it
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # ranks.py blocks them
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

@@ -85,5 +85,5 @@ exec "$RANK_PYTHON" -u -m moh_lm.pretrain \
     "${TRAINING[@]}" "${RELIABILITY[@]}" --script "$0" "$@"
 '''
 import os, signal, sys
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # ranks.py blocks it
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # ranks.py blocks them
 os.execvpe("bash", ["bash", *sys.argv], os.environ | {"RANK_PYTHON": sys.executable})  # '

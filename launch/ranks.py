@@ -3,8 +3,9 @@
     [HOSTFILE=hosts] [DEEPSPEED_LOG_LEVEL=info] python launch/ranks.py SCRIPT [FLAGS]
 
 So the last line is that of a rank, which says what is wrong. Said here is what it cannot say: that a signal ended it.
-Ctrl-C is for the ranks, which save: this program and the launcher, which would end them, wait for their exit code. The
-signal is blocked in both, and scripts unblock it. A launcher for several nodes has to get it, to pass it on.
+Ctrl-C, or a terminal that hangs up, is for the ranks, which save: this program and the launcher, which would end, wait
+for their exit code. The signals are blocked in both, and scripts unblock them; ignored they would stay so in the ranks.
+A launcher for several nodes has to get Ctrl-C, to pass it on.
 """
 
 import os
@@ -25,7 +26,7 @@ def main(script, *flags):
         if hostfile and not os.path.isfile(hostfile):  # the launcher would go on with this machine only
             raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
         if not hostfile and not os.path.isfile(runner.DLTS_HOSTFILE):
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
         runner.main([*(["--hostfile", hostfile] if hostfile else []), "--log_level", level, script, *flags])
     except (RuntimeError, ValueError) as error:  # as for a line that is none, or a node that does not answer
         print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}", file=sys.stderr)

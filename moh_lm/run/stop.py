@@ -16,7 +16,7 @@ INTERRUPTED = 128 + signal.SIGINT  # exit code, as of a process that the signal 
 
 
 class StopRequest:
-    """SIGTERM, SIGUSR1 or SIGINT to any one rank, or the end of ``exit_after`` seconds, asks the run to stop.
+    """SIGTERM, SIGUSR1, SIGINT, SIGHUP to any one rank, or the end of ``exit_after`` seconds, asks the run to stop.
 
     A second SIGINT to a rank, more than ``SAME`` seconds after its first, ends it with exit code ``INTERRUPTED``.
     """
@@ -24,8 +24,9 @@ class StopRequest:
     def __init__(self, exit_after=None, program="moh_lm.pretrain"):
         self.deadline = time.monotonic() + exit_after if exit_after else None
         self.reason = None
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self.note)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
+                signal.signal(number, self.note)
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -30,13 +30,14 @@ SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK_PYTHON", "HOSTFILE"}
 
 # Stands for moh_lm.pretrain: leaves what it was given in a file of its rank, and exits with the code asked for, or with
-# 75 after Ctrl-C.
+# 75 after Ctrl-C; notes that its terminal hung up.
 TRAINER = """
 import json, os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
+signal.signal(signal.SIGHUP, lambda *_: open("hung-up", "w").close())
 call = {"arguments": sys.argv[1:], "process": os.getpid()}
 open(f"rank-{os.environ.get('RANK', 0)}.json", "w").write(json.dumps(call))
-if "--wait" in sys.argv:
+while "--wait" in sys.argv:
     signal.pause()
 sys.exit(int(sys.argv[sys.argv.index("--exit-code") + 1]) if "--exit-code" in sys.argv else 0)
 """
@@ -120,17 +121,18 @@ def test_bash_starts_deepspeed_on_the_script_itself_and_adds_no_line(trainer, pr
     assert call_of_rank(trainer, 0)["arguments"][-len(flags):] == flags
 
 
-def test_ctrl_c_is_for_the_ranks_and_their_exit_code_is_that_of_bash(trainer):
+def test_ctrl_c_and_a_terminal_that_hangs_up_are_for_the_ranks_whose_exit_code_is_that_of_bash(trainer):
     command = ["bash", ROOT / SCRIPTS[0], "--wait"]
     with subprocess.Popen(
         command, cwd=trainer, env=environment(), start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         try:
-            while process.poll() is None and not (trainer / "rank-0.json").exists():
-                time.sleep(0.1)
-            time.sleep(0.5)  # until it waits
-            os.killpg(process.pid, signal.SIGINT)
+            for file, number in (("rank-0.json", signal.SIGHUP), ("hung-up", signal.SIGINT)):
+                while process.poll() is None and not (trainer / file).exists():
+                    time.sleep(0.1)
+                time.sleep(0.5)  # until it waits
+                os.killpg(process.pid, number)
             output, _ = process.communicate(timeout=25)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)

@@ -60,6 +60,14 @@ def test_a_second_interrupt_ends_the_run_at_once_and_an_echo_of_the_first_does_n
                 stop.listen(0)
 
 
+@pytest.mark.parametrize("before, asked", [("", "True"), ("trap '' HUP; ", "False")])
+def test_a_terminal_that_hangs_up_asks_a_run_to_stop_unless_it_is_under_nohup(before, asked):
+    parts = ["import signal", "from moh_lm.run.stop import StopRequest", "request = StopRequest()"]
+    program = "; ".join([*parts, "signal.raise_signal(signal.SIGHUP)", "print(request.due())"])
+    command = ["bash", "-c", f'{before}exec "$0" -c "$1"', sys.executable, program]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() == asked
+
+
 def fails(*_, **__):
     raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
