@@ -56,7 +56,7 @@ export HF_HUB_OFFLINE=1
 make_data 4096 "$out"
 
 step "Pretraining"
-train_module moh_lm.pretrain "${MODEL[@]}" "${HEADS[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "${@:2}"
+run python -m moh_lm.pretrain "${MODEL[@]}" "${HEADS[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "${@:2}"
 
 step "Export to Hugging Face form"
 up_to_date "$out/hf/config.json" "$out/run/checkpoints/latest" ||

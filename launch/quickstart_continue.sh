@@ -55,7 +55,7 @@ MIXTURE=(--head-selection mixture --routing query_norm --num-shared-heads 4 --nu
 
 # train RUN ITERATIONS FLAG...: unless the run is complete.
 train() {
-    up_to_date "$1/checkpoints/step-$2" || train_module moh_lm.pretrain --checkpoint-dir "$1" "${@:3}" "${flags[@]}"
+    up_to_date "$1/checkpoints/step-$2" || run python -m moh_lm.pretrain --checkpoint-dir "$1" "${@:3}" "${flags[@]}"
 }
 
 # export_model RUN HF_DIR, import_model HF_DIR RUN FLAG...: unless it was done.

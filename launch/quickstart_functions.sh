@@ -80,13 +80,6 @@ set_threads() {
     echo "$(python --version), $(command -v python), $OMP_NUM_THREADS threads"
 }
 
-# train_module MODULE FLAG...: a module such as moh_lm.pretrain by the deepspeed launcher, one process, on a free port.
-train_module() {
-    local port
-    port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
-    run deepspeed --log_level warning --num_gpus 1 --master_port "$port" --module "$@"
-}
-
 # one_thread_a_run: a small model gains little from more threads, and as many runs at a time gain all. With GPUs the
 # command itself knows how many (launch/work/runs.py).
 one_thread_a_run() {

@@ -75,7 +75,7 @@ COMMON=(
 
 # train KIND RUN FLAG...: one run of moh_lm.vision.
 train() {
-    train_module moh_lm.vision "$1" "${COMMON[@]}" --checkpoint-dir "$out/$2" "${@:3}"
+    run python -m moh_lm.vision "$1" "${COMMON[@]}" --checkpoint-dir "$out/$2" "${@:3}"
 }
 
 steps_total=6

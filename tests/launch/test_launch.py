@@ -348,6 +348,12 @@ def test_a_failed_installation_is_reported_and_repeated(checkout):
     assert [len(prepare(checkout, "test")[2]) for _ in range(2)] == [1, 0]
 
 
+def test_a_quickstart_leaves_the_choice_of_the_gpu_to_cuda_visible_devices():
+    for name in ("quickstart", "quickstart_continue", "quickstart_vision"):
+        text = (ROOT / "launch" / f"{name}.sh").read_text()
+        assert "run python -m moh_lm." in text and "--num_gpus" not in text  # with which deepspeed takes GPU 0
+
+
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_continue", "ablation", "atlas", "ladder"])
 def test_help_of_a_script_is_its_opening_comment_and_begins_nothing(name, tmp_path):
     script = ROOT / "launch" / f"{name}.sh"
