@@ -264,11 +264,14 @@ def test_heads_and_sequences_that_context_parallelism_cannot_share_are_refused(f
     assert [problem for problem in problems if named in problem], problems
 
 
-@pytest.mark.parametrize("rank, local_rank, lines", [(0, 0, 1), (1, 1, 0), (8, 0, 1)])
+RANKS = [("0", "0", 1), ("1", "1", 0), ("8", "0", 1), ("1", None, 1), (None, "1", 1)]  # and the lines of each
+
+
+@pytest.mark.parametrize("rank, local_rank, lines", RANKS)
 def test_errors_are_shown_once_per_node(rank, local_rank, lines, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pretrain", "--bogus"])
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stop:
         pretrain.main()
     assert stop.value.code == 2

@@ -13,10 +13,10 @@ from pathlib import Path
 
 def tell(problems, speaker=0, program="moh_lm.pretrain"):
     """Print what is wrong with the run of ``program`` once per node, by its rank ``speaker``: it may be wrong on one
-    node only."""
+    node only. A rank whose launcher does not say which it is speaks too: there may be no other."""
     tell_torchrun(problems)
     rank = int(os.environ.get("RANK", 0))
-    if int(os.environ.get("LOCAL_RANK", rank)) != speaker:
+    if {"RANK", "LOCAL_RANK"} <= os.environ.keys() and int(os.environ["LOCAL_RANK"]) != speaker:
         return
     where = f" on {socket.gethostname()}" if rank else ""
     for text in problems:
