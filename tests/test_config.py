@@ -302,6 +302,17 @@ def test_ranks_of_a_launcher_that_sets_no_rank_are_refused(given, tmp_path, caps
     assert stop.value.code == 2 and "torchrun" in problem
 
 
+def test_without_a_rank_a_run_has_one_process_whatever_the_world_size_says(capsys, monkeypatch, data_dir):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = ["--data-dir", str(data_dir), *TINY, "--tensor-parallel-size", "2", "--train-iters", "0"]
+    for more, said in (([], True), (["--dry-run"], False)):
+        monkeypatch.setattr(sys, "argv", ["pretrain", *REQUIRED, *flags, *more])
+        with pytest.raises(SystemExit, match="2"):
+            pretrain.main()
+        assert ("1 processes" in capsys.readouterr().err) == said
+
+
 def test_limits_of_own_keys_ask_the_layers_that_have_them():
     heads = Config().model.num_attention_heads
     some = f"--num-shared-heads {heads} {heads // 2} --num-active-routed-heads 0 {heads // 4}"

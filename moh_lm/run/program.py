@@ -54,7 +54,9 @@ def main(given, work=None):
 
 
 def work_on(given, work):
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    is_alone = "RANK" not in os.environ and not given.dry_run  # a dry run says what WORLD_SIZE ranks would do
+    world_size = 1 if is_alone else int(os.environ.get("WORLD_SIZE", 1))
     code, problems, speaker = COMPLETE, [], 0
     try:
         config, dry_run = config_of(given), given.dry_run
