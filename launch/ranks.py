@@ -1,6 +1,6 @@
 """One rank of a launch script per device, started by the deepspeed launcher, whose own messages are hidden.
 
-    [HOSTFILE=hosts] [DEEPSPEED_LOG_LEVEL=info] python launch/ranks.py SCRIPT [FLAGS]
+    [HOSTFILE=hosts] [MASTER_PORT=29500] [DEEPSPEED_LOG_LEVEL=info] python launch/ranks.py SCRIPT [FLAGS]
 
 So the last line is that of a rank, which says what is wrong. Said here is what it cannot say: that a signal ended it.
 Ctrl-C, or a terminal that hangs up, is for the ranks, which save: this program and the launcher, which would end, wait
@@ -9,7 +9,9 @@ A launcher for several nodes has to get Ctrl-C, to pass it on.
 """
 
 import os
+import re
 import signal
+import socket
 import sys
 
 if "--help" in sys.argv:  # at once, without a launcher
@@ -22,12 +24,17 @@ from deepspeed.launcher import runner  # noqa: E402
 
 def main(script, *flags):
     hostfile, level = os.environ.get("HOSTFILE"), os.environ.get("DEEPSPEED_LOG_LEVEL", "critical")
+    port, devices = os.environ.get("MASTER_PORT"), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     try:
         if hostfile and not os.path.isfile(hostfile):  # the launcher would go on with this machine only
             raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
         if not hostfile and not os.path.isfile(runner.DLTS_HOSTFILE):
+            if re.search("[^-0-9, ]", devices):
+                raise ValueError(f"CUDA_VISIBLE_DEVICES {devices}: write numbers, such as 0,1; or start it by torchrun")
+            port = port or str(free_port())
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-        runner.main([*(["--hostfile", hostfile] if hostfile else []), "--log_level", level, script, *flags])
+        places = [*(["--hostfile", hostfile] if hostfile else []), *(["--master_port", port] if port else [])]
+        runner.main([*places, "--log_level", level, script, *flags])
     except (RuntimeError, ValueError) as error:  # as for a line that is none, or a node that does not answer
         print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}", file=sys.stderr)
         return 2
@@ -39,6 +46,12 @@ def main(script, *flags):
                 return 130
             print(f"{script}: {name} ended a rank (SIGKILL: perhaps memory ran out)", file=sys.stderr)
         return end.code
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

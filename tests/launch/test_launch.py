@@ -27,7 +27,7 @@ from moh_lm.run.problems import tell_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
-LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK_PYTHON", "HOSTFILE"}
+LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE", "RANK_PYTHON", "HOSTFILE", "MASTER_PORT"}
 
 # Stands for moh_lm.pretrain: leaves what it was given in a file of its rank, and exits with the code asked for, or with
 # 75 after Ctrl-C; notes that its terminal hung up.
@@ -35,7 +35,7 @@ TRAINER = """
 import json, os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
 signal.signal(signal.SIGHUP, lambda *_: open("hung-up", "w").close())
-call = {"arguments": sys.argv[1:], "process": os.getpid()}
+call = {"arguments": sys.argv[1:], "process": os.getpid(), "port": os.environ.get("MASTER_PORT")}
 open(f"rank-{os.environ.get('RANK', 0)}.json", "w").write(json.dumps(call))
 while "--wait" in sys.argv:
     signal.pause()
@@ -118,13 +118,14 @@ def test_bash_starts_deepspeed_on_the_script_itself_and_adds_no_line(trainer, pr
     flags = ["--train-iters", "10", "--data-dir", "my data", "--exit-code", "2"]
     code, output, _ = run(["bash", ROOT / SCRIPTS[1], *flags], trainer, **ready(programs))
     assert (code, output) == (2, "")
-    assert call_of_rank(trainer, 0)["arguments"][-len(flags):] == flags
+    call = call_of_rank(trainer, 0)
+    assert call["arguments"][-len(flags):] == flags and call["port"] != "29500"  # of which there is one on a machine
 
 
 def test_ctrl_c_and_a_terminal_that_hangs_up_are_for_the_ranks_whose_exit_code_is_that_of_bash(trainer):
     command = ["bash", ROOT / SCRIPTS[0], "--wait"]
     with subprocess.Popen(
-        command, cwd=trainer, env=environment(), start_new_session=True,
+        command, cwd=trainer, env=environment(MASTER_PORT="29512"), start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         try:
@@ -138,6 +139,7 @@ def test_ctrl_c_and_a_terminal_that_hangs_up_are_for_the_ranks_whose_exit_code_i
             os.killpg(process.pid, signal.SIGKILL)
             raise
     assert (process.returncode, output) == (75, "")
+    assert call_of_rank(trainer, 0)["port"] == "29512"
 
 
 def test_bash_starts_a_rank_for_each_slot_of_the_hostfile_and_says_that_a_signal_ended_one(trainer, programs):
@@ -164,6 +166,12 @@ def test_what_the_launcher_refuses_names_a_hostfile_only_if_there_is_one(trainer
     nothing = {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **nothing)
     assert (code, output.count("\n")) == (2, 1) and "no GPU" in output and "HOSTFILE" not in output
+
+
+def test_devices_that_the_launcher_cannot_read_are_named_with_the_remedy(trainer, programs):
+    code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), CUDA_VISIBLE_DEVICES="GPU-8f6a")
+    assert (code, output.count("\n")) == (2, 1)
+    assert "CUDA_VISIBLE_DEVICES GPU-8f6a: write numbers, such as 0,1" in output
 
 
 def test_deepspeed_runs_the_script_on_two_ranks(trainer):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from moh_lm.monitor.journal import Journal, complete_rows
 from moh_lm.output import Output
 from moh_lm.run import directory, program, stop, watchdog
 from moh_lm.run.directory import lock_run_directory
+from moh_lm.run.launch import meet
 from moh_lm.run.roll_call import RollCall, describe
 from moh_lm.run.watchdog import UNAVAILABLE, Watchdog
 from tests.distributed import free_port, run_ranks
@@ -179,6 +181,18 @@ def test_a_run_directory_in_use_says_by_whom_and_how_to_tell_whether_that_is_ali
 def test_a_lock_that_cannot_be_made_is_a_sentence(tmp_path):
     (tmp_path / ".lock").mkdir()
     assert refused(tmp_path) == f"--checkpoint-dir {tmp_path}: {tmp_path}/.lock: Is a directory; mend this"
+
+
+# --- A port that is taken ---
+
+
+def test_a_port_that_another_program_has_is_a_sentence_with_the_remedy(monkeypatch):
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT {port}: is taken by another program.*give another"):
+            meet(timedelta(seconds=10))
 
 
 # --- A launcher that hangs ---
