@@ -5,7 +5,7 @@ import pytest
 from tests.launch.test_launch import ROOT, call_of_rank, run, trainer
 
 SRUN = """#!/usr/bin/env bash
-while [[ $1 == --* ]]; do shift; done
+while [[ $1 == --* ]]; do echo "srun $1"; shift; done
 worst=0
 for task in 0 1; do
     SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 "$@" &
@@ -33,9 +33,10 @@ def test_a_job_queues_again_only_if_its_run_was_asked_to_stop(trainer, tmp_path,
     flags = ["--exit-code", str(code), "--checkpoint-dir", "a run"]
     job = f'PATH={tmp_path / "bin"}:$PATH; exec bash {ROOT / "launch" / "slurm.sbatch"} "$@"'
     got, output, _ = run(
-        ["bash", "-c", job, "sbatch", script, *flags], trainer, SLURM_JOB_NODELIST="here", SLURM_JOB_ID="123"
-    )
-    assert got == code, output
+        ["bash", "-c", job, "sbatch", script, *flags], trainer, SLURM_JOB_NODELIST="here", SLURM_JOB_ID="123",
+        SLURM_CPUS_PER_TASK="8",
+    )  # fmt: skip
+    assert got == code and "srun --cpus-per-task=8\n" in output, output
     assert ("requeued 123" in output) == again
     for rank in (0, 1):
         arguments = call_of_rank(trainer, rank)["arguments"]
