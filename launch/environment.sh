@@ -83,7 +83,14 @@ moh_lm_install() {
     if [[ -f $stamp && $(head -n 1 "$stamp") == "$(moh_lm_fingerprint)" ]]; then
         extras=$(tail -n +2 "$stamp")
     fi
-    echo incomplete >"$stamp" && : >"$log" || return
+    if ! { echo incomplete >"$stamp" && : >"$log"; }; then
+        moh_lm_fail "the environment $prefix cannot be written: mend this, or activate one of your own"
+        return
+    fi
+    if ! "$prefix/bin/python" -c 'import pip' 2>/dev/null && ! "$prefix/bin/python" -m ensurepip >>"$log" 2>&1; then
+        moh_lm_fail "the active environment $prefix has no pip: install it there (such as uv pip install pip)"
+        return
+    fi
 
     moh_lm_pip 'pip>=21.3' || return # older ones do not install a package of this form as editable
     torch=$("$prefix/bin/python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)
@@ -98,7 +105,7 @@ moh_lm_install() {
     moh_lm_pip --constraint <(echo "torch==$torch") --editable ".[$extra]" || return
     if [[ $prefix == *' '* && -f $prefix/bin/deepspeed ]]; then
         # The path of Python stands in the first line of this script, where a space ends it.
-        sed -i '1s|.*|#!/usr/bin/env python|' "$prefix/bin/deepspeed" || return
+        sed -i.old '1s|.*|#!/usr/bin/env python|' "$prefix/bin/deepspeed" || return # BSD's sed wants an ending
     fi
     # In a folder of no importance, so that the package is found by its installation.
     if ! (cd "$prefix" && bin/python -c "import deepspeed, moh_lm, torch") >>"$log" 2>&1; then

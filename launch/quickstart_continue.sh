@@ -55,7 +55,8 @@ MIXTURE=(--head-selection mixture --routing query_norm --num-shared-heads 4 --nu
 
 # train RUN ITERATIONS FLAG...: unless the run is complete.
 train() {
-    up_to_date "$1/checkpoints/step-$2" || run python -m moh_lm.pretrain --checkpoint-dir "$1" "${@:3}" "${flags[@]}"
+    up_to_date "$1/checkpoints/step-$2" ||
+        run python -m moh_lm.pretrain --checkpoint-dir "$1" "${@:3}" ${flags[@]+"${flags[@]}"} # none: bash before 4.4
 }
 
 # export_model RUN HF_DIR, import_model HF_DIR RUN FLAG...: unless it was done.

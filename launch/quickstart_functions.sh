@@ -70,7 +70,7 @@ up_to_date() {
 # Threads: the cores that this process may use, also in a container with a quota; a small model gains nothing beyond 8.
 set_threads() {
     local threads cores quota period
-    threads=$(nproc)
+    threads=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     if [[ -r /sys/fs/cgroup/cpu.max ]] && read -r quota period </sys/fs/cgroup/cpu.max && [[ $quota != max ]]; then
         cores=$(((quota + period - 1) / period))
         threads=$((cores < threads ? cores : threads))
@@ -131,7 +131,7 @@ make_english() {
 compare() {
     local program=$1 make=$2 mix=$3 data=()
     from_here "${@:4}"
-    set -- "${given[@]}"
+    set -- ${given[@]+"${given[@]}"} # an empty array ends a bash before 4.4
     if [[ ${1:-} && $1 != -* ]]; then
         begin "$program" "$1"
         shift
@@ -146,7 +146,7 @@ compare() {
         data+=(--data-dir "$out/data")
     fi
     if python3 -c "import launch.$program" 2>/dev/null; then # before anything is made, if this Python can read the flags
-        python3 -m "launch.$program" "$out" "${data[@]}" "$@" --check || exit
+        python3 -m "launch.$program" "$out" ${data[@]+"${data[@]}"} "$@" --check || exit
     fi
 
     step "Environment"
@@ -159,6 +159,7 @@ compare() {
     step "Runs and report"
     jobs=(--jobs 1) # the sizes of a ladder follow one another
     [[ $program == ladder ]] || one_thread_a_run
-    echo "+ python -m launch.$program $out ${jobs[*]} ${data[*]} $*"
-    exec nice -n 19 python -m "launch.$program" "$out" "${jobs[@]}" "${data[@]}" "$@" # a signal to this process reaches it
+    set -- "$out" ${jobs[@]+"${jobs[@]}"} ${data[@]+"${data[@]}"} "$@"
+    echo "+ python -m launch.$program $*"
+    exec nice -n 19 python -m "launch.$program" "$@" # a signal to this process reaches it
 }

@@ -305,6 +305,8 @@ PYTHON = """#!/bin/sh
 case "$*" in
     "-m pip "*) echo "$*" >>"{directory}/calls"; test ! -e "{directory}/offline" || {{ echo "no network"; exit 1; }} ;;
     *import*deepspeed*) ;;
+    "-c import pip") test ! -e "{directory}/without pip" ;;
+    "-m ensurepip") test -e "{directory}/ensurepip" ;;
     *) exec "{python}" "$@" ;;
 esac
 """
@@ -354,6 +356,26 @@ def test_a_failed_installation_is_reported_and_repeated(checkout):
     assert "no network" in output and "[environment] error: pip failed" in output.splitlines()[-1]
     (checkout / "offline").unlink()
     assert [len(prepare(checkout, "test")[2]) for _ in range(2)] == [1, 0]
+
+
+def test_an_environment_without_pip_gets_it_or_says_so(checkout):
+    (checkout / "without pip").touch()
+    code, output, calls = prepare(checkout, "test")
+    assert (code, calls) == (1, []) and "has no pip: install it there" in output.splitlines()[-1]
+    (checkout / "ensurepip").touch()
+    assert len(prepare(checkout, "test")[2]) == 1
+
+
+def test_an_environment_that_cannot_be_written_is_told_with_the_remedy(checkout):
+    (checkout / "venv" / "moh_lm.stamp").mkdir()
+    code, output, calls = prepare(checkout, "test")
+    assert (code, calls) == (1, []) and "venv cannot be written: mend this, or activate" in output.splitlines()[-1]
+
+
+def test_threads_are_counted_also_where_there_is_no_nproc():
+    script = "set -eu; source launch/quickstart_functions.sh; nproc() { return 127; }; set_threads"
+    code, output, _ = run(["bash", "-c", script], ROOT)
+    assert code == 0 and output.rstrip().endswith(" threads")
 
 
 def test_a_quickstart_leaves_the_choice_of_the_gpu_to_cuda_visible_devices():
