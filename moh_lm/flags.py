@@ -178,7 +178,7 @@ class FlagsOfFile(argparse.Action):
 
     def __call__(self, parser, namespace, path, option_string=None):
         try:
-            values = yaml.load(Path(path).read_text(encoding="utf-8"), EachKeyOnce)
+            values = yaml.load(Path(path).read_text(encoding="utf-8"), Texts)
         except (OSError, ValueError, yaml.YAMLError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             raise ConfigError([f"--config {path}: cannot be read ({reason}); give a file of --save-config"]) from error
@@ -191,8 +191,8 @@ class FlagsOfFile(argparse.Action):
         for name, value in values.items():
             action = actions[name]
             if action.nargs != "+" and isinstance(value, dict | list):
-                example = f"{name}: {action.metavar or action.choices[0]}"
-                raise ConfigError([f"--config {path}: {name}: {value}: takes one value, {example}"])
+                shown, example = ", ".join(as_texts(value, True)), f"{name}: {action.metavar or action.choices[0]}"
+                raise ConfigError([f"--config {path}: {name}: [{shown}]: takes one value, {example}"])
             if isinstance(value, bool) and action.metavar == "PATH":
                 advice = f"YAML reads yes, no, on and off as {value}; quote the text"
                 raise ConfigError([f"--config {path}: {name}: {advice}"])
@@ -203,8 +203,16 @@ class FlagsOfFile(argparse.Action):
             action(parser, namespace, texts)
 
 
-class EachKeyOnce(yaml.SafeLoader):
-    """Of YAML what is safe; a key that is given twice in a mapping is an error, not the later value."""
+class Texts(yaml.SafeLoader):
+    """Of YAML what is safe, with numbers and dates as they are written: 12:30 is no 750, and 1.10 no 1.1.
+
+    A key that is given twice in a mapping is an error, not the later value.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in found if tag.rpartition(":")[2] in ("bool", "null", "merge")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node, deep=False):
         names = [key.value for key, _ in node.value]

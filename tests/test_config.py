@@ -357,6 +357,18 @@ def test_a_configuration_file_stands_for_its_flags_and_later_flags_win(tmp_path)
     assert (later.train_iters, later.train_tokens) == (7, 7 * 4096)
 
 
+def test_numbers_in_a_configuration_file_are_read_as_they_are_written(tmp_path):
+    written = ("checkpoint_dir: 1.10", "seed: 0123", "data_mix: {01: 4.20}", "train_tokens: 1_000", "qk_norm: yes")
+    (tmp_path / "run.yaml").write_text("\n".join(written))
+    config = parse_config(["--config", str(tmp_path / "run.yaml")])[0]
+    assert (config.run.checkpoint_dir, config.run.seed, config.run.train_tokens) == ("1.10", 123, 1000)
+    assert config.data.data_mix == (("01", "4.20"),)
+    assert config.model.qk_norm is True
+    (tmp_path / "run.yaml").write_text("exit_after: 12:30")
+    with pytest.raises(ConfigError, match="--exit-after 12:30: write seconds, or days"):
+        parse_config(["--config", str(tmp_path / "run.yaml")])
+
+
 def test_a_name_without_a_value_in_a_configuration_file_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_text("num_layers: 3\nwarmup_iters:\n")
     with pytest.raises(ConfigError, match="run.yaml: warmup_iters: has no value; give one, or leave the line out"):
