@@ -295,6 +295,12 @@ def test_this_python_is_the_one_of_the_commands(prepared):
     shell(f"test $(python -c 'import sys; print(sys.prefix)') = {sys.prefix}", prepared)
 
 
+def test_a_zsh_that_knows_no_comments_takes_the_commands_of_the_readme():
+    blocks = [match["block"] for match in COMMANDS.finditer((ROOT / "README.md").read_text()) if match["block"]]
+    lines = [line for block in blocks for line in block.splitlines() if "#" in line]
+    assert not [line for line in lines if not re.fullmatch(r"# [\w ,.-]+", line)]
+
+
 def test_every_link_of_a_page_leads_to_a_file():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8")):
