@@ -121,9 +121,7 @@ class Dataset:
         self.decay: tuple[int, Mixture] | None = None
         if decay:
             first, later = decay
-            shards = {**self.fingerprint(), "shards": {source.name: source.identity() for source in sources}}
-            consumed = {name: windows_read(self.segments, first, name, shards) for name in self.source_names}
-            self.decay = first, later.after(first, consumed)
+            self.decay = first, later.after(first, self.consumed(self.segments, first))
         self.tokenizer_path = next(iter(tokenizer_files(data.data_dir)), None)
 
     @classmethod
@@ -244,6 +242,11 @@ class Dataset:
             "shards": {source.name: source.identity() for source in self.sources if source.name in weights},
         }
 
+    def consumed(self, segments: list[dict], samples: int) -> dict[str, int]:
+        """Windows of every source, in the mix or not, among the first ``samples`` of a run."""
+        shards = {**self.fingerprint(), "shards": {source.name: source.identity() for source in self.sources}}
+        return {name: windows_read(segments, samples, name, shards) for name in self.source_names}
+
     def state(self, consumed_samples: int = 0) -> dict:
         """For the checkpoint of a run that has read ``consumed_samples`` samples, JSON-able.
 
@@ -283,7 +286,8 @@ class Dataset:
         """
         newest = self.mixture_of(consumed_samples - 1)
         segments = next_segments(state["segments"], self.fingerprint(newest), consumed_samples)
-        mixture = newest.after(segments[-1]["first_sample"], segments[-1]["consumed"])
+        first = segments[-1]["first_sample"]
+        mixture = newest.after(first, self.consumed(segments, first) | segments[-1]["consumed"])
         return Dataset(
             self.sources, mixture, self.data, self.notes, segments, self.decay if newest is self.mixture else None
         )

@@ -222,6 +222,17 @@ def test_the_plan_after_a_change_counts_what_is_read_of_a_source_in_all(director
     assert {row["name"]: row["samples"] for row in second.plan(100)} == dict(read)
 
 
+def test_the_plan_after_a_change_counts_sources_that_the_decay_reads_no_more(directory):
+    def opened():
+        data = DataConfig(str(directory), (("a", "1"), ("b", "1")), 0.0, decay_mix=(("a", "1"), ("c", "1")))
+        return Dataset.open(data, seq_length=SEQ_LENGTH, seed=1, vocab_size=2**20, decay_begins=48)
+
+    state = json.loads(json.dumps(opened().state(64)))
+    write_shard(directory / "c" / "unit-9", [90], 900)
+    write_manifest(directory)
+    assert [row["samples"] for row in opened().continue_from(state, 64).plan(96)] == [48, 24, 16]
+
+
 def test_a_decay_has_its_own_mix_and_reads_no_window_twice(directory):
     """From sample 48 on source b is left out and c, which was not in the mix, is in it."""
     def opened(begins=48):
