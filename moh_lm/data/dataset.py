@@ -73,6 +73,8 @@ class Source:
         self.seq_length = seq_length
         self.training = Stream((shard, 0, cut) for shard, cut in zip(self.shards, cuts, strict=True))
         self.validation = Stream((shard, cut, shard.num_tokens) for shard, cut in zip(self.shards, cuts, strict=True))
+        cut_inside = [shard for shard, cut in zip(self.shards, cuts, strict=True) if 0 < cut < shard.num_tokens]
+        self.cut_texts = [shard for shard in cut_inside if shard.num_documents == 1]
         self.validation_windows = max(0, self.validation.num_tokens - 1) // seq_length
 
     def validation_positions(self, num_samples: int) -> np.ndarray:
@@ -93,12 +95,38 @@ class Source:
                 f"{needed}: prepare more text, leave the source out of --data-mix, or shorten --seq-length"
             ]
         if fraction and not self.validation_windows:
+            enough = self.sufficient_fraction()
+            remedy = f"raise it to about {enough:g}" if enough else "prepare more text"
             return [
                 f"--validation-fraction {fraction:g} holds out {held_out} of {training + held_out} tokens of source "
-                f"{self.name}, a sample of --seq-length {self.seq_length} takes {needed}: raise it to about "
-                f"{min(0.5, 1.1 * needed / (training + held_out)):.2g}, or set it to 0 for no validation"
+                f"{self.name}, a sample of --seq-length {self.seq_length} takes {needed}: {remedy}, or set it to 0 for "
+                "no validation"
             ]
         return []
+
+    def sufficient_fraction(self) -> float | None:
+        """About the smallest fraction that holds out a window, of which every shard rounds its share down."""
+        tokens, needed = np.array([shard.num_tokens for shard in self.shards]), self.seq_length + 1
+        fraction = least = 1.1 * needed / tokens.sum()
+        while fraction <= 0.5:
+            shown = float(f"{fraction:.2g}")
+            held_out = int((tokens * shown).astype(np.int64).sum())
+            if held_out >= needed:
+                return shown if tokens.sum() - 2 * held_out >= needed else None  # a tail may be twice as long
+            fraction += least / 10
+        return None
+
+    def notes(self, fraction: float) -> list[str]:
+        """What the user of this source should know."""
+        cut, total = (sum(shard.num_tokens for shard in shards) for shards in (self.cut_texts, self.shards))
+        if len(self.shards) == 1 or 2 * cut <= total:
+            return []
+        return [
+            f"source {self.name}: {len(self.cut_texts)} of its {len(self.shards)} shards hold one document each, whose "
+            f"end is held out (--validation-fraction {fraction:g}): training reads these documents without their "
+            "end-of-sequence token, and validation reads ends alone; put the texts into one .jsonl file, a document "
+            "per line, or give --validation-fraction 0"
+        ]
 
 
 class Dataset:
@@ -180,6 +208,7 @@ class Dataset:
             for source in sources
             if source.unlisted
         ]
+        notes += [note for source in sources for note in source.notes(data.validation_fraction)]
         stage = None
         if decay and later.weights.tolist() != mixture.weights.tolist():
             stage = decay_begins, later

@@ -297,6 +297,29 @@ def test_a_held_out_part_without_a_full_window_is_refused_with_the_numbers_and_a
     assert open_dataset(tmp_path, fraction=remedy).plan(0)[0]["validation_windows"] == 1
 
 
+@pytest.mark.parametrize("shards", [[[30]] * 40, [[90]] * 40, [[5000], *[[30]] * 40]])
+def test_the_fraction_that_is_proposed_works_where_every_shard_rounds_its_part_down(shards, tmp_path):
+    make_directory(tmp_path, {"a": shards})
+    (problem,) = problems_of(tmp_path, fraction=0.001)
+    remedy = float(problem.split("raise it to about ")[1].split(",")[0])
+    assert remedy > 0.001
+    assert open_dataset(tmp_path, fraction=remedy).plan(0)[0]["validation_windows"] >= 1
+
+
+def test_if_no_fraction_leaves_a_window_to_both_more_text_is_asked_for(tmp_path):
+    make_directory(tmp_path, {"a": [[1]] * 40})
+    assert "prepare more text, or set it to 0 for no validation" in problems_of(tmp_path)[0]
+
+
+def test_documents_that_lose_their_ends_to_validation_are_noted_with_the_remedy(tmp_path):
+    lengths = {"texts": [[100]] * 9 + [[50, 50]], "lines": [[1000], [10] * 200], "one": [[400]]}
+    make_directory(tmp_path, lengths)
+    (note,) = open_dataset(tmp_path).notes
+    assert note.startswith("source texts: 9 of its 10 shards hold one document each, whose end is held out")
+    assert "end-of-sequence token" in note and "one .jsonl file, a document per line" in note
+    assert open_dataset(tmp_path, fraction=0.0).notes == []
+
+
 def test_a_vocabulary_smaller_than_the_data_is_refused_with_both_numbers(tmp_path):
     make_directory(tmp_path, {"a": [[100]], "b": [[100]]})
     (problem,) = problems_of(tmp_path, vocab_size=199)
@@ -440,7 +463,7 @@ def test_a_directory_that_is_not_as_its_manifest_says_is_refused_by_file_when_op
 
 
 def test_shards_that_the_manifest_does_not_list_are_noted_and_change_nothing(tmp_path):
-    make_directory(tmp_path, {"a": [[300], [300]]})
+    make_directory(tmp_path, {"a": [[150, 150], [150, 150]]})
     reference = open_dataset(tmp_path)
     for suffix in FILES:
         shutil.copy(tmp_path / "a" / f"unit-0.{suffix}", tmp_path / "a" / f"unit-2.{suffix}")
