@@ -228,6 +228,8 @@ def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, i
         for batch in batches:
             yield batch, row, file.tell()
             row += len(batch)
+        if batches is reader and file.tell() < piece.size:
+            raise InputError(f"{piece.path}: several Arrow streams, one after another; give each a file of its own")
 
 
 def first_row(piece: Piece, text_key: str) -> dict | None:

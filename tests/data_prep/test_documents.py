@@ -154,6 +154,12 @@ def test_arrow_files_as_hugging_face_datasets_writes_them_are_read_without_loss(
             read(write(tmp_path / "cut", data[:-cut]))
 
 
+def test_arrow_streams_one_after_another_are_refused(tmp_path):
+    data = arrow(pyarrow.table({"text": TEXTS}), "stream")
+    with pytest.raises(InputError, match="both: several Arrow streams, one after another; give each a file of its own"):
+        read(write(tmp_path / "both", data + data))
+
+
 @pytest.mark.parametrize("unit_size", [50, 300, 1000, 10**6])
 def test_byte_ranges_of_json_lines_lose_and_repeat_nothing(unit_size, tmp_path):
     texts = [f"{number} {TEXTS[number % len(TEXTS)]}" for number in range(100)]
