@@ -78,7 +78,7 @@ def sniff(file, name: str) -> tuple[str, str]:
     if container in ("parquet", "arrow"):
         return container, "column"
     file.seek(0)
-    content = head if container == "plain" else unpacked(file, container).read1(READ)
+    content = head if container == "plain" else beginning(unpacked(file, container))
     content = content.removeprefix(BYTE_ORDER_MARK).lstrip()
     holds_json, named_json = begins_with_object(content), JSON_LINES_NAME.search(name) is not None
     misnamed = ARCHIVE_NAME.search(name) if container == "plain" else None
@@ -106,6 +106,14 @@ def sniff(file, name: str) -> tuple[str, str]:
     if problem:
         raise InputError(f"{file.name}: {problem}")
     return container, "jsonl" if holds_json or named_json else "text"
+
+
+def beginning(file: BinaryIO) -> bytes:
+    """The beginning of a file up to the end of its first line with content, or ``READ`` bytes if that is longer."""
+    content = b""
+    while len(content) < READ and b"\n" not in content.lstrip() and (part := file.read1(READ - len(content))):
+        content += part
+    return content
 
 
 def begins_with_object(content: bytes) -> bool:

@@ -66,6 +66,8 @@ CONTAINERS = {
     "one.json.gz": gzip.compress(LINES),
     "members.json.gz": halves(LINES, gzip.compress),
     "padded-members.json.gz": halves(LINES, gzip.compress, between=bytes(700)) + bytes(20),
+    "members-of-blank-lines.gz": gzip.compress(b"\n") + gzip.compress(b" \n") + gzip.compress(LINES),
+    "first-member-of-a-byte.gz": gzip.compress(LINES[:1]) + gzip.compress(LINES[1:]),
     "empty-member.json.gz": gzip.compress(b"") + gzip.compress(LINES),
     "one.jsonl.zst": zstd(LINES),
     "frames.jsonl.zst": halves(LINES, zstd, between=zstd(b"")),
