@@ -146,14 +146,18 @@ def recorded_groups(directory: Path) -> list[list[str]]:
 
 
 def record_groups(directory: Path, units: list[Unit]):
-    """Record the groups among ``units``; those of files that are not among their inputs stay."""
-    formed = [[piece.name for piece in unit.pieces] for unit in units if len(unit.pieces) > 1]
-    present = {piece.name for unit in units for piece in unit.pieces}
+    """Record the groups among ``units``; those of earlier runs stay, since their files may come again."""
     recorded = recorded_groups(directory)
-    groups = [group for group in recorded if group in formed or present.isdisjoint(group)]
-    groups += [group for group in formed if group not in groups]
-    if groups != recorded:
-        publish(directory / "groups.jsonl", "".join(json.dumps(group) + "\n" for group in groups).encode())
+    formed = [[piece.name for piece in unit.pieces] for unit in units if len(unit.pieces) > 1]
+    new = dict.fromkeys(json.dumps(group) for group in formed if group not in recorded)
+    if new:
+        lines = [*map(json.dumps, recorded), *new]
+        publish(directory / "groups.jsonl", "".join(f"{line}\n" for line in lines).encode())
+
+
+def has_shard(output: Path, unit: Unit) -> bool:
+    """Whether there is a shard of a unit, even if its inputs have been written anew since."""
+    return beside(output / unit.source / unit.name, ".json").exists()
 
 
 def sweep(output: Path, sources: Iterable[str], failed: Iterable[Unit] = ()):

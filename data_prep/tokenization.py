@@ -12,7 +12,7 @@ from data_prep.encoding import Options, Tokenizer
 from data_prep.inputs import Source, named_source, recognized_sources, source_patterns, standard_input
 from data_prep.output import finished_sidecar, sweep
 from data_prep.report import outlook, plan_line, print_summary, progress_bar, room
-from data_prep.units import Unit, divide
+from data_prep.units import MANY_TEXTS, Unit, divide
 from data_prep.workers import run_units
 from data_prep.writing import too_many_bad
 from moh_lm.config import ConfigError
@@ -128,7 +128,8 @@ def plan(sources, output, unit_size, tokenizer, options) -> list[Unit]:
         units += divide(
             name, source, text_key=options.text_key, unit_size=unit_size, identity=identity,
             groups=data_directory.recorded_groups(output / name),
-            finished=lambda unit: finished_sidecar(output, unit) is not None,
+            finished=lambda unit: data_directory.has_shard(output, unit),
+            many_texts=MANY_TEXTS,
         )
     return units
 

@@ -1,12 +1,12 @@
 """Units of work: how the inputs of a source are divided into shards.
 
 A unit is one input file, a byte range of a large plain JSON-lines file, a range of parquet row groups, or, where a
-source has more than ``MANY`` small files, a group of them. It becomes one shard of the same name, whatever the number
-of workers. The name holds a hash of all that determines the shard's bytes, so a shard that exists under the name of a
-unit is that unit, finished.
+source has more than ``MANY`` small files, a group of them; of small texts, a document each, ``MANY_TEXTS`` are many. It
+becomes one shard of the same name, whatever the number of workers. The name holds a hash of all that determines the
+shard's bytes, so a shard that exists under the name of a unit is that unit, finished.
 
-Files that come later change no group: the groups of a source are recorded before the work begins (data_prep/output.py)
-and stay as long as their files exist. Nor does a small file join a group if it has a shard of its own already.
+Files that come later change no group: the groups of a source are recorded before the work begins (data_prep/output.py).
+What is left of a group stays together. Nor does a small file join a group if it has a shard of its own already.
 """
 
 import json
@@ -18,12 +18,13 @@ from hashlib import sha256
 from itertools import pairwise
 
 from data_prep.containers import InputError
-from data_prep.documents import Piece, row_group_bytes
+from data_prep.documents import STDIN, Piece, row_group_bytes
 from data_prep.inputs import Source, named_source
 from moh_lm.config import ConfigError
 
 SMALL = 16  # files below this fraction of the unit size are small
 MANY = 1024  # small files of a source, up to which each is a unit by itself
+MANY_TEXTS = 16  # the same of whole texts below one folder: validation would take the end of each
 SUFFIXES = re.compile(r"(\.(jsonl|json|ndjson|txt|parquet|gz|zst|zstd))+$")
 
 
@@ -58,14 +59,16 @@ def divide(
     identity: object,
     groups: Iterable[list[str]] = (),
     finished: Callable[[Unit], bool] = lambda unit: False,
+    many_texts: int = MANY,
 ) -> list[Unit]:
     """The units of a source, in order; a file that cannot be divided is added to ``source.unreadable``.
 
     ``unit_size``: bytes of input that a unit aims at. ``identity``: JSON-able; what else determines the bytes of the
-    shards. ``groups``: names of the small files that earlier runs have put together; ``finished``: whether an earlier
-    run has completed a unit. Raises ConfigError for inputs that cannot be told apart.
+    shards. ``groups``: names of the small files that earlier runs have put together; ``finished``: whether a unit has a
+    shard of an earlier run; ``many_texts``: up to so many are not put together. Raises ConfigError for inputs that
+    cannot be told apart.
     """
-    parts, small = [], {}
+    parts, small = [], []
     for piece in source.pieces:
         try:
             ranges = split(piece, text_key, unit_size)
@@ -73,21 +76,25 @@ def divide(
             source.unreadable.append(str(error))
             continue
         if len(ranges) == 1 and piece.size < unit_size // SMALL:
-            small.setdefault(piece.name, []).append(ranges[0])
+            small += ranges
         else:
             parts += [[part] for part in ranges]
 
-    for group in groups:
-        if len(group) > 1 and all(len(small.get(name, ())) == 1 for name in group):
-            parts.append([small.pop(name)[0] for name in group])
-    single = [piece for pieces in small.values() for piece in pieces]
-    if len(single) > MANY:
-        alone = {piece for piece in single if finished(make_unit(name, [piece], identity))}
-        if len(single) - len(alone) > MANY:
-            others = [piece for piece in single if piece not in alone]
-            parts += [others[start:end] for start, end in gathered([piece.size for piece in others], unit_size)]
-            single = sorted(alone, key=lambda piece: piece.name)
-    parts += [[piece] for piece in single]
+    def has_shard(pieces):
+        return finished(make_unit(name, pieces, identity))
+
+    def put_together(files, many):
+        new = [piece for piece in files if len(files) > many and not has_shard([piece])]
+        ranges = gathered([piece.size for piece in new], unit_size) if len(new) > many else []
+        return [new[start:end] for start, end in ranges]
+
+    kept = grouped_before(groups, small, has_shard)
+    single = without(small, kept)
+    formed = put_together(single, MANY)
+    if not formed:
+        texts = by_folder(piece for piece in single if piece.form == "text" and piece.name != STDIN)
+        formed = [group for files in texts for group in put_together(files, many_texts)]
+    parts += kept + formed + [[piece] for piece in without(single, formed)]
 
     units = {}
     for pieces in sorted(parts, key=lambda pieces: (pieces[0].name, pieces[0].path, pieces[0].start)):
@@ -99,6 +106,43 @@ def divide(
                 "bytes: leave out the duplicate, or give different files different names"
             ])
     return list(units.values())
+
+
+def by_folder(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """``pieces``, those apart whose names begin in different folders: names may be the same there."""
+    folders = {}
+    for piece in pieces:
+        folders.setdefault(piece.path.removesuffix(piece.name), []).append(piece)
+    return list(folders.values())
+
+
+def without(pieces: list[Piece], groups: list[list[Piece]]) -> list[Piece]:
+    """Those of ``pieces`` that are in none of ``groups``."""
+    taken = {piece for group in groups for piece in group}
+    return [piece for piece in pieces if piece not in taken]
+
+
+def grouped_before(
+    groups: Iterable[list[str]], small: list[Piece], has_shard: Callable[[list[Piece]], bool]
+) -> list[list[Piece]]:
+    """What is there of ``groups``, which are lists of names; of names in several folders, in each of them.
+
+    A file is in one group: first in one that has a shard, then in one of which no file is gone.
+    """
+    named, found, taken, kept = {}, [], set(), []
+    for piece in small:
+        named.setdefault(piece.name, []).append(piece)
+    for group in groups:
+        there = [piece for name in group for piece in named.get(name, ())]
+        alike = [there] if len({piece.name for piece in there}) == len(there) else by_folder(there)
+        if len(set(group)) == len(group):  # else files of several folders, which names do not tell apart
+            found += [(not has_shard(pieces), len(pieces) < len(group), pieces) for pieces in alike if pieces]
+    for *_, pieces in sorted(found, key=lambda item: item[:2]):
+        left = [piece for piece in pieces if piece not in taken]
+        if len(left) > 1:
+            kept.append(left)
+            taken.update(left)
+    return kept
 
 
 def gathered(sizes: list[int], unit_size: int) -> Iterator[tuple[int, int]]:

@@ -16,10 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep import tokenization
 from data_prep import units as units_module
 from data_prep.encoding import Options
 from data_prep.units import Unit, plan_units
 from data_prep.workers import run_units
+from moh_lm.config import DataConfig
+from moh_lm.data.dataset import Dataset
 from tests.tokenizing import ROOT, TEXTS, command, decoded, files, json_lines, run, shards, tokenize, train_model
 
 
@@ -101,6 +104,26 @@ def test_part_of_the_files_that_share_a_shard_is_refused_and_nothing_is_lost(mod
     (tmp_path / "in/11.txt").unlink()
     tokenize(model, tmp_path / "out", f"a={tmp_path}/in/0*")
     assert sorted(decoded(tmp_path / "out", "a", model)) == [f"text {number:02d}" for number in range(10)]
+
+
+def test_texts_with_shards_of_their_own_keep_them_and_new_ones_share_a_shard(model, tmp_path, monkeypatch):
+    """As shards of earlier versions: a training that reads them goes on."""
+    (tmp_path / "in").mkdir()
+    for number in range(20):
+        (tmp_path / f"in/{number:02d}.txt").write_text(f"text {number:02d}" * 9)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(tokenization, "MANY_TEXTS", 1000)
+        tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    before = files(tmp_path / "out")
+    for path in tmp_path.glob("in/*"):
+        os.utime(path, (time.time() + 5, time.time() + 5))  # they are made again
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    assert files(tmp_path / "out") == before
+    tokenize(model, tmp_path / "new", f"a={tmp_path}/in/*")
+    data = DataConfig(str(tmp_path / "new"), validation_fraction=0.1)
+    opened = Dataset.open(data, seq_length=8, seed=1, vocab_size=1000)
+    (source,) = opened.sources
+    assert not opened.notes and len(source.training.document_starts(0, source.training.num_tokens)) > 15
 
 
 def test_the_shuffle_changes_the_order_and_nothing_else(corpus, model, reference, tmp_path):

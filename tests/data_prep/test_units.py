@@ -143,11 +143,39 @@ def test_files_that_come_later_leave_the_groups_as_they_are(grouped, tmp_path):
     assert recorded_groups(tmp_path)[: len(groups)] == groups
 
 
-def test_a_group_that_lost_a_file_is_formed_anew_and_no_other(grouped, tmp_path):
+def test_what_is_left_of_a_group_that_lost_a_file_stays_together(grouped, tmp_path):
     (tmp_path / "in/10.txt").unlink()
     planned = units(f"{tmp_path}/in/*.txt", unit_size=160, groups=recorded_groups(tmp_path))
-    assert grouped[1] in planned and grouped[0] not in planned
-    assert sorted(sum(names(planned), [])) == [f"{number:02d}.txt" for number in range(11, 40)]
+    assert names(planned) == [names(grouped)[0][1:], names(grouped)[1]]
+    record_groups(tmp_path, planned)
+    write(tmp_path / "in", {"10.txt": "came later"})
+    finished = set(planned).__contains__
+    again = units(f"{tmp_path}/in/*.txt", unit_size=160, groups=recorded_groups(tmp_path), finished=finished)
+    assert names(again) == [["10.txt"], *names(planned)]
+
+
+def test_files_of_the_same_names_in_another_folder_leave_the_groups_as_they_are(grouped, tmp_path):
+    write(tmp_path / "on", {f"{number:02d}.txt": f"next {number:02d}" for number in range(10, 32)})
+    other = units(f"{tmp_path}/on/*.txt", unit_size=160, groups=recorded_groups(tmp_path))
+    record_groups(tmp_path, other)
+    finished, groups = {*grouped, *other}.__contains__, recorded_groups(tmp_path)
+    for folder, expected in (("in", grouped), ("on", other)):
+        assert units(f"{tmp_path}/{folder}/*.txt", unit_size=160, groups=groups, finished=finished) == expected
+    source = named_source("", [f"{tmp_path}/in/*.txt", f"{tmp_path}/on/*.txt"])
+    source.arrange()
+    both = divide("a", source, text_key="text", unit_size=160, identity=None, groups=groups, finished=finished)
+    assert set(both) == {*grouped, *other}
+
+
+def test_whole_texts_share_shards_from_a_small_number_on_and_other_files_do_not(tmp_path):
+    write(tmp_path, {f"{number:02d}.jsonl": f'{{"text": "{number}"}}' for number in range(18)})
+    write(tmp_path, {f"{number:02d}.txt": f"text {number}" for number in range(18)})
+    texts = [f"{number:02d}.txt" for number in range(18)]
+    assert [group for group in names(units(f"{tmp_path}/*", many_texts=17)) if len(group) > 1] == [texts]
+    assert all(len(group) == 1 for group in names(units(f"{tmp_path}/*", many_texts=18)))
+    alone = units(f"{tmp_path}/0[0-4].txt")
+    planned = units(f"{tmp_path}/*.txt", many_texts=10, finished=set(alone).__contains__)
+    assert set(alone) < set(planned) and texts[5:] in names(planned)
 
 
 def test_groups_of_files_that_a_run_does_not_name_stay_recorded(grouped, tmp_path):
