@@ -123,15 +123,35 @@ def doubled_shards(shards: list[Path], finished: dict[Unit, dict]) -> list[Path]
     ]
 
 
-def finished_sidecar(output: Path, unit: Unit) -> dict | None:
-    """The sidecar of a unit whose shard is complete and not older than its inputs."""
-    prefix = output / unit.source / unit.name
-    try:
-        sidecar = open_shard(prefix).sidecar
-    except ShardError:
-        return None
-    written = beside(prefix, ".json").stat().st_mtime
-    return sidecar if all(os.path.getmtime(piece.path) <= written for piece in unit.pieces) else None
+def is_unchanged(path: str, size: int, since: float) -> bool:
+    """Whether a file is there with ``size`` bytes, and has not been written to since."""
+    return os.path.isfile(path) and os.path.getsize(path) == size and os.path.getmtime(path) <= since
+
+
+def finished_sidecars(output: Path, units: list[Unit]) -> dict[Unit, dict]:
+    """The sidecars of the units whose shards are complete and not older than their inputs.
+
+    Raises ConfigError if one was made of another file that cannot be told from the input by what names a unit.
+    """
+    finished, same = {}, cache(same_content)
+    for unit in units:
+        prefix = output / unit.source / unit.name
+        try:
+            sidecar = open_shard(prefix).sidecar
+        except ShardError:
+            continue
+        written = beside(prefix, ".json").stat().st_mtime
+        for piece, made_of in zip(unit.pieces, sidecar["inputs"], strict=False):
+            path, whole = made_of["path"], replace(piece, start=0, end=0, num_bytes=0)  # whole: compared once
+            comparable = path != piece.origin and is_unchanged(path, piece.size, written)
+            if comparable and not same(whole, replace(whole, path=path)):
+                raise ConfigError([
+                    f"source {unit.source}: {prefix} was made of {path}; {piece.path} has the same name, size, first "
+                    "and last bytes, and differs in between: give one of the files another name"
+                ])
+        if all(os.path.getmtime(piece.path) <= written for piece in unit.pieces):
+            finished[unit] = sidecar
+    return finished
 
 
 def recorded_groups(directory: Path) -> list[list[str]]:

@@ -10,7 +10,7 @@ from data_prep import output as data_directory
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
 from data_prep.inputs import Source, named_source, recognized_sources, source_patterns, standard_input
-from data_prep.output import finished_sidecar, sweep
+from data_prep.output import finished_sidecars, sweep
 from data_prep.report import outlook, plan_line, print_summary, progress_bar, room
 from data_prep.units import MANY_TEXTS, Unit, divide
 from data_prep.workers import run_units
@@ -50,6 +50,7 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
     for name, source in sources.items():
         failures[name] += source.unreadable
     replaced = data_directory.replaced_shards(output, sources, units, tokenizer)
+    finished = finished_sidecars(output, units)
     for name in TOKENIZER_FILES:
         if name in tokenizer.files:
             publish(output / name, tokenizer.files[name].read_bytes())
@@ -58,7 +59,6 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
     for name in sources:
         (output / name).mkdir(exist_ok=True)
         data_directory.record_groups(output / name, [unit for unit in units if unit.source == name])
-    finished = {unit: sidecar for unit in units if (sidecar := finished_sidecar(output, unit))}
     for name, source in sources.items():
         print(plan_line(name, source, [unit in finished for unit in units if unit.source == name]), flush=True)
 

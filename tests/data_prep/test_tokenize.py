@@ -292,6 +292,24 @@ def test_a_file_that_differs_from_an_earlier_one_in_its_middle_only_leaves_its_s
     assert sorted(text for text in decoded(tmp_path / "out", "a", model) if len(text) < 9) == ["first", "later"]
 
 
+def test_a_file_in_another_folder_that_differs_in_its_middle_only_is_not_taken_for_one_that_is_done(model, tmp_path):
+    for folder, middle in (("one", "first"), ("two", "later")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_bytes(json_lines(["x" * 200_000, middle, "y" * 200_000]))
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/one/*", unit_size="100K")
+    before = files(tmp_path / "out")
+    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/two/*", unit_size="100K", code=2)
+    assert f"was made of {tmp_path}/one/a.jsonl; {tmp_path}/two/a.jsonl has the same name, size, first" in stderr
+    assert "differs in between: give one of the files another name" in stderr and files(tmp_path / "out") == before
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    (tmp_path / "two/a.jsonl").rename(tmp_path / "two/b.jsonl")
+    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/copy/*", f"a={tmp_path}/two/*", unit_size="100K")
+    assert "a: 8 shards of 2 files, 4 of them complete already" in stdout
+    shutil.rmtree(tmp_path / "one")  # moved, as it seems
+    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/copy/*", unit_size="100K")
+    assert "a: 4 shards of 1 files, 4 of them complete already" in stdout
+
+
 def test_a_source_without_any_document_is_a_failure_that_says_why(model, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b'{"content": "x"}\n' * 3)
     _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl", code=1)
