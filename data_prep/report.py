@@ -77,6 +77,17 @@ def content_bytes(piece: Piece) -> float:
     return piece.num_bytes * max(1, unpacked_bytes) / max(1, len(head))
 
 
+def print_others(manifest: dict, sources: Iterable[str], units: list[Unit]):
+    """A line for each source that has shards besides those of ``units``."""
+    named = {(unit.source, unit.name) for unit in units}
+    for source in sources:
+        entries = manifest["sources"].get(source, {"units": {}})["units"].items()
+        others = [entry["documents"] for name, entry in entries if (source, name) not in named]
+        if others:
+            count = f"{len(others):,} shards ({sum(others):,} documents)"
+            print(f"{count} of inputs that this command does not name stay in {source}")
+
+
 def print_summary(sources: Iterable[str], finished: dict[Unit, dict]):
     """A row for each source, and the files that are sound and hold nothing."""
     full = {piece.origin for unit in finished if finished[unit]["documents"] for piece in unit.pieces if piece.size}

@@ -11,7 +11,7 @@ from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
 from data_prep.inputs import Source, named_source, recognized_sources, source_patterns, standard_input
 from data_prep.output import finished_sidecars, sweep
-from data_prep.report import outlook, plan_line, print_summary, progress_bar, room
+from data_prep.report import outlook, plan_line, print_others, print_summary, progress_bar, room
 from data_prep.units import MANY_TEXTS, Unit, divide
 from data_prep.workers import run_units
 from data_prep.writing import too_many_bad
@@ -77,7 +77,7 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
                 f"{doubled[0]} holds text that new shards hold too, and stays until all files of its source can be "
                 f"read: {output / 'manifest.json'} is left as it was; mend the files that failed, or leave them out"
             )
-        write_manifest(output)
+        print_others(write_manifest(output), [name for name in sources if name not in incomplete], units)
     except ShardError as error:
         failures[""].append(str(error))
 

@@ -310,6 +310,19 @@ def test_a_file_in_another_folder_that_differs_in_its_middle_only_is_not_taken_f
     assert "a: 4 shards of 1 files, 4 of them complete already" in stdout
 
 
+def test_shards_of_inputs_that_a_command_does_not_name_are_counted_after_the_work(model, tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in "ab":
+        (tmp_path / f"in/{name}.jsonl").write_bytes(json_lines([f"{name} one", f"{name} two"]))
+    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*", f"b={tmp_path}/in/a*")
+    assert "does not name" not in stdout
+    (tmp_path / "in/a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in/a.jsonl").read_bytes()))
+    (tmp_path / "in/a.jsonl").unlink()
+    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    (line,) = [line for line in stdout.splitlines() if "does not name" in line]
+    assert line == "1 shards (2 documents) of inputs that this command does not name stay in a"
+
+
 def test_a_source_without_any_document_is_a_failure_that_says_why(model, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b'{"content": "x"}\n' * 3)
     _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in.jsonl", code=1)
