@@ -57,7 +57,10 @@ class ImagePlace(NamedTuple):
             if image.mode == "F":
                 raise ValueError("its pixels are floating-point numbers of any range")
             if image.mode.startswith("I"):  # 16 bits; Pillow would cut off what is above 255
-                image = Image.fromarray((np.asarray(image) // 256).astype(np.uint8))
+                pixels = np.asarray(image)
+                if pixels.min() < 0 or pixels.max() >= 2**16:
+                    raise ValueError("its pixels are whole numbers outside 0..65535")
+                image = Image.fromarray((pixels // 256).astype(np.uint8))
             return image.convert(MODES[channels])
         except Exception as error:  # a damaged file may raise anything
             path = "/".join(filter(None, (self.file, self.member)))
@@ -69,7 +72,8 @@ class ImagePlace(NamedTuple):
 class Images:
     """The images of a directory or tar of class folders, which may lie in one common folder there.
 
-    classes: names of the folders, sorted. labels: int64 [N], of images in the order of their names. Raises ConfigError.
+    classes: names of the folders, sorted. labels: int64 [N], of images in the order of their names. notes: remarks for
+    the user. Raises ConfigError.
     """
 
     def __init__(self, path):
@@ -77,7 +81,10 @@ class Images:
         if not os.path.exists(path):
             raise ConfigError([f"{path}: there is no such directory or tar"])
         self.in_tar = os.path.isfile(path)
-        files = tar_files(self.path) if self.in_tar else folder_files(self.path)
+        files, links = tar_files(self.path) if self.in_tar else (folder_files(self.path), [])
+        self.notes = [
+            f"{path}: {len(links)} symbolic links are left out, such as {link}; pack with tar -h" for link in links[:1]
+        ]
         files = sorted(entry for entry in files if is_image(entry[0]))
         if not files:
             raise ConfigError([f"{path}: holds no image in a folder; give a directory or tar of class folders"])
@@ -114,18 +121,24 @@ def folder_files(path):
 
 
 def tar_files(path):
-    """(name, first byte, bytes) of all files in a tar; of a name that is there twice, the last as when unpacked."""
-    spans = {}
+    """(name, first byte, bytes) of all files in a tar, and the names of symbolic links.
+
+    Of a name that is there twice, the last counts as when unpacked.
+    """
+    spans, links = {}, []
     try:
         with tarfile.open(path, "r:") as tar:
             for file in tar:
+                name = os.path.normpath(file.name)
                 if file.isfile():
-                    spans[file.name] = file.offset_data, file.size
-                elif file.islnk() and file.linkname in spans:  # another name of a file before it
-                    spans[file.name] = spans[file.linkname]
+                    spans[name] = file.offset_data, file.size
+                elif file.islnk() and (other := os.path.normpath(file.linkname)) in spans:  # of a file before it
+                    spans[name] = spans[other]
+                elif file.issym():
+                    links.append(name)
     except tarfile.ReadError as error:
         raise ConfigError([f"{path}: is no tar without compression ({error}); give one, or a directory"]) from error
-    return [(os.path.normpath(name), *span) for name, span in spans.items()]
+    return [(name, *span) for name, span in spans.items()], links
 
 
 def is_image(name):

@@ -98,7 +98,7 @@ class ImageSet:
         self.config, self.training, self.held_out = config, training, held_out
         self.num_images = len(training.labels)
         self.num_validation = len(held_out.labels) if held_out else 0
-        self.notes = []
+        self.notes = [note for source in (training, held_out) for note in getattr(source, "notes", [])]
         classifies = config.kind == "vit"
         self.source_names = ["images"] if classifies else quarters(config.model.diffusion_steps)
         self.samples = (ViTSamples if classifies else DiTSamples)(config)

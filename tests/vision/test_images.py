@@ -227,6 +227,18 @@ def test_a_tar_with_hard_links_and_files_that_were_added_again_is_read_as_what_i
         assert one.place(index).read(3).tobytes() == other.place(index).read(3).tobytes()
 
 
+def test_symbolic_links_of_a_tar_are_told_and_a_name_written_in_two_ways_is_one_image(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "train")
+    (tmp_path / "train/dog/link.png").symlink_to("../cat/00.png")
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        tar.add(tmp_path / "train", arcname="./train")
+        tar.add(folder / "fox/20.png", arcname="train/cat/03.png")
+    images = open_images(training(tmp_path / "images.tar"))
+    left_out = "1 symbolic links are left out, such as train/dog/link.png; pack with tar -h"
+    assert images.notes == [f"{tmp_path}/images.tar: {left_out}"] and images.num_images == 21
+    assert Images(tmp_path / "images.tar").place(3).read(3).tobytes() == Images(folder).place(20).read(3).tobytes()
+
+
 def test_a_link_to_a_folder_is_a_class_and_one_that_leads_back_is_none(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "train")
     (tmp_path / "train/cat/all").symlink_to(tmp_path / "train")
@@ -307,6 +319,9 @@ def test_what_would_be_read_as_something_else_is_refused(tmp_path):
     (tmp_path / "cat").mkdir()
     Image.fromarray(np.random.default_rng(0).random((8, 8), np.float32)).save(tmp_path / "cat/float.tif")
     with pytest.raises(ShardError, match="float.tif: cannot be read as an image"):
+        Images(tmp_path).place(0).read(3)
+    Image.fromarray(np.full((8, 8), 2**16, np.int32)).save(tmp_path / "cat/deep.tif")
+    with pytest.raises(ShardError, match="deep.tif: cannot be read as an image .its pixels are whole numbers outside"):
         Images(tmp_path).place(0).read(3)
     (tmp_path / "train").mkdir()
     (tmp_path / "cat").rename(tmp_path / "train/cat")

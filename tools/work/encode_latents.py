@@ -26,6 +26,8 @@ FLUSHED = 50  # batches after which the disk has all
 
 def run(arguments):
     images, output = read_images(arguments.images), arguments.output
+    for note in images.notes:
+        print(f"note: {note}")
     vae = load_vae(arguments.vae, arguments.image_size).to(usable_device(None))
     facts = {
         "images": len(images.labels),

@@ -28,6 +28,8 @@ def run(arguments):
     if config.kind != "vit":
         raise ConfigError([f"{step}: is no classifier; draw images by tools/sample_images.py, and give --samples"])
     images = Images(arguments.images)
+    for note in images.notes:
+        print(f"note: {note}")
     if problems := list(image_problems(step, config.model, images)):
         raise ConfigError(problems)
     data = replace(config.data, workers=arguments.workers)
