@@ -20,8 +20,8 @@ from data_prep.containers import InputError
 from data_prep.documents import documents, inspect_file
 from data_prep.inputs import matching_files
 from moh_lm.config import ConfigError
-from moh_lm.data.dataset import Stream
 from moh_lm.data.files import beside
+from moh_lm.data.source import Stream
 from tools.shards.directory import open_directory
 
 SHORTEST = 32  # tokens of a domain

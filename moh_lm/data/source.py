@@ -1,0 +1,125 @@
+"""A source of a run: its shards, what of them is for training, and what is held out.
+
+Every shard is cut once. The heads of a source's shards, end to end, are its training stream; the tails are its
+validation stream. Windows may cross from shard to shard inside their stream but never the cut, so validation shares no
+token with training. The cut depends on the shard and the fraction only: it stays when other shards come or go.
+
+    shard    |------------- head ------------|-- tail --|         tail = about validation_fraction, whole documents
+    stream   head 1 | head 2 | ...     windows of S + 1 tokens at stride S, ordered by Mixture
+             tail 1 | tail 2 | ...     windows of S + 1 tokens at stride S, ordered by a permutation of their own
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from moh_lm.data.mixture import Permutation
+from moh_lm.data.shards import OpenedSource, Shard
+
+
+class Stream:
+    """Parts of shards end to end, addressed by token position. ``parts`` are (shard, first token, end)."""
+
+    def __init__(self, parts: Iterable[tuple[Shard, int, int]]):
+        self.parts = [(shard, first, end) for shard, first, end in parts if end > first]
+        self.ends = np.cumsum([end - first for _, first, end in self.parts], dtype=np.int64)
+        self.num_tokens = int(self.ends[-1]) if self.parts else 0
+
+    def pieces(self, position: int, count: int) -> Iterator[tuple[Shard, int, int]]:
+        """(shard, first token, end) of the pieces that make up ``count`` tokens from ``position`` on."""
+        part = int(np.searchsorted(self.ends, position, side="right"))
+        while count:
+            shard, _, end = self.parts[part]
+            left = int(self.ends[part]) - position
+            taken = min(left, count)
+            yield shard, end - left, end - left + taken
+            position += taken
+            count -= taken
+            part += 1
+
+    def read(self, position: int, count: int) -> np.ndarray:
+        """Token ids int64 [count] from ``position`` on. Raises ShardError if a file is not as it was written."""
+        pieces = [shard.read(first, end - first) for shard, first, end in self.pieces(position, count)]
+        return np.concatenate(pieces).astype(np.int64)
+
+    def document_starts(self, position: int, count: int) -> list[int]:
+        """Where among ``count`` tokens from ``position`` on a document, or a part of the stream, begins: 1..count - 1.
+
+        Found by search in the indexes of the shards, whatever ids the documents end with. Raises ShardError.
+        """
+        found, done = [], 0
+        for shard, first, end in self.pieces(position, count):
+            with shard.document_starts() as starts:
+                found += [done, *(done + start - first for start in starts.inside(first + 1, end))]
+            done += end - first
+        return found[1:]
+
+
+class Source:
+    """One source of a run: its shards, their streams, and the windows held out.
+
+    bytes_per_token: of its text in UTF-8, as the manifest knows it; None for shards of other tools.
+    """
+
+    def __init__(self, name: str, opened: OpenedSource, seq_length: int, bytes_per_token: float | None = None):
+        self.name = name
+        self.bytes_per_token = bytes_per_token
+        self.shards, cuts, self.unlisted = opened
+        self.seq_length = seq_length
+        self.training = Stream((shard, 0, cut) for shard, cut in zip(self.shards, cuts, strict=True))
+        self.validation = Stream((shard, cut, shard.num_tokens) for shard, cut in zip(self.shards, cuts, strict=True))
+        cut_inside = [shard for shard, cut in zip(self.shards, cuts, strict=True) if 0 < cut < shard.num_tokens]
+        self.cut_texts = [shard for shard in cut_inside if shard.num_documents == 1]
+        self.validation_windows = max(0, self.validation.num_tokens - 1) // seq_length
+
+    def validation_positions(self, num_samples: int) -> np.ndarray:
+        """First tokens of the first ``num_samples`` held-out windows, in an order that mixes the shards."""
+        order = Permutation(self.validation_windows, f"validation/{self.name}")
+        return order(np.arange(min(num_samples, self.validation_windows))) * self.seq_length
+
+    def identity(self) -> str:
+        """A hash of the contents of all shards."""
+        return hashlib.sha256("".join(shard.content for shard in self.shards).encode()).hexdigest()
+
+    def problems(self, fraction: float) -> list[str]:
+        """Why a run with this source cannot start."""
+        needed, training, held_out = self.seq_length + 1, self.training.num_tokens, self.validation.num_tokens
+        if training < needed:
+            return [
+                f"source {self.name} has {training} training tokens, a sample of --seq-length {self.seq_length} takes "
+                f"{needed}: prepare more text, leave the source out of --data-mix, or shorten --seq-length"
+            ]
+        if fraction and not self.validation_windows:
+            enough = self.sufficient_fraction()
+            remedy = f"raise it to about {enough:g}" if enough else "prepare more text"
+            return [
+                f"--validation-fraction {fraction:g} holds out {held_out} of {training + held_out} tokens of source "
+                f"{self.name}, a sample of --seq-length {self.seq_length} takes {needed}: {remedy}, or set it to 0 for "
+                "no validation"
+            ]
+        return []
+
+    def sufficient_fraction(self) -> float | None:
+        """About the smallest fraction that holds out a window, of which every shard rounds its share down."""
+        tokens, needed = np.array([shard.num_tokens for shard in self.shards]), self.seq_length + 1
+        fraction = least = 1.1 * needed / tokens.sum()
+        while fraction <= 0.5:
+            shown = float(f"{fraction:.2g}")
+            held_out = int((tokens * shown).astype(np.int64).sum())
+            if held_out >= needed:
+                return shown if tokens.sum() - 2 * held_out >= needed else None  # a tail may be twice as long
+            fraction += least / 10
+        return None
+
+    def notes(self, fraction: float) -> list[str]:
+        """What the user of this source should know."""
+        cut, total = (sum(shard.num_tokens for shard in shards) for shards in (self.cut_texts, self.shards))
+        if len(self.shards) == 1 or 2 * cut <= total:
+            return []
+        return [
+            f"source {self.name}: {len(self.cut_texts)} of its {len(self.shards)} shards hold one document each, whose "
+            f"end is held out (--validation-fraction {fraction:g}): training reads these documents without their "
+            "end-of-sequence token, and validation reads ends alone; put the texts into one .jsonl file, a document "
+            "per line, or give --validation-fraction 0"
+        ]
