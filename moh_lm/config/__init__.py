@@ -42,6 +42,8 @@ class Config:
     of_presets = "sizes, gates, batch, budget and rate that no other flag gives"
     program, unit = "moh_lm.pretrain", "nats per token"  # of its command, and of its losses
     refused = ()  # fields that this kind of model does not know: --help leaves them out
+    of_data = ("reset_at_documents",)  # fields that say what is read, beside those that the data set compares itself
+    of_loss = ("z_loss",)  # fields that change losses or gradient norms, beside those of the model and of the data
 
     def __post_init__(self):
         if self.run.window_strategy == "sequence" and not any(self.model.window):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
-from moh_lm.config import TRAINING_ONLY, Config, ConfigError, walk
+from moh_lm.config import TRAINING_ONLY, Config, ConfigError, flag, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
@@ -47,14 +47,16 @@ def resume(state, journal, progress):
     for key in now:
         if before[key] != now[key] and not begins:
             say(f"resuming with another {key}: {now[key]} instead of {before[key]}")
-    changes = {name: [before[name], now[name]] for name in names_of(config.model) if before[name] != now[name]}
-    if changes:
-        journal.add("routing changed", saved["step"], f"another {', '.join(changes)} from here on", changes=changes)
+    changes = differing(names_of(config.model), before, now)
+    losses = {} if begins else differing(config.of_loss, before, now)
+    for event, fields in (("routing changed", changes), ("loss changed", losses)):
+        if fields:
+            journal.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
     together(lambda: load(step, state.engine.fragments(), progress))
-    changed = state.restore(saved)
+    changed = state.restore(saved, of_data(config, before))
     if changed:
         journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
-    if changed or changes or before["train_only"] != now["train_only"]:
+    if changed or changes or losses or before["train_only"] != now["train_only"]:
         state.engine.guard.forget()  # of other data, another routing or other weights, loss and norm are others
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
         state.interval.clear()  # its steps have no figures of heads, and those to come have
@@ -62,6 +64,17 @@ def resume(state, journal, progress):
         journal.add("dense warm-up over", saved["step"], text)
     how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
     journal.add("resumed", state.step, how)
+
+
+def differing(names, before, now):
+    """{field: [value before, value now]} of those of the fields ``names`` that are not the same."""
+    return {name: [before[name], now[name]] for name in names if before[name] != now[name]}
+
+
+def of_data(config, before):
+    """A sentence for each field that says what is read, and is not as in ``before``, {field: value}."""
+    fields = differing(config.of_data, before, config.to_dict())
+    return [f"{flag(name)} was {was} and is {now}" for name, (was, now) in fields.items()]
 
 
 def warmup_is_cut(was, model, step):
@@ -94,7 +107,7 @@ def refuse_changes(step, saved, before, config, dataset):
     """
     found = model_changes(before, config)
     if not config.data.allow_data_change and saved["step"]:
-        changes = dataset.changes(saved["data"], saved["consumed_samples"])
+        changes = [*of_data(config, before), *dataset.changes(saved["data"], saved["consumed_samples"])]
         found += [f"{change} (--allow-data-change goes on all the same)" for change in changes]
     trained_only = before["train_only"], config.optimizer.train_only
     was_muon = before["optimizer"] == "muon" and trained_only != ("router", "router")

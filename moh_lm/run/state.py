@@ -58,8 +58,11 @@ class RunState:
         model = replace(self.config.model, window=tuple(windows.widths)) if windows else self.config.model
         return replace(self.config, model=model)
 
-    def restore(self, saved):
-        """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data."""
+    def restore(self, saved, changes=()):
+        """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data.
+
+        changes: such sentences that the data set does not know of.
+        """
         self.step, self.imported = saved["step"], saved.get("imported")
         layers = len(self.engine.router_sums.shares)  # none where a mixture goes on without routers
         shares = saved["router_shares"][:layers]
@@ -69,7 +72,7 @@ class RunState:
         if self.step == 0:  # an imported model: nothing was read yet
             return []
         self.engine.guard.restore(saved["guard"])
-        changes = self.dataset.changes(saved["data"], saved["consumed_samples"])
+        changes = [*changes, *self.dataset.changes(saved["data"], saved["consumed_samples"])]
         same_data = not changes and sorted(self.dataset.shares) == sorted(saved["alarms"]["unseen"])
         if same_data:
             self.interval.restore(saved["interval"])

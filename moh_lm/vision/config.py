@@ -281,6 +281,10 @@ class ImageTraining(Config):
         "context_parallel_size", "z_loss", "embedding_weight_decay", "optimizer", "muon_split", "muon_scale",
         "muon_momentum", "matrix_learning_rate", "matrix_weight_decay",
     )  # fmt: skip
+    of_data = ()
+    of_loss = (
+        "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "horizontal_flip", "label_smoothing",
+    )  # fmt: skip
 
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
     run: ImageRunConfig = field(default_factory=ImageRunConfig)

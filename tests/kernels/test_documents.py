@@ -142,3 +142,15 @@ def test_changed_data_are_named_and_refused_or_gone_on_with(data_dir, grown, tmp
     run_ranks(run, 2, arguments(grown, other, *mix, "--allow-data-change", "true"), 6)
     run_ranks(run, 1, arguments(grown, other, *mix))
     assert losses(other) == pytest.approx(losses(one), rel=1e-6)
+
+
+def test_resets_are_a_change_of_data_and_another_loss_is_no_spike(data_dir, one_process, tmp_path):
+    shutil.copytree(one_process, tmp_path / "run")
+    flags = arguments(data_dir, tmp_path / "run", "--train-iters", "9", "--z-loss", "1e-3")
+    with pytest.raises(AssertionError, match=r"--reset-at-documents was True and is False \(--allow-data-change"):
+        run_ranks(run, 1, flags)
+    run_ranks(run, 1, [*flags, "--reset-at-documents", "true"])
+    (event,) = events(tmp_path / "run", "loss changed")
+    assert (event["step"], event["changes"]) == (7, {"z_loss": [0.0, 1e-3]})
+    history = read_json(tmp_path / "run" / "checkpoints" / "step-9" / "state.json")["guard"]["history"]
+    assert [len(values) for values in history.values()] == [2, 2]
