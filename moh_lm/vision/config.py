@@ -281,7 +281,7 @@ class ImageTraining(Config):
         "context_parallel_size", "z_loss", "embedding_weight_decay", "optimizer", "muon_split", "muon_scale",
         "muon_momentum", "matrix_learning_rate", "matrix_weight_decay",
     )  # fmt: skip
-    of_data = ()
+    of_data = ("seed",)  # of the order of the images
     of_loss = (
         "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "horizontal_flip", "label_smoothing",
     )  # fmt: skip
@@ -311,6 +311,7 @@ class ViTTraining(ImageTraining):
 
     model: ViTConfig = field(default_factory=ViTConfig)
     kind, presets, program = "vit", VIT, "moh_lm.vision vit"
+    of_data = ("seed", "repeated_augmentation")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from moh_lm.flags import config_of, parse_flags
 from moh_lm.run import program as runs
 from moh_lm.run.directory import make_run_directory
 from moh_lm.run.launch import start_process_group
-from moh_lm.run.resume import contradictions
+from moh_lm.run.resume import contradictions, of_data
 from moh_lm.vision import program
 from moh_lm.vision.__main__ import make_parser
 from moh_lm.vision.checks import vit_problems
@@ -129,6 +129,18 @@ def test_a_stopped_run_resumes_bit_for_bit(images, tmp_path, kind):
     assert rows(tmp_path / "stopped") == rows(whole(kind, images))
     wanted = tensors(whole(kind, images))
     assert all(torch.equal(value, wanted[name]) for name, value in tensors(tmp_path / "stopped").items())
+
+
+@pytest.mark.parametrize(
+    "kind, flags, named",
+    [
+        ("dit", "--seed 7 --repeated-augmentation 1", ["--seed was 1234 and is 7"]),
+        ("vit", "--repeated-augmentation 1 --mixup 0", ["--repeated-augmentation was 3 and is 1"]),
+    ],
+)
+def test_what_places_the_images_in_an_epoch_is_of_the_data(kind, flags, named):
+    before, now = parsed(kind, FLAGS[kind].split()), parsed(kind, [*FLAGS[kind].split(), *flags.split()])
+    assert of_data(now, before.to_dict()) == named
 
 
 def test_the_average_follows_the_weights(images, tmp_path):
