@@ -152,6 +152,12 @@ class Alarms:
         if same_data:
             self.unseen = dict(state["unseen"])
 
+    def forget(self, *kinds):
+        """Begin anew with the alarms of these kinds: what is to come is no continuation of what was."""
+        self.streaks = {condition: number for condition, number in self.streaks.items() if condition[0] not in kinds}
+        self.firing = {condition: quiet for condition, quiet in self.firing.items() if condition[0] not in kinds}
+        self.history = {key: values for key, values in self.history.items() if key[0] not in kinds}
+
 
 def grouped(word, event, conditions, details, unit):
     """One (text, facts) for all ``conditions`` of a kind and place; ``details``: {condition: what to say of it}.

@@ -16,16 +16,22 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
-from moh_lm.config import TRAINING_ONLY, Config, ConfigError, flag, walk
+from moh_lm.config import TRAINING_ONLY, Config, ConfigError, ParallelConfig, flag, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.model.routing import gates_of_one
+from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
 from moh_lm.monitor.boards import first_drawn
 from moh_lm.monitor.row import last_step
 from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks, together
 from moh_lm.run.launch import say
 from moh_lm.run.state import read_state
+
+SPEED = (  # fields that change how many tokens a device computes in a second
+    *(entry.name for _, entry in walk(ParallelConfig())), "micro_batch_size", "seq_length", "precision", "recompute",
+    "compile", "attention_backend", "head_selection", "train_only", "optimizer", "workers",
+)  # fmt: skip
 
 
 def resume(state, journal, progress):
@@ -58,6 +64,9 @@ def resume(state, journal, progress):
         journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
     if changed or changes or losses or before["train_only"] != now["train_only"]:
         state.engine.guard.forget()  # of other data, another routing or other weights, loss and norm are others
+        state.alarms.forget(BALANCE, DRIFT)
+    if differing(SPEED, before, now) or together(lambda: ranks_of(step)) != dist.get_world_size():
+        state.alarms.forget(THROUGHPUT)
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
         state.interval.clear()  # its steps have no figures of heads, and those to come have
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
@@ -68,7 +77,12 @@ def resume(state, journal, progress):
 
 def differing(names, before, now):
     """{field: [value before, value now]} of those of the fields ``names`` that are not the same."""
-    return {name: [before[name], now[name]] for name in names if before[name] != now[name]}
+    return {name: [before[name], now[name]] for name in names if before.get(name) != now.get(name)}
+
+
+def ranks_of(step):
+    """Ranks of the run that wrote a step directory: each of them wrote a file."""
+    return sum(name.startswith("rank-") for name in read_entries(step))
 
 
 def of_data(config, before):

@@ -142,6 +142,9 @@ def test_changed_data_are_named_and_refused_or_gone_on_with(data_dir, grown, tmp
     run_ranks(run, 2, arguments(grown, other, *mix, "--allow-data-change", "true"), 6)
     run_ranks(run, 1, arguments(grown, other, *mix))
     assert losses(other) == pytest.approx(losses(one), rel=1e-6)
+    history = read_json(other / "checkpoints" / "step-7" / "state.json")["alarms"]["history"]
+    values = {kind: len(values) for kind, _, values in history}  # at steps 4, 6 and 7, since the change of data
+    assert (values["balance loss"], values["throughput"]) == (3, 1)  # which has changed its ranks since
 
 
 def test_resets_are_a_change_of_data_and_another_loss_is_no_spike(data_dir, one_process, tmp_path):

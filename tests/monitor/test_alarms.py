@@ -164,6 +164,11 @@ def test_what_rang_and_what_is_about_to_ring_outlive_a_checkpoint():
     other.restore(json.loads(json.dumps(one.state())), same_data=True)
     assert other.state() == one.state()
     assert texts(other.check(slow, low)) == ["ALARM throughput: 85 tokens/s after a median of 256"]  # and no collapse
+    assert "throughput" in str(other.state())
+    other.forget("throughput", "gate drift")
+    left = other.state()
+    assert {row[0] for part in ("streaks", "ringing") for row in left[part]} == {"routing collapse"}
+    assert {row[0] for row in left["history"]} == {"balance loss"}
     changed = alarms()
     changed.restore({**one.state(), "unseen": {"old": 5}}, same_data=False)
     assert changed.unseen == {"a": 0, "b": 0} and changed.firing == one.firing
