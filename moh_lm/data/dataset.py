@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.mixture import Mixture, data_problems, integer_weights
-from moh_lm.data.segments import changes, next_segments, windows_read
+from moh_lm.data.segments import changes, next_segments, tokens_read, windows_read
 from moh_lm.data.shards import ShardError, open_source, read_manifest, tokenizer_files
 from moh_lm.data.source import Source
 
@@ -112,6 +112,10 @@ class Dataset:
     def mixture_of(self, sample: int) -> Mixture:
         """The mixture that sample number ``sample`` is of; of -1, before the first, that which a run begins with."""
         return self.decay[1] if self.decay and sample >= self.decay[0] else self.mixture
+
+    def tokens_read(self, samples: int) -> int:
+        """Tokens of the first ``samples`` samples, whose --seq-length may have changed on the way."""
+        return tokens_read(self.segments, samples, self.mixture.seq_length)
 
     def bytes_per_token(self) -> dict[str, float | None]:
         return {source.name: source.bytes_per_token for source in self.sources}

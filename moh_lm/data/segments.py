@@ -46,6 +46,14 @@ def windows_read(segments, consumed_samples, name, fingerprint) -> int:
     return 0
 
 
+def tokens_read(segments, samples, seq_length) -> int:
+    """Tokens of the first ``samples`` samples of a run. seq_length: of segments that do not say theirs: of images."""
+    firsts = [segment.get("first_sample", 0) for segment in segments]
+    lengths = [segment.get("seq_length", seq_length) for segment in segments]
+    parts = zip(firsts, [*firsts[1:], samples], lengths, strict=False)  # an import has none
+    return sum((end - first) * length for first, end, length in parts)
+
+
 def changes(before: dict, units_before: Mapping, now: dict, units_now: Mapping) -> list[str]:
     """A sentence for each difference between two fingerprints; ``units``: source -> shard -> hash of its contents."""
     found = [

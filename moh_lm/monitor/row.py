@@ -27,7 +27,7 @@ def training_row(config, dataset, interval, step, rate, grad_norm, figures, rank
         "load_balance_loss": ratio(sum(balance), len(balance)) if model.routed_layers() else 0.0,
         "learning_rate": rate,
         "grad_norm": grad_norm,
-        "tokens": step * run.tokens_per_iteration,
+        "tokens": dataset.tokens_read(step * run.global_batch_size),
         "consumed_samples": step * run.global_batch_size,
         "source_loss": losses,
         "source_bits_per_byte": bits_per_byte(losses, dataset.bytes_per_token()),

@@ -6,6 +6,7 @@ the run and changes nothing. A run directory whose checkpoints are all damaged o
 """
 
 import contextlib
+import math
 import os
 from dataclasses import replace
 from itertools import chain, count
@@ -19,6 +20,7 @@ from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, ver
 from moh_lm.config import TRAINING_ONLY, Config, ConfigError, ParallelConfig, flag, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
+from moh_lm.data.segments import tokens_read
 from moh_lm.data.shards import TOKENIZER_FILES
 from moh_lm.model.routing import gates_of_one
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
@@ -129,11 +131,28 @@ def refuse_changes(step, saved, before, config, dataset):
         found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
     if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:
         found.append(f"{config.run.batch_given} is not that of its {saved['step']} steps")
+    found += budget_problems(saved, before, config.run)
     found += tokenizer_changes(step, saved, dataset.tokenizer_path)
     if found:
         raise ConfigError(
             [f"cannot go on from {step}: {text}; restore it, or choose a new --checkpoint-dir" for text in found]
         )
+
+
+def budget_problems(saved, before, run):
+    """A sentence if a budget in tokens would be counted as if all that was read were of the --seq-length of now."""
+    consumed = saved["consumed_samples"]
+    read = tokens_read(saved["data"]["segments"], consumed, run.seq_length)
+    if read == consumed * run.seq_length:
+        return []
+    same_budget = before["seq_length"] != run.seq_length and before["train_tokens"] == run.train_tokens
+    if run.train_tokens % run.tokens_per_iteration == 0 and not same_budget:
+        return []  # it was given as --train-iters
+    needed = saved["step"] + max(0, math.ceil((run.train_tokens - read) / run.tokens_per_iteration))
+    return [
+        f"--train-tokens {run.train_tokens} would end at step {run.train_iters}, as if all of the {read} tokens read "
+        f"were of --seq-length {run.seq_length} (--train-iters {needed} reads the rest)"
+    ]
 
 
 def tokenizer_changes(step, saved, path):

@@ -121,6 +121,9 @@ class ImageSet:
     def continue_from(self, saved, consumed):
         return self
 
+    def tokens_read(self, samples):
+        return samples * self.config.run.seq_length
+
     def bytes_per_token(self):
         return {}
 

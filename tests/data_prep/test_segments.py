@@ -167,6 +167,12 @@ def test_with_another_order_of_windows_every_source_begins_again(directory, chan
     assert windows(second, 40, 140) == windows(open_dataset(directory, "a=1 b=1", **changed), 0, 100)
 
 
+def test_tokens_are_counted_by_the_length_that_each_segment_had(directory):
+    first = open_dataset(directory, "a=1 b=1")
+    second = open_dataset(directory, "a=1 b=1", seq_length=9).continue_from(saved(first), 40)
+    assert first.tokens_read(40) == 40 * 8 and second.tokens_read(50) == 40 * 8 + 10 * 9
+
+
 def test_a_segment_in_which_nothing_was_read_leaves_no_trace(directory):
     first = open_dataset(directory, "a=1 b=3")
     second = open_dataset(directory, "a=1 b=1").continue_from(saved(first), 40)

@@ -12,10 +12,11 @@ from moh_lm.checkpoint import directory as steps
 from moh_lm.checkpoint import manifest
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.config import Config, ConfigError
+from moh_lm.flags import parse_config
 from moh_lm.monitor.boards import Boards
 from moh_lm.monitor.journal import Journal
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.run.resume import sound_step, tokenizer_changes, trace_of_checkpoints
+from moh_lm.run.resume import budget_problems, sound_step, tokenizer_changes, trace_of_checkpoints
 from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
 
@@ -99,6 +100,35 @@ def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_
     (path,) = (tmp_path / "tensorboard").iterdir()
     path.write_bytes(path.read_bytes()[:-9])  # a crash has cut off the only row
     assert trace_of_checkpoints(checkpoints, journal) is None
+
+
+@pytest.mark.parametrize(
+    "length, budget, steps",
+    [
+        (32, "--train-tokens 10000", 45),  # 10 + (10,000 - 1,280) / 256
+        (32, "--train-tokens 10240", 45),  # a multiple, but that of the checkpoint
+        (32, "--train-tokens 1000", 10),
+        (32, "--train-iters 45", None),
+        (16, "--train-tokens 10000", None),
+    ],
+)
+def test_a_budget_in_tokens_does_not_end_early_after_another_sequence_length(length, budget, steps):
+    def parsed(length, budget):
+        return parse_config([*f"--seq-length {length} --batch-tokens {8 * length}".split(), *budget.split()])[0]
+
+    saved = {"step": 10, "consumed_samples": 80, "data": {"segments": [{"first_sample": 0, "seq_length": 16}]}}
+    now = parsed(length, budget)
+    found = budget_problems(saved, parsed(16, "--train-tokens 10240").to_dict(), now.run)
+    assert len(found) == (steps is not None)
+    assert all(text.endswith(f"(--train-iters {steps} reads the rest)") for text in found)
+
+
+def test_a_run_of_two_sequence_lengths_goes_on_with_its_iterations_and_with_no_budget_in_tokens():
+    segments = [{"first_sample": 0, "seq_length": 16}, {"first_sample": 80, "seq_length": 32}]
+    saved = {"step": 20, "consumed_samples": 160, "data": {"segments": segments}}
+    for budget, problems in (("--train-iters 45", 0), ("--train-tokens 10000", 1)):
+        now = parse_config([*"--seq-length 32 --batch-tokens 256".split(), *budget.split()])[0]
+        assert len(budget_problems(saved, now.to_dict(), now.run)) == problems
 
 
 @pytest.mark.parametrize(

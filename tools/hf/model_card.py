@@ -18,6 +18,7 @@ from moh_lm.cost.summary import (
     routing_facts,
 )
 from moh_lm.data.mixture import sample_counts
+from moh_lm.data.segments import tokens_read
 from moh_lm.model.attention_kinds import attention_kind
 from moh_lm.monitor.head_load import fair_load
 from moh_lm.monitor.journal import complete_rows
@@ -102,7 +103,7 @@ def training_facts(config, state):
     skipped = state["step"] - state.get("optimizer_steps", state["step"])
     facts |= {
         "steps": f"{state['step']:,} of {run.train_iters:,}" + (f", {skipped:,} of them skipped" if skipped else ""),
-        "tokens": f"{state['consumed_samples'] * run.seq_length:,}",
+        "tokens": f"{tokens_read(state['data']['segments'], state['consumed_samples'], run.seq_length):,}",
         "batch": f"{run.tokens_per_iteration:,} tokens in sequences of {run.seq_length:,}",
         "learning rate": f"{optimizer.learning_rate:g} to {optimizer.min_learning_rate:g}, {optimizer.schedule}; "
         f"{optimizer.warmup_iters:,} steps of warm-up from {optimizer.warmup_init_lr:g}",
@@ -128,16 +129,17 @@ def data_facts(state, seq_length):
     segments = state["data"]["segments"]
     if not segments or not state["consumed_samples"]:
         return ""
-    samples = Counter()
+    tokens = Counter()
     ends = [*(segment["first_sample"] for segment in segments[1:]), state["consumed_samples"]]
     for segment, end in zip(segments, ends, strict=True):
         names = sorted(segment["weights"])
         counts = sample_counts([segment["weights"][name] for name in names], end - segment.get("first_sample", 0))
-        samples.update(dict(zip(names, counts.tolist(), strict=True)))
+        length = segment.get("seq_length", seq_length)
+        tokens.update({name: count * length for name, count in zip(names, counts.tolist(), strict=True)})
     last, total = segments[-1]["weights"], sum(segments[-1]["weights"].values())
     rows = [
-        (name, f"{100 * last.get(name, 0) / total:.2f}%", f"{count * seq_length:,}")
-        for name, count in sorted(samples.items())
+        (name, f"{100 * last.get(name, 0) / total:.2f}%", f"{count:,}")
+        for name, count in sorted(tokens.items())
     ]
     return table(rows, ("source", "share of the mix", "tokens seen"))
 

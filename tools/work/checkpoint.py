@@ -9,6 +9,7 @@ from moh_lm.checkpoint.directory import STEP_NAME, list_steps
 from moh_lm.checkpoint.manifest import read_entries
 from moh_lm.config import Config, ConfigError
 from moh_lm.cost.summary import describe_configuration
+from moh_lm.data.segments import tokens_read
 from moh_lm.vision.config import kind_of_run
 from tools.checkpoints import read
 from tools.checkpoints.read import KINDS, Step, locate
@@ -121,7 +122,7 @@ def run_show(arguments):
         "written": when(step.path / "manifest.json"),
         "layout": step.layout(),
         "consumed_samples": state["consumed_samples"],
-        "tokens": state["consumed_samples"] * run.seq_length,
+        "tokens": tokens_read(step.segments, state["consumed_samples"], run.seq_length),
         "optimizer_steps": state["optimizer_steps"],
         "skipped_steps": state["step"] - state["optimizer_steps"],
         "recently_skipped": step.skipped,
