@@ -1,6 +1,7 @@
 """The run directory: that it can be written, that one run writes to it, and that all nodes see the same one."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from moh_lm.config import ConfigError
 from moh_lm.parallel.agreement import by_rank_0, from_rank_0, problems_of_all_ranks
+from moh_lm.quantities import wrapped
 from moh_lm.run.watchdog import process_state
 
 LOCK_SECONDS = 10  # to wait for a run directory that is in use
@@ -48,8 +50,11 @@ def lock_run_directory(path):
             break
         except BlockingIOError:
             time.sleep(attempt < LOCK_SECONDS)  # the ranks of the run before this one may still be ending
-        except OSError:
-            break  # a file system without locks
+        except OSError as error:  # a file system without locks
+            reason = f"{errno.errorcode.get(error.errno, error.errno)}, {error.strerror}"
+            text = f"{name} cannot be locked ({reason}): nothing keeps a second run from writing here; start only one"
+            print(wrapped(f"warning: {text}", 9), flush=True)
+            break
     else:
         more = describe_holder(name)
         raise ConfigError([f"--checkpoint-dir {path}: another run is writing to it{more}; or give another directory"])

@@ -183,6 +183,16 @@ def test_a_lock_that_cannot_be_made_is_a_sentence(tmp_path):
     assert refused(tmp_path) == f"--checkpoint-dir {tmp_path}: {tmp_path}/.lock: Is a directory; mend this"
 
 
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock_run_directory(tmp_path).close()
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(f"warning: {tmp_path}/.lock cannot be locked (ENOLCK, No locks available)")
+
+
 # --- A port that is taken ---
 
 
