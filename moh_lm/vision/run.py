@@ -1,6 +1,7 @@
 """The run of an image model: that of moh_lm/run/loop.py, with images and what is asked of held-out ones."""
 
 import functools
+import sys
 from pathlib import Path
 
 import torch
@@ -59,9 +60,13 @@ class ImageRun(Run):
     def keep(self, picture, step):
         """Write a grid of drawn images, uint8 [H, W, 3]."""
         path = Path(self.config.run.checkpoint_dir) / "samples" / f"step-{step}.png"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(picture).save(path)
         self.log.boards.picture("samples", picture, step)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(picture).save(path)
+        except OSError as error:  # no drawing is worth ending a run for
+            print(f"{path}: {error.strerror or error}; this drawing is left out", file=sys.stderr, flush=True)
+            return
         print(f"drew {path}", flush=True)
 
 

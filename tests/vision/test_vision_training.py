@@ -5,6 +5,8 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -222,3 +224,14 @@ def test_what_cannot_be_trained_is_refused_by_name(images, tmp_path, words, said
     config = parsed(kind, arguments(kind, images, tmp_path / "run", *more))
     with pytest.raises(ConfigError, match=r"(?s)" + said.replace("(", r"\(").replace(")", r"\)")):
         program.open_data(config, program.image_problems(config, 1), False)
+
+
+def test_a_drawing_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    (tmp_path / "samples").write_text("no directory")
+    made = SimpleNamespace(
+        config=SimpleNamespace(run=SimpleNamespace(checkpoint_dir=str(tmp_path))), log=SimpleNamespace(boards=Mock())
+    )
+    ImageRun.keep(made, np.zeros((4, 4, 3), np.uint8), 5)
+    said = capsys.readouterr()
+    assert said.err == f"{tmp_path}/samples/step-5.png: File exists; this drawing is left out\n" and not said.out
+    made.log.boards.picture.assert_called_once()
