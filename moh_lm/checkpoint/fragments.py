@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moh_lm.checkpoint.manifest import HashedFile, read_entries, read_json
+from moh_lm.checkpoint.manifest import NO_SUCH_FILE, HashedFile, read_entries, read_json
 from moh_lm.config import Config
 from moh_lm.model.transformer import CausalLM, saved_tensors
 from moh_lm.parallel.layers import Partition
@@ -85,7 +85,10 @@ class Piece(NamedTuple):
 
 
 class FragmentReader:
-    """Reads parameters out of the rank files of a step directory. Raises ValueError, with the path, if one is none."""
+    """Reads parameters out of the rank files of a step directory.
+
+    Raises ValueError, with the path, if one is none, and OSError if one cannot be read.
+    """
 
     def __init__(self, step):
         self.shapes = {}  # name -> shape of the whole parameter
@@ -95,6 +98,7 @@ class FragmentReader:
         names = [name for name in read_entries(Path(step)) if name.startswith("rank-")]
         for path in (Path(step) / name for name in sorted(names)):
             try:
+                open(path, "rb").close()  # safe_open calls every file that it cannot open absent
                 file = safe_open(path, "pt")
                 self.averaged |= {name[len(AVERAGE) + 1 :] for name in file.keys() if name.startswith(f"{AVERAGE}/")}  # noqa: SIM118
                 self.zero |= set(json.loads(file.metadata().get("zero", "[]")))
@@ -102,7 +106,7 @@ class FragmentReader:
                     self.shapes[name] = tuple(address["whole_shape"])
                     pieces = self.shards.setdefault(name, {}).setdefault(read_partition(address["partition"]), [])
                     pieces.append(Piece(file, address["start"], address["length"]))
-            except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            except (SafetensorError, *NO_SUCH_FILE, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}: not a rank file of a checkpoint ({error})") from error
 
     def read(self, kind, name, partition=None, start=0, length=None):

@@ -364,6 +364,13 @@ def test_what_cannot_be_read_is_not_called_damaged(copy, monkeypatch):
                 verify(step)
             with pytest.raises(ConfigError, match=rf"{name}: cannot be read \(Stale"):
                 find_step(copy)
+    with monkeypatch.context() as patch:
+        refuse(patch, step / "rank-1.safetensors")
+        with pytest.raises(OSError, match=r"Stale.*rank-1\.safetensors"):
+            FragmentReader(step)
+    (step / "rank-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"rank-1\.safetensors: not a rank file"):
+        FragmentReader(step)
     monkeypatch.setattr("os.scandir", lambda path: stale(path))
     for search in (find_step, newest_model):
         with pytest.raises(ConfigError, match=r"checkpoints: cannot be read \(Stale"):
