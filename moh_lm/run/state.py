@@ -2,6 +2,7 @@
 
     step, consumed_samples    iterations done, and the samples that they read
     optimizer_steps           iterations whose gradients were applied
+    rested_steps              those of them in a dense warm-up, if there were any: Adam does not count them for routers
     router_shares             for each layer with routed heads, the share of a step's tokens that selected each of them
     l1_steps                  with routing relu: n of the coefficient that holds its gates down
     windows                   with --window-strategy entropy: windows and entropies of the layers
@@ -47,6 +48,7 @@ class RunState:
             "interval": self.interval.state(),
             "alarms": self.alarms.state(),
             "data": self.dataset.state(consumed),
+            **({"rested_steps": rested} if (rested := self.engine.optimizer.rested) else {}),
             **({"imported": self.imported} if self.imported else {}),
             **({"windows": [windows.widths, windows.entropies]} if (windows := self.engine.windows) else {}),
             **({"l1_steps": int(routers.l1_steps)} if self.config.model.heads.routing == "relu" else {}),
@@ -66,7 +68,7 @@ class RunState:
         self.step, self.imported = saved["step"], saved.get("imported")
         layers = len(self.engine.router_sums.shares)  # none where a mixture goes on without routers
         shares = saved["router_shares"][:layers]
-        self.engine.adopt(saved["optimizer_steps"], shares, saved.get("l1_steps", 0))
+        self.engine.adopt(saved["optimizer_steps"], shares, saved.get("l1_steps", 0), saved.get("rested_steps", 0))
         if self.engine.windows and "windows" in saved:
             self.engine.windows.set(*saved["windows"])
         if self.step == 0:  # an imported model: nothing was read yet

@@ -64,6 +64,7 @@ class ShardedOptimizer:
         self.whole_parameters = zero_stage < 3  # else each rank holds a slice of every parameter
         self.rank = rank
         self.ema_decay = ema_decay
+        self.rested = 0  # of the steps taken, those in which the routers rested
         if not self.whole_parameters:
             self.clear_padding()
         for number, master in enumerate(self.masters()):
@@ -146,11 +147,26 @@ class ShardedOptimizer:
         return int(max(state["step"] for state in self.optimizer.optimizer.state.values()))
 
     @torch.no_grad()
-    def adopt(self, steps):
-        """Go on after ``steps`` steps from fragments that were filled from a checkpoint."""
-        for state in self.optimizer.optimizer.state.values():
-            state["step"].fill_(steps)
+    def adopt(self, steps, rested=0):
+        """Go on after ``steps`` steps from fragments that were filled from a checkpoint. rested: of these steps."""
+        self.rested = rested
+        for count, is_router in self.counts():
+            count.fill_(steps - rested if is_router else steps)
         self.refresh_weights()
+
+    @torch.no_grad()
+    def rest(self):
+        """Take back, for the routers, the count of a step in which they rested: their moments have not begun."""
+        self.rested += 1
+        for count, is_router in self.counts():
+            if is_router:
+                count -= 1
+
+    def counts(self):
+        """(steps that Adam's bias correction counts, whether it is of routers that are a group of their own) of each
+        flat tensor."""
+        for number, master in enumerate(self.masters()):
+            yield self.optimizer.optimizer.state[master]["step"], self.group(number)["router"]
 
     @torch.no_grad()
     def average(self):

@@ -50,6 +50,25 @@ def test_a_dense_warmup_is_dense_training_to_the_bit_and_leaves_the_routers_as_d
     assert [event["step"] for event in events if event["event"] == "dense warm-up over"] == [3]
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_the_first_update_of_the_routers_after_a_dense_warmup_is_a_first_step_of_adam(
+    data_dir, warmed, tmp_path, zero_stage
+):
+    directory = warmed
+    if zero_stage > 1:  # goes on within the warm-up
+        directory = shutil.copytree(warmed, tmp_path / "run")
+        for step in (3, 4, 5):
+            shutil.rmtree(directory / "checkpoints" / f"step-{step}")
+        layout = ["--zero-stage", str(zero_stage), "--offload-optimizer"]
+        run_ranks(run, 2, arguments(data_dir, directory, *WARMUP, *layout), 4)
+    before, after, rate = state(directory, 3), state(directory, 4), training(warmed)[3]["learning_rate"]
+    for key in [key for key in before if key.startswith("master/") and ".router." in key]:
+        gradient = 10 * after[key.replace("master", "exp_avg")]
+        update = (after[key] - before[key] * (1 - 0.1 * rate)) / -rate
+        large = gradient.abs() > 1e-5
+        assert large.any() and torch.allclose(update[large], gradient[large].sign(), atol=2e-3), key
+
+
 def test_a_step_of_the_warmup_is_a_dense_model_to_all_tools(warmed):
     steps = [warmed / "checkpoints" / f"step-{number}" for number in (2, 3)]
     assert [step_config(step).model.heads.head_selection for step in steps] == ["all", "mixture"]
