@@ -13,10 +13,11 @@ dot-product attention without gates, that of the layer the MoH layer with the ba
 ordinary attention. ``own keys`` is the sparse backend with --routed-keys selected, ``own keys, varlen`` the stock
 kernel for packed sequences.
 
-On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls. The bases are FLASH (EFFICIENT
-in fp32, and with documents, which it cannot mask) and CUDNN, as far as they run. benchmarks/attention_gpu.py is run
-first. ``unfused`` is attention in separate operations, against which the paper may have measured. The micro-batch is 1
-on a CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch`` says another.
+On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls; a contestant that waits for the
+GPU, as ``own keys, varlen`` does, has eager calls only, and a line says so. The bases are FLASH (EFFICIENT in fp32, and
+with documents, which it cannot mask) and CUDNN, as far as they run. benchmarks/attention_gpu.py is run first.
+``unfused`` is attention in separate operations, against which the paper may have measured. The micro-batch is 1 on a
+CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch`` says another.
 
 With ``--save`` training goes by the figures of this machine from then on (moh_lm/kernels/break_even.py): its tiles, and
 its layers, by which ``--attention-backend auto`` chooses. Nothing else should run meanwhile.
@@ -222,7 +223,7 @@ def report(title, functions, first, rounds, device):
     for name, (function, inputs) in functions.items():
         try:
             calls = {part: partial(run, function, inputs, part == "both") for part in PARTS}
-            clocks |= {(name, part): stopwatch(call, device) for part, call in calls.items()}
+            clocks |= {(name, part): stopwatch(call, device, f"{title}: {name} {part}") for part, call in calls.items()}
         except RuntimeError as error:
             print(f"{title}: {name} does not run here: {str(error).splitlines()[0]}")
     times, found = in_turns(clocks, rounds), {}

@@ -140,7 +140,8 @@ def own_keys(shape, percent, unit, inputs, active, gates):
 
 def report(title, functions, rounds, device):
     """Take the contestants in turns, and print a line for each."""
-    times = in_turns({name: stopwatch(function, device) for name, (function, *_) in functions.items()}, rounds)
+    clocks = {name: stopwatch(function, device, f"{title}: {name}") for name, (function, *_) in functions.items()}
+    times = in_turns(clocks, rounds)
     print(title)
     for name, (_, layers, share) in functions.items():
         columns = ""

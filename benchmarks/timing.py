@@ -16,12 +16,21 @@ def set_up(options):
     return device, getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
 
 
-def stopwatch(function, device):
-    """What runs it when called, and gives its ``seconds``; on a GPU those of its CUDA graph, then those of a call."""
+class Waits(RuntimeError):
+    """A call waits for the GPU, which no CUDA graph can hold."""
+
+
+def stopwatch(function, device, name):
+    """What runs it when called, and gives its ``seconds``; on a GPU those of its CUDA graph, then those of a call. What
+    waits for the GPU has no graph: both are of calls, and a line says so of ``name``."""
     if device.type == "cpu":
         return lambda: seconds(function, device)
-    graph = recorded(function)
-    return lambda: seconds(graph.replay, device) + seconds(function, device)
+    try:
+        replay = recorded(function).replay
+    except Waits:
+        print(f"{name}: waits for the GPU, so that there is no CUDA graph; all its times are of eager calls")
+        replay = function
+    return lambda: seconds(replay, device) + seconds(function, device)
 
 
 def in_turns(clocks, rounds):
@@ -57,14 +66,29 @@ def seconds(function, device, repeats=10):
 
 
 def recorded(function):
-    """A CUDA graph of a call. ``function`` runs once before: kernels are compiled and chosen then."""
+    """A CUDA graph of a call. ``function`` runs twice before: kernels are compiled and chosen then, and what waits
+    raises ``Waits`` outside of a capture, since torch before 2.13 does not recover from one that fails."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         function()
+        without_waiting(function)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
     graph.replay()  # the first replay is slower
     return graph
+
+
+def without_waiting(function):
+    """Call it. Raises ``Waits`` where it waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        function()
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" in str(error):
+            raise Waits("it waits for the GPU, and a CUDA graph cannot") from error
+        raise
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
