@@ -42,6 +42,8 @@ VOCAB = {"tiny": 1024}
 def main(arguments):
     sys.stdout.reconfigure(line_buffering=True)  # a run that is cut off has shown the lengths that it finished
     device = torch.device(checked(usable_device, arguments.device))
+    if device.index:
+        torch.cuda.set_device(device)  # events, the peak of memory and the name are those of the current GPU
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}; torch {torch.__version__}, Python {platform.python_version()}; {' '.join(sys.argv)}")

@@ -1,0 +1,19 @@
+"""The whole training step that is timed: on the GPU that --device names."""
+
+import pytest
+import torch
+
+from benchmarks import step
+from benchmarks.flags import step_flags
+
+
+@pytest.mark.parametrize("name, current", [("cuda:2", [torch.device("cuda:2")]), ("cuda", []), ("cpu", [])])
+def test_the_gpu_that_is_named_is_the_current_one_while_a_step_is_timed(name, current, monkeypatch):
+    found, made_current = [], []
+    monkeypatch.setattr(step, "usable_device", lambda name: name)
+    monkeypatch.setattr(step, "compare", lambda arguments, length, device: found.append(str(device)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    step.main(step_flags(["--device", name]))
+    assert made_current == current and found == [name]
