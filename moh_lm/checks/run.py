@@ -175,7 +175,7 @@ def varlen_problems(config, given, own):
     if config.run.precision != "bf16":
         found.append(f"{given}: computes in bf16 only, not --precision {config.run.precision}; choose auto or dense")
     if varlen_attn is None:
-        found.append(f"{given}: this torch has no torch.nn.attention.varlen; install a newer one, or choose auto")
+        found.append(f"{given}: this torch has no varlen_attn with window_size; install 2.11 or newer, or choose auto")
     return found
 
 

@@ -7,6 +7,8 @@ document is a sequence of its own too.
 Shapes: s sequence, b batch, h query heads, kv key/value heads, e head dimension, n pairs of a token and a head in use.
 """
 
+from inspect import signature
+
 import torch
 import torch.nn.functional as F
 
@@ -14,6 +16,8 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None  # torch before 2.10
+if varlen_attn is not None and "window_size" not in signature(varlen_attn).parameters:
+    varlen_attn = None  # that of 2.10 is asked for causal attention in another way
 
 CAUSAL = (-1, 0)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -109,6 +110,14 @@ def test_the_stock_kernel_gets_the_tokens_of_each_head_and_document(shape, routi
     seen = make_boundaries(lengths, *sizes[:2], False) if lengths else None
     arguments = (selected, num_shared, seen, "varlen", True, True)
     assert_all_close(with_gradients(lambda *t: moh_attention(*t, *arguments), *tensors, upstream), expected, 1e-12)
+
+
+def test_a_stock_kernel_without_windows_is_none(monkeypatch):
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, key, value, is_causal=False: None)
+    assert runpy.run_path(varlen.__file__)["varlen_attn"] is None
+    monkeypatch.setattr(varlen, "varlen_attn", None)
+    with pytest.raises(RuntimeError, match="no varlen_attn with window_size; choose auto"):
+        attention.check_backend("varlen", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("shape, routing, lengths, window", OWN_KEYS.values(), ids=OWN_KEYS)
