@@ -10,8 +10,8 @@ import torch
 from moh_lm.checks.attention import length_problems
 from moh_lm.checks.ranges import below
 from moh_lm.config import OptimizerConfig, RunConfig, flag
+from moh_lm.kernels import varlen
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
-from moh_lm.kernels.varlen import varlen_attn
 from moh_lm.model.routing import FORMS
 
 
@@ -174,8 +174,14 @@ def varlen_problems(config, given, own):
         found.append(f"{given}: does not know --window; choose auto or dense")
     if config.run.precision != "bf16":
         found.append(f"{given}: computes in bf16 only, not --precision {config.run.precision}; choose auto or dense")
-    if varlen_attn is None:
+    if varlen.varlen_attn is None:
         found.append(f"{given}: this torch has no varlen_attn with window_size; install 2.11 or newer, or choose auto")
+    if config.model.query_dim not in varlen.HEAD_DIMS:
+        allowed = f"multiples of {varlen.HEAD_DIMS.step} features up to {varlen.HEAD_DIMS[-1]}"
+        found.append(f"{given}: takes heads of {allowed}, not of {config.model.query_dim}; choose auto or dense")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < varlen.CAPABILITY:
+        least, its = (".".join(map(str, pair)) for pair in (varlen.CAPABILITY, torch.cuda.get_device_capability()))
+        found.append(f"{given}: needs compute capability {least}, and this GPU has {its}; choose auto or dense")
     return found
 
 

@@ -20,6 +20,9 @@ if varlen_attn is not None and "window_size" not in signature(varlen_attn).param
     varlen_attn = None  # that of 2.10 is asked for causal attention in another way
 
 CAUSAL = (-1, 0)
+HEAD_DIMS = range(8, 257, 8)  # what the kernel takes
+CAPABILITY = (8, 0)  # of a GPU that runs it, at least
+MOST_SEQUENCES = 65_535  # in one call: they are the second dimension of its grid
 
 
 def varlen_heads(query, key, value, gates, used, documents=None):
@@ -36,9 +39,17 @@ def varlen_heads(query, key, value, gates, used, documents=None):
     if documents is not None:
         sequence = sequence * length + documents.starts[sequence // heads, rows % length]
     lengths = sequence.unique_consecutive(return_counts=True)[1]
-    ends, longest = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
-    packed = [part.permute(1, 2, 0, 3).flatten(0, 2)[rows].unsqueeze(1) for part in (query, key, value)]  # [n, 1, e]
-    context = varlen_attn(*packed, ends, ends, longest, longest, window_size=CAUSAL).squeeze(1)
+    runs = lengths.split(MOST_SEQUENCES)
+    tokens = [int(run.sum()) for run in runs]
+    packed = [part.permute(1, 2, 0, 3).flatten(0, 2)[rows].split(tokens) for part in (query, key, value)]
+    context = torch.cat([attend(*part) for part in zip(*packed, runs, strict=True)])
     whole = torch.zeros_like(query).permute(1, 2, 0, 3).contiguous()  # [b, h, s, e]
     whole = whole.flatten(0, 2).index_copy(0, rows, context).view(whole.shape).permute(2, 0, 1, 3)
     return whole * gates.unsqueeze(-1).to(whole.dtype)
+
+
+def attend(query, key, value, lengths):
+    """Causal attention in each of the sequences of ``lengths`` that are packed in [n, e]."""
+    ends, longest = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
+    packed = (part.unsqueeze(1) for part in (query, key, value))  # [n, 1, e]
+    return varlen_attn(*packed, ends, ends, longest, longest, window_size=CAUSAL).squeeze(1)

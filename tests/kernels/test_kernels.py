@@ -94,6 +94,7 @@ OWN_KEYS = {  # shape, routing, lengths of documents, window
 def packed_sequences(query, key, value, ends, key_ends, longest, longest_key, *, window_size):
     """What the stock kernel of a GPU computes: causal attention in each of the packed sequences."""
     assert ends.dtype == torch.int32 and ends.equal(key_ends) and ends[0] == 0 and ends[-1] == len(query)
+    assert len(ends) - 1 <= varlen.MOST_SEQUENCES
     assert window_size == (-1, 0) and longest == longest_key == ends.diff().max()
     heads = [part.split(ends.diff().tolist()) for part in (query, key, value)]
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -101,9 +102,11 @@ def packed_sequences(query, key, value, ends, key_ends, longest, longest_key, *,
     return torch.cat([attend(*parts, is_causal=True).transpose(0, 1) for parts in of_each])
 
 
+@pytest.mark.parametrize("most", [varlen.MOST_SEQUENCES, 3])
 @pytest.mark.parametrize("shape, routing, lengths, window", OWN_KEYS.values(), ids=OWN_KEYS)
-def test_the_stock_kernel_gets_the_tokens_of_each_head_and_document(shape, routing, lengths, window, monkeypatch):
+def test_the_stock_kernel_gets_the_tokens_of_each_head_and_document(shape, routing, lengths, window, most, monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", packed_sequences)
+    monkeypatch.setattr(varlen, "MOST_SEQUENCES", most)
     *sizes, num_shared = shape
     *tensors, upstream, selected = make_inputs(*sizes, routing)
     expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths, 0, True), *tensors, upstream)
