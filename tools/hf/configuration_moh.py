@@ -96,7 +96,7 @@ class MoHLlamaConfig(PretrainedConfig):
     """Shape of the decoder and head budgets. Raises ValueError for a model that ``modeling_moh`` cannot compute."""
 
     model_type = "moh_llama"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # the names before transformers 5.24, and since
 
     # How the projections are split over tensor-parallel ranks; the router stays whole on every rank.
     base_model_tp_plan = {

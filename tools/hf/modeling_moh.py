@@ -53,6 +53,8 @@ from .moh_own_keys import (
 from .moh_positions import MoHLlamaRotaryEmbedding, causal_mask, create_causal_mask
 from .moh_router import MoHLlamaRouter, load_balance_loss
 
+CACHE_FIELDS = {"cache", "past_key_values"}  # the names since transformers 5.24, and before
+(CACHE,) = CACHE_FIELDS & {*BaseModelOutputWithPast.__dataclass_fields__}
 CACHE_ARGUMENTS = inspect.signature(DynamicCache.__init__).parameters  # of new versions: config, with its windows
 
 
@@ -98,7 +100,7 @@ class MoHLlamaPreTrainedModel(PreTrainedModel):
     config_class = MoHLlamaConfig
     base_model_prefix = "model"
     _no_split_modules = ["MoHLlamaDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [*CACHE_FIELDS]
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = _supports_flex_attn = create_causal_mask is not None  # which makes the masks that they take
@@ -207,12 +209,13 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
         use_cache=None, output_attentions=None, output_hidden_states=None, output_router_gates=None,
-        output_router_logits=None, return_dict=None, cache_position=None, **kwargs,
+        output_router_logits=None, return_dict=None, cache_position=None, cache=None, **kwargs,
     ):  # fmt: skip
         """input_ids [b, s] or inputs_embeds [b, s, d] -> last hidden state [b, s, d], cache, and what is asked for."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         self.check_positions()
+        past_key_values = past_key_values if cache is None else cache
         config = self.config
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -267,7 +270,7 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
             aux_loss = load_balance_loss(self.config, scores, selections, attention_mask).to(x.device)
         outputs = MoHLlamaModelOutput(
             last_hidden_state=x,
-            past_key_values=past_key_values,
+            **{CACHE: past_key_values},
             hidden_states=(*states, x) if output_hidden_states else None,
             attentions=weights if output_attentions else None,
             router_gates=gates if output_router_gates else None,
@@ -305,7 +308,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
 
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-        labels=None, use_cache=None, logits_to_keep=0, num_logits_to_keep=None, return_dict=None, **kwargs,
+        labels=None, use_cache=None, logits_to_keep=0, num_logits_to_keep=None, return_dict=None, cache=None, **kwargs,
     ):  # fmt: skip
         """input_ids [b, s] -> logits [b, s, vocab]; ``logits_to_keep``: only of so many last tokens, or these indices.
 
@@ -316,6 +319,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -332,7 +336,7 @@ class MoHLlamaForCausalLM(MoHLlamaPreTrainedModel, GenerationMixin):
         outputs = MoHLlamaCausalLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_gates=outputs.router_gates,
@@ -382,7 +386,7 @@ class MoHLlamaForSequenceClassification(MoHLlamaPreTrainedModel):
         outputs = SequenceClassifierOutputWithPast(
             loss=loss,
             logits=pooled,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

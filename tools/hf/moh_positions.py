@@ -15,7 +15,7 @@ from torch import nn
 try:
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-    MASK_ARGUMENTS = set(inspect.signature(create_causal_mask).parameters)  # they differ between versions 4 and 5
+    MASK_ARGUMENTS = set(inspect.signature(create_causal_mask).parameters)  # they differ between versions
 except ImportError:  # transformers before 4.53
     create_causal_mask = None
 
@@ -113,7 +113,8 @@ def causal_mask(config, hidden_states, attention_mask, past_key_values, cache_po
         "inputs_embeds": hidden_states,  # the name in transformers 5
         "attention_mask": attention_mask,
         "cache_position": cache_position,  # transformers 4 only
-        "past_key_values": past_key_values,
+        "past_key_values": past_key_values,  # the name before transformers 5.24
+        "cache": past_key_values,  # the name since
         "position_ids": position_ids,
     }
     arguments = {name: value for name, value in available.items() if name in MASK_ARGUMENTS}
