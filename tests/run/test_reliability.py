@@ -297,6 +297,7 @@ def run_with_signal(flags, step, number, moment):
     owner, name = places[moment]
     original = getattr(owner, name)
     calls = {"number": 0}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite may be under nohup
 
     def signalled(*arguments):
         calls["number"] += 1
