@@ -829,6 +829,17 @@ def test_heads_with_their_own_keys_are_computed_in_fp16_by_autocast(attention):
 
 
 @torch.no_grad()
+def test_a_cache_is_taken_by_its_name_before_transformers_5_24_and_by_the_one_since():
+    model, tokens = make_model(), random_tokens(2, 9)
+    expected = model(tokens, use_cache=False).logits[:, 6:]
+    for name in ("past_key_values", "cache"):
+        after = model(tokens[:, 6:], **{name: model(tokens[:, :6]).past_key_values})
+        torch.testing.assert_close(after.logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="either past_key_values or cache"):
+        model(tokens, past_key_values=DynamicCache(), cache=DynamicCache())
+
+
+@torch.no_grad()
 def test_a_dynamic_cache_keeps_the_heads_only_that_tokens_use():
     model, tokens = make_model(routed_keys="selected", num_shared_heads=[0, 0]), random_tokens(2, 12)
     mask = torch.ones_like(tokens)

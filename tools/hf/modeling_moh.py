@@ -214,6 +214,8 @@ class MoHLlamaModel(MoHLlamaPreTrainedModel):
         """input_ids [b, s] or inputs_embeds [b, s, d] -> last hidden state [b, s, d], cache, and what is asked for."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        if past_key_values is not None and cache is not None:
+            raise ValueError("give either past_key_values or cache, its name since transformers 5.24")
         self.check_positions()
         past_key_values = past_key_values if cache is None else cache
         config = self.config
