@@ -76,6 +76,14 @@ def test_the_limits_of_a_head_are_shares_of_its_fair_load(load, heads):
     assert [facts["heads"] for _, facts in found] == ([heads] if heads else [])
 
 
+def test_a_layer_all_of_whose_routed_heads_are_dead_rings_though_none_is_below_their_mean():
+    made = alarms(alarm_intervals=1)
+    made.layers = [layer._replace(by_sign=True) for layer in LAYERS]  # fair is the mean load
+    assert not made.check(interval(), figures([0.1, 0.2, 0.2, 0.1]))
+    ((text, facts),) = made.check(interval(), figures([0.0, 0.0, 0.0, 0.0]))
+    assert facts["heads"] == [2, 3, 4, 5] and "head 2 by 0.0% of the tokens, fair is 0.0%" in text
+
+
 def test_an_interval_without_a_step_that_counts_neither_rings_nor_ends_an_alarm():
     made = alarms(alarm_intervals=2)
     low = figures([0.0, 0.5, 0.25, 0.25])
