@@ -112,10 +112,10 @@ def markdown(sizes, factors, table, tuned):
         lines += answers(variants, table.questions)
     lines += [
         "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. FLOPs: of training on a",
-        "token with the heads that it uses; with top-p, those of the last interval. To dense, to static: mean of the",
-        "differences seed by seed with its 90% interval of Student's distribution, to all heads and to as many heads",
-        "that are always the same. Seeds are all that it takes into account: not another corpus, size or length",
-        "of training. Of ten comparisons where nothing differs, one is told apart by chance, and one seed tells",
+        "token with the heads that it uses; with top-p or ReLU those of the last interval. To dense, to static: mean",
+        "of the differences seed by seed with its 90% interval of Student's distribution, to all heads and to as many",
+        "heads that are always the same. Seeds are all that it takes into account: not another corpus, size or",
+        "length of training. Of ten comparisons where nothing differs, one is told apart by chance, and one seed tells",
         "nothing apart.",
         "",
     ]

@@ -14,6 +14,7 @@ from statistics import mean, stdev
 
 from moh_lm.config import Config
 from moh_lm.cost.flops import flops_per_token
+from moh_lm.model.routing import is_causal
 from moh_lm.monitor.journal import complete_rows
 
 # 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
@@ -24,7 +25,7 @@ def read_run(directory):
     """A run; None if it is not complete, or a loss at its end is not finite.
 
     {"config", "evaluations": {step: {source: loss in nats per token}}, "rows": of metrics.jsonl, "active_heads":
-    {layer: heads of a token} in the last interval, with --routing-top-p only}.
+    {layer: heads of a token} in the last interval, with --routing-top-p and --routing relu only}.
     """
     config = Config.load(directory / "config.json")
     final = final_evaluation(directory, config.run.train_iters)
@@ -135,5 +136,6 @@ def heads(run):
     if shared == total:
         return f"all {total}, gated"
     if run["active_heads"]:
-        return f"{shared} + at most {active} of {total - shared}, {mean(run['active_heads'].values()):.1f} in all"
-    return f"{shared} + {active} of {total - shared}"
+        number = "about" if model.heads.routing == "relu" else "at most"
+        return f"{shared} + {number} {active} of {total - shared}, {mean(run['active_heads'].values()):.1f} in all"
+    return f"{shared} + {active} of {total - shared}" + ("" if is_causal(model) else ", not causal")

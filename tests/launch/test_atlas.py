@@ -251,6 +251,9 @@ def test_the_report_says_what_is_told_apart(tmp_path):
         write_run(tmp_path, "s/dense/rate-1-seed", seed, dense, [90], head_selection="all")
         write_run(tmp_path, "s/static-50/rate-1-seed", seed, half, [90], **static)
         write_run(tmp_path, "s/paper-50/rate-1-seed", seed, paper, [90])
+    last, half = {0: START, 10: {"a": 3.0}}, {"num_shared_heads": (2, 2), "num_active_routed_heads": (2, 2)}
+    write_run(tmp_path, "s/relu-50/rate-1-seed", 1, last, [90], [3.0, 6.0], routing="relu", **half)
+    write_run(tmp_path, "s/mosa-50/rate-1-seed", 1, last, [90], routing="expert_choice", **half)
     report.write(tmp_path, TABLE)
     lines = (tmp_path / "REPORT.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
@@ -258,6 +261,7 @@ def test_the_report_says_what_is_told_apart(tmp_path):
     told = {name: [cell.rpartition(", ")[2] for cell in row[10:12]] for name, row in rows.items()}
     assert told["static-50"] == ["worse", ""] and told["paper-50"] == ["better", "better"] and told["dense"] == ["", ""]
     assert rows["static-50"][2] == "4 of 8" and rows["dense"][7] == "3"
+    assert rows["relu-50"][2] == "2 + about 2 of 6, 4.5 in all" and rows["mosa-50"][2] == "2 + 2 of 6, not causal"
     # One source, so the mean is its own: 3.2 + 1/9, 2/9, 3/9.
     assert rows["static-50"][9] == f"**{3.2 + 2 / 9:.4f} ± {1 / 9:.4f}**"
     assert (tmp_path / "curves.png").exists()
