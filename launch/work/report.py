@@ -22,11 +22,14 @@ DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
 
 def write(out, table):
     """Write OUT/REPORT.md and its pictures. table: a ``Table``."""
-    found = read_runs(out / "runs", table)
-    sizes = {size: compared(variants) for size, variants in found.items()}
+    found, forms = read_runs(out / "runs", table), {variant.name: variant.form for variant in table.variants}
+    tuned = tuning_losses(found.get(table.sizes[0].name, {}))
+    of_form = {forms[name]: losses for name, losses in reversed(tuned.items())}  # the first of a form is tuned
+    best = {name: of_form.get(form, {}) for name, form in forms.items()}
+    sizes = {size: compared(variants, best) for size, variants in found.items()}
     sizes = {size: variants for size, variants in sizes.items() if variants}
     factors = {size: multipliers(variants) for size, variants in sizes.items()}
-    text = markdown(sizes, factors, table, tuning_losses(found.get(table.sizes[0].name, {})))
+    text = markdown(sizes, factors, table, tuned)
     (out / "REPORT.md").write_text(text, encoding="utf-8")
     print(text)
     draw(out, sizes, table.variants, factors)
@@ -45,12 +48,16 @@ def read_runs(directory, table):
     return found
 
 
-def compared(variants):
-    """{variant: {seed: run}} of the seeds that are compared, at the factor that has most of them."""
+def compared(variants, tuned):
+    """{variant: {seed: run}} of the seeds that are compared, at the factor that has most of them.
+
+    tuned: {variant: {factor: loss}} of the tuning of its form, which decides between factors that have as many.
+    """
     found = {}
     for name, factors in variants.items():
-        seeds = [{seed: run for seed, run in runs.items() if seed != TUNING_SEED} for runs in factors.values()]
-        found[name] = max(seeds, key=len)
+        losses = tuned.get(name, {})
+        seeds = {factor: {seed: runs[seed] for seed in runs if seed != TUNING_SEED} for factor, runs in factors.items()}
+        found[name] = seeds[max(seeds, key=lambda factor: (len(seeds[factor]), -losses.get(factor, math.inf)))]
     return {name: dict(sorted(seeds.items())) for name, seeds in found.items() if seeds}
 
 

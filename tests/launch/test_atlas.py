@@ -228,7 +228,7 @@ def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
     write_run(tmp_path, "s/released-50/rate-1-seed", 0, {0: START, 10: {"a": 1.5}}, [90])
     write_run(tmp_path, "s/released-50/rate-2-seed", 4, {0: START, 5: {"a": 1.0}}, [90])  # stopped at half
     found = report.read_runs(tmp_path / "runs", TABLE)["s"]
-    table = report.compared(found)
+    table = report.compared(found, {})
     assert set(table["released-50"]) == {1, 2, 3}
     paired = stats.ttest_rel(form, dense).confidence_interval(0.9)
     center, width = results.interval(results.differences(table["released-50"], table["dense"]))
@@ -242,6 +242,19 @@ def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
     assert report.tuning_losses(found) == {"released-50": {1: 1.5, 2: 1.0}}
     points = [stats.t.ppf(0.95, degrees) for degrees in range(1, 16)]
     assert list(results.STUDENT) == pytest.approx(points, abs=5e-4)
+
+
+def test_a_form_is_compared_at_the_rate_that_its_tuning_found_best(tmp_path):
+    for factor, loss, tuning in ((0.5, 3.2, 3.1), (1, 3.0, 2.9), (2, 3.1, 3.0)):
+        for variant, seeds in (("dense", (0, 1, 2)), ("dense-half", (1, 2))):
+            for seed in seeds:
+                last = {0: START, 10: {"a": loss if seed else tuning}}
+                write_run(tmp_path, f"s/{variant}/rate-{factor}-seed", seed, last, [90], head_selection="all")
+    report.write(tmp_path, TABLE)
+    lines = (tmp_path / "REPORT.md").read_text().splitlines()
+    assert [line.split("|")[9].strip() for line in lines if line.startswith("| dense") and "all 8" in line] == [
+        "**3.0000 ± 0.0000**"
+    ] * 2
 
 
 def test_the_report_says_what_is_told_apart(tmp_path):
