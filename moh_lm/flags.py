@@ -101,7 +101,10 @@ def model_of_run(directory, kind=Config):
 def idle_flags(given, config):
     """Sentences for flags that were given and have no effect: a dense baseline follows the flags of a mixture."""
     selection = config.model.heads.head_selection
-    used = {"all": (), "static": (*BUDGETS, *SPREAD)}.get(selection)
+    if given.values.get("head_selection") == "gated":
+        selection = "gated"  # which the configuration has as a mixture
+    gated = ("routing", "routing_unit", "dense_warmup_iters", *ROUTER_ONLY)
+    used = {"all": (), "static": (*BUDGETS, *SPREAD), "gated": gated}.get(selection)
     if used is None:
         return []
     of_routers = [entry.name for entry in fields(HeadsConfig)] + [*ROUTER_ONLY]

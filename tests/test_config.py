@@ -397,6 +397,8 @@ def test_flags_of_a_mixture_before_those_of_a_dense_baseline_are_named():
     assert found.startswith("note: --head-selection all makes no use of --num-shared-heads, --router-gumbel-noise, ")
     assert found.endswith("--router-gradient-clipping")
     assert note("--num-shared-heads 3 --routing relu --head-selection static").endswith(" use of --routing")
+    gated = note("--head-selection gated --routing sigmoid --num-shared-heads 3 --router-gumbel-noise 1")
+    assert gated.endswith("gated makes no use of --num-shared-heads, --router-gumbel-noise")
 
 
 @pytest.mark.parametrize("size", SIZES)
