@@ -26,6 +26,7 @@ from tests.tools.test_export import PAPER, write_checkpoint
 from tests.training.test_layouts import distance, state
 from tests.training.test_training import arguments, parameters, rows, run
 from tools import export_hf, import_hf
+from tools.checkpoints.write import consolidate
 from tools.hf.import_config import model_config
 
 HEADS = "--num-attention-heads 16 --num-key-value-heads 8 --head-dim 4"
@@ -161,6 +162,8 @@ def test_a_bias_follows_the_loads_of_whole_steps_and_an_export_selects_by_it(dat
     (taken,) = run_ranks(run_recorded, 1, flags)
     exporter(monkeypatch)(tmp_path / "run", tmp_path / "hf", "--dtype", "bfloat16")  # which compares logits
     exported = load_file(tmp_path / "hf" / "model.safetensors")
+    consolidate(tmp_path / "run", tmp_path / "one.safetensors", False, torch.bfloat16)
+    in_one = load_file(tmp_path / "one.safetensors")
     for layer, num_routed in enumerate((12, 8)):
         steps, expected = torch.cat(taken[layer], dim=1).split(8, dim=1), [0] * num_routed  # of 8 sequences each
         assert len(steps) == 3
@@ -171,7 +174,8 @@ def test_a_bias_follows_the_loads_of_whole_steps_and_an_export_selects_by_it(dat
         assert len(set(expected)) > 1
         name = f"model.layers.{layer}.self_attn.router.bias_steps"
         assert state(tmp_path / "run", 3)[f"master/{name}"].tolist() == expected
-        assert exported[name].dtype == torch.int32 and exported[name].tolist() == expected
+        for found in (exported[name], in_one[name]):
+            assert found.dtype == torch.int32 and found.tolist() == expected
     assert import_hf.main(["--model", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 0
     assert parameters(tmp_path / "in")[name].tolist() == expected
 

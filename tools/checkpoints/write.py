@@ -12,6 +12,7 @@ from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, difference, read
 from moh_lm.checkpoint.saver import free_bytes
 from moh_lm.config import ConfigError
 from moh_lm.data.files import flush
+from moh_lm.model.router import stored_dtype
 from moh_lm.run.directory import lock_run_directory
 from moh_lm.training.optimizer import MOMENTS
 from tools.checkpoints.read import Step, find_damage, locate, progress
@@ -82,7 +83,7 @@ def copy_files(source, entries, target):
 
 
 def consolidate(path, output, moments, dtype):
-    """Write the weights in ``dtype``, and the ``moments`` in fp32, as one safetensors file; returns its bytes.
+    """Write weights in ``dtype``, counts whole, the ``moments`` in fp32, as one safetensors file; returns its bytes.
 
     One piece of one parameter is in memory at a time. Raises ConfigError or OSError, and leaves nothing then.
     """
@@ -91,10 +92,10 @@ def consolidate(path, output, moments, dtype):
     if output.exists():
         raise ConfigError([f"{output}: exists already; move it away, or give another name"])
     step = Step(locate(path)[0])
-    tensors = []  # (key, kind, name, dtype): fp32 first, so that all of them are aligned
+    tensors = [(name, "master", name, stored_dtype(name, dtype)) for name in step.shapes]  # (key, kind, name, dtype)
     for kind in MOMENTS if moments else ():
         tensors += [(f"{kind}/{name}", kind, name, torch.float32) for name in step.shapes]
-    tensors += [(name, "master", name, dtype) for name in step.shapes]
+    tensors.sort(key=lambda tensor: -tensor[-1].itemsize)  # so that all of them are aligned
     described = {key: (written, list(step.shapes[name])) for key, _, name, written in tensors}
     header = safetensors_header(described, {"format": "pt", "step": str(step.state["step"])})
     size = len(header) + sum(math.prod(shape) * written.itemsize for written, shape in described.values())
