@@ -128,7 +128,8 @@ def markdown(sizes, factors, table, tuned):
     ]
     lines += [
         "Tokens x: tokens with which the dense model ends at this loss, over the tokens of the run, with its 90%",
-        "interval; *: a seed lies beyond the dense runs of half and twice the tokens. FLOPs x: the same in FLOPs.",
+        "interval; *: a seed lies beyond the dense runs of half and twice the tokens. A seed with one length of dense",
+        "runs only, or whose dense losses do not fall with the tokens, is left out. FLOPs x: the same in FLOPs.",
         "",
     ] * told
     return "\n".join([*lines, *tuning_section(tuned, table.sizes[0])]) + "\n"
