@@ -87,6 +87,20 @@ def test_transformers_computes_the_logits_of_the_checkpoint(config, tmp_path):
     torch.testing.assert_close(found.loss, loss, atol=1e-5, rtol=1e-5)
 
 
+def test_what_was_inferred_and_exported_first_can_be_trained(tmp_path):
+    make_run(tmp_path / "run", VIT)
+    output = tmp_path / "export_trained"
+    assert command.main([str(tmp_path / "run"), "--output", str(output)]) == 0
+    model = AutoModelForImageClassification.from_pretrained(output, trust_remote_code=True)
+    images = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        found = torch.export.export(model, (images,), strict=False).module()(images).logits
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images).logits, found)
+    model(images, labels=torch.tensor([0, 6, 2])).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 def test_the_processor_makes_what_the_model_is_evaluated_on(tmp_path):
     make_run(tmp_path / "run", VIT)
     assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export")]) == 0
