@@ -101,6 +101,15 @@ def test_what_was_inferred_and_exported_first_can_be_trained(tmp_path):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+def test_a_head_for_other_classes_begins_with_small_weights(tmp_path):
+    make_run(tmp_path / "run", VIT)
+    output = tmp_path / "export_head"
+    assert command.main([str(tmp_path / "run"), "--output", str(output)]) == 0
+    options = dict(trust_remote_code=True, num_labels=500, ignore_mismatched_sizes=True)
+    head = AutoModelForImageClassification.from_pretrained(output, **options).head
+    assert head.weight.std().item() == pytest.approx(0.02, rel=0.05) and not head.bias.any()
+
+
 def test_the_processor_makes_what_the_model_is_evaluated_on(tmp_path):
     make_run(tmp_path / "run", VIT)
     assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export")]) == 0

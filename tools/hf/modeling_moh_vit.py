@@ -195,7 +195,10 @@ class MoHViTForImageClassification(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module):
-        """Nothing: the weights are those of the export."""
+        """Of a new head, for other classes than those of the export, from which all other weights are."""
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
 
     def forward(self, pixel_values, labels=None, return_dict=True):
         """pixel_values: [b, c, H, W]. labels: int64 [b]. Gives logits [b, num_labels], and the loss of labels."""
