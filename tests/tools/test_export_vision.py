@@ -135,6 +135,8 @@ def test_gates_are_those_of_the_router(routing, two_stage, rate):
     x = torch.randn(50, 3, 32, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(gates(x), router(x)[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(gates(x.float()).double(), router(x)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("config, scale", [(DIT, 1.0), (DIT, 3.0), (LATENT, 3.0)])
