@@ -34,7 +34,8 @@ def parse_arguments(texts):
     add("--preset", required=True, metavar="NAME", help="sizes and heads, such as S-80; without a number dense")
     add("--output", required=True, type=Path, metavar="RUN", help="run directory to make")
     add("--weights", choices=("ema", "model"), help="of a file with several: which (default: ema if it is there)")
-    add("--image-size", type=at_least(32), metavar="N", help="of a vit: pixels of a side in training (default: 224)")
+    add("--image-size", type=at_least(32), metavar="N", help="of a vit: pixels of a side in training, "
+        "from its first step on (default: 224)")  # fmt: skip
     return parser.parse_args(texts)
 
 

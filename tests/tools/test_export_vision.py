@@ -87,6 +87,29 @@ def test_transformers_computes_the_logits_of_the_checkpoint(config, tmp_path):
     torch.testing.assert_close(found.loss, loss, atol=1e-5, rtol=1e-5)
 
 
+def test_what_was_inferred_and_exported_first_can_be_trained(tmp_path):
+    make_run(tmp_path / "run", VIT)
+    output = tmp_path / "export_trained"
+    assert command.main([str(tmp_path / "run"), "--output", str(output)]) == 0
+    model = AutoModelForImageClassification.from_pretrained(output, trust_remote_code=True)
+    images = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        found = torch.export.export(model, (images,), strict=False).module()(images).logits
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images).logits, found)
+    model(images, labels=torch.tensor([0, 6, 2])).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_head_for_other_classes_begins_with_small_weights(tmp_path):
+    make_run(tmp_path / "run", VIT)
+    output = tmp_path / "export_head"
+    assert command.main([str(tmp_path / "run"), "--output", str(output)]) == 0
+    options = dict(trust_remote_code=True, num_labels=500, ignore_mismatched_sizes=True)
+    head = AutoModelForImageClassification.from_pretrained(output, **options).head
+    assert head.weight.std().item() == pytest.approx(0.02, rel=0.05) and not head.bias.any()
+
+
 def test_the_processor_makes_what_the_model_is_evaluated_on(tmp_path):
     make_run(tmp_path / "run", VIT)
     assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export")]) == 0
@@ -112,13 +135,15 @@ def test_gates_are_those_of_the_router(routing, two_stage, rate):
     x = torch.randn(50, 3, 32, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(gates(x), router(x)[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(gates(x.float()).double(), router(x)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("config, scale", [(DIT, 1.0), (DIT, 3.0), (LATENT, 3.0)])
 def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path):
     model, more = make_run(tmp_path / "run", config), []
     if config is LATENT:
-        vae = AutoencoderKL(latent_channels=4, norm_num_groups=4, block_out_channels=(8,)).eval()
+        vae = AutoencoderKL(latent_channels=4, norm_num_groups=4, block_out_channels=(8,), scaling_factor=0.5).eval()
         vae.save_pretrained(tmp_path / "vae")
         more = ["--vae", str(tmp_path / "vae")]
     output = tmp_path / f"export_{config.in_channels}"
@@ -130,7 +155,7 @@ def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path)
     x = Diffusion(40, 12).sample(model.predict, y, noises, 5, scale)
     if more:
         with torch.no_grad():
-            x = vae.decode(x / 0.18215).sample
+            x = vae.decode(x / 0.5).sample
     expected = (x / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy()
     found = pipeline([3, 1, 0], scale, 12, torch.Generator().manual_seed(4), output_type="np").images
     assert expected.std() > 0.05

@@ -237,11 +237,12 @@ def test_images_of_any_number_of_channels_are_shown_side_by_side(channels):
     assert np.array_equal(shown[[0, 0, 66], [0, 66, 0]], shades)
 
 
-def test_latents_become_images_by_the_decoder(tmp_path):
-    write_step(tmp_path / "run" / "checkpoints" / "step-5", make_config(in_channels=4), DiT, 1)
+@pytest.mark.parametrize("channels", [3, 4])
+def test_latents_become_images_by_the_decoder(tmp_path, channels):
+    write_step(tmp_path / "run" / "checkpoints" / "step-5", make_config(in_channels=channels), DiT, 1)
     torch.manual_seed(0)
     vae = AutoencoderKL(block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, norm_num_groups=4,
-                        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4)  # fmt: skip
+                        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=channels)  # fmt: skip
     vae.save_pretrained(tmp_path / "vae")
     call = [str(tmp_path / "run"), "--steps", "3", "--number", "2", "--output", str(tmp_path / "grid.png")]
     assert sample_images.main([*call, "--vae", str(tmp_path / "vae"), "--npz", str(tmp_path / "a.npz")]) == 0
@@ -259,7 +260,7 @@ def test_latents_become_images_by_the_decoder(tmp_path):
     [
         ("--output a.png --classes 5", "--classes 5: must be below 5"),
         ("--output a.png --steps 1001", "--steps 1001: the model has 1000"),
-        ("--output a.png --vae x", "--vae x: the model draws images, not latents"),
+        ("--output a.png --vae x", "--vae x: has no config.json; give the directory of an AutoencoderKL of diffusers"),
     ],
 )
 def test_what_the_model_cannot_draw_is_one_line(run, capsys, given, sentence):

@@ -9,8 +9,7 @@ small network.
 Shapes: b images, s tokens, d width, h heads, e features of a head, k pooled tokens.
 """
 
-import functools
-
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -42,18 +41,17 @@ class MoHViTConfig(PretrainedConfig):
         super().__init__(**others)
 
 
-@functools.lru_cache
-def distances(side, pooled, device):
-    """Scaled distances on both axes of queries from keys: those that occur [n, 2], and which of them [s * k]."""
-    tokens = torch.arange(side, dtype=torch.float64, device=device)
-    keys = F.adaptive_avg_pool1d(tokens[None], pooled)[0]
-    found, rows = (tokens[:, None] - keys).unique(return_inverse=True)  # rows: [side, pooled]
-    scaled = found * 8 / max(1, side - 1)
-    scaled = scaled.sign() * (scaled.abs() + 1).log2() / 3
-    return torch.cartesian_prod(scaled, scaled), (rows[:, None, :, None] * len(found) + rows[None, :, None]).flatten()
+def axis_distances(side, cells):
+    """Distances along an axis of ``side`` tokens from the middles of ``cells``, on a logarithmic scale: those that
+    occur [n], and which of them each is [side, cells]. Lists: a tensor that is kept would be of the mode it is made in.
+    """
+    cell = np.arange(cells)
+    middles = (cell * side // cells + -(-(cell + 1) * side // cells) - 1) / 2
+    found, rows = np.unique(np.arange(side)[:, None] - middles, return_inverse=True)
+    scaled = 8 / max(1, side - 1) * found
+    return (np.sign(scaled) * np.log2(np.abs(scaled) + 1) / 3).tolist(), rows.reshape(side, cells).tolist()
 
 
-@functools.lru_cache
 def inside(side, device):
     """Which of its neighbours a token has, bool [s, 9]."""
     ones = torch.ones(1, 1, side, side, device=device)
@@ -66,6 +64,7 @@ class Attention(nn.Module):
         width, heads = config.hidden_sizes[stage], config.num_attention_heads[stage]
         self.heads, self.side, ratio = heads, config.image_size // 4 >> stage, config.sr_ratios[stage]
         self.pools, self.pooled = ratio > 1, self.side // ratio
+        self.distances = axis_distances(self.side, self.pooled)
         features = width // heads
         self.temperature = nn.Parameter(torch.empty(heads, 1, 1))
         self.query_embedding = nn.Parameter(torch.empty(heads, 1, features))
@@ -98,9 +97,11 @@ class Attention(nn.Module):
 
     def bias(self, x):
         """Of pooled tokens, or all, by their distances: [h, s, k]."""
-        table, index = distances(self.side, self.pooled, x.device)
-        found = self.cpb_fc2(F.relu(self.cpb_fc1(table.to(x.dtype))))
-        return found[index].T.view(self.heads, self.side**2, self.pooled**2)
+        scaled, rows = self.distances
+        scaled, rows = torch.tensor(scaled, dtype=x.dtype, device=x.device), torch.tensor(rows, device=x.device)
+        found = self.cpb_fc2(F.relu(self.cpb_fc1(torch.cartesian_prod(scaled, scaled))))
+        pairs = rows[:, None, :, None] * len(scaled) + rows[None, :, None]
+        return found[pairs.flatten()].T.view(self.heads, self.side**2, self.pooled**2)
 
     def all_tokens(self, x):
         q, k, v = self.split(self.qkv(x), 3)
@@ -194,7 +195,10 @@ class MoHViTForImageClassification(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module):
-        """Nothing: the weights are those of the export."""
+        """Of a new head, for other classes than those of the export, from which all other weights are."""
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
 
     def forward(self, pixel_values, labels=None, return_dict=True):
         """pixel_values: [b, c, H, W]. labels: int64 [b]. Gives logits [b, num_labels], and the loss of labels."""

@@ -36,8 +36,11 @@ class Gates(nn.Module):
             self.bias_steps = nn.Parameter(torch.zeros(self.num_routed, dtype=torch.int32), requires_grad=False)
 
     def forward(self, x):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x, gates = x.to(wide), []
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            return self.gates(x.to(torch.promote_types(x.dtype, torch.float32)))
+
+    def gates(self, x):
+        wide, gates = x.dtype, []
         if self.num_shared:
             gates.append(self.shared_gates(F.linear(x, self.w_shared.to(wide))))
         if self.num_routed:

@@ -10,8 +10,6 @@ import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 
-LATENT_SCALE = 0.18215  # of what the model is trained on, over what the encoder says
-
 
 class MoHDiTPipeline(DiffusionPipeline):
     """transformer: a ``MoHDiTModel``. vae: an ``AutoencoderKL``, or None if the model draws pixels."""
@@ -40,7 +38,8 @@ class MoHDiTPipeline(DiffusionPipeline):
         if output_type == "latent":
             return ImagePipelineOutput(images=latents)
         if self.vae is not None:
-            latents = self.vae.decode((latents / LATENT_SCALE).to(self.vae.dtype)).sample
+            latents = latents / self.vae.config.scaling_factor
+            latents = self.vae.decode(latents.to(self.vae.dtype)).sample
         images = (latents.float() / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).cpu().numpy()
         return ImagePipelineOutput(images=self.numpy_to_pil(images) if output_type == "pil" else images)
 

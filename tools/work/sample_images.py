@@ -45,11 +45,8 @@ def check(arguments, model):
     if not isinstance(model, DiT):
         raise ConfigError([f"{arguments.model}: is a classifier; give a run of a diffusion model"])
     config, problems = model.config, []
-    is_latent = config.in_channels not in (1, 3)
-    if is_latent and not arguments.vae:
+    if config.in_channels not in (1, 3) and not arguments.vae:
         problems.append(f"--vae: must be given, since the model draws latents of {config.in_channels} channels")
-    if arguments.vae and not is_latent:
-        problems.append(f"--vae {arguments.vae}: the model draws images, not latents; leave it out")
     for number in set(arguments.classes or ()):
         if number >= config.num_classes:
             problems.append(f"--classes {number}: must be below {config.num_classes}, the classes of the model")
