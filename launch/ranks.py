@@ -5,7 +5,7 @@
 So the last line is that of a rank, which says what is wrong. Said here is what it cannot say: that a signal ended it.
 Ctrl-C, or a terminal that hangs up, is for the ranks, which save: this program and the launcher, which would end, wait
 for their exit code. The signals are blocked in both, and scripts unblock them; ignored they would stay so in the ranks.
-A launcher for several nodes has to get Ctrl-C, to pass it on.
+A launcher for several nodes has to get Ctrl-C, to pass it on. It knows no hang-up, and gets SIGTERM for it.
 """
 
 import os
@@ -33,6 +33,8 @@ def main(script, *flags):
                 raise ValueError(f"CUDA_VISIBLE_DEVICES {devices}: write numbers, such as 0,1; or start it by torchrun")
             port = port or str(free_port())
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+        elif signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as by nohup
+            signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         places = [*(["--hostfile", hostfile] if hostfile else []), *(["--master_port", port] if port else [])]
         runner.main([*places, "--log_level", level, script, *flags])
     except (RuntimeError, ValueError) as error:  # as for a line that is none, or a node that does not answer

@@ -156,6 +156,24 @@ def test_bash_starts_a_rank_for_each_slot_of_the_hostfile_and_says_that_a_signal
     assert all((trainer / f"rank-{rank}.json").exists() for rank in (0, 1))
 
 
+def test_a_terminal_that_hangs_up_ends_the_ranks_on_other_nodes_too(trainer, programs):
+    pdsh = '#!/bin/sh\ncase $6 in pkill*) exec touch told;; esac\ntouch started\nexec sleep 60\n'
+    for name, text in (("ssh", "#!/bin/sh\necho 127.0.0.1\n"), ("pdsh", pdsh)):
+        path = trainer / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    (trainer / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    path = f"{path.parent}{os.pathsep}{ready(programs)['PATH']}"
+    command, variables = ["bash", ROOT / SCRIPTS[0]], environment(PATH=path, HOSTFILE="hosts")
+    with subprocess.Popen(command, cwd=trainer, env=variables, start_new_session=True) as process:
+        while process.poll() is None and not (trainer / "started").exists():
+            time.sleep(0.1)
+        time.sleep(0.5)  # until it waits
+        os.killpg(process.pid, signal.SIGHUP)
+    assert (trainer / "told").exists()
+
+
 def test_bash_does_not_go_on_without_its_hostfile(trainer, programs):
     code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), HOSTFILE="my hosts")
     assert (code, output.count("\n")) == (2, 1) and "HOSTFILE my hosts: there is no such file" in output
