@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
-from torch.distributed.rendezvous import rendezvous
 
 from moh_lm.config import ConfigError
+from moh_lm.run.meeting import meet
 
 
 def refuse_foreign_launcher():
@@ -57,24 +57,10 @@ def start_process_group(timeout):
         torch.cuda.set_device(device)
     backend, limit = "nccl" if gpu else "gloo", timedelta(seconds=timeout)
     if not dist.is_initialized():
-        store, rank, world_size = meet(limit)
-        # torchrun keeps its store over a restart: ranks must not find the addresses of those before them.
-        own = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=limit)
+        store, rank, world_size = meet(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     deepspeed.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
     return device
-
-
-def meet(limit):
-    """(store, rank, world size) of torch's rendezvous. Raises ConfigError where the port of rank 0 is taken."""
-    try:
-        return next(rendezvous("env://", timeout=limit))
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ["MASTER_PORT"]
-        remedy = "give another by MASTER_PORT with bash, --master_port of deepspeed, --master-port of torchrun"
-        raise ConfigError([f"MASTER_PORT {port}: is taken by another program on this machine; {remedy}"]) from error
 
 
 def say(text):
