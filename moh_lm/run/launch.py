@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
+from torch.distributed import distributed_c10d
 
 from moh_lm.config import ConfigError
-from moh_lm.run.meeting import meet
+from moh_lm.run.meeting import PATIENCE, NotMet, meet
 
 
 def refuse_foreign_launcher():
@@ -58,7 +59,14 @@ def start_process_group(timeout):
     backend, limit = "nccl" if gpu else "gloo", timedelta(seconds=timeout)
     if not dist.is_initialized():
         store, rank, world_size = meet(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        at_most = min(limit, timedelta(seconds=PATIENCE))
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=at_most)
+        except RuntimeError as error:
+            problem = f"rank {rank} does not reach the others ({str(error).splitlines()[0]})"
+            remedy = f"{backend.upper()}_SOCKET_IFNAME names the interface of their network (docs/multi_node.md)"
+            raise NotMet([f"{problem}; {remedy}"]) from error
+        distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
     deepspeed.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
     return device
 
