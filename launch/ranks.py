@@ -5,7 +5,7 @@
 So the last line is that of a rank, which says what is wrong. Said here is what it cannot say: that a signal ended it.
 Ctrl-C, or a terminal that hangs up, is for the ranks, which save: this program and the launcher, which would end, wait
 for their exit code. The signals are blocked in both, and scripts unblock them; ignored they would stay so in the ranks.
-A launcher for several nodes has to get Ctrl-C, to pass it on.
+A launcher for several nodes has to get Ctrl-C, to pass it on. It knows no hang-up, and gets SIGTERM for it.
 """
 
 import os
@@ -25,14 +25,20 @@ from deepspeed.launcher import runner  # noqa: E402
 def main(script, *flags):
     hostfile, level = os.environ.get("HOSTFILE"), os.environ.get("DEEPSPEED_LOG_LEVEL", "critical")
     port, devices = os.environ.get("MASTER_PORT"), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    several = bool(hostfile) or os.path.isfile(runner.DLTS_HOSTFILE)
     try:
         if hostfile and not os.path.isfile(hostfile):  # the launcher would go on with this machine only
             raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
-        if not hostfile and not os.path.isfile(runner.DLTS_HOSTFILE):
+        if not several:
             if re.search("[^-0-9, ]", devices):
                 raise ValueError(f"CUDA_VISIBLE_DEVICES {devices}: write numbers, such as 0,1; or start it by torchrun")
             port = port or str(free_port())
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+        else:  # pdsh would wait for ever for a machine that is lost: ssh ends after three questions without an answer
+            given = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+            os.environ["PDSH_SSH_ARGS_APPEND"] = f"{given} -o ServerAliveInterval=60"
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as by nohup
+                signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         places = [*(["--hostfile", hostfile] if hostfile else []), *(["--master_port", port] if port else [])]
         runner.main([*places, "--log_level", level, script, *flags])
     except (RuntimeError, ValueError) as error:  # as for a line that is none, or a node that does not answer
@@ -41,6 +47,9 @@ def main(script, *flags):
     except SystemExit as end:
         if 256 - (end.code or 0) in set(signal.Signals) - {signal.SIGPIPE}:  # -9 leaves as 247
             name = signal.Signals(256 - end.code).name
+            if name == "SIGHUP" and several:  # 255 is what ssh leaves with
+                print(f"{script}: ssh to a node failed or broke: a line above names the node", file=sys.stderr)
+                return end.code
             if name == "SIGINT":
                 print(f"{script}: interrupted before the training began", file=sys.stderr)
                 return 130

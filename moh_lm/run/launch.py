@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import distributed_c10d
 
 from moh_lm.config import ConfigError
+from moh_lm.run.meeting import PATIENCE, NotMet, meet
 
 
 def refuse_foreign_launcher():
@@ -57,24 +58,17 @@ def start_process_group(timeout):
         torch.cuda.set_device(device)
     backend, limit = "nccl" if gpu else "gloo", timedelta(seconds=timeout)
     if not dist.is_initialized():
-        store, rank, world_size = meet(limit)
-        # torchrun keeps its store over a restart: ranks must not find the addresses of those before them.
-        own = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=limit)
+        store, rank, world_size = meet(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        at_most = min(limit, timedelta(seconds=PATIENCE))
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=at_most)
+        except RuntimeError as error:
+            problem = f"rank {rank} does not reach the others ({str(error).splitlines()[0]})"
+            remedy = f"{backend.upper()}_SOCKET_IFNAME names the interface of their network (docs/multi_node.md)"
+            raise NotMet([f"{problem}; {remedy}"]) from error
+        distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
     deepspeed.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
     return device
-
-
-def meet(limit):
-    """(store, rank, world size) of torch's rendezvous. Raises ConfigError where the port of rank 0 is taken."""
-    try:
-        return next(rendezvous("env://", timeout=limit))
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ["MASTER_PORT"]
-        remedy = "give another by MASTER_PORT with bash, --master_port of deepspeed, --master-port of torchrun"
-        raise ConfigError([f"MASTER_PORT {port}: is taken by another program on this machine; {remedy}"]) from error
 
 
 def say(text):

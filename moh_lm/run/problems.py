@@ -3,6 +3,7 @@
 It imports nothing slow: flags are wrong before the imports that take seconds.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -28,4 +29,6 @@ def tell_torchrun(problems):
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and problems:
         cause = {"py_callstack": "\n".join(problems), "timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": problems[0], "extraInfo": cause}}), encoding="utf-8")
+        text = json.dumps({"message": {"message": problems[0], "extraInfo": cause}})
+        with contextlib.suppress(OSError):  # /tmp is full: it is said all the same
+            Path(path).write_text(text, encoding="utf-8")

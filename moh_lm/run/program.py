@@ -25,6 +25,7 @@ from moh_lm.quantities import wrapped
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group
 from moh_lm.run.loop import Run, run_steps
+from moh_lm.run.meeting import NotMet, refuse
 from moh_lm.run.problems import tell, tell_torchrun
 from moh_lm.run.resume import contradictions
 from moh_lm.run.stop import INTERRUPTED, StopRequest
@@ -57,7 +58,7 @@ def work_on(given, work):
     rank = int(os.environ.get("RANK", 0))
     is_alone = "RANK" not in os.environ and not given.dry_run  # a dry run says what WORLD_SIZE ranks would do
     world_size = 1 if is_alone else int(os.environ.get("WORLD_SIZE", 1))
-    code, problems, speaker = COMPLETE, [], 0
+    code, problems, speaker, alone = COMPLETE, [], 0, False
     try:
         config, dry_run = config_of(given), given.dry_run
         problems = work.problems(config, world_size) + contradictions(config, dry_run)
@@ -77,6 +78,7 @@ def work_on(given, work):
             code = COMPLETE if train(work.run, config, dataset, device) else STOPPED
     except ConfigError as error:
         code, problems, speaker = WRONG, error.problems, error.local_rank
+        alone = not (given.dry_run or dist.is_initialized() or isinstance(error, NotMet))
     except (NonFiniteState, BadNumbers) as error:
         code, problems = BROKEN, str(error).splitlines()
     except CheckpointError as error:
@@ -84,6 +86,8 @@ def work_on(given, work):
     except KeyboardInterrupt:  # before the training, which stops by itself
         code = INTERRUPTED
     tell(problems, speaker, given.kind.program)
+    if alone:
+        refuse()
     if code == STOPPED:
         tell_torchrun(["stopped as asked; the same command goes on"])
     leave(code, together=code in (COMPLETE, STOPPED))

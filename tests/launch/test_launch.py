@@ -156,6 +156,33 @@ def test_bash_starts_a_rank_for_each_slot_of_the_hostfile_and_says_that_a_signal
     assert all((trainer / f"rank-{rank}.json").exists() for rank in (0, 1))
 
 
+def two_nodes(trainer, programs, pdsh):
+    """Variables for a host file of two nodes, with these lines of sh as pdsh."""
+    for name, text in (("ssh", "echo 127.0.0.1"), ("pdsh", pdsh)):
+        path = trainer / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    (trainer / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    return {"PATH": f"{path.parent}{os.pathsep}{ready(programs)['PATH']}", "HOSTFILE": "hosts"}
+
+
+def test_a_terminal_that_hangs_up_ends_the_ranks_on_other_nodes_too(trainer, programs):
+    pdsh = "case $6 in pkill*) exec touch told;; esac\ntouch started\nexec sleep 60"
+    command, variables = ["bash", ROOT / SCRIPTS[0]], environment(**two_nodes(trainer, programs, pdsh))
+    with subprocess.Popen(command, cwd=trainer, env=variables, start_new_session=True) as process:
+        while process.poll() is None and not (trainer / "started").exists():
+            time.sleep(0.1)
+        time.sleep(0.5)  # until it waits
+        os.killpg(process.pid, signal.SIGHUP)
+    assert (trainer / "told").exists()
+
+
+def test_an_ssh_that_fails_is_not_taken_for_a_signal(trainer, programs):
+    code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **two_nodes(trainer, programs, "exit 255"))
+    assert (code, output.count("\n")) == (255, 1) and "ssh to a node failed or broke" in output
+
+
 def test_bash_does_not_go_on_without_its_hostfile(trainer, programs):
     code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), HOSTFILE="my hosts")
     assert (code, output.count("\n")) == (2, 1) and "HOSTFILE my hosts: there is no such file" in output
@@ -191,6 +218,8 @@ def test_torchrun_runs_the_script_on_two_ranks(trainer):
 def test_torchrun_ends_with_what_a_rank_found_wrong(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     tell_torchrun(["--nosuch: no flag", "--seed banana: no number"])
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
+    tell_torchrun(["a full disk does not keep it from the console"])
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
     lines = str(ChildFailedError("script", {0: failure})).splitlines()
     assert [line.split(" : ")[-1].strip() for line in lines[-3:-1]] == ["--nosuch: no flag", "--seed banana: no number"]

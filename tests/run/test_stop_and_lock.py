@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +19,8 @@ from moh_lm.config import ConfigError
 from moh_lm.flags import make_parser, parse_flags
 from moh_lm.monitor.journal import Journal, complete_rows
 from moh_lm.output import Output
-from moh_lm.run import directory, program, stop, watchdog
+from moh_lm.run import directory, meeting, program, stop, watchdog
 from moh_lm.run.directory import lock_run_directory
-from moh_lm.run.launch import meet
 from moh_lm.run.roll_call import RollCall, describe
 from moh_lm.run.watchdog import UNAVAILABLE, Watchdog
 from tests.distributed import free_port, run_ranks
@@ -194,16 +192,51 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     assert said.startswith(f"warning: {tmp_path}/.lock cannot be locked (ENOLCK, No locks available)")
 
 
-# --- A port that is taken ---
+# --- Ranks that do not meet ---
 
 
-def test_a_port_that_another_program_has_is_a_sentence_with_the_remedy(monkeypatch):
+@pytest.fixture
+def meeting_place(monkeypatch):
+    """Variables of rank 0 of three, at a free port."""
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    place = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    return place["MASTER_PORT"]
+
+
+def test_a_port_that_another_program_has_is_a_sentence_with_the_remedy(meeting_place, monkeypatch):
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
-        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(ConfigError, match=f"MASTER_PORT {port}: is taken by another program.*give another"):
-            meet(timedelta(seconds=10))
+            meeting.meet()
+
+
+def test_ranks_that_do_not_come_are_named(meeting_place, monkeypatch):
+    monkeypatch.setattr(meeting, "PATIENCE", 1)
+    with pytest.raises(ConfigError, match=rf"MASTER_PORT {meeting_place}: 2 of 3 ranks \(ranks 1, 2\) have not come"):
+        meeting.meet()
+
+
+def test_a_rank_that_cannot_begin_ends_those_of_other_machines(meeting_place, monkeypatch):
+    monkeypatch.setattr(meeting, "LINGER", 1)
+    store = meeting.open_store(1)
+    monkeypatch.setenv("RANK", "1")
+    meeting.refuse()
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ConfigError, match=f"rank 1 on {socket.gethostname()} cannot begin"):
+        meeting.meet()
+    del store
+
+
+def test_the_ranks_of_another_run_at_the_same_port_are_not_joined(meeting_place, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    store = meeting.meet()
+    with pytest.raises(ConfigError, match=f"MASTER_PORT {meeting_place}: the ranks of another run meet there"):
+        meeting.meet()
+    del store
 
 
 # --- A launcher that hangs ---
