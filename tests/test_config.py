@@ -288,9 +288,16 @@ def test_a_run_directory_that_is_a_file_is_refused_in_one_line(tmp_path, capsys,
     assert stop.value.code == 2 and "--checkpoint-dir" in problem and "give another directory" in problem
 
 
-@pytest.mark.parametrize("given", [{"OMPI_COMM_WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "1"}])
-def test_ranks_of_a_launcher_that_sets_no_rank_are_refused(given, tmp_path, capsys, monkeypatch, data_dir):
-    for name in ("RANK", "LOCAL_RANK"):
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"},  # no address to meet at
+    ],
+)
+def test_ranks_of_a_launcher_that_sets_too_little_are_refused(given, tmp_path, capsys, monkeypatch, data_dir):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)

@@ -21,12 +21,13 @@ from moh_lm.run.meeting import PATIENCE, NotMet, meet
 def refuse_foreign_launcher():
     """Raises ConfigError where mpirun or srun started several processes, each of which would be a run of its own.
 
-    And where a launcher does not say which device of the machine is a rank's.
+    And where a launcher does not say which device of the machine is a rank's, or where the ranks meet.
     """
-    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
-        raise ConfigError(
-            [f"RANK is {os.environ['RANK']} but LOCAL_RANK is not set: start the ranks by torchrun or deepspeed"]
-        )
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if "RANK" in os.environ and name not in os.environ:
+            raise ConfigError(
+                [f"RANK is {os.environ['RANK']} but {name} is not set: start the ranks by torchrun or deepspeed"]
+            )
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
         if "RANK" not in os.environ and int(os.environ.get(name, 1)) > 1:
             raise ConfigError(

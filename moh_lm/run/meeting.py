@@ -67,7 +67,9 @@ def open_store(seconds):
 
 def refuse():
     """Tell the ranks on other machines that this one cannot begin."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1))):
+    is_given = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))  # by a launcher
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", 1)))
+    if is_given and int(os.environ.get("WORLD_SIZE", 1)) > here:
         with contextlib.suppress(ConfigError, RuntimeError):  # nobody is there
             store = open_store(LINGER)
             store.set("refused", f"rank {os.environ['RANK']} on {socket.gethostname()}")

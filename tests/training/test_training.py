@@ -197,7 +197,8 @@ def test_a_rank_without_a_gpu_of_its_own_says_so(data_dir, tmp_path, monkeypatch
     gpu = SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 1)
     monkeypatch.setattr(launch, "get_accelerator", lambda: gpu)
     monkeypatch.setattr("sys.argv", ["pretrain", *arguments(data_dir, tmp_path)])
-    for key, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+    place = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit, match="2"):
         pretrain.main()
