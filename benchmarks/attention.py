@@ -50,6 +50,7 @@ from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 from moh_lm.kernels.documents import boundaries, narrow
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import RouterStatistics, attach_loss
+from moh_lm.run.heap import keep_freed_memory
 
 TILE = 64
 PARTS = ("forward", "both")
@@ -64,6 +65,8 @@ def bases(documents, dtype):
 
 def main(options):
     device, dtype = set_up(options)
+    if device.type == "cpu":
+        keep_freed_memory()  # as training does
     print(conditions := describe(device, dtype))
     new = break_even.Measurement(*break_even.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
     if device.type == "cuda":

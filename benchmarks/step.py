@@ -33,6 +33,7 @@ from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.break_even import fastest
 from moh_lm.model.transformer import CausalLM, compile_layers
+from moh_lm.run.heap import keep_freed_memory
 from tools.devices import usable_device
 from tools.hf.keys import written
 
@@ -44,6 +45,8 @@ def main(arguments):
     device = torch.device(checked(usable_device, arguments.device))
     if device.index:
         torch.cuda.set_device(device)  # events, the peak of memory and the name are those of the current GPU
+    if device.type == "cpu":
+        keep_freed_memory()  # as training does
     torch.set_num_threads(arguments.threads or torch.get_num_threads())
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{name}; torch {torch.__version__}, Python {platform.python_version()}; {' '.join(sys.argv)}")

@@ -15,6 +15,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch.distributed import distributed_c10d
 
 from moh_lm.config import ConfigError
+from moh_lm.run.heap import keep_freed_memory
 from moh_lm.run.meeting import PATIENCE, NotMet, meet
 
 
@@ -57,6 +58,8 @@ def start_process_group(timeout):
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     backend, limit = "nccl" if gpu else "gloo", timedelta(seconds=timeout)
     if not dist.is_initialized():
         store, rank, world_size = meet(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
