@@ -6,7 +6,7 @@ EVAL = ["lm_eval~=0.4.13", "accelerate", "transformers>=4.46"]
 PLOT = ["matplotlib", "jinja2"]
 VISION = ["pillow", "diffusers", "scikit-learn", "transformers>=4.46", *PLOT]
 TRITON = ["triton; platform_system == 'Linux'"]  # CUDA builds of torch bring the version that they need
-COMMANDS = find_namespace_packages(include=["tools", "tools.*", "data_prep", "data_prep.*"])  # see moh_lm/console.py
+COMMANDS = find_namespace_packages(include=["tools", "tools.*", "data_prep", "data_prep.*"])  # see moh_lm/cli
 PARTS = ("command", "devices")  # of tools/, not commands themselves
 NAMES = ["tokenize", *sorted(path.stem for path in Path("tools").glob("*.py") if path.stem not in PARTS)]
 
@@ -29,7 +29,7 @@ setup(
     entry_points={
         "console_scripts": [
             "moh-pretrain = moh_lm.pretrain:main",
-            *(f"moh-{name.replace('_', '-')} = moh_lm.console:main" for name in NAMES),
+            *(f"moh-{name.replace('_', '-')} = moh_lm.cli.console:main" for name in NAMES),
         ]
     },
     install_requires=[

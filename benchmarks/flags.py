@@ -4,8 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.parser import Parser
 from moh_lm.quantities import at_least
 from tools.command import device
 

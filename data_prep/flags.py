@@ -2,9 +2,9 @@
 
 import os
 
+from moh_lm.cli.parser import Parser, nearest
 from moh_lm.config import ConfigError
 from moh_lm.flags import name_and_weight
-from moh_lm.parser import Parser, nearest
 from moh_lm.quantities import at_least, quantity, real
 
 

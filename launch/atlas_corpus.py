@@ -30,7 +30,7 @@ import zipfile
 from email import message_from_string
 
 from launch.quickstart_corpus import size, split_docstrings, write
-from moh_lm.parser import Parser
+from moh_lm.cli.parser import Parser
 from tools import command
 
 FAILURES = (OSError, RuntimeError)

@@ -19,9 +19,9 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.comparison import FLAGS, add_flags, read_flags
+from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES
-from moh_lm.parser import Parser
 from moh_lm.quantities import above_0, at_least
 from tools.command import GOES_ON, run
 

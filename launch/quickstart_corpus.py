@@ -26,7 +26,7 @@ import tokenize
 
 import zstandard
 
-from moh_lm.parser import Parser
+from moh_lm.cli.parser import Parser
 from tools import command
 
 FAILURES = OSError

@@ -12,8 +12,8 @@ from pathlib import Path
 import yaml
 
 from moh_lm.checkpoint.directory import newest_model
+from moh_lm.cli.parser import Parser, nearest
 from moh_lm.config import BUDGETS, SPREAD, Config, ConfigError, HeadsConfig, flag, walk
-from moh_lm.parser import Parser, nearest
 from moh_lm.quantities import duration, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources

@@ -10,8 +10,8 @@ import os
 import re
 import sys
 
+from moh_lm.cli.output import Output
 from moh_lm.config import ConfigError
-from moh_lm.output import Output
 
 OURS = ("moh_lm", "tools", "data_prep", "launch")
 GOES_ON = "stopped; the same command goes on"

@@ -20,8 +20,8 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 import re
 
+from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.parser import Parser
 from moh_lm.quantities import at_least
 from tools.command import device, run
 from tools.tasks.flags import add_task_flags, task_problems

@@ -18,8 +18,8 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 import math
 
+from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.parser import Parser
 from moh_lm.quantities import at_least, share
 from tools.command import device, run
 

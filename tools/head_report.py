@@ -16,8 +16,8 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.parser import Parser
 from moh_lm.quantities import above_0, at_least
 from tools.command import device, run
 from tools.tasks.suites import SUITES

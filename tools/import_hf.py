@@ -20,9 +20,9 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from dataclasses import fields
 
+from moh_lm.cli.parser import Parser
 from moh_lm.config import HeadsConfig, flag
 from moh_lm.flags import is_list, placeholder
-from moh_lm.parser import Parser
 from moh_lm.quantities import at_least, quantity
 from tools.command import run
 

@@ -17,8 +17,8 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import signal
 from dataclasses import replace
 
+from moh_lm.cli.parser import Parser
 from moh_lm.flags import add_config_flags, config_of, parse_flags
-from moh_lm.parser import Parser
 from moh_lm.quantities import at_least
 from tools.command import run
 

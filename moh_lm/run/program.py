@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
 from moh_lm.checks import config_problems, plan_warnings
+from moh_lm.cli.output import Output
 from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_configuration, describe_run, memory_warnings
 from moh_lm.data.dataset import Dataset
@@ -20,7 +21,6 @@ from moh_lm.data.files import ShardError
 from moh_lm.flags import config_of, idle_flags, save_config
 from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Tasks
-from moh_lm.output import Output
 from moh_lm.quantities import wrapped
 from moh_lm.run.directory import lock_run_directory, make_run_directory
 from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group

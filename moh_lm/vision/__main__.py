@@ -10,9 +10,9 @@ import functools
 import importlib
 import sys
 
+from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.flags import add_config_flags, add_run_flags, changes, parse_flags
-from moh_lm.parser import Parser
 from moh_lm.run.problems import tell
 from moh_lm.vision.config import KINDS
 

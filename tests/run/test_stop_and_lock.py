@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from moh_lm.cli.output import Output
 from moh_lm.config import ConfigError
 from moh_lm.flags import make_parser, parse_flags
 from moh_lm.monitor.journal import Journal, complete_rows
-from moh_lm.output import Output
 from moh_lm.run import directory, meeting, program, stop, watchdog
 from moh_lm.run.directory import lock_run_directory
 from moh_lm.run.roll_call import RollCall, describe

@@ -12,7 +12,8 @@ import sys
 import pytest
 import torch
 
-from moh_lm import console, pretrain
+from moh_lm import pretrain
+from moh_lm.cli import console
 from moh_lm.config import Config
 from tests.tokenizing import ROOT
 

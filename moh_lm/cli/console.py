@@ -8,8 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
-INSTALLED = Path(__file__).with_name("commands")
-PLACE = INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1]
+PACKAGE = Path(__file__).parents[1]
+PLACE = PACKAGE / "commands" if (PACKAGE / "commands").is_dir() else PACKAGE.parent
 
 
 def main():
