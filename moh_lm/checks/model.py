@@ -21,13 +21,14 @@ def model_problems(model):
     if found:
         return found
     heads = max(model.head_counts)
+    turns = "rotary" in model.position and model.attention != "latent"  # whose features are checked below
     turned = (model.rotary_dim or 0) * model.rotary_fraction
     if model.hidden_size % heads and model.head_dim == model.hidden_size // heads:
         found.append(
             f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
             f"choose one of {divisors(model.hidden_size, 64)}, or give --head-dim"
         )
-    elif model.head_dim < 1 or ("rotary" in model.position and (turned < 2 or turned // 1 % 2)):
+    elif model.head_dim < 1 or (turns and (turned < 2 or turned // 1 % 2)):
         share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
     found += latent_problems(model) + width_problems(model) + position_problems(model)

@@ -53,7 +53,7 @@ class OwnKeysLayer(DynamicLayer or object):
     """A layer of a dynamic cache that keeps the keys and values of the heads only that a token uses.
 
     keys, values: [n, e], of the (token, key/value head) pairs that are kept, ordered by row, head and position. others:
-    their positions, int64 [n], and which of the r query heads use them, bool [n, r]. counts: [b, h / r].
+    their positions, int32 [n], and which of the r query heads use them, bool [n, r]. counts: [b, h / r].
     """
 
     cumulative_length, counts = 0, None
@@ -63,7 +63,8 @@ class OwnKeysLayer(DynamicLayer or object):
         if present is not None:
             used = used & present.unsqueeze(1)
         members = used.unflatten(1, (key.shape[1], -1)).transpose(2, 3)  # [b, h / r, s, r]
-        positions = self.cumulative_length + torch.arange(key.shape[2], device=key.device).expand(key.shape[:3])
+        positions = self.cumulative_length + torch.arange(key.shape[2], dtype=torch.int32, device=key.device)
+        positions = positions.expand(key.shape[:3])
         self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
         new, slots = (key, value, positions, members), members.any(-1)
         if self.cumulative_length:
@@ -84,7 +85,7 @@ class OwnKeysLayer(DynamicLayer or object):
         lowest = torch.finfo(computed_dtype(key)).min
         added = torch.zeros_like(visible, dtype=key.dtype).masked_fill(~visible, lowest)
         if mask is not None:
-            places = positions.unsqueeze(2).expand(-1, -1, length, -1)
+            places = positions.long().unsqueeze(2).expand(-1, -1, length, -1)
             given = mask.expand(*places.shape[:3], -1).gather(-1, places).repeat_interleave(members.shape[-1], 1)
             given = given.to(key.dtype) if given.dtype != torch.bool else (~given).to(key.dtype) * lowest
             added = torch.minimum(added, given)
