@@ -2,7 +2,7 @@
 
 The directories are all that is remembered. A run is complete if its metrics.jsonl has an evaluation after the last
 iteration; one that was stopped goes on from its last checkpoint. DIRECTORY.log beside the directory begins with the
-flags of the run, so that none goes on with others. Of several GPUs, runs at the same time have their own.
+flags of the run, so that none goes on with others. Runs at the same time have GPUs or threads of their own.
 """
 
 import os
@@ -57,11 +57,16 @@ def jobs_of(flags):
 
 
 def shares(jobs, ranks):
-    """CUDA_VISIBLE_DEVICES of each job; None: as it is. With too few GPUs for all jobs, some share theirs."""
+    """What the environment of each job has of its own: GPUs, or on a CPU one thread unless OMP_NUM_THREADS is given.
+
+    With too few GPUs for all jobs, some share theirs. A job alone has what there is."""
     count = torch.cuda.device_count()
     names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
     parts = [",".join(names[first : first + ranks]) for first in range(0, count - ranks + 1, ranks)]
-    return [parts[job % len(parts)] if parts and jobs > 1 else None for job in range(jobs)]
+    if parts and jobs > 1:
+        return [{"CUDA_VISIBLE_DEVICES": parts[job % len(parts)]} for job in range(jobs)]
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if jobs > 1 and count == 0 else {}
+    return [threads] * jobs
 
 
 def train_all(next_run, jobs, ranks=1):
@@ -74,17 +79,17 @@ def train_all(next_run, jobs, ranks=1):
     try:
         while True:
             while free and (run := next_run({run.directory for _, run, _ in busy.values()}, codes)):
-                gpus = free.pop(0)
-                process = start(run, ranks, gpus)
-                busy[process.pid] = process, run, gpus
+                share = free.pop(0)
+                process = start(run, ranks, share)
+                busy[process.pid] = process, run, share
                 print(f"started {run.name}", flush=True)
             if not busy:
                 return codes
             pid, status = os.wait()
             if pid not in busy:  # as process 1 of a container gets what runs left behind
                 continue
-            process, run, gpus = busy.pop(pid)
-            free.append(gpus)
+            process, run, share = busy.pop(pid)
+            free.append(share)
             process.returncode = codes[run.directory] = os.waitstatus_to_exitcode(status)
             words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: the same command goes on"}
             print(words.get(process.returncode, f"failed {run.name} (exit code {process.returncode})"), flush=True)
@@ -103,8 +108,8 @@ def exit_code(codes):
     return 1 if {*codes.values()} - {0, STOPPED} else max(codes.values(), default=0)
 
 
-def start(run, ranks, gpus=None):
-    """The process that trains one run, with ``gpus`` of its own; what it says follows its flags in its log."""
+def start(run, ranks, share):
+    """The process that trains one run, with its ``share`` of the machine; what it says follows its flags in its log."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     program = [sys.executable, "-m", "moh_lm.pretrain"]
     if ranks > 1:
@@ -112,5 +117,5 @@ def start(run, ranks, gpus=None):
         program = [*torchrun, str(ranks), "-m", "moh_lm.pretrain"]
     with open(run.log, "w", encoding="utf-8") as file:
         print(*run.arguments, file=file, flush=True)
-        own = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus} if gpus else None
-        return subprocess.Popen([*program, *run.arguments], cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT)
+        program, own = [*program, *run.arguments], os.environ | share
+        return subprocess.Popen(program, cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT)

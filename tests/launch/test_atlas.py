@@ -118,7 +118,7 @@ def test_a_process_that_a_run_left_behind_is_none_of_the_runs(tmp_path, monkeypa
     coming = iter([runs.Run("one", tmp_path / "one", 1, [])])
     left = subprocess.Popen(["true"])
     os.waitid(os.P_PID, left.pid, os.WEXITED | os.WNOWAIT)
-    monkeypatch.setattr(runs, "start", lambda run, ranks, gpus: subprocess.Popen(["sleep", "0.2"]))
+    monkeypatch.setattr(runs, "start", lambda run, ranks, share: subprocess.Popen(["sleep", "0.2"]))
     assert runs.train_all(lambda busy, codes: next(coming, None), 1) == {tmp_path / "one": 0}
     left.returncode = 0  # it was collected above
 
@@ -141,9 +141,17 @@ def test_runs_at_the_same_time_have_gpus_of_their_own(tmp_path, monkeypatch):
         used = Path(f"{shows}.all").read_text().split()
         assert sorted(used[:2]) == sorted(used[2:]) == sorted(names)
         Path(f"{shows}.all").unlink()
-    assert runs.shares(3, ranks=2) == ["7,6", "5,MIG-a", "7,6"] and runs.shares(1, ranks=2) == [None]
+    of_three = [share["CUDA_VISIBLE_DEVICES"] for share in runs.shares(3, ranks=2)]
+    assert of_three == ["7,6", "5,MIG-a", "7,6"] and runs.shares(1, ranks=2) == [{}]
+
+
+def test_runs_at_the_same_time_on_a_cpu_have_a_thread_each_unless_threads_are_given(monkeypatch):
     monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 0)
-    assert runs.shares(2, ranks=1) == [None, None]
+    for given, threads in ((None, "1"), ("3", "3")):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if given:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert runs.shares(2, ranks=1) == [{"OMP_NUM_THREADS": threads}] * 2 and runs.shares(1, ranks=1) == [{}]
 
 
 def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):
