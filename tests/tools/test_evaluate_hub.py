@@ -133,16 +133,16 @@ def hub():
     server.server_close()
 
 
-def run(program, hub, home, *arguments):
-    """A program of tools/ in a process of its own: where the hub is counts when its client is imported."""
+def run(program, hub, home, *arguments, python=sys.executable):
+    """A program of tools/ by a new Python: where the hub is counts when its client is imported."""
     endpoint = f"http://127.0.0.1:{hub.server_port}"
     changes = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
     environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"} | changes
-    command = [sys.executable, ROOT / "tools" / program, "--tasks", *TASKS, "--suite", "llama14", *arguments]
+    command = [python, ROOT / "tools" / program, "--tasks", *TASKS, "--suite", "llama14", *arguments]
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)
 
 
-def test_a_model_has_the_results_of_the_local_rows(hub, data, tmp_path):  # noqa: F811
+def test_a_model_has_the_results_of_the_local_rows(hub, data, programs, tmp_path):  # noqa: F811
     words = {word: number for number, word in enumerate(["<unk>", "</s>", ":", "Question", "Answer", *WORDS])}
     made = Tokenizer(WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
@@ -150,9 +150,9 @@ def test_a_model_has_the_results_of_the_local_rows(hub, data, tmp_path):  # noqa
     shape = {"vocab_size": len(words), "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=1)).save_pretrained(tmp_path / "model")
     results = []
-    for name, rows in (("hub", []), ("local", ["--data", data])):
+    for name, rows, python in (("hub", [], sys.executable), ("local", ["--data", data], programs / "python")):
         given = ["--model", tmp_path / "model", "--device", "cpu", "--output", tmp_path / f"{name}.json", *rows]
-        finished = run("evaluate.py", hub, tmp_path, *given)
+        finished = run("evaluate.py", hub, tmp_path, *given, python=python)
         assert finished.returncode == 0, finished.stderr
         results.append((finished.stdout, json.loads((tmp_path / f"{name}.json").read_text())))
     assert results[0] == results[1]
