@@ -100,13 +100,15 @@ def stage_memory(config, world_size):
 
 
 def exchanged(model, tp, cp):
-    """``model`` with as many key/value heads as its ranks hold together where they share sequences."""
-    if cp == 1 or len(model.head_counts) > 1:
+    """``model`` with as many key/value heads in each layer as its ranks hold together where they share sequences."""
+    if cp == 1:
         return model
-    heads, leading = model.head_counts[0], [model.leading_heads(layer) for layer in range(model.num_layers)]
-    orders = [order_of_ranks(heads, number, tp * cp) for number in set(leading)]
-    keys = max(len(keys_of_ranks(order, model.queries_per_key, tp * cp)) for order in orders)
-    return replace(model, num_key_value_heads=keys)
+    keys = []
+    for layer in range(model.num_layers):
+        of_layer = model.of_layer(layer)
+        order = order_of_ranks(of_layer.num_attention_heads, model.leading_heads(layer), tp * cp)
+        keys.append(len(keys_of_ranks(order, of_layer.queries_per_key, tp * cp)))
+    return replace(model, num_key_value_heads=tuple(keys) if len(model.head_counts) > 1 else max(keys))
 
 
 @functools.lru_cache(maxsize=8)

@@ -41,6 +41,9 @@ LLM_B = """--num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-att
 LLAMA3_8B = """--num-layers 32 --hidden-size 4096 --intermediate-size 14336 --num-attention-heads 32
     --num-key-value-heads 8 --vocab-size 160896 --routing query_norm --num-shared-heads 16
     --num-active-routed-heads 8 --seq-length 8192 --batch-tokens 16M --train-tokens 100B"""
+FEWER_HEADS_ABOVE = """--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 16 8 --head-dim 32
+    --num-key-value-heads 4 2 --num-shared-heads 4 --num-active-routed-heads 2 --vocab-size 512 --batch-tokens 64K
+    --train-tokens 1B"""
 
 
 def parse(text, *more):
@@ -201,12 +204,14 @@ def kept_of_a_context(config):
     return kept_by_second_layer(model, torch.randint(0, 64, (2, 128 // groups.context.size())))
 
 
-@pytest.mark.parametrize("flags, ranks", [("--num-key-value-heads 2", 4), ("--num-key-value-heads 1", 2),
-                                          ("--attention latent", 2)])  # fmt: skip
+@pytest.mark.parametrize("flags, ranks", [
+    ("--num-key-value-heads 2", 4), ("--num-key-value-heads 1", 2), ("--attention latent", 2),
+    ("--num-attention-heads 16 8 --head-dim 32 --num-key-value-heads 2 1", 2),
+])  # fmt: skip
 def test_the_activation_estimate_knows_what_ranks_exchange(flags, ranks):
     sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
     config = parse(f"{sizes} --num-shared-heads 4 --num-active-routed-heads 2 {flags}").model
-    estimate = DecoderLayer.kept_bytes(exchanged(config, 1, ranks), 4, 1)
+    estimate = DecoderLayer.kept_bytes(exchanged(config, 1, ranks).of_layer(1), 4, 1)
     kept = run_ranks(kept_of_a_context, ranks, config)
     assert [size / 256 * ranks for size in kept] == pytest.approx([estimate] * ranks, rel=0.03)
 
@@ -315,7 +320,7 @@ def buffer_bytes(text):
     return max(peaks)
 
 
-@pytest.mark.parametrize("text, gpus", [(LLM_B, 8), (LLAMA3_8B, 64)])
+@pytest.mark.parametrize("text, gpus", [(LLM_B, 8), (LLAMA3_8B, 64), (FEWER_HEADS_ABOVE, 4)])
 def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, programs):
     command = [programs / "python", str(ROOT / "tools/plan.py"), "--gpus", str(gpus), "--json", *text.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)

@@ -5,6 +5,8 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
+import numpy as np
+
 from moh_lm.checks.layout import layout_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
@@ -99,8 +101,8 @@ def step_seconds(config, machine):
     micro_batch = flops * tokens * compute_share / tp / (machine.gpu_tflops * 1e12 * machine.efficiency)
     activation = width * tokens * model.hidden_size
     gathers = (12 if run.recompute else 8) * layers
-    heads, keys = sum(model.head_counts) / len(model.head_counts), exchanged(model, tp, cp).num_key_value_heads
-    features = (heads + keys) * (model.query_dim + model.head_dim)  # of queries, keys, values and outputs
+    heads, keys = np.mean(model.head_counts), np.mean(exchanged(model, tp, cp).num_key_value_heads)
+    features = float(heads + keys) * (model.query_dim + model.head_dim)  # of queries, keys, values and outputs
     moved = (3 if run.recompute else 2) * layers * width * tokens * features / tp
     weights = parameter_counts(model)["total"] * parameter_share / tp
     sums = micro_batches if parallel.zero_stage > 1 else 1
