@@ -206,7 +206,7 @@ def kept_of_a_context(config):
 
 @pytest.mark.parametrize("flags, ranks", [
     ("--num-key-value-heads 2", 4), ("--num-key-value-heads 1", 2), ("--attention latent", 2),
-    ("--num-attention-heads 16 8 --head-dim 32 --num-key-value-heads 2 1", 2),
+    ("--num-attention-heads 16 8 --head-dim 32 --num-key-value-heads 2 1", 4),
 ])  # fmt: skip
 def test_the_activation_estimate_knows_what_ranks_exchange(flags, ranks):
     sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
