@@ -23,7 +23,8 @@ class Variant:
 
     Eighths need not be whole: over all layers the numbers are as near to them as whole heads allow. table: the name by
     which ``--variants`` chooses it with its neighbours; those without one are trained if none is chosen. tier: which
-    comparisons come first. tokens: times those of the others.
+    comparisons come first. tokens: times those of the others. {half}, {quarter} or {three_quarters} in ``flags`` is that
+    number of heads.
     """
 
     name: str
@@ -48,7 +49,8 @@ class Variant:
             used = spread((self.shared + self.active) * heads / 8, layers)
             active = [both - always for both, always in zip(used, shared, strict=True)]
             budget = ["--num-shared-heads", *numbers(shared), "--num-active-routed-heads", *numbers(active)]
-        return ["--num-attention-heads", str(heads), *budget, *self.flags.format(half=heads // 2).split()]
+        shares = {"quarter": heads // 4, "half": heads // 2, "three_quarters": heads * 3 // 4}
+        return ["--num-attention-heads", str(heads), *budget, *self.flags.format(**shares).split()]
 
 
 def spread(mean, layers):
