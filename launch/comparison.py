@@ -21,10 +21,10 @@ TUNING_SEED = 0  # chooses learning rates, so it takes no part in the comparison
 class Variant:
     """Heads in eighths of all heads: always on, and chosen for each token; None: ordinary attention.
 
-    Eighths need not be whole: over all layers the numbers are as near to them as whole heads allow. table: the name by
-    which ``--variants`` chooses it with its neighbours; those without one are trained if none is chosen. tier: which
-    comparisons come first. tokens: times those of the others. {half}, {quarter} or {three_quarters} in ``flags`` is that
-    number of heads.
+    Eighths need not be whole: over all layers the numbers are as near to them as whole heads allow. flags: {half},
+    {quarter} and {three_quarters} are that number of heads. table: the name by which ``--variants`` chooses it with its
+    neighbours; those without one are trained if none is chosen. tier: which comparisons come first. tokens: times those
+    of the others.
     """
 
     name: str

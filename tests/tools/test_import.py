@@ -29,7 +29,7 @@ from moh_lm.model.transformer import CausalLM
 from moh_lm.run.resume import contradictions
 from tests.distributed import run_ranks
 from tests.tokenizing import hugging_face_tokenizer
-from tests.tools.test_modeling import make_model
+from tests.tools.modeling_cases import make_model
 from tests.training.test_training import losses, rows, run
 from tools import import_hf
 from tools.hf import export_check, import_step, import_weights

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers import modeling_flash_attention_utils as road
 
-from tests.tools.test_modeling import CASES, GREEDY, make_model, random_tokens
+from tests.tools.modeling_cases import CASES, GREEDY, make_model, random_tokens
 
 CALLS = {"whole": 0, "varlen": 0}
 
