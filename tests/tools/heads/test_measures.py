@@ -1,0 +1,151 @@
+"""What a head looks at and writes: every measure is what its formula says."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from tests.tools.heads.models import attended, domain, nothing, random_model
+from tests.tools.test_export import PAPER, make_weights
+
+
+def test_the_curve_begins_with_the_loss_of_the_model_whatever_the_positions(tools):
+    model = make_weights(replace(PAPER, position=("learned",), learned_positions=16)).double()
+    texts = [domain(tools, "one", torch.arange(32).view(2, 16) % model.model.embed_tokens.weight.shape[0])]
+    losses, rises = tools["ablation"].measure_ablation(model, texts, 32, nothing)
+    curve = tools["ablation"].measure_pruning(model, texts, 32, rises, np.ones((2, 4), bool))
+    assert curve["loss"]["one"][0] == pytest.approx(losses["one"], rel=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("position", [("cope", "none"), ("learned",)])
+def test_the_attention_that_is_measured_makes_the_output_whatever_the_positions(tools, position):
+    model = make_weights(replace(PAPER, position=position, learned_positions=16, window=(0, 5))).double()
+    tokens, measures = torch.arange(16)[None], tools["measures"]
+    x = model.model.embed(tokens)
+    for layer in model.model.layers:
+        heads, value = measures.read_heads(layer, x), layer.self_attn.project(layer.input_layernorm(x)).value
+        for head in range(4):
+            output = torch.einsum("bqk,kbe->qbe", heads.attention(head), value[:, :, head // 2])
+            torch.testing.assert_close(heads.output[:, :, head], output)
+        x = measures.finish(layer, x, heads.weighted())
+    torch.testing.assert_close(model.model.norm(x), model.model(tokens))
+
+
+def test_offsets_and_loads_are_counts_over_the_attention_of_the_model(tools, model, texts):
+    figures = tools["measures"].measure_text(model, texts, nothing)
+    layers = [[attended(model, window)[layer] for d in texts for window in d.windows] for layer in (0, 1)]
+    for layer, maps in enumerate(layers):
+        first = [used for _, used in maps[:3]]
+        np.testing.assert_allclose(figures["load"]["one"][layer], torch.cat(first).double().mean(0))
+        np.testing.assert_allclose(figures["half_load"]["one"][1, layer], first[1].double().mean(0))
+        for head in range(8):
+            queries = [(w[head, t], t) for w, used in maps for t in range(1, 40) if used[t, head]]
+            if len(queries) < 20:
+                assert math.isnan(figures["previous"][layer, head])
+                continue
+            shares = []
+            for offset in range(21):
+                asked = [(row, t) for row, t in queries if t >= offset]
+                hits = sum(t - int(row.argmax()) == offset for row, t in asked)
+                shares.append(hits / len(asked) if len(asked) >= 20 else 0)
+            assert figures["offset"][layer, head] == np.argmax(shares)
+            assert figures["offset_share"][layer, head] == pytest.approx(max(shares))
+            for key, back in (("previous", 1), ("second", 2), ("first", None)):
+                asked = [(row, t) for row, t in queries if t >= (back or 1)]
+                expected = np.mean([row[0 if back is None else t - back].item() for row, t in asked])
+                assert figures[key][layer, head] == pytest.approx(expected, abs=1e-6)
+    place = 0
+    for text in texts:
+        for layer, maps in enumerate(layers):
+            of_domain = maps[place : place + len(text.windows)]
+            rests = [w[head, t, 0] for w, used in of_domain for t in range(1, 40) for head in range(8) if used[t, head]]
+            assert figures["sink"][text.name][layer] == pytest.approx(torch.stack(rests).mean().item(), abs=1e-6)
+            gates = figures["gates"][text.name][:, :, layer]
+            used = figures["load"][text.name][layer].sum() * 40 * len(text.windows)
+            rms = math.sqrt(np.square(gates, dtype=np.float64).sum() / used)
+            assert figures["gate_rms"][text.name][layer] == pytest.approx(rms, rel=1e-3)  # gates are float16
+        place += len(text.windows)
+
+
+def test_a_distance_of_fewer_than_20_queries_has_no_mean_weight(tools):
+    offsets = tools["measures"].Offsets(1, 8)
+    offsets.queries[0] = torch.tensor([20, 20, 19, 18, 17])
+    offsets.weights[0] = torch.tensor([5.0, 5.0, 5.0])
+    found = offsets.figures()
+    assert (found["previous"], found["first"]) == (0.25, 0.25) and np.isnan(found["second"])
+
+
+def test_prefix_matching_and_rare_tokens_are_counts_too(tools, model, texts):
+    measures, text = tools["measures"], tools["text"]
+    ranks, counts = text.frequency_ranks(texts, 80)
+    sequences = text.repeated_sequences(ranks, counts, start=79, examples=2)
+    prefix = measures.measure_prefix(model, sequences)
+    rare, chance = measures.measure_rare(model, texts, ranks)
+    pieces = [window[:32] for d in texts for window in d.windows]
+    for layer in (0, 1):
+        for head in range(8):
+            sums, hits, chances = [], [], []
+            for tokens in sequences:
+                weights, used = attended(model, tokens)[layer]
+                for t in range(26, 101):
+                    after = [u for u in range(1, t) if tokens[u - 1] == tokens[t]]
+                    assert len(after) == (t - 1) // 25
+                    if used[t, head]:
+                        sums.append(sum(weights[head, t, u].item() for u in after))
+            for piece in pieces:
+                weights, used = attended(model, piece)[layer]
+                for t in range(8, 32):
+                    seen = sorted({ranks[token].item() for token in piece[: t + 1]}, reverse=True)
+                    if seen[0] < 10:
+                        continue
+                    chances.append(np.mean([ranks[token].item() in seen[:2] for token in piece[: t + 1]]))
+                    if used[t, head]:
+                        hits.append(ranks[piece[int(weights[head, t].argmax())]].item() in seen[:2])
+            if used[:, head].any():
+                assert prefix[layer, head] == pytest.approx(np.mean(sums), abs=1e-6)
+                assert rare[layer, head] == pytest.approx(np.mean(hits))
+                assert chance == pytest.approx(np.mean(chances))
+            else:
+                assert math.isnan(prefix[layer, head]) and math.isnan(rare[layer, head])
+
+
+def test_the_output_of_a_head_is_its_attention_over_the_values(tools, model, texts):
+    tokens = texts[0].windows[0][None]
+    for layer, _, heads in tools["measures"].sweep(model, [tokens]):
+        weights = torch.stack([heads.attention(head)[0] for head in range(8)])
+        attention, shared_by = model.model.layers[layer].self_attn, heads.query.shape[2] // heads.key.shape[2]
+        with torch.no_grad():
+            x = model.model.embed_tokens(tokens)
+            for before in model.model.layers[:layer]:
+                x = before(x)
+            x = model.model.layers[layer].input_layernorm(x)
+            value = attention.split_heads(attention.v_proj(x))[:, 0].repeat_interleave(shared_by, 1)
+            compared = heads.used[:, 0] if attention.own_keys else ...  # what an unused head sees then means nothing
+            mine = torch.einsum("hqk,khe->qhe", weights, value)
+            torch.testing.assert_close(mine[compared], heads.output[:, 0][compared])
+            torch.testing.assert_close(attention.o_proj(heads.weighted().flatten(2)), attention(x)[0])
+
+
+def test_redundancy_is_linear_cka_and_written_the_norm_in_the_residual_stream(tools, texts):
+    model = random_model("paper, window")
+    figures = tools["measures"].measure_text(model, texts, nothing)
+    outputs = [[], []]
+    for layer, _, heads in tools["measures"].sweep(model, [w[None] for d in texts for w in d.windows]):
+        outputs[layer].append((heads.output[:, 0].double(), heads.gates[:, 0].double()))
+    for layer in (0, 1):
+        output, gates = (torch.cat(part) for part in zip(*outputs[layer], strict=True))
+        n = len(output)
+        centring = torch.eye(n).double() - 1 / n
+        kernels = [centring @ (output[:, head] @ output[:, head].t()) @ centring for head in range(8)]
+        hsic = torch.tensor([[(a * b).sum() for b in kernels] for a in kernels])  # trace of K H L H
+        expected = hsic / torch.outer(hsic.diag(), hsic.diag()).sqrt()
+        np.testing.assert_allclose(figures["cka"][layer], expected, rtol=1e-6)
+        weight = model.model.layers[layer].self_attn.o_proj.weight.detach().double()
+        for head in range(8):
+            added = (gates[:, head, None] * output[:, head]) @ weight[:, head * 8 : head * 8 + 8].t()
+            assert figures["written"][layer, head] == pytest.approx(added.norm(dim=1).mean().item(), rel=1e-5)
