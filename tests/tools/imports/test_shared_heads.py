@@ -1,0 +1,87 @@
+"""Which heads of an import are shared: the important ones come first."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.config import DataConfig
+from moh_lm.data.dataset import Dataset
+from moh_lm.data.loader import Loader
+from tests.tools.imports.llamas import BASE_ONLY, LLAMA3, MIXTURE, assert_same_logits, make_llama, small_model
+from tools.hf.configuration_moh import MoHLlamaConfig
+from tools.hf.modeling_moh import MoHLlamaForCausalLM
+
+
+def importance_by_transformers(model, tokens):
+    """|W_O_i H_i| in the mean over tokens, [layers, heads], from what transformers hands to o_proj."""
+    seen = []
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda module, inputs, _: seen.append((module.weight, inputs[0])))
+    model(tokens)
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    (context[..., i * 8 : (i + 1) * 8] @ weight[:, i * 8 : (i + 1) * 8].T).norm(dim=-1).mean()
+                    for i in range(8)
+                ]
+            )
+            for weight, context in seen
+        ]
+    )
+
+
+PARTIAL = {"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}
+
+
+@pytest.mark.parametrize(
+    "key_value_heads, positions",
+    [
+        (8, None),
+        (4, None),
+        (2, None),
+        (2, {"layer_positions": ["cope", "rotary"], "cope_max_position": 7, **PARTIAL}),
+        (4, {"layer_positions": ["learned"] * 2, "learned_positions": 64, "rope_parameters": BASE_ONLY}),
+    ],
+)
+def test_important_heads_come_first_and_the_model_computes_the_same(
+    imported, data_dir, tmp_path, key_value_heads, positions
+):
+    ours = {"kind": (MoHLlamaForCausalLM, MoHLlamaConfig), "head_selection": "all"} | positions if positions else {}
+    model = make_llama(tmp_path / "hf", num_key_value_heads=key_value_heads, **ours)
+    flags = "--head-selection mixture --routing query_norm --num-shared-heads 4 --num-active-routed-heads 4".split()
+    sample = ("--select-shared", "importance", "--sample-data", str(data_dir), "--sample-tokens", "256")
+    run_directory = imported(tmp_path / "hf", *flags, *sample)
+    assert_same_logits(run_directory, model)
+    facts = json.loads((find_step(run_directory) / "state.json").read_text())["imported"]["head_importance"]
+    data = DataConfig(data_dir=str(data_dir), validation_fraction=0)
+    dataset = Dataset.open(data, seq_length=64, seed=1234, vocab_size=64)
+    loader = Loader(dataset, global_batch_size=4, micro_batch_size=4, data_parallel_rank=0, data_parallel_size=1)
+    (batch,) = loader.train_step(0)
+    loader.close()
+    expected = importance_by_transformers(model, batch.tokens)
+    torch.testing.assert_close(torch.tensor(facts["importance"]), expected, rtol=1e-4, atol=0)
+    size = 8 // key_value_heads
+    for order, importance in zip(facts["orders"], expected, strict=True):
+        assert sorted(order) == list(range(8)) and order != list(range(8))
+        groups = [order[start : start + size] for start in range(0, 8, size)]
+        assert all(len({head // size for head in group}) == 1 for group in groups)  # no group is torn apart
+        means = [importance[group].mean() for group in groups]
+        assert means == sorted(means, reverse=True)
+        assert all(list(importance[group]) == sorted(importance[group], reverse=True) for group in groups)
+
+
+def test_a_sample_of_text_is_measured_with_the_tokenizer_of_the_model(imported, tool, tmp_path):
+    tokenizer = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
+    make_llama(tmp_path / "hf", vocab_size=278)
+    shutil.copy(tokenizer, tmp_path / "hf" / "tokenizer.model")
+    (tmp_path / "text").write_text("the cat sat and a dog " * 40)
+    sample = ("--select-shared", "importance", "--sample-text", str(tmp_path / "text"), "--sample-tokens", "64")
+    facts = json.loads((find_step(imported(tmp_path / "hf", *MIXTURE, *sample)) / "state.json").read_text())
+    assert facts["imported"]["head_importance"]["tokens"] == 64
+    for more, named in (((), "all heads are on"), ((*MIXTURE, "--sample-data", "x"), "by one of --sample-data and")):
+        code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *sample, *more)
+        assert code == 2 and named in errors

@@ -1,0 +1,125 @@
+"""An import with a larger vocabulary, and with tokenizers of each kind."""
+
+import base64
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import sentencepiece
+import torch
+
+from moh_lm.checkpoint.fragments import full_parameters
+from moh_lm.checkpoint.saver import find_step
+from tests.tokenizing import hugging_face_tokenizer
+from tests.tools.imports.llamas import MIXTURE, make_llama, small_model
+from tools.work.import_hf import token_ids
+
+
+def test_new_rows_are_near_the_mean_of_the_old_ones_which_stay(imported, llama):
+    one, same, other = (
+        dict(full_parameters(find_step(imported(llama[0], "--extend-vocab", "3000", "--seed", seed, output=name))))
+        for name, seed in (("one", "1"), ("same", "1"), ("other", "2"))
+    )
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        old = llama[1].state_dict()[name]
+        new = one[name][64:]
+        assert new.shape == (2936, 48) and torch.equal(one[name][:64], old)
+        torch.testing.assert_close(new.mean(0), old.mean(0), atol=1e-3, rtol=0)
+        torch.testing.assert_close(new.std(0), old.std(0) * 0.01, rtol=0.1, atol=0)
+        assert torch.equal(same[name], one[name]) and not torch.equal(other[name][64:], new)
+    assert torch.equal(one["model.norm.weight"], llama[1].state_dict()["model.norm.weight"])
+
+
+def test_a_new_piece_begins_as_the_mean_of_the_old_ones_that_spell_it(imported, tool, tmp_path):
+    old = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
+    (tmp_path / "pieces").write_text("\u2581catdog\nsatcat\n")
+    new = tmp_path / "new.model"
+    extend = ["data_prep/tokenize.py", "extend", "--tokenizer", old, "--add-pieces", tmp_path / "pieces"]
+    subprocess.run(
+        [sys.executable, *extend, "--output", new],
+        cwd=Path(__file__).resolve().parents[3],
+        check=True,
+        capture_output=True,
+    )
+    before, after = (sentencepiece.SentencePieceProcessor(model_file=str(path)) for path in (old, new))
+    model = make_llama(tmp_path / "hf", vocab_size=278)
+    shutil.copy(old, tmp_path / "hf" / "tokenizer.model")
+    run_directory = imported(tmp_path / "hf", "--extend-vocab", "320", "--tokenizer", new)
+    step = find_step(run_directory)
+    assert (step / "tokenizer.model").read_bytes() == new.read_bytes()
+    found = dict(full_parameters(step))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows_before = model.state_dict()[name]
+        noise = 0.06 * rows_before.std(0)  # six deviations
+        for piece, spelled in (("\u2581catdog", before.encode("catdog")), ("satcat", before.encode("xsatcat")[2:])):
+            expected = rows_before[spelled].mean(0) if "embed" in name else rows_before.mean(0)
+            assert ((found[name][after.piece_to_id(piece)] - expected).abs() < noise).all(), piece
+        assert ((found[name][-1] - rows_before.mean(0)).abs() < noise).all()  # of no piece
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "small", "--tokenizer", new)
+    assert code == 2 and f"give --extend-vocab {after.vocab_size()}" in errors
+    other = small_model(tmp_path / "other", ["quite another text of words"] * 20, 280)
+    arguments = ("--output", tmp_path / "other", "--extend-vocab", "320", "--tokenizer", other)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", *arguments)
+    assert code == 2 and "id " in errors and "data_prep/tokenize.py extend" in errors
+
+
+def test_a_vocabulary_of_llama3_is_copied_and_its_new_tokens_are_spelled_with_the_old(imported, tmp_path):
+    """Ranks in tiktoken's format: 256 bytes, a pair, room for the 256 special tokens, and two words of it."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"ab"]
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
+    first = len(tokens) + 256
+    more = [base64.b64encode(token) + b" %d\n" % (first + number) for number, token in enumerate((b"abc", b"zabab"))]
+    old, new = tmp_path / "old.model", tmp_path / "new.model"
+    old.write_bytes(b"".join(lines))
+    new.write_bytes(b"".join([*lines, *more]))
+    model = make_llama(tmp_path / "hf", vocab_size=first)
+    flags = ("--extend-vocab", first + 2, "--tokenizer", new, "--old-tokenizer", old)
+    step = find_step(imported(tmp_path / "hf", *flags))
+    assert (step / "tokenizer.model").read_bytes() == new.read_bytes()
+    name = "model.embed_tokens.weight"
+    old_rows, found = model.state_dict()[name], dict(full_parameters(step))[name]
+    for number, spelled in enumerate(([256, 99], [122, 256, 256])):
+        distance = (found[first + number] - old_rows[spelled].mean(0)).abs()
+        assert (distance < 0.06 * old_rows.std(0)).all()
+
+
+def test_without_a_tokenizer_model_the_tokenizer_of_the_source_is_exported(imported, tool, tmp_path):
+    """The ids are those of config.json, else of generation_config.json, else of the tokens that the files name."""
+    make_llama(tmp_path / "hf", bos_token_id=None, eos_token_id=[2, 3], pad_token_id=None)
+    (tmp_path / "hf" / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
+    files = {
+        "tokenizer.json": b'{"added_tokens": [{"id": 5, "content": "<pad>"}, {"id": 9, "content": "<s>"}]}',
+        "tokenizer_config.json": b'{"pad_token": {"content": "<pad>"}, "bos_token": "<s>"}',
+    }
+    for name, content in files.items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    run_directory = imported(tmp_path / "hf", *MIXTURE)
+    step = find_step(run_directory)
+    assert all((step / name).read_bytes() == content for name, content in files.items())
+    code, printed, errors = tool("export_hf", "--checkpoint", run_directory, "--output", tmp_path / "out")
+    assert code == 0, errors
+    assert all((tmp_path / "out" / name).read_bytes() == content for name, content in files.items())
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((tmp_path / "out" / name).read_text())
+        assert [values[f"{key}_token_id"] for key in ("bos", "eos", "pad")] == [1, [2, 3], 5]
+    assert "adds neither" not in (tmp_path / "out" / "README.md").read_text() and "no tokenizer:" not in printed
+
+
+def test_every_token_that_ends_a_text_is_kept_where_config_json_names_one(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [8, 9]}')
+    values = {"bos_token_id": 7, "eos_token_id": 9, "pad_token_id": None}
+    assert token_ids(tmp_path, values) == {"bos": 7, "eos": [8, 9], "pad": None}
+
+
+def test_a_tokenizer_of_hugging_face_can_be_that_of_the_data_but_spells_no_new_tokens(imported, tool, tmp_path):
+    tokenizer = hugging_face_tokenizer(tmp_path / "tokenizer", "bytes")
+    make_llama(tmp_path / "hf", vocab_size=300)
+    step = find_step(imported(tmp_path / "hf", "--tokenizer", tokenizer))
+    assert {path.name for path in step.glob("tokenizer*")} == {"tokenizer.json", "tokenizer_config.json"}
+    assert all((step / path.name).read_bytes() == path.read_bytes() for path in tokenizer.iterdir())
+    old = small_model(tmp_path / "old", ["a cat and a dog", "the cat sat"] * 20, 278)
+    extend = ("--extend-vocab", 320, "--tokenizer", tokenizer, "--old-tokenizer", old)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *extend)
+    assert code == 2 and "tokens of Hugging Face are not compared" in errors
