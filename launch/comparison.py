@@ -126,9 +126,10 @@ def read_flags(parser, texts, program, instead):
     if TUNING_SEED in getattr(flags, "seeds", ()):
         judge = "tunes the learning rates, so it cannot judge them; choose others"
         problems.append(f"--seeds {TUNING_SEED}: {judge}")
-    twice = [str(seed) for seed, times in Counter(getattr(flags, "seeds", ())).items() if times > 1]
-    if twice:
-        problems.append(f"--seeds {twice[0]}: is given twice, and would be trained once; leave one out")
+    for name in ("variants", "sizes", "seeds", "rates"):
+        twice = [value for value, times in Counter(getattr(flags, name, ())).items() if times > 1]
+        if twice:
+            problems.append(f"--{name} {twice[0]}: is given twice, and would be trained once; leave one out")
     given = {text.partition("=")[0] for text in flags.others}
     if "--save-config" in given:
         problems.append("--save-config: there are many runs; config.json of each has its flags")

@@ -170,7 +170,7 @@ class Comparison:
         for run in runs:
             if problems := schedule_problems(parse_config(run.arguments)[0]):
                 raise ConfigError([f"{run.name}: {problems[0]}"])
-        check_flags([*runs, *map(self.run, self.there())])
+        check_flags([*runs, *map(self.run, self.there())], self.flags.out)
 
     def there(self):
         """The trials of the table, at the sizes that are asked for, that have begun."""

@@ -30,7 +30,7 @@ def run(flags):
     for run in runs:
         if problems := schedule_problems(configs[run.directory]):
             raise ConfigError([f"{run.name}: {problems[0]}"])
-    check_flags(runs)
+    check_flags(runs, flags.out)
     codes = train_all(lambda busy, codes: next_run(rungs, configs, flags, busy, codes), jobs_of(flags), flags.ranks)
     report.write_widths(flags.out) if flags.widths else report.write(flags.out)
     return exit_code(codes)

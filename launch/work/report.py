@@ -49,15 +49,19 @@ def read_runs(directory, table):
 
 
 def compared(variants, tuned):
-    """{variant: {seed: run}} of the seeds that are compared, at the factor that has most of them.
+    """{variant: {seed: run}} of the seeds that are compared, at the factor that its form was tuned to.
 
-    tuned: {variant: {factor: loss}} of the tuning of its form, which decides between factors that have as many.
+    tuned: {variant: {factor: loss}} of the tuning of its form. A variant without a run at the best factor is compared
+    at the one that has most seeds; of as many, at the better one.
     """
     found = {}
     for name, factors in variants.items():
         losses = tuned.get(name, {})
         seeds = {factor: {seed: runs[seed] for seed in runs if seed != TUNING_SEED} for factor, runs in factors.items()}
-        found[name] = seeds[max(seeds, key=lambda factor: (len(seeds[factor]), -losses.get(factor, math.inf)))]
+        factor = min(losses, key=losses.get, default=None)
+        if not seeds.get(factor):
+            factor = max(seeds, key=lambda factor: (len(seeds[factor]), -losses.get(factor, math.inf)))
+        found[name] = seeds[factor]
     return {name: dict(sorted(seeds.items())) for name, seeds in found.items() if seeds}
 
 
@@ -220,4 +224,5 @@ def tuning_section(tuned, size):
         rows.append([name, *cells.values()])
     yield from results.write_table(["", *(f"{factor * size.rate:g}" for factor in factors)], rows)
     yield ""
-    yield "The best factor of a form is used at every size, times the size's own rate, and with every other seed."
+    yield "The best factor of a form is used at every size, times the size's own rate, and with every other seed. A"
+    yield "form that has no run with it yet is compared at the peak rate that its row gives."

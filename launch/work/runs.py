@@ -42,11 +42,18 @@ def as_flags(values):
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
-def check_flags(runs):
-    """Raise ConfigError if one of ``runs`` was begun with other flags than it would have now."""
+def check_flags(runs, out):
+    """Raise ConfigError if one of ``runs`` was begun with other flags than it would have now.
+
+    The directory ``out`` may have been moved or copied since: the flags of a run end with its own directory.
+    """
     for run in runs:
         flags = (" ".join(run.arguments) + "\n").encode()
-        if run.log.exists() and not run.log.read_bytes().startswith(flags):
+        own = f"/{run.directory.relative_to(out)}\n".encode()
+        begun = run.log.read_bytes() if run.log.exists() else flags
+        given, found, _ = begun.partition(own)
+        before = given.rpartition(b"--checkpoint-dir ")[2]
+        if (given + found).replace(before, str(out).encode()) != flags:
             advice = "which stand in its first line; choose another OUT"
             raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
 

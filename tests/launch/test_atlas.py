@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import zipfile
 from pathlib import Path
@@ -174,10 +175,21 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="rate-1-seed-1.log: its run has other flags"):
         others.check_flags()
     make(tmp_path, "--variants", "paper-50", "--rates", "0.5", "--sizes", "m").check_flags()
+    run = plan.next_run(set(), {})
+    log.write_text(" ".join(run.arguments) + "\nand what the run says\n")
+    plan.check_flags()
+    moved = tmp_path.with_name("moved here")
+    shutil.copytree(tmp_path, moved)
+    make(moved, "--variants", "dense", "--rates", "1").check_flags()
+    with pytest.raises(ConfigError, match="its run has other flags"):
+        make(moved, "--variants", "dense", "--rates", "1", "--data-dir", str(tmp_path / "data")).check_flags()
     file = tmp_path / "flags.yaml"
     file.write_text("learning_rate: 1e-3\n")
     for flags, words in [
         (["--seeds", "0"], "tunes the learning rates"),
+        (["--variants", "dense", "gated", "dense"], "--variants dense: is given twice"),
+        (["--sizes", "s", "s"], "--sizes s: is given twice"),
+        (["--rates", "0.5", "1", "0.5"], "--rates 0.5: is given twice"),
         (["--train-iters", "5"], "the atlas sets it"),
         (["--num-attention-heads", "4"], "the atlas sets it; give --sizes"),
         (["--config", str(file)], "--learning-rate: the atlas sets it; give --rates"),
@@ -187,9 +199,10 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
 
 
 def test_a_run_goes_on_whatever_it_wrote_after_its_flags(tmp_path):
-    run = runs.Run("one", tmp_path / "one", 1, ["--sample-prompts", "two\nlines"])
-    run.log.write_bytes(b"--sample-prompts two\nlines\nhalf a letter: \xc3")
-    runs.check_flags([run])
+    own = ["--sample-prompts", "two\nlines", "--checkpoint-dir", str(tmp_path / "one")]
+    run = runs.Run("one", tmp_path / "one", 1, own)
+    run.log.write_bytes(f"{' '.join(run.arguments)}\nhalf a letter: ".encode() + b"\xc3")
+    runs.check_flags([run], tmp_path)
 
 
 def test_a_small_factor_of_the_learning_rate_is_read_from_its_directory(tmp_path):
@@ -238,6 +251,10 @@ def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
     found = report.read_runs(tmp_path / "runs", TABLE)["s"]
     table = report.compared(found, {})
     assert set(table["released-50"]) == {1, 2, 3}
+    few = {"released-50": {1: {1: 3.0}, 2: {1: 3.0, 2: 3.0}}}  # more seeds at the rate that is not the best
+    assert report.compared(few, {"released-50": {1: 2.9, 2: 2.8}}) == {"released-50": {1: 3.0, 2: 3.0}}
+    assert report.compared(few, {"released-50": {1: 2.8, 2: 2.9}}) == {"released-50": {1: 3.0}}
+    assert report.compared(few, {"released-50": {4: 2.8, 2: 2.9}}) == {"released-50": {1: 3.0, 2: 3.0}}
     paired = stats.ttest_rel(form, dense).confidence_interval(0.9)
     center, width = results.interval(results.differences(table["released-50"], table["dense"]))
     assert (center - width, center + width) == pytest.approx(tuple(paired), abs=2e-5)
