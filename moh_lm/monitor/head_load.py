@@ -28,6 +28,7 @@ def high_load(fair, high):
     return min(high * fair, ALWAYS)
 
 
+@np.errstate(invalid="ignore")  # what has no value, as the mean gate where all heads are left out, is not a number
 def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
     """{"layer": [number of each layer with routed heads], "load": [[E] of each], "entropy", ..., "source_load"}.
 

@@ -17,7 +17,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moh_lm.checks import config_problems
-from moh_lm.config import ModelConfig, ParallelConfig
+from moh_lm.config import HeadsConfig, ModelConfig, ParallelConfig
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.flags import parse_config
@@ -153,6 +153,16 @@ def test_a_head_that_is_never_selected_and_one_that_always_is():
     assert figures["gate_mean"] == [0.5] and figures["gate_rms"] == [pytest.approx(0.5**0.5)]
     collapsed = head_figures(model.routed_layers(), sums[1:], ["odd"], [2], 5, 3.0, ParallelConfig())
     assert collapsed["entropy"] == [pytest.approx(math.log(3) / math.log(6))]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_layer_that_no_token_uses_has_no_mean_gate_and_no_warning():
+    model = ModelConfig(num_layers=1, num_attention_heads=4, heads=HeadsConfig("mixture", (0,), (2,), routing="relu"))
+    sums = np.zeros((1, 8))
+    figures = head_figures(model.routed_layers(), sums, ["even"], [2], 5, 3.0, ParallelConfig(tensor_parallel_size=2))
+    assert figures["load"] == [[0, 0, 0, 0]] and figures["unused"] == [1]
+    gates = figures["gate_mean"] + figures["gate_rms"] + figures["source_gate_rms"]["even"]
+    assert np.isnan([*gates, *figures["tensor_parallel_imbalance"]]).all()
 
 
 def test_a_head_map_has_a_square_for_every_head():
