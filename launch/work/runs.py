@@ -53,7 +53,7 @@ def check_flags(runs, out):
         begun = run.log.read_bytes() if run.log.exists() else flags
         given, found, _ = begun.partition(own)
         before = given.rpartition(b"--checkpoint-dir ")[2]
-        if (given + found).replace(before, str(out).encode()) != flags:
+        if (given + found).replace(before + b"/", f"{out}/".encode()) != flags:
             advice = "which stand in its first line; choose another OUT"
             raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
 

@@ -181,8 +181,13 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
     moved = tmp_path.with_name("moved here")
     shutil.copytree(tmp_path, moved)
     make(moved, "--variants", "dense", "--rates", "1").check_flags()
+    elsewhere = make(moved, "--variants", "dense", "--rates", "1", "--data-dir", str(tmp_path / "data"))
     with pytest.raises(ConfigError, match="its run has other flags"):
-        make(moved, "--variants", "dense", "--rates", "1", "--data-dir", str(tmp_path / "data")).check_flags()
+        elsewhere.check_flags()
+    beside = ("--variants", "dense", "--rates", "1", "--data-dir", f"{tmp_path} data")  # it did not move
+    begun = make(tmp_path, *beside).next_run(set(), {})
+    (moved / log.relative_to(tmp_path)).write_text(" ".join(begun.arguments) + "\n")
+    make(moved, *beside).check_flags()
     file = tmp_path / "flags.yaml"
     file.write_text("learning_rate: 1e-3\n")
     for flags, words in [
