@@ -132,6 +132,11 @@ class RoutedLayer(NamedTuple):
         return self.by_sign or self.top_p is not None
 
     @property
+    def fair_share(self):
+        """Of the tokens, for each routed expert, if all have as many; 0 without any."""
+        return self.num_active / self.num_routed if self.num_routed else 0.0
+
+    @property
     def unit(self):
         """What an expert is called."""
         return "head" if self.heads_per_expert == 1 else "group"

@@ -197,9 +197,11 @@ class ModelConfig:
             return False
         return heads.num_shared_heads[layer] < self.of_layer(layer).num_attention_heads
 
+    def gated_layers(self):
+        """A ``RoutedLayer`` for every layer that gives its heads gates, in order: all of a mixture."""
+        mixture = self.heads.head_selection == "mixture"
+        return [self.routed_layer(index) for index in range(self.num_layers)] if mixture else []
+
     def routed_layers(self):
-        """A ``RoutedLayer`` for every layer that balances the load of routed heads, in order."""
-        if self.heads.head_selection != "mixture":
-            return []
-        layers = map(self.routed_layer, range(self.num_layers))
-        return [layer for layer in layers if layer.num_routed]
+        """Those of them that balance the load of routed heads."""
+        return [layer for layer in self.gated_layers() if layer.num_routed]

@@ -167,14 +167,15 @@ class Attention(AttentionCost, nn.Module):
             norms = self.heads.in_canonical_order(gather_heads(self.router.norms(query), self.group))  # [s, b, h]
             gates, routed = self.router(x, recall, norms)
             gates = self.heads.take(gates)  # [s, b, h/tp]
-            selected = None if routed is None else self.heads.take(self.router.heads_in_use(routed.selection))
+            if routed is not None and self.router.layer.num_routed:
+                selected = self.heads.take(self.router.heads_in_use(routed.selection))
         return Projected(self.turned(query, table), key, value, gates, selected, routed)
 
     def route(self, x, recall, needs_selection=True):
         """Gates [s, b, h/tp], heads in use [s, b, h/tp] or None for all, and ``Routed``, by weights of the router."""
         gates, routed = self.router(x, recall)  # [s/tp, b, h]
         gates, selected = self.heads.take(gather_sequence(gates, self.group)), None
-        if routed is not None and needs_selection:
+        if routed is not None and needs_selection and self.router.layer.num_routed:
             selection = gather_sequence(routed.selection, self.group)  # [s, b, E]
             selected = self.heads.take(self.router.heads_in_use(selection))
         return gates, selected, routed

@@ -49,7 +49,7 @@ def balance_loss(probability, selected, group, previous_share=None, together=Fal
 
 
 def make_rows(losses, a1, gates, selections, copies):
-    """The rows [b, 4 + E]. losses: [b]. a1: [s/tp, b, 1], or a number without the second stage. gates: [s/tp, b, n].
+    """The rows [b, 4 + E]. losses: [b]. a1: [s/tp, b, 1], or no tensor without the second stage. gates: [s/tp, b, n].
     selections: [b, E]. copies: ranks that have the same tokens, if these are not divided."""
     weights = a1.detach().sum(0) if isinstance(a1, torch.Tensor) else torch.zeros_like(losses)[:, None]  # [b, 1]
     gates = gates.detach()

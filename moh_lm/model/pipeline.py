@@ -19,9 +19,9 @@ from moh_lm.model.transformer import (
     CausalLM,
     DecoderLayer,
     FinalNorm,
-    balancing_routers,
     initialize,
     loss_terms,
+    routers_of,
 )
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, even_partition
@@ -154,5 +154,5 @@ class PipelineCausalLM(PipelineModule):
             yield "model.embed_tokens.weight", tied["module"].weight, tied["group"]
 
     def routers(self):
-        """The routers of this stage that balance their load, in the order of layers."""
-        return balancing_routers(layer for layer in self.forward_funcs if isinstance(layer, DecoderLayer))
+        """The routers of this stage, in the order of layers."""
+        return routers_of(layer for layer in self.forward_funcs if isinstance(layer, DecoderLayer))

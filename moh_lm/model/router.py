@@ -85,6 +85,7 @@ class HeadRouter(nn.Module):
         self.group = group
         self.slices = context.sequence if context else group  # the ranks that have a slice of the sequence each
         stretch = context.rank() if context else 0
+        self.copies = group_size(group) if self.form.reads_queries else 1  # of each token's row, one on each tp rank
         self.first_slice = stretch if self.form.reads_queries else group_rank(self.slices)
         self.scope = heads.load_balance_scope
         self.ranked_in_bf16 = heads.routing_dtype == "bf16"
@@ -101,7 +102,7 @@ class HeadRouter(nn.Module):
             self.register_parameter(name, parameter)
 
     def forward(self, x, recall=None, query_norms=None):
-        """Gates [s/tp, b, h], fp32 or wider, and a ``Routed``; None in its place if the layer has no routed heads.
+        """Gates [s/tp, b, h], fp32 or wider, and a ``Routed``; None in its place while the router rests.
 
         x: [s/tp, b, d], the normalised input of the attention layer. query_norms: [s, b, h], for forms that read
         queries. recall: a ``Recall``.
@@ -116,7 +117,7 @@ class HeadRouter(nn.Module):
             shared, scores, kinds = self.scores(x)
         shared = self.form.shared_gates(shared)
         if self.layer.num_routed == 0:
-            return self.per_head(shared), None
+            return self.per_head(shared), self.nothing_routed(shared)
         probability = self.form.probability(scores)
         selected = self.select(self.ranking(scores, probability), recall)  # [s/tp, b, E]
         gates, a1 = self.form.routed_gates(scores, probability, selected), None
@@ -168,7 +169,7 @@ class HeadRouter(nn.Module):
         if self.scope == "global_batch":
             previous = self.statistics.previous_share
             if previous is None:
-                previous = selected.new_full((self.layer.num_routed,), self.layer.num_active / self.layer.num_routed)
+                previous = selected.new_full((self.layer.num_routed,), self.layer.fair_share)
         together = self.scope == "micro_batch"
         losses, selections = balance_loss(probability, selected, self.slices, previous, together)  # Eq. 7
         if self.form.balance_factor != 1:
@@ -180,8 +181,13 @@ class HeadRouter(nn.Module):
             loss = loss + self.entropy_scale * (-(log_p.exp() * log_p).sum(-1).mean() / size)
         if self.z_scale:
             loss = loss + self.z_scale * (scores.logsumexp(-1).square().mean() / size)
-        copies = group_size(self.group) if self.form.reads_queries else 1  # each token is counted tp times
-        return loss, make_rows(losses, a1, gates, selections, copies)
+        return loss, make_rows(losses, a1, gates, selections, self.copies)
+
+    def nothing_routed(self, gates):
+        """The ``Routed`` of a layer whose heads are all shared: no loss, and a row with the sums of its gates."""
+        selection = gates.new_zeros((*gates.shape[:2], 0))
+        losses = gates.new_zeros(gates.shape[1])
+        return Routed(losses.sum(), make_rows(losses, None, gates, selection.sum(0), self.copies), selection)
 
     def move_bias(self, counts):
         """Move the bias by its rate, up where the load is below the mean. counts: [E], selections of a whole step."""
@@ -194,9 +200,7 @@ class HeadRouter(nn.Module):
         return query.to(dtype).norm(dim=-1)
 
     def no_recall(self, x):
-        """The ``Recall`` of the first pass over x [s/tp, b, d]: nothing to recall yet. None without routed heads."""
-        if self.layer.num_routed == 0:
-            return None
+        """The ``Recall`` of the first pass over x [s/tp, b, d]: nothing to recall yet."""
         tokens = x.shape[0] * (group_size(self.group) if self.form.reads_queries else 1)
         shape = (tokens, x.shape[1], self.layer.num_routed)
         wide = torch.promote_types(x.dtype, torch.float32)

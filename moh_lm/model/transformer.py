@@ -208,8 +208,8 @@ class CausalLM(nn.Module):
         initialize(self.named_parameters(), seed)
 
     def routers(self):
-        """The routers that balance their load, in the order of layers."""
-        return balancing_routers(self.model.layers)
+        """The routers, in the order of layers."""
+        return routers_of(self.model.layers)
 
     def tied_parameters(self):
         """Weights with a copy in another pipeline stage: none."""
@@ -231,10 +231,9 @@ def compile_layers(model, backend="inductor", kind=DecoderLayer):
         layer.run = block
 
 
-def balancing_routers(layers):
-    """The routers of decoder layers that have routed heads."""
-    routers = (layer.self_attn.router for layer in layers)
-    return [router for router in routers if router is not None and router.layer.num_routed]
+def routers_of(layers):
+    """The routers of decoder layers."""
+    return [router for router in (layer.router() for layer in layers) if router is not None]
 
 
 def saved_tensors(module):

@@ -79,6 +79,8 @@ class Alarms:
 
     def unbalanced(self, figures):
         for layer, loss in zip(self.layers, figures["balance_loss"], strict=True):
+            if loss is None:
+                continue  # it balances nothing
             usual = self.beyond((BALANCE, layer.index), loss, 0, self.settings.alarm_balance_loss)
             if usual is not None:
                 yield (BALANCE, layer.index, None), f"{loss:.4f} after a median of {usual:.4f}"

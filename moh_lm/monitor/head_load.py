@@ -1,4 +1,4 @@
-"""Figures about routed heads, from the sums of an interval: how evenly they are used, by whom, and at what price.
+"""Figures about heads, from the sums of an interval: how evenly they are used, by whom, with what gates, at what price.
 
 The heads are key/value groups with --routing-unit key_value_group. With n_i the tokens, of all T, that selected routed
 head i of a layer's E, and K heads per token:
@@ -20,7 +20,7 @@ ALWAYS = 0.95  # a load that no token's choice explains any more, where all but 
 
 def fair_load(layer, load):
     """The load of each head if all had the same: load is that of each, [E]."""
-    return sum(load) / len(load) if layer.varies else layer.num_active / layer.num_routed
+    return sum(load) / len(load) if layer.varies and len(load) else layer.fair_share
 
 
 def high_load(fair, high):
@@ -30,12 +30,12 @@ def high_load(fair, high):
 
 @np.errstate(invalid="ignore")  # what has no value, as the mean gate where all heads are left out, is not a number
 def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
-    """{"layer": [number of each layer with routed heads], "load": [[E] of each], "entropy", ..., "source_load"}.
+    """{"layer": [number of each layer], "load": [[E] of each], "entropy", ..., "source_load"}.
 
     layers: ``RoutedLayer``s. sums: [sources, sum of (4 + E)], of ``RouterStatistics``, float64. sequences: [sources],
-    summed over, each of ``seq_length`` tokens. a1 is None in layers without the second stage; tensor_parallel_imbalance
-    and context_parallel_imbalance are there with several such ranks only (parallel: ``ParallelConfig``); source_load:
-    {source that was seen: [[E] of each layer]}, source_gate_rms: {source that was seen: [of each layer]}.
+    summed over, each of ``seq_length`` tokens. ``evenness`` and balance_loss are None in layers without routed heads, a1 in
+    those without the second stage. source_load: {source that was seen: [[E] of each layer]}, source_gate_rms: {source
+    that was seen: [of each layer]}.
     """
     figures, source_load, source_rms = {"layer": [layer.index for layer in layers]}, {}, {}
     parts = np.split(sums, np.cumsum([row_width(layer) for layer in layers])[:-1], axis=1)
@@ -47,21 +47,14 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
         in_use = tokens * layer.num_shared + counts.sum()  # gates that are not those of heads left out
         found = {
             "load": load.tolist(),
-            "entropy": entropy(counts),
-            "unused": float((counts == 0).mean()),
-            "overused": float((load > high_load(fair_load(layer, load), high)).mean()),
+            **evenness(layer, counts, load, high, parallel),
             "a1": float(a1 / tokens) or None,
-            "balance_loss": float(balance / sum(sequences)),
+            "balance_loss": float(balance / sum(sequences)) if layer.num_routed else None,
             "gate_mean": float(part[:, GATES].sum() / in_use),
             "gate_rms": float(np.sqrt(part[:, SQUARES].sum() / in_use)),
         }
         if layer.varies:
             found["active_heads"] = float(layer.heads_per_expert * (layer.num_shared + load.sum()))
-        tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
-        for kind, degree, ranks in (("tensor", tp, tp), ("context", cp, tp * cp)):
-            if degree > 1:  # routed heads lie on the ranks in order
-                of_ranks = counts.repeat(layer.heads_per_expert).reshape(ranks, -1).sum(1)
-                found[f"{kind}_parallel_imbalance"] = float(of_ranks.max() / of_ranks.mean())
         for key, value in found.items():
             figures.setdefault(key, []).append(value)
         for name, of_source, number in zip(names, part, sequences, strict=True):
@@ -71,6 +64,24 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
                 square = of_source[SQUARES] / (number * length) / (layer.num_shared + load.sum())
                 source_rms.setdefault(name, []).append(float(np.sqrt(square)))
     return figures | {"source_load": source_load, "source_gate_rms": source_rms}
+
+
+def evenness(layer, counts, load, high, parallel):
+    """How evenly the routed heads of a layer are used; None of a layer without any. counts, load: [E].
+
+    tensor_parallel_imbalance and context_parallel_imbalance: with several such ranks only.
+    """
+    tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
+    ranks = {kind: number for kind, degree, number in (("tensor", tp, tp), ("context", cp, tp * cp)) if degree > 1}
+    keys = "entropy", "unused", "overused", *(f"{kind}_parallel_imbalance" for kind in ranks)
+    if not layer.num_routed:
+        return dict.fromkeys(keys)
+    overused = load > high_load(fair_load(layer, load), high)
+    found = [entropy(counts), float((counts == 0).mean()), float(overused.mean())]
+    for number in ranks.values():  # routed heads lie on the ranks in order
+        of_ranks = counts.repeat(layer.heads_per_expert).reshape(number, -1).sum(1)
+        found.append(float(of_ranks.max() / of_ranks.mean()))
+    return dict(zip(keys, found, strict=True))
 
 
 def entropy(counts):

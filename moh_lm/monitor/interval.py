@@ -11,7 +11,7 @@ from copy import copy
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from moh_lm.model.balance import GATES, SQUARES, row_width
+from moh_lm.model.balance import row_width
 from moh_lm.monitor.head_load import head_figures
 from moh_lm.parallel.agreement import from_all_ranks
 
@@ -82,8 +82,9 @@ class Interval:
         return {name: seen + skipped for name, seen, skipped in rows}
 
     def head_figures(self, high, parallel):
-        """``head_figures`` of moh_lm.monitor.head_load; None without routed heads, or if all steps were skipped."""
-        if not self.layers or not self.tokens:
+        """``head_figures`` of moh_lm.monitor.head_load; None without routers, if all steps were skipped, or if it is
+        not known what they did in all of them."""
+        if not self.layers or not self.tokens or self.routers.isnan().all():
             return None
         sequences = self.losses[:, 2].tolist()
         length = self.tokens / sum(sequences)
@@ -99,16 +100,10 @@ class Interval:
         self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
         if self.layers:
             routers = torch.tensor(state["routers"], dtype=torch.float64)
-            self.routers.copy_(routers if routers.shape == self.routers.shape else self.without_gates(routers))
+            same = routers.shape == self.routers.shape  # else another version wrote it, with other sums
+            self.routers.copy_(routers if same else torch.full_like(self.routers, math.nan))
         for name in COUNTED:
             setattr(self, name, copy(state[name]))
-
-    def without_gates(self, routers):
-        """Sums of a checkpoint of a version that had none of gates: in this interval they are not known."""
-        unknown = torch.full((len(routers), SQUARES + 1 - GATES), math.nan)
-        widths = [row_width(layer) - unknown.shape[1] for layer in self.layers]
-        parts = routers.split(widths, dim=1)
-        return torch.cat([torch.cat((part[:, :GATES], unknown, part[:, GATES:]), dim=1) for part in parts], dim=1)
 
 
 def waits_and_memory(interval, device):

@@ -12,7 +12,7 @@ from moh_lm.data.files import write_json
 from moh_lm.monitor.boards import Boards
 from moh_lm.monitor.head_map import head_map
 from moh_lm.monitor.journal import Rows
-from moh_lm.monitor.row import bits_per_byte, finite, keep_rows
+from moh_lm.monitor.row import bits_per_byte, finite, keep_rows, rounded
 from moh_lm.quantities import time_left, wrapped
 
 SHOWN_HEADS = (
@@ -61,11 +61,11 @@ class RunLog:
 
     def head_maps(self, figures, step):
         """A picture of all layers and heads for the whole mix, and for each source."""
-        if figures:
+        if figures and any(figures["load"]):
             columns = max(self.model.head_counts) // self.model.heads_per_expert
             sources = {f"routed_heads_load_of_source/{name}": loads for name, loads in figures["source_load"].items()}
             for tag, loads in {"routed_heads_load/all": figures["load"], **sources}.items():
-                picture = head_map(self.model.routed_layers(), loads, self.model.num_layers, columns)
+                picture = head_map(self.model.gated_layers(), loads, self.model.num_layers, columns)
                 self.boards.picture(tag, picture, step)
 
     def lines(self, row):
@@ -87,9 +87,9 @@ class RunLog:
         self.printed += 1
         return lines if self.printed % 20 == 1 else lines[1:]
 
-    def evaluation(self, step, losses, bytes_per_token=None):
+    def evaluation(self, step, losses, bytes_per_token=None, sinks=None):
         """Log the validation loss of each source; of text its exponential, the perplexity of a token, and its bits per
-        byte too."""
+        byte too, and the ``Sinks.means`` of each source."""
         row = {"step": step, "evaluation": losses, "evaluation_mean": sum(losses.values()) / len(losses)}
         scalars = {f"loss_validation/{name}": loss for name, loss in losses.items()}
         scalars["loss/validation"] = row["evaluation_mean"]
@@ -99,6 +99,10 @@ class RunLog:
             row |= {"perplexity": perplexity, "evaluation_bits_per_byte": bits}  # an infinite one is null
             scalars |= {f"loss_validation_perplexity/{name}": value for name, value in perplexity.items()}
             scalars |= {f"loss_validation_bits_per_byte/{name}": value for name, value in bits.items()}
+        if sinks:
+            row["sink"] = rounded(sinks)
+            for name, layers in sinks.items():
+                scalars |= {f"sink/layer_{index:02d}/{name}": share for index, share in enumerate(layers)}
         self.write(row)
         self.boards.scalars(scalars, step)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
@@ -133,7 +137,7 @@ class RunLog:
 def head_scalars(model, figures):
     """{TensorBoard's tag: value} of ``head_figures``: the load of each routed head, and what sums it up, by layer."""
     found = {}
-    for place, layer in enumerate(model.routed_layers() if figures else ()):
+    for place, layer in enumerate(model.gated_layers() if figures else ()):
         tag = f"routed_heads/layer_{layer.index:02d}"
         for index, load in enumerate(figures["load"][place]):
             found[f"{tag}/load_{layer.unit}_{layer.num_shared + index:02d}"] = load

@@ -33,6 +33,7 @@ from moh_lm.training.guard import BadNumbers
 from moh_lm.training.incidents import report
 from moh_lm.training.schedule import learning_rate
 
+SINK_SAMPLES = 8  # held-out sequences of a source in which attention to the first token is measured
 START = 300  # seconds that the imports and the making of an engine may take besides --hang-timeout
 
 
@@ -69,7 +70,7 @@ class Run:
         self.watchdog = watchdog
         self.stopping = False
         watchdog.progress(seconds=START)
-        parallel, layers = config.parallel, config.model.routed_layers()
+        parallel, layers = config.parallel, config.model.gated_layers()
         self.groups = ParallelGroups.create(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
         )
@@ -193,14 +194,17 @@ class Run:
         """Mean loss per token of every source's held-out windows, the scores of the tasks, and samples of text."""
         loader, step = self.loader, self.state.step
         share = self.config.run.micro_batch_size, loader.rank, loader.size
-        losses = {}
+        losses, sinks = {}, {}
         for name in loader.dataset.source_names:
             total, tokens = self.engine.evaluate(loader.validation(name, self.config.run.eval_samples))
             self.watchdog.progress()
             if tokens:
                 losses[name] = total / tokens
+                few = min(SINK_SAMPLES, self.config.run.eval_samples)
+                sinks[name] = self.engine.sinks(loader.validation(name, few))
+                self.watchdog.progress()
         if self.log and losses:
-            self.log.evaluation(step, losses, loader.dataset.bytes_per_token())
+            self.log.evaluation(step, losses, loader.dataset.bytes_per_token(), sinks)
         scores = {}
         for name in self.tasks.questions:
             batches, choices = self.tasks.micro_batches(name, *share)

@@ -90,7 +90,7 @@ def first_state(model, imported):
         "step": 0,
         "consumed_samples": 0,
         "optimizer_steps": 0,
-        "router_shares": [[layer.num_active / layer.num_routed] * layer.num_routed for layer in layers],
+        "router_shares": [[layer.fair_share] * layer.num_routed for layer in layers],
         "guard": Guard(ReliabilityConfig()).state(),
         "interval": None,
         "alarms": None,

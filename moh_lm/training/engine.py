@@ -30,6 +30,7 @@ from moh_lm.training.frozen import FrozenWeights, freeze
 from moh_lm.training.guard import DIVERGENCE, BadNumbers, Guard
 from moh_lm.training.optimizer import MOMENTS, Fragment, ShardedOptimizer, largest, make_optimizer
 from moh_lm.training.replicas import replica_differences
+from moh_lm.training.sinks import Sinks, with_numbers
 from moh_lm.training.step_sums import RouterSums, StepSums
 from moh_lm.training.verdict import StepVerdict
 from moh_lm.training.windows import EntropyWindows
@@ -87,7 +88,7 @@ class Engine:
                 module.register_forward_hook(self.watch_gradient)
         self.router_sums = RouterSums(
             self.model.routers(),
-            config.model.routed_layers(),
+            config.model.gated_layers(),
             num_sources,
             config.run.tokens_per_iteration,
             groups,
@@ -213,6 +214,13 @@ class Engine:
         self.sums = StepSums(num_rows, self.groups, self.device)
         self.evaluation_forward(self.own_tokens(micro_batches))
         return self.sums.reduce()
+
+    def sinks(self, micro_batches):
+        """The mean attention to the first token in each layer (moh_lm.training.sinks), over the same micro-batches."""
+        sinks = Sinks(self.model, self.config.model.num_layers, self.groups, self.device)
+        with sinks.measured():
+            self.evaluate([with_numbers(batch) for batch in micro_batches])
+        return sinks.means()
 
     def own_tokens(self, micro_batches):
         """The micro-batches with the tokens and labels that this rank has of their sequences."""

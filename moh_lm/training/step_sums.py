@@ -49,8 +49,8 @@ class RouterSums:
     """What the routers of this rank kept of a step, and the shares that ``global_batch`` balances against.
 
     routers: of this pipeline stage. layers: ``RoutedLayer``s of the whole model. tokens: of a step, all ranks. shares:
-    for each of ``layers``, the share of a step's tokens that selected each expert, [E] float64. l1_steps: n of lambda,
-    int64 [].
+    for each layer with routed experts, the share of a step's tokens that selected each of them, [E] float64. l1_steps:
+    n of lambda, int64 [].
     """
 
     def __init__(self, routers, layers, num_sources, tokens, groups, device):
@@ -61,8 +61,9 @@ class RouterSums:
         self.groups = groups
         self.device = device
         self.shares = [
-            torch.full((layer.num_routed,), layer.num_active / layer.num_routed, dtype=torch.float64, device=device)
+            torch.full((layer.num_routed,), layer.fair_share, dtype=torch.float64, device=device)
             for layer in layers
+            if layer.num_routed
         ]
         self.set_l1_steps(torch.zeros((), dtype=torch.int64, device=device))
 
@@ -82,7 +83,8 @@ class RouterSums:
         reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
         if not frozen:
             counts = {index: part[:, COUNTS].sum(0) for index, part in parts.items()}
-            self.set_shares([counts[layer.index] * layer.stride / self.tokens for layer in self.layers])
+            shares = (counts[layer.index] * layer.stride / self.tokens for layer in self.layers)
+            self.set_shares([share for share in shares if len(share)])
             if self.layers and self.layers[0].by_sign:
                 excess = sum(counts[layer.index].sum() - layer.num_active * self.tokens for layer in self.layers)
                 self.set_l1_steps(self.l1_steps + excess.sign().long())
@@ -93,9 +95,11 @@ class RouterSums:
 
     def set_shares(self, shares):
         self.shares = shares
-        by_layer = {layer.index: share for layer, share in zip(self.layers, shares, strict=True)}
+        routed = [layer.index for layer in self.layers if layer.num_routed]
+        by_layer = dict(zip(routed, shares, strict=True))
         for router in self.routers:
-            router.statistics.previous_share = by_layer[router.layer.index].float()
+            if router.layer.num_routed:
+                router.statistics.previous_share = by_layer[router.layer.index].float()
 
     def set_l1_steps(self, steps):
         self.l1_steps = steps

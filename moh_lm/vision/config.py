@@ -81,11 +81,12 @@ class ImageModelConfig:
         stride = self.tokens // self.tokens_of(index)
         return RoutedLayer(index, shared, self.head_counts[index] - shared, active, stride=stride)
 
+    def gated_layers(self):
+        mixture = self.heads.head_selection == "mixture"
+        return [self.routed_layer(index) for index in range(self.num_layers)] if mixture else []
+
     def routed_layers(self):
-        if self.heads.head_selection != "mixture":
-            return []
-        layers = map(self.routed_layer, range(self.num_layers))
-        return [layer for layer in layers if layer.num_routed]
+        return [layer for layer in self.gated_layers() if layer.num_routed]
 
     def after(self, step):
         """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""

@@ -18,9 +18,9 @@ class ImageModel(nn.Module):
         initialize(self.named_parameters(), seed)
 
     def routers(self):
-        """The routers that balance their load, in the order of layers."""
+        """The routers, in the order of layers."""
         routers = (module.router() for module in self.modules() if isinstance(module, RoutedBlock))
-        return [router for router in routers if router is not None and router.layer.num_routed]
+        return [router for router in routers if router is not None]
 
     def tied_parameters(self):
         """Weights with a copy in another pipeline stage: none."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moh_lm.checks import config_problems
-from moh_lm.config import AlarmConfig, RoutedLayer
+from moh_lm.config import AlarmConfig, ParallelConfig, RoutedLayer
 from moh_lm.data.mixture import Mixture
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
@@ -189,14 +189,26 @@ def test_thresholds_at_which_a_healthy_run_rings_are_refused(data_dir, tmp_path)
     assert len(problems) == 6 and all(problem.startswith("--alarm-") for problem in problems)
 
 
-def test_an_interval_goes_on_from_a_checkpoint_that_has_no_sums_of_gates():
-    made = Interval(["a"], LAYERS[:1] * 2, torch.device("cpu"))
-    state = made.state() | {"routers": [[0.5, 1.5, 2, 3, 4, 5, 0.25, 2.5, 6, 7, 8, 9]]}  # of each layer L_b, a1, counts
-    made.restore(json.loads(json.dumps(state)))
-    expected = [0.5, 1.5, math.nan, math.nan, 2, 3, 4, 5, 0.25, 2.5, math.nan, math.nan, 6, 7, 8, 9]
-    assert made.routers.tolist()[0] == pytest.approx(expected, nan_ok=True)
-    made.clear()
-    assert not made.routers.any()
+def test_an_interval_goes_on_from_a_checkpoint_that_has_other_sums_of_routers():
+    made, layout = Interval(["a"], LAYERS, torch.device("cpu")), ParallelConfig()
+    result = SimpleNamespace(losses=torch.ones(1, 3), routers=torch.ones(1, 14), skipped=False, seconds={})
+    for routers in ([[]], [[0.5, 1.5, 2, 3, 4, 5, 0.25, 2.5, 6, 7]]):  # of no layer, or without gates
+        made.restore(json.loads(json.dumps(made.state() | {"routers": routers, "tokens": 64})))
+        made.add(result, 0.0, 64)
+        made.restore(json.loads(json.dumps(made.state())))  # stopped once more in the same interval
+        assert made.tokens == 128 and made.loss() == 1 and made.head_figures(3.0, layout) is None
+        made.clear()
+        made.add(result, 0.0, 64)
+        assert made.head_figures(3.0, layout)["load"] == [[1 / 64] * 4, [1 / 64] * 2]
+        made.clear()
+
+
+def test_a_layer_whose_heads_are_all_shared_neither_collapses_nor_balances_but_its_gates_may_drift():
+    made = Alarms(AlarmConfig(alarm_intervals=1), [RoutedLayer(0, 8, 0, 0)], {})
+    found = [made.check(interval(), {"load": [[]], "balance_loss": [None], "gate_mean": [1.0]}) for _ in range(5)]
+    assert found == [[]] * 5
+    ((text, facts),) = made.check(interval(), {"load": [[]], "balance_loss": [None], "gate_mean": [1.6]})
+    assert text == "ALARM gate drift in layer 0: mean gate 1.6000 after a median of 1.0000" and facts["layer"] == 0
 
 
 def test_an_interval_with_skipped_steps_outlives_a_checkpoint():

@@ -40,7 +40,10 @@ ROUNDING = 0.05  # of tokens_per_second in a row
 
 
 def run_recorded(flags):
-    """Run; returns for each step ([sources [b] of each micro-batch], {layer: [(x, gates, w_routed) of each]})."""
+    """Run; returns for each step ([sources [b] of each micro-batch], {layer: [(x, gates, w_routed) of each]}).
+
+    w_routed: [0, d] of a layer without routed heads.
+    """
     steps, train_step = [], Engine.train_step
 
     def recorded(engine, batches, *others, **more):
@@ -50,7 +53,8 @@ def run_recorded(flags):
     def record(module, inputs, outputs):
         in_backward = torch._C._current_graph_task_id() != -1  # recomputation
         if isinstance(module, HeadRouter) and torch.is_grad_enabled() and not in_backward:
-            call = (inputs[0].detach().clone(), outputs[0].detach().clone(), module.w_routed.detach().clone())
+            weight = inputs[0].new_zeros(0, inputs[0].shape[-1]) if module.w_routed is None else module.w_routed
+            call = tuple(part.detach().clone() for part in (inputs[0], outputs[0], weight))
             steps[-1][1].setdefault(module.layer.index, []).append(call)
 
     Engine.train_step = recorded
@@ -141,6 +145,43 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
                 (scalar,) = [scalar for scalar in board.Scalars(name) if scalar.step == last]
                 assert scalar.value == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert max(abs(a - b) for a, b in zip(expected["even"], expected["odd"], strict=True)) > 0.01  # they differ at all
+
+
+@pytest.mark.parametrize(
+    "layout, more",
+    [
+        ("tensor", ("--head-selection", "gated", "--tensor-parallel-size", "2")),
+        ("context", ("--head-selection", "gated", "--context-parallel-size", "2", "--recompute")),
+        ("pipeline", ("--num-shared-heads", "8", "4", "--num-active-routed-heads", "0", "2",
+                      "--pipeline-parallel-size", "2", "--routing-top-p", "0.6")),
+    ],
+)  # fmt: skip
+def test_gates_of_layers_whose_heads_are_all_shared_are_logged_too(data_dir, tmp_path, layout, more):
+    flags = arguments(data_dir, tmp_path, *SHORT, "--learning-rate", "0.3", "--num-attention-heads", "8", *more)
+    ranks = run_ranks(run_recorded, 2, flags)
+    row = [row for row in read_rows(tmp_path) if "loss" in row][-1]
+    heads, board = row["heads"], events_of(tmp_path)
+    assert heads["layer"] == [0, 1]
+    gates = {0: [], 1: []}
+    for step in (2, 3):
+        for source, _, of_sequence, _ in sequences_of(ranks, layout, step, 0):
+            gates[source] += of_sequence.flatten().tolist()
+    both = gates[0] + gates[1]
+    expected = {"gate_mean": sum(both) / len(both), "gate_rms": math.sqrt(sum(gate**2 for gate in both) / len(both))}
+    for key, value in expected.items():
+        assert heads[key][0] == pytest.approx(value, rel=1e-4), key
+        assert board.Scalars(f"routed_heads/layer_00/{key}")[-1].value == pytest.approx(value, rel=1e-4)
+    for name, of_source in zip(NAMES, gates.values(), strict=True):
+        rms = math.sqrt(sum(gate**2 for gate in of_source) / len(of_source))
+        assert heads["source_gate_rms"][name][0] == pytest.approx(rms, rel=1e-4), name
+        assert heads["source_load"][name][0] == []
+    unknown = ("entropy", "unused", "overused", "balance_loss", "a1")
+    assert heads["load"][0] == [] and [heads[key][0] for key in unknown] == [None] * 5
+    if layout == "pipeline":
+        assert len(heads["load"][1]) == 4 and rounded(row["load_balance_loss"]) == heads["balance_loss"][1]
+        assert heads["active_heads"][0] == 8 and heads["active_heads"][1] < 6
+    else:
+        assert row["load_balance_loss"] == 0 and len(set(heads["gate_rms"])) == 2
 
 
 def test_a_head_that_is_never_selected_and_one_that_always_is():

@@ -45,7 +45,7 @@ def run(arguments):
     device = usable_device(arguments.device)
     step = find_step(arguments.model)
     config, model = load_model(step, arguments.weights)
-    if not model.routers():
+    if not config.model.routed_layers():
         raise ConfigError([f"{arguments.model}: routes no heads, each token uses all; give a run that routes some"])
     source = open_source(arguments.images)
     classes = list(dict.fromkeys(arguments.classes or range(config.model.num_classes)))
@@ -105,7 +105,7 @@ def tenths(config):
 @torch.no_grad()
 def measure(config, model, dataset, indices, batch_size):
     """(router, shares of tokens that use each head [N, P, h], means of gates and of their squares [2, h]) of each."""
-    routers = model.routers()
+    routers = [router for router in model.routers() if router.layer.num_routed]
     passes = len(tenths(config)) or 1
     shares, gates = [[] for _ in routers], [0.0] * len(routers)
 

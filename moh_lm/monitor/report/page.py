@@ -144,6 +144,8 @@ def summary(run):
     heads = f"{words(model.num_attention_heads)} heads"
     if model.routed_layers():
         heads += f", {model.heads.head_selection} with routing {model.heads.routing}"
+    elif model.gated_layers():
+        heads += f", each with a gate of {model.heads.routing}"
     return [
         ("state", run.state),
         ("model", f"{model.num_layers} layers of {heads}, width {model.hidden_size}"),

@@ -20,6 +20,7 @@ HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md def
     "a1": "a1, weight of the shared heads; a2 is the rest",
     "gate_rms": "RMS of the gates",
     "balance_loss": "Balance loss",
+    "sink": "Attention to the first token, mean over sources",
 }
 
 
@@ -55,6 +56,7 @@ class RunRecord:
         if scores:
             self.curves["accuracy"] = curve(thinned(scores), lambda row: row["accuracy"]["top_1"]["share"])
         self.loads, self.head_figures = head_curves(thinned([row for row in training if "heads" in row]))
+        self.head_figures |= sink_curves(thinned([row for row in evaluations if "sink" in row]))
 
     @property
     def state(self):
@@ -135,18 +137,38 @@ def evaluation_curves(groups):
 
 
 def head_curves(groups):
-    """({layer: (steps, mean loads [points, heads])}, {figure: {layer: (steps, values)}}) of routed layers."""
+    """({layer: (steps, mean loads [points, heads])}, {figure: {layer: (steps, values)}}): loads of routed layers."""
     if not groups:
         return {}, {}
-    layers, loads, figures = groups[0][0]["heads"]["layer"], {}, {}
+    loads, figures = {}, {}
     steps = np.array([group[-1]["step"] for group in groups])
-    for place, layer in enumerate(layers):
-        loads[layer] = steps, np.array([np.mean([row["heads"]["load"][place] for row in rows], 0) for rows in groups])
+    for layer in groups[-1][-1]["heads"]["layer"]:
+        found = np.array([np.mean([of_layer(row, "load", layer) for row in rows], 0) for rows in groups])
+        if found.size:
+            loads[layer] = steps, found
         for key in HEAD_FIGURES:
-            found = curve(groups, lambda row, key=key, p=place: row["heads"][key][p] if key in row["heads"] else None)
+            found = curve(groups, lambda row, key=key, layer=layer: of_layer(row, key, layer))
             if np.any(found[1]):
                 figures.setdefault(key, {})[layer] = found
     return loads, figures
+
+
+def sink_curves(groups):
+    """{"sink": {layer: (steps, mean over the sources)}}; {} without any."""
+    if not groups:
+        return {}
+    layers = range(len(next(iter(groups[0][0]["sink"].values()))))
+    return {"sink": {layer: curve(groups, lambda row, layer=layer: mean_sink(row, layer)) for layer in layers}}
+
+
+def mean_sink(row, layer):
+    found = [layers[layer] for layers in row["sink"].values() if layers[layer] is not None]
+    return sum(found) / len(found) if found else None
+
+
+def of_layer(row, key, layer):
+    """A figure of a layer in a row; None if the row has none."""
+    return dict(zip(row["heads"]["layer"], row["heads"].get(key, ()), strict=False)).get(layer)
 
 
 def training_seconds(rows):
