@@ -33,9 +33,9 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
     """{"layer": [number of each layer], "load": [[E] of each], "entropy", ..., "source_load"}.
 
     layers: ``RoutedLayer``s. sums: [sources, sum of (4 + E)], of ``RouterStatistics``, float64. sequences: [sources],
-    summed over, each of ``seq_length`` tokens. ``evenness`` and balance_loss are None in layers without routed heads, a1 in
-    those without the second stage. source_load: {source that was seen: [[E] of each layer]}, source_gate_rms: {source
-    that was seen: [of each layer]}.
+    summed over, each of ``seq_length`` tokens. ``evenness`` and balance_loss are None in layers without routed heads,
+    a1 in those without the second stage. source_load: {source that was seen: [[E] of each layer]}, source_gate_rms:
+    {source that was seen: [of each layer]}.
     """
     figures, source_load, source_rms = {"layer": [layer.index for layer in layers]}, {}, {}
     parts = np.split(sums, np.cumsum([row_width(layer) for layer in layers])[:-1], axis=1)

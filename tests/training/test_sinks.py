@@ -1,4 +1,4 @@
-"""Attention to the first token in the log: against loops over the weights of attention, and the same in every layout."""
+"""Attention to the first token in the log: against loops over attention weights, and the same in every layout."""
 
 import json
 import math
