@@ -19,6 +19,7 @@ FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 8 --num-shared-
     --data-mix web=2.5 <b>=1 --batch-tokens 4K --seq-length 64 --train-iters 100000 --learning-rate 1e-3 --data-dir d"""
 STEPS = 1001  # rows; the last one is not complete
 EVENTS = (("saved", 100), ("skipped", 305), ("resumed", 400), ("alarm", 700))
+SINK = {"web": [0.2, None], "<b>": [0.4, 0.1]}
 
 
 def training_row(step):
@@ -26,7 +27,10 @@ def training_row(step):
         "step": step, "loss": 3 + 1 / step, "learning_rate": 1e-3, "grad_norm": 1.0 if step != 500 else None,
         "tokens": 4096 * step, "source_loss": {"web": 3 + 1 / step, "<b>": 4.0}, "tokens_per_second": 2048.0,
         "source_bits_per_byte": {"web": 1.0}, "skipped_steps": int(step == 305),
-        "heads": {"layer": [0, 1], "load": [[0.25] * 6, [0.5] * 5], "a1": [0.5, None], "entropy": [1.0, 0.5]},
+        "heads": {
+            "layer": [0, 1, 3], "load": [[0.25] * 6, [0.5] * 5, []], "a1": [0.5, None, None],
+            "entropy": [1.0, 0.5, None], "gate_rms": [0.2, 0.3, 1.5],
+        },
         "runtime": {"seconds": {"data": 0.5, "forward_backward": 1.0}},
     }  # fmt: skip
 
@@ -41,7 +45,7 @@ def runs(tmp_path_factory):
         config, _ = parse_config([*FLAGS.split(), *more])
         (run / "config.json").write_text(json.dumps(config.to_dict()))
         rows = [json.dumps(training_row(step)) for step in range(1, STEPS)]
-        rows.insert(800, json.dumps({"step": 800, "evaluation": {"web": 3.5}, "evaluation_mean": 3.5}))
+        rows.insert(800, json.dumps({"step": 800, "evaluation": {"web": 3.5}, "evaluation_mean": 3.5, "sink": SINK}))
         (run / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 1001, "lo')
         events = [*EVENTS, ("complete", STEPS - 1)] if more else EVENTS
         times = "2026-01-01T00:00:00Z"
@@ -59,6 +63,14 @@ def test_a_curve_has_the_means_of_neighbouring_rows(runs):
     expected = [np.mean([3 + 1 / step for step in range(a + 1, b + 1)]) for a, b in zip(ends, ends[1:], strict=False)]
     np.testing.assert_allclose(values, expected, rtol=1e-12)
     assert record.seconds == pytest.approx(2 * (STEPS - 1)) and record.skipped == 1
+
+
+def test_figures_of_heads_are_those_of_their_layers(runs):
+    record = RunRecord(runs.first)
+    assert {layer: values[-1].tolist() for layer, (_, values) in record.loads.items()} == {0: [0.25] * 6, 1: [0.5] * 5}
+    last = {key: {layer: values[-1] for layer, (_, values) in of.items()} for key, of in record.head_figures.items()}
+    assert last["gate_rms"] == pytest.approx({0: 0.2, 1: 0.3, 3: 1.5}) and last["entropy"] == {0: 1.0, 1: 0.5}
+    assert last["sink"] == pytest.approx({0: 0.3, 1: 0.1})  # means over sources
 
 
 def test_it_says_how_a_run_stands(runs):
