@@ -142,11 +142,13 @@ def head_curves(groups):
         return {}, {}
     loads, figures = {}, {}
     steps = np.array([group[-1]["step"] for group in groups])
-    for layer in groups[-1][-1]["heads"]["layer"]:
-        found = np.array([np.mean([of_layer(row, "load", layer) for row in rows], 0) for rows in groups])
-        if found.size:
-            loads[layer] = steps, found
-        for key in HEAD_FIGURES:
+    last = groups[-1][-1]["heads"]
+    for layer, load in zip(last["layer"], last["load"], strict=True):
+        if load:
+            found = [np.mean([of_layer(row, "load", layer) for row in rows], 0) for rows in groups]
+            loads[layer] = steps, np.array(found)
+    for key in HEAD_FIGURES:
+        for layer in last["layer"]:
             found = curve(groups, lambda row, key=key, layer=layer: of_layer(row, key, layer))
             if np.any(found[1]):
                 figures.setdefault(key, {})[layer] = found
