@@ -219,7 +219,7 @@ class Engine:
         """The mean attention to the first token in each layer (moh_lm.training.sinks), over the same micro-batches."""
         sinks = Sinks(self.model, self.config.model.num_layers, self.groups, self.device)
         with sinks.measured():
-            self.evaluate([with_numbers(batch) for batch in micro_batches])
+            self.evaluate_rows([with_numbers(batch) for batch in micro_batches], self.num_sources)
         return sinks.means()
 
     def own_tokens(self, micro_batches):

@@ -163,8 +163,8 @@ def test_the_average_follows_the_weights(images, tmp_path):
 def test_the_log_says_what_heads_and_held_out_images_do(images, kind):
     logged = rows(whole(kind, images))
     last = [row for row in logged if "loss" in row][-1]
-    layers = parsed(kind, FLAGS[kind].split()).model.routed_layers()
-    assert last["heads"]["layer"] == [layer.index for layer in layers]
+    layers = parsed(kind, FLAGS[kind].split()).model.gated_layers()
+    assert last["heads"]["layer"] == list(range(len(layers)))
     for layer, load in zip(layers, last["heads"]["load"], strict=True):
         assert sum(load) == pytest.approx(layer.num_active, rel=1e-4)
     assert {row["step"] for row in logged if "evaluation" in row} == {0, 3, 5}
