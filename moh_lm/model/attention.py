@@ -123,13 +123,8 @@ class Attention(AttentionCost, nn.Module):
 
         documents: ``Boundaries`` that no token sees beyond, or None. recall: ``Recall``, or None.
         """
-        length = x.shape[0] * self.ranks
-        shape = (length, x.shape[1], self.heads.num_heads // self.ranks, self.query_dim)  # of the queries
-        resting = self.router is not None and self.router.resting  # all heads are in use
-        share = (1.0 if resting else self.active_share) * share_of_scores(length, self.window)
-        in_a_range = self.causal and self.cope is None  # else the backend is dense
-        backend = choose_backend(self.backend, x.device, x.dtype, shape, share, in_a_range, self.own_keys)
-        if backend == "cpu_sparse" and self.selects_first and not resting and self.entropy is None:
+        backend = self.chosen_backend(x)
+        if backend == "cpu_sparse" and self.selects_first and not self.rests() and self.entropy is None:
             gates, selected, routed = self.route(x, recall)
             return output_of_rows(self, x, gates, selected, documents), routed
         projected = self.project(x, recall=recall, needs_selection=self.own_keys or backend != "dense")
@@ -137,6 +132,18 @@ class Attention(AttentionCost, nn.Module):
             return self.output(self.attend(projected, documents, backend)), projected.routed
         attended = self.attend(self.whole_sequences(projected), documents, backend)
         return self.output(self.exchange.to_tokens(attended)), projected.routed
+
+    def rests(self):
+        """Whether all heads are in use, in a dense warm-up."""
+        return self.router is not None and self.router.resting
+
+    def chosen_backend(self, x):
+        """What computes the attention of x [s/tp, b, d]."""
+        length = x.shape[0] * self.ranks
+        shape = (length, x.shape[1], self.heads.num_heads // self.ranks, self.query_dim)  # of the queries
+        share = (1.0 if self.rests() else self.active_share) * share_of_scores(length, self.window)
+        in_a_range = self.causal and self.cope is None  # else the backend is dense
+        return choose_backend(self.backend, x.device, x.dtype, shape, share, in_a_range, self.own_keys)
 
     def whole_sequences(self, projected):
         """``Projected`` of this rank's tokens and all heads -> of all tokens and its share of the heads."""

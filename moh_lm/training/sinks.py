@@ -56,7 +56,8 @@ class Sinks:
         starts = token.new_zeros(1, len(token)) if boundaries is None else boundaries.starts
         value = torch.zeros_like(projected.value)
         value[..., 0] = (starts == token).t().unsqueeze(-1)  # [s, b, kv/tp, e]
-        weights = attention.attend(projected._replace(value=value, gates=None), boundaries, "dense")[..., 0]
+        ones = projected._replace(value=value, gates=None)
+        weights = attention.attend(ones, boundaries, attention.chosen_backend(x))[..., 0]
         asks = (starts < token).t() & (layer.documents.samples >= 0)  # [s, b]
         used = projected.in_use() & asks.unsqueeze(-1)
         self.sums[attention.index] += torch.stack((weights.double().mul(used).sum(), used.sum()))
