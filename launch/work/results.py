@@ -137,5 +137,6 @@ def heads(run):
         return f"all {total}, gated"
     if run["active_heads"]:
         number = "about" if model.heads.routing == "relu" else "at most"
-        return f"{shared} + {number} {active} of {total - shared}, {mean(run['active_heads'].values()):.1f} in all"
+        used = mean(run["active_heads"][layer.index] for layer in model.routed_layers())
+        return f"{shared} + {number} {active} of {total - shared}, {used:.1f} in all"
     return f"{shared} + {active} of {total - shared}" + ("" if is_causal(model) else ", not causal")

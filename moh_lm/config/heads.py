@@ -133,7 +133,7 @@ class RoutedLayer(NamedTuple):
 
     @property
     def fair_share(self):
-        """Of the tokens, for each routed expert, if all have as many; 0 without any."""
+        """The share of the tokens that each routed expert has if all have the same; 0 without routed experts."""
         return self.num_active / self.num_routed if self.num_routed else 0.0
 
     @property

@@ -203,5 +203,5 @@ class ModelConfig:
         return [self.routed_layer(index) for index in range(self.num_layers)] if mixture else []
 
     def routed_layers(self):
-        """Those of them that balance the load of routed heads."""
+        """The ``gated_layers`` with routed heads, whose load they balance."""
         return [layer for layer in self.gated_layers() if layer.num_routed]

@@ -82,8 +82,8 @@ class Interval:
         return {name: seen + skipped for name, seen, skipped in rows}
 
     def head_figures(self, high, parallel):
-        """``head_figures`` of moh_lm.monitor.head_load; None without routers, if all steps were skipped, or if it is
-        not known what they did in all of them."""
+        """``head_figures`` of moh_lm.monitor.head_load; None without routers, if all steps were skipped, or if the
+        sums of some are not known."""
         if not self.layers or not self.tokens or self.routers.isnan().all():
             return None
         sequences = self.losses[:, 2].tolist()
@@ -100,8 +100,10 @@ class Interval:
         self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
         if self.layers:
             routers = torch.tensor(state["routers"], dtype=torch.float64)
-            same = routers.shape == self.routers.shape  # else another version wrote it, with other sums
-            self.routers.copy_(routers if same else torch.full_like(self.routers, math.nan))
+            if routers.shape == self.routers.shape:
+                self.routers.copy_(routers)
+            elif state["tokens"]:  # another version wrote it, with other sums
+                self.routers.fill_(math.nan)
         for name in COUNTED:
             setattr(self, name, copy(state[name]))
 

@@ -89,7 +89,7 @@ class RunLog:
 
     def evaluation(self, step, losses, bytes_per_token=None, sinks=None):
         """Log the validation loss of each source; of text its exponential, the perplexity of a token, and its bits per
-        byte too, and the ``Sinks.means`` of each source."""
+        byte too. sinks: {source: ``Sinks.means``}, of text."""
         row = {"step": step, "evaluation": losses, "evaluation_mean": sum(losses.values()) / len(losses)}
         scalars = {f"loss_validation/{name}": loss for name, loss in losses.items()}
         scalars["loss/validation"] = row["evaluation_mean"]

@@ -216,7 +216,7 @@ class Engine:
         return self.sums.reduce()
 
     def sinks(self, micro_batches):
-        """The mean attention to the first token in each layer (moh_lm.training.sinks), over the same micro-batches."""
+        """The mean attention to the first token in each layer (moh_lm.training.sinks), over these micro-batches."""
         sinks = Sinks(self.model, self.config.model.num_layers, self.groups, self.device)
         with sinks.measured():
             self.evaluate_rows([with_numbers(batch) for batch in micro_batches], self.num_sources)

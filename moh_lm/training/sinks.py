@@ -3,9 +3,10 @@ sinks, Xiao et al. 2023, arXiv 2309.17453). Measured on held-out text, beside th
 
     sink of a layer = mean of a_i(t, 0) over the tokens t >= 1 and the heads i that they use
 
-a_i(t, 0) is the weight that head i of token t gives to the first token of the sequence, or of its document with
---reset-at-documents. Attention itself gives it: with values of 1 for that token, and 0 for all others, H_i is that
-weight. The head report has the same figure (docs/heads.md).
+a_i(t, 0) is the weight that head i of token t gives to the first token of the sequence. With --reset-at-documents it is
+the first token of the document, of which the sequence may hold a later part. Attention itself gives the weight: with
+values of 1 for that token, and 0 for all others, it is H_i. The head report has the same figure of text without
+documents (docs/heads.md).
 """
 
 import contextlib

@@ -34,6 +34,7 @@ HEADS = {
         num_shared_heads=(2,), num_active_routed_heads=(4,), routing_top_p=0.6, routing_unit="key_value_group"
     ),
     "own keys": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), routed_keys="selected"),
+    "gated": dict(head_selection="gated"),
     "static": dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(2,)),
     "all": dict(head_selection="all"),
 }

@@ -192,6 +192,10 @@ def test_thresholds_at_which_a_healthy_run_rings_are_refused(data_dir, tmp_path)
 def test_an_interval_goes_on_from_a_checkpoint_that_has_other_sums_of_routers():
     made, layout = Interval(["a"], LAYERS, torch.device("cpu")), ParallelConfig()
     result = SimpleNamespace(losses=torch.ones(1, 3), routers=torch.ones(1, 14), skipped=False, seconds={})
+    made.restore(json.loads(json.dumps(made.state() | {"routers": [[]]})))  # saved between two intervals
+    made.add(result, 0.0, 64)
+    assert made.head_figures(3.0, layout)["load"] == [[1 / 64] * 4, [1 / 64] * 2]
+    made.clear()
     for routers in ([[]], [[0.5, 1.5, 2, 3, 4, 5, 0.25, 2.5, 6, 7]]):  # of no layer, or without gates
         made.restore(json.loads(json.dumps(made.state() | {"routers": routers, "tokens": 64})))
         made.add(result, 0.0, 64)

@@ -154,6 +154,8 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
         ("context", ("--head-selection", "gated", "--context-parallel-size", "2", "--recompute")),
         ("pipeline", ("--num-shared-heads", "8", "4", "--num-active-routed-heads", "0", "2",
                       "--pipeline-parallel-size", "2", "--routing-top-p", "0.6")),
+        ("queries", ("--num-shared-heads", "8", "--num-active-routed-heads", "0", "--routing", "query_norm",
+                     "--tensor-parallel-size", "2")),
     ],
 )  # fmt: skip
 def test_gates_of_layers_whose_heads_are_all_shared_are_logged_too(data_dir, tmp_path, layout, more):
@@ -162,6 +164,9 @@ def test_gates_of_layers_whose_heads_are_all_shared_are_logged_too(data_dir, tmp
     row = [row for row in read_rows(tmp_path) if "loss" in row][-1]
     heads, board = row["heads"], events_of(tmp_path)
     assert heads["layer"] == [0, 1]
+    if layout == "queries":  # every rank has the gates of all tokens, each of them 1
+        assert heads["gate_mean"] == heads["gate_rms"] == heads["source_gate_rms"]["odd"] == [1, 1]
+        return
     gates = {0: [], 1: []}
     for step in (2, 3):
         for source, _, of_sequence, _ in sequences_of(ranks, layout, step, 0):

@@ -170,7 +170,8 @@ def mean_sink(row, layer):
 
 def of_layer(row, key, layer):
     """A figure of a layer in a row; None if the row has none."""
-    return dict(zip(row["heads"]["layer"], row["heads"].get(key, ()), strict=False)).get(layer)
+    layers, found = row["heads"]["layer"], row["heads"].get(key)
+    return None if found is None or layer not in layers else found[layers.index(layer)]
 
 
 def training_seconds(rows):
