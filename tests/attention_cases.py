@@ -97,6 +97,13 @@ def make_inputs(length, batch, heads, kv_heads, head_dim, routing="random_routin
     return *(tensor.to(dtype) for tensor in (query, key, value, gates, upstream)), selected
 
 
+SHAPES = {  # length, batch, heads, key/value heads, head dimension, shared heads
+    "heads of their own keys": (150, 2, 6, 6, 16, 2),
+    "groups": (97, 1, 8, 4, 8, 4),
+    "shared heads end inside a group": (65, 2, 8, 2, 8, 5),
+    "no shared head": (70, 1, 6, 3, 12, 0),
+    "one token": (1, 2, 6, 6, 8, 2),
+}
 DOCUMENTS = {  # name -> lengths of the documents of each sequence, in turn; what is beyond the window does not count
     "one document": [[1000]],
     "some, other ones in each sequence": [[20, 37, 5, 1000], [1, 90, 1, 1, 1000]],

@@ -30,6 +30,7 @@ LONGEST = (
 QUICK = (
     "test_config.py",
     "model/test_router.py",
+    "model/test_routing_forms.py",
     "model/test_rotary.py",
     "kernels/test_kernels.py",
     "parallel/test_parallel.py",
