@@ -71,6 +71,19 @@ def test_an_absurd_gradient_changes_nothing_and_the_event_names_it(data_dir, tmp
     assert event["details"][0].startswith("gradient norm 4e+30 is above --absurd-factor 1e+06 times 1")
 
 
+def element_of_1e30_after_3_million_steps(engine):
+    for _, steps in engine.named_biases():
+        steps[0] = 3_000_000
+    element_of_1e30(engine)
+    element_of_1e30_after_3_million_steps.undo = element_of_1e30.undo
+
+
+def test_counts_of_a_bias_above_the_factor_do_not_end_the_run_after_a_skipped_step(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP, "--load-balance-bias-rate", "0.02")
+    assert run_ranks(run_with, 1, flags, 4, element_of_1e30_after_3_million_steps, 0) == [True]
+    assert [event["step"] for event in events(tmp_path, "skipped")] == [4]
+
+
 def flip_the_exponent_of_a_master(engine):
     """Of the first element that this rank owns of some matrix: from a few hundredths to 1e36."""
     owned = {fragment.name: fragment.tensors["master"] for fragment in engine.fragments()}
