@@ -153,7 +153,7 @@ class Engine:
         self.optimizer.set_learning_rates(learning_rate, 0.0 if self.resting else learning_rate * scale)
         self.sums = StepSums(self.num_sources, self.groups, self.device)
         compare = self.compare_replicas if check_replicas else None
-        self.step_verdict = StepVerdict(self.sums, self.guard, self.optimizer.largest_master, compare)
+        self.step_verdict = StepVerdict(self.sums, self.guard, self.largest_weight, compare)
         self.step(self.own_tokens(micro_batches))
         examined = self.step_verdict.result()
         skipped = self.guard.skips(examined.code)
@@ -184,14 +184,25 @@ class Engine:
         if lasting:
             raise BadNumbers(f"{'; '.join(lasting)}; still so after weights were written from their fp32 masters again")
 
+    def largest_weight(self):
+        """Largest magnitude of a master, or of a frozen weight, of this rank, []; NaN if one is."""
+        sizes = [self.optimizer.largest_master(), *map(largest, self.frozen.weights().values())]
+        return torch.stack([size.to(self.device, torch.float64) for size in sizes]).max()
+
     def absurd_weights(self):
-        """Sentences for the parameters whose master weights, of this rank, cannot come from training."""
-        masters = [(fragment.name, fragment.tensors["master"]) for fragment in self.fragments()]
+        """Sentences for the weights of this rank that cannot come from training: masters, or else frozen ones."""
+        masters = {fragment.name: fragment.tensors["master"] for fragment in self.fragments()}
         # not the biases of routers: counts, which grow with the steps
-        sizes = [(name, largest(master).item()) for name, master in masters if master.is_floating_point()]
+        masters = {name: master for name, master in masters.items() if master.is_floating_point()}
+        names, frozen = {p: name for name, p in self.named_parameters()}, self.frozen.weights()
+        frozen = {names[parameter]: weight for parameter, weight in frozen.items()}
+        return self.absurd(masters, "in its fp32 master") or self.absurd(frozen, "and is frozen")
+
+    def absurd(self, tensors, where):
+        sizes = {name: largest(tensor).item() for name, tensor in tensors.items()}
         return [
-            f"{name} holds {size:.4g} in its fp32 master, which cannot come from training (--absurd-factor)"
-            for name, size in sizes
+            f"{name} holds {size:.4g} {where}, which cannot come from training (--absurd-factor)"
+            for name, size in sizes.items()
             if not self.guard.sound(size)
         ]
 

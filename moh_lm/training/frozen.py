@@ -42,6 +42,11 @@ class FrozenWeights:
         start, master = self.masters[parameter]
         return (start, {"master": master}) if master.numel() else None
 
+    def weights(self):
+        """{parameter: what this rank has of it, as it computes with it}, without those of which it has nothing."""
+        whole = {p: self.owned(p)[1] if hasattr(p, "ds_tensor") else p.detach() for p in self.masters}
+        return {parameter: weight for parameter, weight in whole.items() if weight.numel()}
+
     @torch.no_grad()
     def refresh(self):
         """Make the weights follow their masters; all ranks together."""

@@ -36,8 +36,8 @@ class StepVerdict:
     """The verdict on one step; all ranks decide together.
 
     sums: ``StepSums`` of the step. guard: the ``Guard`` of the run. largest_weight: gives the largest magnitude, [], of
-    this rank's master weights. compare_replicas: gives sentences for weights that differ between ranks; None if they
-    are not compared in this step.
+    this rank's master and frozen weights. compare_replicas: gives sentences for weights that differ between ranks; None
+    if they are not compared in this step.
     """
 
     def __init__(self, sums, guard, largest_weight, compare_replicas=None):

@@ -99,3 +99,18 @@ def test_an_absurd_master_weight_ends_the_run_at_once_with_its_name(data_dir, tm
     assert one == other and one.startswith("step 5: model.layers.")
     assert "up_proj.weight holds" in one and "in its fp32 master, which cannot come from training" in one
     assert one.endswith(f"the last checkpoint is {tmp_path}/checkpoints/step-4")
+
+
+def flip_the_exponent_of_a_frozen_weight(engine):
+    """In memory: its fp32 master, which is saved, stays as it was."""
+    weight = dict(engine.named_parameters())["model.layers.1.mlp.up_proj.weight"]
+    getattr(weight, "ds_tensor", weight).detach().view(-1).view(torch.int16)[0] ^= 1 << 14
+
+
+@pytest.mark.parametrize("zero", ["1", "3"])
+def test_an_absurd_frozen_weight_ends_the_run_at_once_with_its_name(data_dir, tmp_path, zero):
+    more = ("--precision", "bf16", "--zero-stage", zero, "--train-only", "router")
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP, *more)
+    one, other = run_ranks(run_with, 2, flags, 5, flip_the_exponent_of_a_frozen_weight)
+    assert one == other and one.startswith("step 5: model.layers.1.mlp.up_proj.weight holds")
+    assert "and is frozen, which cannot come from training" in one
