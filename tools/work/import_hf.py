@@ -43,7 +43,7 @@ def run(arguments):
         config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)
         if vocab_size < old_vocab_size:
             problems.append(f"--extend-vocab {vocab_size}: the model has {old_vocab_size} rows already")
-        problems += sample_problems(arguments, config)
+        problems += sample_problems(arguments, config, values)
     except ConfigError as error:
         problems += error.problems
     if problems:
@@ -129,13 +129,17 @@ def wanted_heads(arguments, values):
     return replace(own, **changed)
 
 
-def sample_problems(arguments, config):
+def sample_problems(arguments, config, values):
     """Sentences for a choice of shared heads that cannot be made."""
     given = [name for name in ("sample_data", "sample_text") if getattr(arguments, name)]
     if arguments.select_shared == "first":
         return [f"{flag(name)}: is only read by --select-shared importance" for name in given]
     if config.heads.head_selection == "all":
         return ["--select-shared importance: all heads are on; give --head-selection mixture, or leave it out"]
+    has_code = values["model_type"] != "moh_llama" and values.get("auto_map")  # which selects heads by their place
+    if own_heads(values).head_selection != "all" or arguments.released or has_code:
+        trained = "the source is trained with its shared heads in their places, which another order would break"
+        return [f"--select-shared importance: {trained}; leave it out"]
     if attention_kind(config) is not Attention or len(config.head_counts) > 1:
         needs = "needs as many heads in every layer, of one width, with keys that are not latent"
         return [f"--select-shared importance: {needs}; leave it out"]

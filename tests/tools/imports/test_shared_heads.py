@@ -10,7 +10,7 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
-from tests.tools.imports.llamas import BASE_ONLY, LLAMA3, MIXTURE, assert_same_logits, make_llama, small_model
+from tests.tools.imports.llamas import BASE_ONLY, LLAMA3, MIXTURE, assert_same_logits, make_llama, rewrite, small_model
 from tools.hf.configuration_moh import MoHLlamaConfig
 from tools.hf.modeling_moh import MoHLlamaForCausalLM
 
@@ -85,3 +85,16 @@ def test_a_sample_of_text_is_measured_with_the_tokenizer_of_the_model(imported, 
     for more, named in (((), "all heads are on"), ((*MIXTURE, "--sample-data", "x"), "by one of --sample-data and")):
         code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *sample, *more)
         assert code == 2 and named in errors
+
+
+def test_a_model_that_is_trained_with_shared_heads_keeps_its_order(tool, imported, llama, data_dir, tmp_path):
+    source = imported(llama[0], *MIXTURE)
+    assert tool("export_hf", "--checkpoint", source, "--output", tmp_path / "mixture")[0] == 0
+    rewrite(llama[0], tmp_path / "released", auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})
+    static = ("--head-selection", "static", "--allow-routing-change")
+    sample = ("--select-shared", "importance", "--sample-data", data_dir)
+    for name, flags in (("mixture", ()), ("mixture", static), ("released", ("--released", "moh-llama3-8b"))):
+        call = ("import_hf", "--model", tmp_path / name, "--output", tmp_path / "new", *sample, *flags)
+        code, _, errors = tool(*call)
+        assert code == 2 and "--select-shared importance: the source is trained with its shared heads" in errors
+        assert not (tmp_path / "new").exists()
