@@ -11,10 +11,12 @@ other activations, windows of a Llama, other scalings of the rotary embedding, q
 import json
 import shlex
 from dataclasses import fields
+from typing import get_args, get_origin
 
 from moh_lm.checks.model import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
 from moh_lm.config.fields import as_tuples
+from moh_lm.config.model import OF_LAYERS
 from tools.hf.keys import (
     ARCHITECTURES,
     FIXED,
@@ -38,16 +40,61 @@ FOREIGN = (  # of relatives of Llama, or of variants of its code
     "use_qk_norm", "logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier",
     "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping",
 )  # fmt: skip
+FIELDS = {entry.name: entry.type for section in (ModelConfig, HeadsConfig) for entry in fields(section)}
+FIELDS |= dict.fromkeys(OF_LAYERS, int)  # one number in the file
+TYPES = {entry.key: FIELDS[entry.field] for entry in MODEL}  # of values, null aside
+TYPES |= {"max_position_embeddings": int, "sliding_window": int, "layer_types": tuple[str, ...]}
+OUR_TYPES = {entry.key: FIELDS[entry.field] for entry in (*OURS, *HEADS)}  # of values, null included
+OUR_TYPES |= {"layer_heads": tuple[int, ...], "layer_windows": tuple[int, ...]}
+IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
 def read_config(directory):
-    """The content of ``directory``/config.json. Raises ConfigError."""
+    """The content of ``directory``/config.json, with values of the types that are read. Raises ConfigError."""
     path = directory / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); give a model in Hugging Face form"]) from error
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not isinstance(values.get("model_type", ""), str):
         raise ConfigError([f"{path}: no configuration; give a model in Hugging Face form"])
+    if problems := type_problems(values):
+        raise ConfigError([f"{path}: {problem}; mend it" for problem in problems])
     return values
+
+
+def type_problems(values):
+    """Sentences for what is of another type than the field that it is read into, in a model that can be read."""
+    kind = values.get("model_type")
+    if kind not in ARCHITECTURES:
+        return []
+    types = {key: wanted for key, wanted in TYPES.items() if values.get(key) is not None}
+    types |= OUR_TYPES if kind == "moh_llama" else {}
+    found = [
+        f"{key} {values[key]!r}: must be {in_words(wanted)}"
+        for key, wanted in types.items()
+        if key in values and not fits(values[key], wanted)
+    ]
+    longest = values.get("max_position_embeddings", 1)
+    if longest is None or (fits(longest, int) and longest < 1):
+        found.append(f"max_position_embeddings {longest}: must be the longest sequence, 1 or above")
+    return found
+
+
+def fits(value, wanted):
+    """Whether a value of JSON is of the type of a field, which may be one of several (int | None) or a tuple."""
+    if get_origin(wanted) is tuple:
+        return isinstance(value, list) and all(fits(part, get_args(wanted)[0]) for part in value)
+    if get_args(wanted):
+        return any(fits(value, one) for one in get_args(wanted))
+    allowed = int | float if wanted is float else wanted
+    return isinstance(value, allowed) and isinstance(value, bool) == (wanted is bool)
+
+
+def in_words(wanted):
+    if get_origin(wanted) is tuple:
+        return f"a list of {in_words(get_args(wanted)[0]).removeprefix('a ')}s"
+    return " or ".join(map(in_words, get_args(wanted))) or IN_WORDS.get(wanted, "null")
 
 
 def refuse_run(flag, directory):
@@ -65,7 +112,7 @@ def model_config(values, heads=None, code_is_known=False):
     """
     problems = foreign(values, code_is_known)
     needed = [entry.key for entry in MODEL if entry.absent is REQUIRED]
-    problems += [f"{key} is missing" for key in needed if not isinstance(values.get(key), int)]
+    problems += [f"{key} is missing" for key in needed if values.get(key) is None]
     problems += [
         f"{key} is missing: transformers takes {value} for a mistral; write it into the file"
         for key, value in ASSUMED.items()

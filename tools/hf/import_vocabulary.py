@@ -70,6 +70,7 @@ def spelled(old, new, old_vocab_size, vocab_size):
         raise ConfigError([f"--tokenizer {new}: tokens of Hugging Face are not compared with those of {old}; {remedy}"])
     if is_tiktoken(old) != is_tiktoken(new):
         raise ConfigError([f"--tokenizer {new}: has another format than {old}"])
+    read_tokenizer(old, vocab_size, "--old-tokenizer")  # refuses what is no tokenizer
     table = spelled_tiktoken if is_tiktoken(old) else spelled_sentencepiece
     spelling = table(old, new)
     return {index: ids for index, ids in spelling.items() if old_vocab_size <= index < vocab_size and ids}

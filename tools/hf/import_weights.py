@@ -72,9 +72,12 @@ class Source:
     @staticmethod
     def read_index(path):
         try:
-            return dict(read_json(path)["weight_map"])
+            files = dict(read_json(path)["weight_map"])
+            if not all(isinstance(name, str) for name in files.values()):
+                raise ValueError("weight_map must give the name of a file for each tensor")
+            return files
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError([f"{path}: not an index ({error})"]) from error
+            raise ConfigError([f"{path}: not an index ({error}); fetch it again"]) from error
 
     def remedy(self):
         """What to do about a directory of pickles."""

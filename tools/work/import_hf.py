@@ -18,7 +18,7 @@ from moh_lm.model.attention import Attention
 from moh_lm.model.attention_kinds import attention_kind
 from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.hub import model_directory
-from tools.hf.import_config import model_config, own_heads, read_config, refuse_run
+from tools.hf.import_config import fits, model_config, own_heads, read_config, refuse_run
 from tools.hf.import_step import output_problems, write_step
 from tools.hf.import_vocabulary import new_rows, read_tokenizer, spelled
 from tools.hf.import_weights import Source, plan
@@ -165,7 +165,8 @@ def find_tokenizers(arguments, vocab_size):
     places = [arguments.model / TOKENIZER_FILES[0], arguments.model / "original" / TOKENIZER_FILES[0]]
     old = arguments.old_tokenizer or next((path for path in places if path.is_file()), None)
     new = arguments.tokenizer or (None if arguments.extend_vocab else old)
-    named = "--tokenizer" if arguments.tokenizer else "tokenizer of the model,"
+    given = [flag(name) for name in ("tokenizer", "old_tokenizer") if getattr(arguments, name)]
+    named = given[0] if given else "tokenizer of the model,"
     if new:
         return old, new, read_tokenizer(new, vocab_size, named)
     kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
@@ -177,12 +178,18 @@ def token_ids(directory, values):
     path = directory / "generation_config.json"
     try:
         more = read_json(path) if path.is_file() else {}
+        if not isinstance(more, dict):
+            raise ValueError("it holds no settings")
     except ValueError as error:
         raise ConfigError([f"{path}: cannot be read ({error}); mend it, or delete it"]) from error
     keys = {name: f"{name}_token_id" for name in ("bos", "eos", "pad")}
     found = {name: more.get(key) if values.get(key) is None else values[key] for name, key in keys.items()}
     if isinstance(more.get("eos_token_id"), list):  # all that end a text; config.json may name one of them
         found["eos"] = more["eos_token_id"]
+    odd = {keys[name]: value for name, value in found.items() if not fits(value, int | None | tuple[int, ...])}
+    if odd:
+        given = f"{directory}: config.json or generation_config.json"
+        raise ConfigError([f"{given} has {key} {value!r}: write a whole number, or null" for key, value in odd.items()])
     return found
 
 

@@ -56,6 +56,13 @@ def test_every_spelling_of_the_rotary_embedding_is_read(imported, llama, tmp_pat
         ({"rope_theta": 7.0}, "contradict each other"),
         ({"num_key_value_heads": 3}, "--num-key-value-heads 3: must divide"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "48"}, "hidden_size '48': must be a whole number"),
+        ({"max_position_embeddings": "64"}, "max_position_embeddings '64': must be a whole number"),
+        ({"max_position_embeddings": None}, "max_position_embeddings None: must be the longest sequence, 1 or above"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings -5: must be the longest sequence, 1 or above"),
+        ({"layer_types": -1}, "layer_types -1: must be a list of texts"),
+        ({"model_type": "moh_llama", "num_shared_heads": 4}, "num_shared_heads 4: must be a list of whole numbers"),
+        ({"model_type": "moh_llama", "two_stage": "no"}, "two_stage 'no': must be true or false"),
         ({"vocab_size": 65}, "model.embed_tokens.weight has shape [64, 48], config.json says [65, 48]"),
         ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no counterpart here"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
@@ -91,6 +98,21 @@ def test_biases_infinities_pickles_and_absent_shards_are_refused(tool, llama, tm
     make_llama(tmp_path / "shards", shard="30KB")
     next((tmp_path / "shards").glob("model-00002*")).unlink()
     refused(tmp_path / "shards", "model-00002-of-")
+
+
+@pytest.mark.parametrize(
+    "name, text, named",
+    [
+        ("generation_config.json", "[1]", "cannot be read (it holds no settings)"),
+        ("generation_config.json", '{"pad_token_id": "x"}', "pad_token_id 'x': write a whole number, or null"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "not an index (weight_map must give the name"),
+    ],
+)
+def test_files_beside_the_weights_that_hold_something_else_are_refused(tool, tmp_path, name, text, named):
+    make_llama(tmp_path / "hf", shard="30KB")
+    (tmp_path / "hf" / name).write_text(text)
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run")
+    assert code == 2 and named in errors
 
 
 def test_a_table_of_early_transformers_and_a_copy_of_a_tied_head_are_passed_over(imported, tmp_path):

@@ -123,3 +123,12 @@ def test_a_tokenizer_of_hugging_face_can_be_that_of_the_data_but_spells_no_new_t
     extend = ("--extend-vocab", 320, "--tokenizer", tokenizer, "--old-tokenizer", old)
     code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *extend)
     assert code == 2 and "tokens of Hugging Face are not compared" in errors
+
+
+def test_an_old_tokenizer_that_is_none_is_refused(tool, tmp_path):
+    new = small_model(tmp_path / "new", ["a cat and a dog", "the cat sat"] * 20, 278)
+    make_llama(tmp_path / "hf")
+    (tmp_path / "junk").write_bytes(b"\xff\xfe")
+    flags = ("--extend-vocab", 278, "--tokenizer", new, "--old-tokenizer", tmp_path / "junk")
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "no", *flags)
+    assert code == 2 and f"--old-tokenizer {tmp_path / 'junk'}: not a SentencePiece model" in errors
