@@ -162,6 +162,7 @@ def test_rotary_settings_given_to_from_pretrained_are_used_and_saved(changes, tm
         ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor 1.0 of rope_type 'yarn'"),
         ({"attention_bias": True}, "no biases"),
         ({"query_dim": 6, "head_dim": 7, "num_key_value_heads": 2}, "query_dim 6: head_dim 7 must be 2 above it at"),
+        ({"two_stage": "no"}, "two_stage 'no': must be true or false"),
         ({"routed_keys": "own"}, "routed_keys 'own': must be one of all, selected"),
     ],
 )

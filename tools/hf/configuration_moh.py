@@ -197,6 +197,9 @@ class MoHLlamaConfig(PretrainedConfig):
         """Raises ValueError for what the model cannot compute."""
         if self.hidden_act != "silu" or self.attention_bias or self.mlp_bias:
             raise ValueError("moh_llama has SiLU and no biases: hidden_act, attention_bias and mlp_bias say otherwise")
+        for key in (key for key, default in DEFAULTS.items() if isinstance(default, bool)):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"{key} {getattr(self, key)!r}: must be true or false")
         check_rope(self.rope_parameters)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
