@@ -40,15 +40,15 @@ class Source:
 
     The routers of the authors' released code get their names here.
 
-    Raises ConfigError unless every tensor that the index names can be read.
+    A model.safetensors is read before an index. Raises ConfigError unless every tensor that is named can be read.
     """
 
     def __init__(self, directory):
         self.directory = directory
         self.slices, self.shapes, dtypes = {}, {}, set()
-        index = directory / "model.safetensors.index.json"
-        listed = self.read_index(index) if index.exists() else None
-        paths = sorted({directory / name for name in listed.values()}) if listed else [directory / "model.safetensors"]
+        single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+        listed = self.read_index(index) if index.exists() and not single.is_file() else None  # as transformers
+        paths = sorted({directory / name for name in listed.values()}) if listed else [single]
         problems = [f"{path}: is absent{self.remedy()}" for path in paths if not path.is_file()]
         if problems:
             raise ConfigError(problems)

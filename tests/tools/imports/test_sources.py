@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
@@ -113,6 +114,13 @@ def test_files_beside_the_weights_that_hold_something_else_are_refused(tool, tmp
     (tmp_path / "hf" / name).write_text(text)
     code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run")
     assert code == 2 and named in errors
+
+
+def test_a_single_file_is_read_before_an_index_as_transformers_reads_it(imported, llama, tmp_path):
+    make_llama(tmp_path / "hf", seed=1, shard="30KB")
+    shutil.copy(llama[0] / "model.safetensors", tmp_path / "hf")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    assert_same_logits(imported(tmp_path / "hf"), model)
 
 
 def test_a_table_of_early_transformers_and_a_copy_of_a_tied_head_are_passed_over(imported, tmp_path):
