@@ -54,10 +54,11 @@ class ImageEngine(Engine):
         self.engine.eval()
         with self.optimizer.averaged():
             for batch in micro_batches:
-                _, losses, counted = self.losses(batch)
-                found = [losses.double().sum(), counted.sum()]
                 if self.config.kind == "vit":
-                    found += self.right(batch, counted)
+                    found = self.classified(batch)
+                else:
+                    _, losses, counted = self.losses(batch)
+                    found = [losses.double().sum(), counted.sum()]
                 sums[: len(found)] += torch.stack([value.double() for value in found])
         loss, images, first, five = reduce(sums, self.groups.data).tolist()
         if not images:
@@ -65,11 +66,14 @@ class ImageEngine(Engine):
         accuracy = {"top_5": five / images, "top_1": first / images} if self.config.kind == "vit" else {}
         return {"loss": loss / images, **accuracy}
 
-    def right(self, batch, counted):
-        """Images whose class is the most likely one, and among the five most likely ones."""
-        logits = self.engine(self.on_device(batch.inputs[0]))
-        best = logits.topk(min(5, logits.shape[1])).indices == self.on_device(batch.labels)[:, None]
-        return [(best[:, :number].any(1) & counted).sum() for number in (1, 5)]
+    def classified(self, batch):
+        """Sum of the losses, images, those whose class is the most likely one, and among the five most likely ones."""
+        images, targets, labels = map(self.on_device, (*batch.inputs, batch.labels))
+        logits, counted = self.engine(images), labels >= 0
+        losses = self.model.losses(logits, targets) * counted
+        best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        right = [(best[:, :number].any(1) & counted).sum() for number in (1, 5)]
+        return [losses.double().sum(), counted.sum(), *right]
 
     @torch.no_grad()
     def draw(self, number, steps, cfg_scale):

@@ -103,9 +103,13 @@ class TransNeXt(ImageModel):
         logits = self.head(x.mean(0))
         if targets is None:
             return logits
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        losses = F.cross_entropy(logits.to(wide), targets.to(wide), reduction="none")
+        losses = self.losses(logits, targets)
         return losses.mean(), losses
+
+    def losses(self, logits, targets):
+        """Cross entropy of each image [b], fp32 or wider, of logits and targets [b, classes]."""
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(wide), targets.to(wide), reduction="none")
 
     def kept_branches(self, draws, dtype):
         """``kept`` of every layer. draws: [b, 2 layers], uniform in [0, 1): layer i leaves out the branches that are
