@@ -71,12 +71,12 @@ class Diffusion:
         return ((noise - found).square() + self.steps / 1000 * bound).mean((1, 2, 3))
 
     @torch.no_grad()
-    def sample(self, predict, y, noises, no_class=None, cfg_scale=1.0):
+    def sample(self, predict, y, noises, no_class=None, cfg_scale=1.0, progress=lambda: None):
         """Images of classes y, int64 [b], along the chain. noises: an iterator of [b, c, H, W]; the first is x_T.
 
         predict: as of ``losses``. With guidance e' is that of ``no_class`` and ``cfg_scale`` times what the class adds
         to it (Ho and Salimans 2022, arXiv 2207.12598), in all channels; DiT's code does so in the first three only.
-        w is that of the class.
+        w is that of the class. ``progress`` is called after each step.
         """
         x = next(noises)
         for place in reversed(range(len(self.timesteps))):
@@ -91,6 +91,7 @@ class Diffusion:
             x, log_variance = self.posterior(x, torch.full_like(y, place), found, w)
             if place:
                 x = x + (log_variance / 2).exp() * next(noises)
+            progress()
         return x
 
 

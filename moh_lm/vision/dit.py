@@ -72,13 +72,16 @@ class DiT(ImageModel):
         x = self.final_layer.linear(modulated(x, shift, scale))  # [s, b, p p 2c]
         return x.view(side, side, len(t), p, p, -1).permute(2, 5, 0, 3, 1, 4).reshape(len(t), -1, side * p, side * p)
 
-    def draw(self, y, numbers, seed, steps, cfg_scale):
-        """Images [b, c, H, W] of classes y, int64 [b], in so many steps: each by its number and the seed alone."""
+    def draw(self, y, numbers, seed, steps, cfg_scale, progress=lambda: None):
+        """Images [b, c, H, W] of classes y, int64 [b], in so many steps: each by its number and the seed alone.
+
+        ``progress`` is called after each step.
+        """
         config = self.config
         shape = config.in_channels, config.input_size, config.input_size
         noises = image_noise(seed, numbers, shape, y.device)
         chain = Diffusion(config.diffusion_steps, steps)
-        return chain.sample(self.predict, y, noises, config.num_classes, cfg_scale)
+        return chain.sample(self.predict, y, noises, config.num_classes, cfg_scale, progress)
 
 
 class DiTBlock(RoutedBlock):

@@ -76,17 +76,17 @@ class ImageEngine(Engine):
         return [losses.double().sum(), counted.sum(), *right]
 
     @torch.no_grad()
-    def draw(self, number, steps, cfg_scale):
+    def draw(self, number, steps, cfg_scale, progress):
         """``number`` images of the classes 0, 1, ... in turn, by the moving average: float32 [number, c, H, W].
 
-        Each rank draws some of them.
+        Each rank draws some of them. ``progress`` is called after each step.
         """
         share = -(-number // dist.get_world_size())
         mine = torch.arange(share) + dist.get_rank() * share
         classes = (mine % self.config.model.num_classes).to(self.device)
         self.engine.eval()
         with self.optimizer.averaged():
-            images = self.model.draw(classes, mine.tolist(), self.config.run.seed, steps, cfg_scale)
+            images = self.model.draw(classes, mine.tolist(), self.config.run.seed, steps, cfg_scale, progress)
         parts = [torch.empty_like(images) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, images.contiguous())
         return torch.cat(parts)[:number].cpu()

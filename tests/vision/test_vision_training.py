@@ -226,6 +226,26 @@ def test_what_cannot_be_trained_is_refused_by_name(images, tmp_path, words, said
         program.open_data(config, program.image_problems(config, 1), False)
 
 
+def evaluated(kind, flags):
+    """What happens in an evaluation, in order: p for each report of progress, m for each pass through the model."""
+    config, dataset = program.open_data(parsed(kind, flags), [], False)
+    make_run_directory(config.run.checkpoint_dir)
+    made, events = ImageRun(config, dataset, start_process_group(900), Mock(), Mock()), []
+    made.open_data(dataset)
+    made.log, made.state.step = None, 1
+    made.watchdog.progress.side_effect = lambda: events.append("p")
+    first = "patch_embed1" if kind == "vit" else "x_embedder.proj"
+    made.engine.model.get_submodule(first).register_forward_hook(lambda *_: events.append("m"))
+    made.evaluate()
+    return "".join(events)
+
+
+@pytest.mark.parametrize("kind, passes", [("vit", 5), ("dit", 5 + 3)])  # 9 images, 2 at once; 3 steps of drawing
+def test_an_evaluation_reports_progress_after_every_pass_through_the_model(images, tmp_path, kind, passes):
+    (events,) = run_ranks(evaluated, 1, kind, arguments(kind, images, tmp_path / "run"))
+    assert "mm" not in events and events.count("m") == passes
+
+
 def test_a_drawing_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     (tmp_path / "samples").write_text("no directory")
     made = SimpleNamespace(
