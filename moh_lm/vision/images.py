@@ -112,8 +112,13 @@ class Images:
 
 
 def folder_files(path):
-    """(name, 0, -1) of all files below a directory; a link that leads back up is not followed."""
-    for folder, folders, names in os.walk(path, followlinks=True):
+    """(name, 0, -1) of all files below a directory; a link that leads back up is not followed. Raises ConfigError."""
+
+    def refuse(error):
+        reason = f"this folder cannot be read ({error.strerror.lower()}); make it readable, or move it away"
+        raise ConfigError([f"{error.filename}: {reason}"]) from error
+
+    for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
         here, real = os.path.realpath(folder), {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
         folders[:] = [name for name in folders if os.path.commonpath((here, real[name])) != real[name]]
         inside = folder[len(path) :].strip("/")

@@ -1,5 +1,7 @@
 """Images to micro-batches: which sample is which image, how it is changed, who gets it, and what is refused."""
 
+import errno
+import os
 import random
 import shutil
 import tarfile
@@ -245,6 +247,19 @@ def test_a_link_to_a_folder_is_a_class_and_one_that_leads_back_is_none(folder, t
     (tmp_path / "train/vixen").symlink_to(tmp_path / "train/fox")
     images = Images(tmp_path / "train")
     assert images.classes == ["cat", "dog", "fox", "vixen"] and len(images.labels) == 28
+
+
+def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch):
+    scandir = os.scandir
+
+    def closed(path):  # in place of chmod, which does not stop root
+        if path == str(folder / "dog"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(ConfigError, match="dog: this folder cannot be read .permission denied.; make it readable"):
+        Images(folder)
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "CMYK", "RGBA", "I;16", "1"])
