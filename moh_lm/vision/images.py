@@ -141,8 +141,14 @@ def tar_files(path):
                     spans[name] = spans[other]
                 elif file.issym():
                     links.append(name)
+            tar.fileobj.seek(tar.offset)
+            if tar.fileobj.read(tarfile.BLOCKSIZE).strip(tarfile.NUL):  # tarfile takes a damaged header for the end
+                raise tarfile.ReadError(f"damaged or cut off at byte {tar.offset}")
     except tarfile.ReadError as error:
-        raise ConfigError([f"{path}: is no tar without compression ({error}); give one, or a directory"]) from error
+        text = f"is no whole tar without compression ({error}); give one, or a directory"
+        raise ConfigError([f"{path}: {text}"]) from error
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read ({error.strerror.lower()}); make it readable"]) from error
     return [(name, *span) for name, span in spans.items()], links
 
 

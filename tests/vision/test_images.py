@@ -6,6 +6,7 @@ import random
 import shutil
 import tarfile
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -241,6 +242,21 @@ def test_symbolic_links_of_a_tar_are_told_and_a_name_written_in_two_ways_is_one_
     assert Images(tmp_path / "images.tar").place(3).read(3).tobytes() == Images(folder).place(20).read(3).tobytes()
 
 
+def test_a_tar_that_was_cut_off_or_cannot_be_read_is_refused(folder, tmp_path, monkeypatch):
+    path = tmp_path / "images.tar"
+    with tarfile.open(path, "w") as tar:
+        tar.add(folder, arcname="train")
+        header, data = [(file.offset, file.offset_data) for file in tar if file.isfile()][-1]
+    whole = path.read_bytes()
+    for end in (header + 100, data + 10):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ConfigError, match="images.tar: is no whole tar without compression"):
+            Images(path)
+    monkeypatch.setattr(tarfile, "open", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+    with pytest.raises(ConfigError, match="images.tar: cannot be read .permission denied.; make it readable"):
+        Images(path)
+
+
 def test_a_link_to_a_folder_is_a_class_and_one_that_leads_back_is_none(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "train")
     (tmp_path / "train/cat/all").symlink_to(tmp_path / "train")
@@ -312,7 +328,7 @@ def test_what_is_wrong_is_said_together(folder, tmp_path):
          ["--num-classes 5: ", "has class folder owl, which --data-dir", "has no class folder fox, which --data-dir"]),
         (training(tmp_path / "nosuch", held_out=tmp_path / "empty"),
          ["--data-dir", "there is no such directory or tar", "--validation-dir", "holds no image in a folder"]),
-        (training(tmp_path / "text.tar"), ["is no tar without compression"]),
+        (training(tmp_path / "text.tar"), ["is no whole tar without compression"]),
         (replace(wrong, model=replace(wrong.model, in_channels=4)), ["--in-channels 4: ", "choose 1 (grey) or 3"]),
     )  # fmt: skip
     for config, words in cases:
