@@ -134,10 +134,10 @@ def tar_files(path):
     try:
         with tarfile.open(path, "r:") as tar:
             for file in tar:
-                name = os.path.normpath(file.name)
+                name = unpacked(file.name)
                 if file.isfile():
                     spans[name] = file.offset_data, file.size
-                elif file.islnk() and (other := os.path.normpath(file.linkname)) in spans:  # of a file before it
+                elif file.islnk() and (other := unpacked(file.linkname)) in spans:  # of a file before it
                     spans[name] = spans[other]
                 elif file.issym():
                     links.append(name)
@@ -150,6 +150,11 @@ def tar_files(path):
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror.lower()}); make it readable"]) from error
     return [(name, *span) for name, span in spans.items()], links
+
+
+def unpacked(name):
+    """The path, below a directory, to which ``tar`` unpacks a name."""
+    return os.path.normpath(name).lstrip("/")
 
 
 def is_image(name):

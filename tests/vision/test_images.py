@@ -1,6 +1,7 @@
 """Images to micro-batches: which sample is which image, how it is changed, who gets it, and what is refused."""
 
 import errno
+import io
 import os
 import random
 import shutil
@@ -255,6 +256,15 @@ def test_a_tar_that_was_cut_off_or_cannot_be_read_is_refused(folder, tmp_path, m
     monkeypatch.setattr(tarfile, "open", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     with pytest.raises(ConfigError, match="images.tar: cannot be read .permission denied.; make it readable"):
         Images(path)
+
+
+def test_names_of_a_tar_that_begin_with_a_slash_are_read_as_what_they_unpack_to(folder, tmp_path):
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        for path in folder.glob("*/*.png"):
+            file = tar.gettarinfo(path, "")
+            file.name = "/" * (path.parent.name == "cat") + f"train/{path.parent.name}/{path.name}"
+            tar.addfile(file, io.BytesIO(path.read_bytes()))
+    assert Images(tmp_path / "images.tar").sha256 == Images(folder).sha256
 
 
 def test_a_link_to_a_folder_is_a_class_and_one_that_leads_back_is_none(folder, tmp_path):
