@@ -6,6 +6,7 @@ from moh_lm.cli.parser import Parser, nearest
 from moh_lm.config import ConfigError
 from moh_lm.flags import name_and_weight
 from moh_lm.quantities import at_least, quantity, real
+from tools.command import output_path
 
 
 def tokenize_flags(texts):
@@ -32,7 +33,10 @@ def tokenize_flags(texts):
         "repeated",
     )
     add("--only", metavar="NAME", nargs="+", default=[], help="of the sources that --recognize finds, these alone")
-    add("--output", metavar="DIR", required=True, help="data directory; sources that it has already stay")
+    add(
+        "--output", metavar="DIR", type=output_path, required=True,
+        help="data directory; sources that it has already stay",
+    )
     cores = len(os.sched_getaffinity(0))
     add("--workers", metavar="N", type=at_least(1), default=cores, help="processes (default: one per core)")
     add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
@@ -59,7 +63,7 @@ def train_flags(texts):
     parser = Parser(prog="python data_prep/tokenize.py train", description=what)
     add_sample_flags(parser)
     parser.add_argument("--vocab-size", metavar="N", type=size, default="65536", help="pieces (default: 65536)")
-    parser.add_argument("--output", metavar="MODEL", required=True, help="the model file to write")
+    parser.add_argument("--output", metavar="MODEL", type=output_path, required=True, help="the model file to write")
     return parser.parse_args(texts)
 
 
@@ -71,7 +75,7 @@ def extend_flags(texts):
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--vocab-size", metavar="N", type=size, help="tokens after the extension, old and new")
     which.add_argument("--add-pieces", metavar="FILE", help="new pieces of a SentencePiece model, a line each")
-    add("--output", metavar="MODEL", required=True, help="the file to write")
+    add("--output", metavar="MODEL", type=output_path, required=True, help="the file to write")
     add(
         "--old-input", metavar="GLOB", nargs="+", default=[],
         help="files with text of the old kind, which is to change little",

@@ -44,7 +44,7 @@ OUTSIDE, SPACE, LETTER, EASTERN, DIGIT, OTHER = range(6)  # kinds of characters;
 
 def run(flags) -> int:
     """The command; its exit code. Raises ConfigError."""
-    output = Path(flags.output)
+    output = flags.output
     source = str(next(iter(model_files(flags.tokenizer).values())))
     if os.path.realpath(output) == os.path.realpath(source):
         raise ConfigError([f"--output {flags.output}: is the --tokenizer, which its shards need; name another file"])

@@ -10,7 +10,6 @@ byte for byte.
 import io
 import re
 from collections import Counter
-from pathlib import Path
 
 import sentencepiece
 
@@ -26,7 +25,7 @@ BYTES_AND_CONTROLS = 256 + 3  # pieces that every model has
 
 def run(flags) -> int:
     """The command; its exit code. Raises ConfigError."""
-    output = Path(flags.output)
+    output = flags.output
     check_model_file(output)
     sentences = read_sample(flags)
     print(f"training {flags.vocab_size:,} pieces on {sum(map(len, sentences)):,} bytes of text", flush=True)

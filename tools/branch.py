@@ -17,7 +17,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.parser import Parser
 from moh_lm.quantities import at_least
-from tools.command import run
+from tools.command import output_path, run
 
 
 def main(texts):
@@ -29,7 +29,7 @@ def parse_arguments(texts):
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory with --schedule wsd")
     parser.add_argument("--at", type=at_least(0), required=True, metavar="STEP", help="a checkpoint before its decay")
     parser.add_argument("--decay-iters", type=at_least(1), required=True, metavar="N", help="iterations of the decay")
-    parser.add_argument("--output", type=Path, required=True, metavar="BRANCH", help="run directory to be made")
+    parser.add_argument("--output", type=output_path, required=True, metavar="BRANCH", help="run directory to be made")
     return parser.parse_args(texts)
 
 

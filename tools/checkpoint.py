@@ -17,7 +17,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.parser import Parser
 from moh_lm.quantities import at_least
-from tools.command import run
+from tools.command import output_path, run
 
 
 def main(texts):
@@ -31,7 +31,8 @@ def parse_arguments(texts):
     def add(command, help, *paths):
         added = commands.add_parser(command, help=help, description=help)
         for path in paths:
-            added.add_argument(path.lower(), metavar=path, type=Path)
+            written = path in ("DEST", "FILE")
+            added.add_argument(path.lower(), metavar=path, type=output_path if written else Path)
         return added
 
     lists = add("list", "all checkpoints of a run, damaged and half-written ones too; looks at sizes only", "RUN")

@@ -9,7 +9,9 @@ import importlib
 import os
 import re
 import sys
+from pathlib import Path
 
+from moh_lm.checkpoint.directory import STEP_NAME
 from moh_lm.cli.output import Output
 from moh_lm.config import ConfigError
 
@@ -59,6 +61,15 @@ def device(text):
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise ValueError("write cpu, cuda, or cuda:N")
     return text
+
+
+def output_path(text):
+    """A reader of --output, and of other paths to write. A checkpoint that other files are written into is damaged."""
+    for place in (path := Path(os.path.realpath(text)), *path.parents):
+        is_step = all(os.path.exists(place / name) for name in ("manifest.json", "state.json"))
+        if is_step or (place.parent.name == "checkpoints" and STEP_NAME.fullmatch(place.name)):
+            raise ValueError(f"lies in a checkpoint, {place}; give a path outside of it")
+    return Path(text)
 
 
 def reason(error):

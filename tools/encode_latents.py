@@ -17,7 +17,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.parser import Parser
 from moh_lm.quantities import at_least
-from tools.command import GOES_ON, run
+from tools.command import GOES_ON, output_path, run
 
 
 def main(texts):
@@ -29,7 +29,7 @@ def parse_arguments(texts):
     parser.add_argument("--images", required=True, metavar="DIR_OR_TAR", help="directory or tar of class folders")
     parser.add_argument("--vae", type=Path, required=True, metavar="DIR", help="directory of an AutoencoderKL")
     parser.add_argument("--image-size", type=at_least(1), required=True, metavar="S", help="pixels of a side")
-    parser.add_argument("--output", type=Path, required=True, metavar="LATENTS", help="directory to be made")
+    parser.add_argument("--output", type=output_path, required=True, metavar="LATENTS", help="directory to be made")
     parser.add_argument("--batch-size", type=at_least(1), default=32, metavar="N", help="images at once (%(default)s)")
     parser.add_argument("--dtype", choices=("fp16", "fp32"), default="fp16", help="of the latents (%(default)s)")
     return parser.parse_args(texts)

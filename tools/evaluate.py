@@ -23,7 +23,7 @@ import re
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.quantities import at_least
-from tools.command import device, run
+from tools.command import device, output_path, run
 from tools.tasks.flags import add_task_flags, task_problems
 
 
@@ -43,7 +43,7 @@ def parse_arguments(texts):
     dtypes = ("auto", "float32", "bfloat16")
     add("--dtype", default="auto", choices=dtypes, help="to compute in; auto: that of the weights (default: auto)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
-    add("--output", type=Path, metavar="FILE.json", help="write table and all metrics, of one model")
+    add("--output", type=output_path, metavar="FILE.json", help="write table and all metrics, of one model")
     add("--compare", nargs="+", type=Path, default=[], metavar="DIR_OR_FILE", help="other models, or files of "
         "--output, for the same table")  # fmt: skip
     arguments = parser.parse_args(texts)

@@ -15,7 +15,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from tools.command import run
+from tools.command import output_path, run
 from tools.tasks.flags import add_task_flags, task_problems
 
 
@@ -28,7 +28,7 @@ def parse_arguments(texts):
     add_task_flags(parser)
     words = "of the run, or its data directory"
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help=words)
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSON lines")
+    parser.add_argument("--output", required=True, type=output_path, metavar="FILE", help="JSON lines")
     arguments = parser.parse_args(texts)
     if problems := task_problems(arguments):
         raise ConfigError(problems)

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import re
 
 from moh_lm.cli.parser import Parser
-from tools.command import run
+from tools.command import output_path, run
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -32,7 +32,7 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/export_hf.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="RUN_OR_STEP", help="run directory, or one of its steps")
-    add("--output", required=True, type=Path, metavar="DIR", help="directory to make")
+    add("--output", required=True, type=output_path, metavar="DIR", help="directory to make")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
     add("--license", metavar="ID", type=hub_word, help="for the model card, such as apache-2.0")

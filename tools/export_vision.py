@@ -20,7 +20,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.cli.parser import Parser
-from tools.command import run
+from tools.command import output_path, run
 
 
 def main(texts):
@@ -31,7 +31,7 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/export_vision.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("model", type=Path, metavar="RUN_OR_STEP", help="run directory, or its checkpoints/step-N")
-    add("--output", required=True, type=Path, metavar="DIR", help="directory to make")
+    add("--output", required=True, type=output_path, metavar="DIR", help="directory to make")
     add("--weights", choices=("master", "ema"), help="the weights, or their moving average (default: it, if kept)")
     add("--vae", type=Path, metavar="DIR", help="of a DiT of latents: an AutoencoderKL of diffusers, to be copied")
     return parser.parse_args(texts)

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.quantities import above_0, at_least
-from tools.command import device, run
+from tools.command import device, output_path, run
 from tools.tasks.suites import SUITES
 
 
@@ -36,7 +36,7 @@ def parse_arguments(texts):
     add("--suite", choices=SUITES, help="or the prompts of each task of a suite of tools/evaluate.py")
     add("--task-data", type=Path, metavar="DIR", help="of --suite: local rows, DIR/TASK/SPLIT.jsonl (default: the hub)")
     add("--tasks", nargs="+", metavar="TASK", help="only these of --suite, by the harness's names")
-    add("--output", required=True, type=Path, metavar="DIR", help="gets index.html, pictures and heads.json")
+    add("--output", required=True, type=output_path, metavar="DIR", help="gets index.html, pictures and heads.json")
     add("--tokens", type=at_least(1), default=16384, metavar="N", help="of each domain (default: %(default)s)")
     add("--seq-length", type=at_least(1), metavar="N", help="of a window (default: that of training, at most 1024)")
     add("--text-key", default="text", metavar="KEY", help="of JSON lines and parquet (default: %(default)s)")

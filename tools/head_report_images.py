@@ -19,7 +19,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.parser import Parser
 from moh_lm.quantities import at_least
-from tools.command import device, run
+from tools.command import device, output_path, run
 
 
 def main(texts):
@@ -36,7 +36,7 @@ def parse_arguments(texts):
         "%(default)s)")  # fmt: skip
     add("--weights", choices=("master", "ema"), help="the weights, or their moving average (default: it, if kept)")
     add("--batch-size", type=at_least(1), default=64, metavar="N", help="images at a time (default: %(default)s)")
-    add("--output", type=Path, default=Path("heads"), metavar="DIR", help="gets both files (default: %(default)s)")
+    add("--output", type=output_path, default="heads", metavar="DIR", help="gets both files (default: %(default)s)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
     return parser.parse_args(texts)
 

@@ -24,7 +24,7 @@ from moh_lm.cli.parser import Parser
 from moh_lm.config import HeadsConfig, flag
 from moh_lm.flags import is_list, placeholder
 from moh_lm.quantities import at_least, quantity
-from tools.command import run
+from tools.command import output_path, run
 
 
 def main(texts):
@@ -37,7 +37,7 @@ def parse_arguments(texts):
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py; "
         "or OWNER/NAME on the hub")  # fmt: skip
-    add("--output", required=True, type=Path, metavar="RUN", help="run directory to make")
+    add("--output", required=True, type=output_path, metavar="RUN", help="run directory to make")
     heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
     for entry in fields(HeadsConfig):
         nargs = "+" if is_list(entry) else "?" if entry.type is bool else None

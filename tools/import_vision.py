@@ -18,7 +18,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from moh_lm.cli.parser import Parser
 from moh_lm.quantities import at_least
-from tools.command import run
+from tools.command import output_path, run
 
 
 def main(texts):
@@ -32,7 +32,7 @@ def parse_arguments(texts):
     add("file", type=Path, metavar="FILE", help="released weights")
     add("--kind", required=True, choices=("vit", "dit"), help="of model: MoH-ViT or TransNeXt, MoH-DiT or DiT")
     add("--preset", required=True, metavar="NAME", help="sizes and heads, such as S-80; without a number dense")
-    add("--output", required=True, type=Path, metavar="RUN", help="run directory to make")
+    add("--output", required=True, type=output_path, metavar="RUN", help="run directory to make")
     add("--weights", choices=("ema", "model"), help="of a file with several: which (default: ema if it is there)")
     add("--image-size", type=at_least(32), metavar="N", help="of a vit: pixels of a side in training, "
         "from its first step on (default: 224)")  # fmt: skip

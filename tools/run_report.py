@@ -15,7 +15,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.cli.parser import Parser
-from tools.command import run
+from tools.command import output_path, run
 
 
 def main(texts):
@@ -26,7 +26,7 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/run_report.py", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     default = "(default: RUN/report.html; of several runs report.html)"
-    parser.add_argument("--output", type=Path, metavar="FILE.html", help=default)
+    parser.add_argument("--output", type=output_path, metavar="FILE.html", help=default)
     parser.add_argument("--png", action="store_true", help="write the pictures beside the page too")
     arguments = parser.parse_args(texts)
     if arguments.output and arguments.output.is_dir():

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.quantities import at_least
-from tools.command import device, run
+from tools.command import device, output_path, run
 
 
 def main(texts):
@@ -39,8 +39,8 @@ def parse_arguments(texts):
     add("--seed", type=at_least(0), default=0, metavar="N", help="of the noise (default: %(default)s)")
     add("--weights", choices=("master", "ema"), help="the weights, or their moving average (default: it, if kept)")
     add("--vae", type=Path, metavar="DIR", help="an AutoencoderKL of diffusers, which reads latents")
-    add("--output", type=Path, metavar="FILE", help="a picture of all images, such as grid.png")
-    add("--npz", type=Path, metavar="FILE", help="a file of their numbers, such as samples.npz")
+    add("--output", type=output_path, metavar="FILE", help="a picture of all images, such as grid.png")
+    add("--npz", type=output_path, metavar="FILE", help="a file of their numbers, such as samples.npz")
     add("--batch-size", type=at_least(1), default=32, metavar="N", help="images at a time (default: %(default)s)")
     dtypes = ("float32", "bfloat16")
     add("--dtype", default="float32", choices=dtypes, help="of the model (default: %(default)s)")

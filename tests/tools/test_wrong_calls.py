@@ -16,6 +16,7 @@ from moh_lm import pretrain
 from moh_lm.cli import console
 from moh_lm.config import Config
 from tests.tokenizing import ROOT
+from tools.command import output_path
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("matplotlib")
@@ -344,7 +345,7 @@ CALLS = {
         train --source a=x --data-mix a --output m.model | --data-mix a: write NAME=WEIGHT for each
         extend --tokenizer nosuch --vocab-size 10 --input x --output m.model | --tokenizer nosuch
         extend --tokenizer file --vocab-size 10 --add-pieces x --output m.model | --add-pieces
-        extend --tokenizer file --vocab-size 10 --output ./file | --output ./file: is the --tokenizer, which
+        extend --tokenizer file --vocab-size 10 --output ./file | --output file: is the --tokenizer, which
         extend --tokenizer file --output m.model | one of the arguments --vocab-size --add-pieces
     """,
     "launch/ablation.py": """
@@ -421,6 +422,43 @@ def test_an_unknown_flag_is_named_beside_what_must_be_given(capsys, monkeypatch)
         assert run(command, ["--nosuch"], monkeypatch) == 2
         unknown, needed = capsys.readouterr().err.splitlines()
         assert "flag --nosuch is unknown" in unknown and f"{missing}: must be given" in needed
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "branch.py run --at 2 --decay-iters 2 --output",
+        "checkpoint.py copy run",
+        "checkpoint.py consolidate run",
+        "encode_latents.py --images x --vae y --image-size 8 --output",
+        "evaluate.py --model hf --suite llm6 --output",
+        "evaluate_prepare.py --suite llm6 --tokenizer file --output",
+        "export_hf.py --checkpoint run --output",
+        "export_vision.py run --output",
+        "head_report.py --model run --data a=x --output",
+        "head_report_images.py run --images x --output",
+        "import_hf.py --model hf --output",
+        "import_vision.py file --kind vit --preset S-80 --output",
+        "run_report.py run --output",
+        "sample_images.py run --output",
+    ],
+)
+def test_no_command_writes_into_a_checkpoint(call, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    command, *texts = call.split()
+    assert run(f"tools/{command}", [*texts, "imported/checkpoints/step-0/new.png"], monkeypatch) == 2
+    assert "step-0/new.png: lies in a checkpoint" in capsys.readouterr().err
+    assert not (place / "imported/checkpoints/step-0/new.png").exists()
+
+
+def test_a_step_that_was_moved_is_a_checkpoint_too_and_an_export_of_its_name_is_none(tmp_path):
+    (tmp_path / "moved").mkdir()
+    for name in ("manifest.json", "state.json"):
+        (tmp_path / "moved" / name).touch()
+    (tmp_path / "link").symlink_to("moved")
+    with pytest.raises(ValueError, match="lies in a checkpoint"):
+        output_path(str(tmp_path / "link/a/b"))
+    assert output_path(str(tmp_path / "step-5")) == tmp_path / "step-5"
 
 
 def run(command, texts, monkeypatch):
