@@ -7,6 +7,7 @@ verb. The baseline of a relation is a head that always looks at the most frequen
 relation if its share of hits is 10 points above that.
 """
 
+import os
 from collections import Counter
 from typing import NamedTuple
 
@@ -56,11 +57,13 @@ def read_sentence(lines, tokenizer):
             return None
         places[number] = start, (end := start + len(row[1]))
     ids = list(map(int, tokenizer.model.encode(text, out_type=int)))
-    spelled = [len(tokenizer.model.decode(ids[: end + 1])) for end in range(len(ids))]  # characters up to each token
+    decoded = [tokenizer.model.decode(ids[: end + 1]) for end in range(len(ids))]
+    whole = [len(os.path.commonprefix([part, text])) for part in decoded]  # characters that end up to each token,
+    begun = [end + (len(part) > end) for end, part in zip(whole, decoded, strict=True)]  # or begin: byte tokens
     if not words or tokenizer.model.decode(ids) != text:
         return None
     spans = {  # tokens of each word: those that spell one of its characters
-        number: (sum(end <= start for end in spelled), sum(end < stop for end in spelled) + 1)
+        number: (sum(end <= start for end in begun), sum(end < stop for end in whole) + 1)
         for number, (start, stop) in places.items()
     }
     pairs = []

@@ -35,6 +35,15 @@ def test_the_words_of_a_treebank_are_found_in_the_tokens_of_its_text(tools, toke
             read(path, tokenizer, 1000, 64)
 
 
+def test_a_word_whose_characters_have_a_token_for_each_byte_has_all_of_them(tools, tokenizer):
+    words = (1, "Dogs", 2), (2, "\u2740\u2741", 0), (3, "bark", 2)  # three bytes each flower
+    lines = [f"{number}\t{word}\t_\t_\t_\t_\t{governor}\tx\t_\t_" for number, word, governor in words]
+    tokens, pairs = tools["syntax"].read_sentence(lines, tokenizer)
+    (_, _, end, *_), (_, _, _, first, stop) = pairs
+    assert tokenizer.model.decode(tokens[:first].tolist()).strip() == "Dogs"
+    assert tokenizer.model.decode(tokens[first:stop].tolist()).strip() == "\u2740\u2741" and end == stop - 1
+
+
 def test_hits_of_a_relation_are_largest_weights_on_the_other_word(tools, model):
     draw = np.random.default_rng(0)
     sentences = []
