@@ -127,7 +127,7 @@ def alike(cka, used, count):
         for layer in range(len(cka))
         for i in range(cka.shape[1])
         for j in range(i)
-        if used[layer, i] and used[layer, j]
+        if used[layer, i] and used[layer, j] and not np.isnan(cka[layer, i, j])  # NaN: one's output does not vary
     ]
     return sorted(pairs, key=lambda pair: -pair[3])[:count]
 

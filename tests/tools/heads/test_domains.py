@@ -70,6 +70,9 @@ def test_pairs_that_are_alike_are_found_in_their_layer_among_used_heads(tools):
     cka[1, 0, 2] = cka[1, 2, 0] = 0.9
     used = np.array([[True, True, True], [True, True, False]])
     assert tools["findings"].alike(cka, used, 1) == [(0, 1, 0, 0.4)]
+    dead = cka.copy()
+    dead[1, 0] = dead[1, :, 0] = np.nan
+    assert tools["findings"].alike(dead, used, 9) == [(0, 1, 0, 0.4), (0, 2, 0, 0.0), (0, 2, 1, 0.0)]
     near, which = tools["findings"].nearest(cka, used)
     np.testing.assert_allclose(near, [[0.4, 0.4, 0], [0, 0, np.nan]])
     assert which[0, :2].tolist() == [1, 0]
