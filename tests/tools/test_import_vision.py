@@ -163,6 +163,16 @@ def test_the_tool_of_checkpoints_shows_the_import_and_later_its_images(capsys):
     assert "data              1,200 images of 5 classes\n" in capsys.readouterr().out
 
 
+def test_steps_of_two_programs_are_not_compared(capsys):
+    for kind in "vit", "dit":
+        torch.save(weights(kind), "file.pth")
+        assert call("file.pth", kind, "T-75", "--output", kind, *["--image-size", "64"] * (kind == "vit")) == 0
+    capsys.readouterr()
+    assert checkpoint.main(["diff", "vit", "dit"]) == 2
+    assert "step-0: is of moh_lm.vision dit, and A of moh_lm.vision vit; give" in capsys.readouterr().err
+    assert checkpoint.main(["diff", "vit", "vit"]) == 0
+
+
 def test_each_key_that_differs_has_its_sentence_and_nothing_is_written(tmp_path, capsys):
     state = weights("vit")
     del state["head.bias"]

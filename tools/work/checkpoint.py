@@ -181,6 +181,9 @@ def describe_segment(segment):
 
 def run_diff(arguments):
     first, second = (Step(locate(path)[0]) for path in (arguments.a, arguments.b))
+    programs = first.config.program, second.config.program
+    if len(set(programs)) > 1:
+        raise ConfigError([f"{second.path}: is of {programs[1]}, and A of {programs[0]}; give steps of one program"])
     configs = first.config.to_dict(), second.config.to_dict()
     rows = read.changes(first, second)
     shapes = {name: [step.shapes.get(name) for step in (first, second)] for name in (*first.shapes, *second.shapes)}
