@@ -141,7 +141,7 @@ def read_flags(parser, texts, program, instead):
                 problems.append("--dry-run: there are many runs; --plan says which")
         except ConfigError as error:
             problems += error.problems
-    instead = {**instead, "--checkpoint-dir": "OUT"}
+    instead = {**instead, "--checkpoint-dir": "OUT", "--data-dir": "it on the command line"}
     problems += [f"{name}: the {program} sets it; give {instead[name]}" for name in sorted(given & instead.keys())]
     if problems:
         raise ConfigError(problems)

@@ -137,12 +137,13 @@ def test_runs_of_other_flags_and_arguments_that_mislead_are_refused(data_dir, tm
     (tmp_path / "runs/model/dense").mkdir(parents=True)
     (tmp_path / "runs/model/dense/rate-1-seed-1.log").write_text("--num-layers 12\n")
     file = tmp_path / "flags.yaml"
-    file.write_text("train_iters: 5\n")
+    file.write_text("train_iters: 5\ndata_dir: other\n")
     for flags, words in [
         (good, "rate-1-seed-1.log: its run has other flags"),
         ([*good, "--train-tokens", "1M"], "give --train-iters"),
         ([*good, "--num-attention-heads", "12"], "multiple of 8"),
         ([*good, "--config", str(file)], "--train-iters: the ablation sets it; give it on the command line"),
+        ([*good, "--config", str(file)], "--data-dir: the ablation sets it; give it on the command line"),
     ]:
         assert ablation.main(flags) == 2
         assert words in capsys.readouterr().err
