@@ -9,12 +9,14 @@ import functools
 import importlib
 import sys
 
+from moh_lm.cli.output import open_closed_streams
 from moh_lm.config import ConfigError
 from moh_lm.flags import changes, make_parser, parse_flags
 from moh_lm.run.problems import tell
 
 
 def main():
+    open_closed_streams()
     try:
         given = parse_flags(make_parser(), sys.argv[1:])
         given.changes = functools.partial(changes, sys.argv[1:])

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from moh_lm.checkpoint.directory import STEP_NAME
-from moh_lm.cli.output import Output
+from moh_lm.cli.output import Output, open_closed_streams
 from moh_lm.config import ConfigError
 
 OURS = ("moh_lm", "tools", "data_prep", "launch")
@@ -27,6 +27,7 @@ def run(name, parse, texts, work=None, code=1, remark="", extra=None, interrupte
     work: the module (default: tools.work.NAME) whose ``run`` is called with what ``parse`` returns. Its FAILURES are
     exceptions that need no traceback; ``remark`` ends their line. extra: of setup.py, with the packages it needs.
     """
+    open_closed_streams()
     failures = ()
     if work is None:  # not for runs that a command starts
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found

@@ -4,6 +4,15 @@ import os
 import sys
 
 
+def open_closed_streams():
+    """Have /dev/null stand for standard streams that are closed, as by ``>&-``; before any file takes their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - it stays open
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
 class Output:
     """The text file ``file``, such as standard output. Once its reader has gone, as of ``| head``, no more is said.
 

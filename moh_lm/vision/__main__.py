@@ -10,6 +10,7 @@ import functools
 import importlib
 import sys
 
+from moh_lm.cli.output import open_closed_streams
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.flags import add_config_flags, add_run_flags, changes, parse_flags
@@ -25,6 +26,7 @@ def make_parser(kind):
 
 
 def main():
+    open_closed_streams()
     arguments = [text for text in sys.argv[1:] if not text.startswith("--local")]  # of the deepspeed launcher
     name, *arguments = arguments or [""]
     if name not in KINDS:

@@ -110,6 +110,15 @@ def test_a_full_disk_leaves_out_a_part_of_a_log_but_not_of_a_result():
             print("text", file=Output(io.TextIOWrapper(file, write_through=True), is_log=is_log), flush=True)
 
 
+def test_what_is_said_to_a_closed_console_is_in_no_file_that_is_opened_later(tmp_path):
+    parts = ["import os, sys", "from moh_lm.cli.output import open_closed_streams", "open_closed_streams()"]
+    parts += ["file = open(sys.argv[1], 'w')", "[os.write(number, b'text') for number in (1, 2)]"]
+    parts += ["print('text', flush=True)", "print('text', file=sys.__stderr__, flush=True)"]
+    command = ["bash", "-c", '"$@" >&- 2>&-', "bash", sys.executable, "-c", "; ".join(parts), tmp_path / "file"]
+    assert subprocess.run(command, check=False).returncode == 0
+    assert (tmp_path / "file").read_text() == ""
+
+
 def test_a_console_that_is_not_utf_8_gets_the_number_of_what_it_does_not_know():
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     print("\u00e9", file=Output(file), flush=True)
