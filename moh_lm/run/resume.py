@@ -218,11 +218,14 @@ def contradictions(config, dry_run=False):
 
 
 def program_of(directory):
-    """The command of the run in a directory; None if there is none."""
+    """The command of the run in a directory; None if there is none. Raises ConfigError for what cannot be read."""
     paths = [*(step / "config.json" for step in steps_of(directory)), Path(directory) / "config.json"]
     for path in paths:
-        with contextlib.suppress(*NO_SUCH_FILE, ValueError, AttributeError):
-            return read_json(path).get("program", Config.program)
+        try:
+            with contextlib.suppress(*NO_SUCH_FILE, ValueError, RecursionError, AttributeError):
+                return read_json(path).get("program", Config.program)
+        except OSError as error:
+            raise ConfigError([f"{path}: cannot be read ({error.strerror}); make it readable"]) from error
     return None
 
 
@@ -308,6 +311,6 @@ def trace_of_checkpoints(directory, journal):
 
 def saved_every(path):
     try:
-        return read_json(path)["save_interval"]
-    except (*NO_SUCH_FILE, OSError, ValueError, KeyError, TypeError):
+        return int(read_json(path)["save_interval"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return 0

@@ -16,7 +16,7 @@ from moh_lm.flags import parse_config
 from moh_lm.monitor.boards import Boards
 from moh_lm.monitor.journal import Journal
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.run.resume import budget_problems, sound_step, tokenizer_changes, trace_of_checkpoints
+from moh_lm.run.resume import budget_problems, contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
 from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
 
@@ -80,6 +80,20 @@ def test_what_one_rank_cannot_read_or_write_ends_all_with_one_sentence_and_no_st
         assert problem.endswith("mend this, and start the same command again")
     assert step == tmp_path / "checkpoints" / "step-2"
     assert sorted(path.name for path in step.parent.iterdir()) == ["latest", "step-1", "step-2"]
+
+
+def test_a_configuration_that_cannot_be_read_is_a_sentence_and_a_broken_one_says_nothing(tmp_path):
+    config, path = parse_config(["--checkpoint-dir", str(tmp_path)])[0], tmp_path / "config.json"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
+    for broken in ("{", "[]", "[" * 100_000, '{"save_interval": "often"}'):
+        path.write_text(broken)
+        assert contradictions(config) == []
+        assert trace_of_checkpoints(tmp_path / "checkpoints", Journal(tmp_path, writes=True)) is None
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(ConfigError) as error:
+        contradictions(config)
+    assert error.value.problems == [f"{path}: cannot be read (Too many levels of symbolic links); make it readable"]
 
 
 def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_taken_for_a_new_one(tmp_path):
