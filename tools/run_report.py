@@ -8,6 +8,7 @@ RUN/report.html; of several runs it is report.html in the current directory. --p
 Exit codes: 0; 1 the page cannot be written; 2 an argument has to be mended.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def parse_arguments(texts):
     parser.add_argument("--output", type=output_path, metavar="FILE.html", help=default)
     parser.add_argument("--png", action="store_true", help="write the pictures beside the page too")
     arguments = parser.parse_args(texts)
-    if arguments.output and arguments.output.is_dir():
+    if arguments.output and os.path.isdir(arguments.output):
         parser.error(f"--output {arguments.output}: is a directory; give a file in it")
     arguments.runs = list(dict.fromkeys(arguments.runs))
     return arguments

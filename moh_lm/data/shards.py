@@ -42,9 +42,9 @@ CUTS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # valida
 def tokenizer_files(directory: str | Path) -> list[Path]:
     """The files of the tokenizer in a directory: of data, a checkpoint or a model. The one with the pieces is first."""
     model, *hugging_face = (Path(directory, name) for name in TOKENIZER_FILES)
-    if model.exists():
+    if os.path.exists(model):
         return [model]
-    return [path for path in hugging_face if path.exists()] if hugging_face[0].exists() else []
+    return [path for path in hugging_face if os.path.exists(path)] if os.path.exists(hugging_face[0]) else []
 
 
 class ShardWriter:

@@ -3,6 +3,7 @@
 All three have the methods of SentencePieceProcessor: encode, decode, eos_id and vocab_size.
 """
 
+import os
 from pathlib import Path
 
 import sentencepiece
@@ -18,20 +19,20 @@ OPTIONAL = TOKENIZER_FILES[-1]  # of the files of Hugging Face
 def model_files(path: str | Path) -> dict[str, Path]:
     """What is at ``path``, a file or a directory: name in a data directory -> file, the one with the pieces first."""
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = next(iter(tokenizer_files(path)), path / TOKENIZER_FILES[1])
     if path.suffix == ".json":
         files = {name: path.with_name(name) for name in TOKENIZER_FILES[1:]}
-        return {name: file for name, file in files.items() if file.is_file() or name != OPTIONAL}
+        return {name: file for name, file in files.items() if os.path.isfile(file) or name != OPTIONAL}
     return {TOKENIZER_FILES[0]: path}
 
 
 def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | TiktokenModel | HuggingFaceModel:
     """Raises ConfigError if there is no model at ``path``."""
-    if str(path).endswith(".json") and Path(path).name not in TOKENIZER_FILES and not Path(path).is_dir():
+    if str(path).endswith(".json") and Path(path).name not in TOKENIZER_FILES and not os.path.isdir(path):
         names = "the files of a tokenizer of Hugging Face are named tokenizer.json and tokenizer_config.json"
         raise ConfigError([f"--tokenizer {path}: {names}; give their directory"])
-    if missing := [file for file in model_files(path).values() if not file.is_file()]:
+    if missing := [file for file in model_files(path).values() if not os.path.isfile(file)]:
         raise ConfigError([
             f"--tokenizer {path}: no such file as {missing[0]}; give a SentencePiece model, or a directory with one or "
             "with tokenizer.json and tokenizer_config.json"
@@ -39,9 +40,9 @@ def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | Tikto
     model = next(iter(model_files(path).values()))
     if model.suffix == ".json":
         return HuggingFaceModel(model.parent)
-    if is_tiktoken(model):
-        return TiktokenModel(model)
     try:
+        if is_tiktoken(model):
+            return TiktokenModel(model)
         return sentencepiece.SentencePieceProcessor(model_file=str(model))
     except (RuntimeError, OSError) as error:
         raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error

@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -106,7 +105,7 @@ def describe(work, given, config, dataset, world_size):
 def open_dataset(config, problems, dry_run):
     """The shards of the run; raises ConfigError with every problem of configuration and data together."""
     dataset = None
-    absent = config.data.data_dir and not Path(config.data.data_dir).exists()
+    absent = config.data.data_dir and not os.path.exists(config.data.data_dir)
     if config.data.data_dir and config.run.seq_length > 0 and not (dry_run and absent):
         try:
             dataset = Dataset.open(

@@ -179,6 +179,6 @@ def neighbours(ranks):
 def process_state(pid):
     """The letter of /proc/PID/stat: R running, S sleeping, T stopped, Z dead but not yet collected; X: gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return "X"

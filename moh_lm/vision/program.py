@@ -1,8 +1,8 @@
 """Training of an image model on one rank: what moh_lm/run/program.py needs to know of it."""
 
 import math
+import os
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -31,7 +31,7 @@ def open_data(config, problems, dry_run):
     """The configuration, whose budget is in iterations, and the images. Raises ConfigError with every problem."""
     if problems:
         raise ConfigError(problems)
-    if dry_run and not Path(config.data.data_dir).exists():
+    if dry_run and not os.path.exists(config.data.data_dir):
         return config, None
     images = open_images(config)
     if config.run.train_iters is None:

@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -166,7 +167,9 @@ def test_a_run_directory_in_use_says_by_whom_and_how_to_tell_whether_that_is_ali
         said = refused(tmp_path)
         assert f"another run is writing to it (process {own} on {host}, since 20" in said
         assert said.endswith("which is alive; end it; or give another directory")
-        sleeper = subprocess.Popen(["sleep", "60"])
+        name = os.fsencode(tmp_path / "sleep") + b"\xff"  # not UTF-8
+        os.symlink(os.fsencode(shutil.which("sleep")), name)
+        sleeper = subprocess.Popen([name, "60"])
         cases = {sleeper.pid: "which is stopped; `kill -CONT", 2**22 + 1: "which is not seen here"}
         sleeper.send_signal(signal.SIGSTOP)
         os.waitpid(sleeper.pid, os.WUNTRACED)

@@ -417,6 +417,23 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(command, line, words, place, d
     assert error.endswith("\n") and error.count("\n") == 1 and words in error, error
 
 
+@pytest.mark.parametrize(
+    "command, line",
+    [
+        ("moh_lm.pretrain", f"{OK} LONG"),
+        ("tools/evaluate.py", "--model hf --suite llm6 --data LONG"),
+        ("tools/generate.py", "--model LONG --prompt a"),
+        ("tools/inspect_data.py", "LONG"),
+        ("tools/inspect_data.py", "DATA --document even:0 --tokenizer LONG"),
+    ],
+)
+def test_a_path_that_the_system_refuses_is_a_wrong_call_too(command, line, place, data_dir, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    long = "x" * 300  # above the 255 of a file system, which refuses to look for it
+    assert run(command, line.replace("LONG", long).replace("DATA", str(data_dir)).split(), monkeypatch) == 2
+    assert long in capsys.readouterr().err
+
+
 def test_an_unknown_flag_is_named_beside_what_must_be_given(capsys, monkeypatch):
     for command, missing in (("data_prep/tokenize.py", "--tokenizer and --output"), ("tools/plan.py", "--gpus")):
         assert run(command, ["--nosuch"], monkeypatch) == 2

@@ -9,8 +9,8 @@ number of tokens, from its beginning on, as far as it has them. Windows join doc
 --reset-at-documents does; each document ends with the end-of-sequence token.
 """
 
+import os
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
         name, separator, place = entry.partition("=")
         if not separator:
             name, place = "", entry
-        shards = Path(place).is_dir() or beside(place, ".idx").exists()
+        shards = os.path.isdir(place) or os.path.exists(beside(place, ".idx"))
         if shards:
             windows = read_shards(entry, name, place, tokenizer, seq_length, num_tokens)
             domains = [Domain(name, windows, Counter()) for name, windows in windows.items()]

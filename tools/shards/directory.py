@@ -24,12 +24,12 @@ def open_directory(path):
     it is the prefix of, each under the name of its directory. Raises ConfigError if there is none.
     """
     path = Path(path)
-    if (path / "manifest.json").exists():
+    if os.path.exists(path / "manifest.json"):
         return open_listed(path, read_manifest(path))
-    if path.is_dir():
+    if os.path.isdir(path):
         prefixes = [index.with_suffix("") for index in sorted(path.rglob("*.idx"))]
     else:
-        prefixes = [path] if beside(path, ".idx").exists() else []
+        prefixes = [path] if os.path.exists(beside(path, ".idx")) else []
     if not prefixes:
         raise ConfigError([f"{path}: no shard here; give a data directory, or the PREFIX of PREFIX.bin and PREFIX.idx"])
     sources, problems = {}, []

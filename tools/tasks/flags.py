@@ -1,5 +1,6 @@
 """What tools/evaluate.py and tools/evaluate_prepare.py ask of the command line alike."""
 
+import os
 from pathlib import Path
 
 from moh_lm.config import ConfigError
@@ -18,11 +19,11 @@ def add_task_flags(parser):
 def task_problems(arguments):
     """Sentences for what is wrong with them, and with --output, before anything is read or loaded."""
     problems = []
-    if arguments.output and not arguments.output.parent.is_dir():
+    if arguments.output and not os.path.isdir(arguments.output.parent):
         problems.append(f"--output {arguments.output}: there is no directory {arguments.output.parent}; make it")
-    if arguments.output and arguments.output.is_dir():
+    if arguments.output and os.path.isdir(arguments.output):
         problems.append(f"--output {arguments.output}: is a directory; give a file in it")
-    if arguments.data and not arguments.data.is_dir():
+    if arguments.data and not os.path.isdir(arguments.data):
         problems.append(f"--data {arguments.data}: does not exist; make it with the rows, or leave it out for the hub")
     try:
         entries_of(arguments.suite, arguments.tasks)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import sys
 import time
 
@@ -37,9 +38,9 @@ def run(arguments):
 def load(arguments, attention_backend="auto"):
     """(model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
     directory = arguments.model
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise ConfigError([f"--model {directory}: no such directory; give a run, a step or an export"])
-    values = read_config(directory) if (directory / "config.json").exists() else {}
+    values = read_config(directory) if os.path.exists(directory / "config.json") else {}
     if "model_type" in values:
         config, limit = model_config(values), values.get("max_position_embeddings")
         if not isinstance(limit, int):
