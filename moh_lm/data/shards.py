@@ -198,7 +198,8 @@ def check_end(path: Path, recorded: int | None):
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ShardError(f"{config}: is not that of the tokenizer beside it ({error}); restore it") from error
     if found != recorded and recorded is not None:
-        raise ShardError(f"{config}: documents end with id {recorded}, and not with {end!r}, id {found}; restore it")
+        named = f"not with {end!r}, id {found}" if found is not None else "its eos_token is no piece"
+        raise ShardError(f"{config}: documents end with id {recorded}, and {named}; restore it")
 
 
 def check_tokenizer(path: Path, recorded: str):

@@ -174,7 +174,8 @@ def tokenizer_changes(step, saved, path):
         return []
     was, now_is = (entry["sha256"][0][:12] if entry else "absent" for entry in (written, present))
     hint = f" (tools/import_hf.py --tokenizer {path.parent} is for these data)" if path and not saved["step"] else ""
-    return [f"the tokenizer was {was} and is {now_is} (SHA-256): {path}{hint}"]
+    where = f"{path}{hint}" if path else "the data directory has none"
+    return [f"the tokenizer was {was} and is {now_is} (SHA-256): {where}"]
 
 
 def model_changes(before, config):

@@ -249,6 +249,9 @@ def test_a_tokenizer_of_hugging_face_ends_documents_as_the_shards_do(tmp_path):
     config.write_text(json.dumps({"eos_token": "<x>"}))
     (problem,) = problems_of(tmp_path)
     assert "documents end with id 2, and not with '<x>', id 3; restore it" in problem
+    config.write_text("{}")
+    (problem,) = problems_of(tmp_path)
+    assert problem.endswith("documents end with id 2, and its eos_token is no piece; restore it")
     config.unlink()
     (problem,) = problems_of(tmp_path)
     assert "tokenizer_config.json: is not that of the tokenizer beside it" in problem

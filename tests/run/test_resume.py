@@ -174,4 +174,5 @@ def test_a_run_goes_on_with_the_tokenizer_of_its_step_alone(tmp_path, number, of
     manifest.write_manifest(tmp_path, entries)
     found = tokenizer_changes(tmp_path, {"step": number}, data / of_data if of_data else None)
     assert len(found) == (0 if goes_on else 1)
+    assert all("the data directory has none" in sentence for sentence in found) == (of_data is None or goes_on)
     assert all(f"--tokenizer {data} " in sentence for sentence in found) == (number == 0 or goes_on)
