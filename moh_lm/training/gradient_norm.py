@@ -1,4 +1,5 @@
-"""The global gradient norm: summed in float64, and looked at before any weight changes.
+"""The global gradient norm: looked at before any weight changes, and summed in float64 but for ZeRO-3 and for offload,
+where it is DeepSpeed's own.
 
 DeepSpeed skips a step whose norm is not finite. It asks for the norm in one place, after the last backward pass; here
 the answer passes through ``examine(norm, copies)``, which returns it, or infinity if the step is to be skipped. Copies
