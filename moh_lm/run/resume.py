@@ -2,7 +2,7 @@
 
 All ranks verify the files together and hear one verdict before any of them loads. A damaged step is set aside under
 another name, loudly, and the one before it is used. Only what was read can be damaged: a file that cannot be read ends
-the run and changes nothing. A run directory whose checkpoints are all damaged or gone never starts afresh by itself.
+the run and changes nothing. Where all checkpoints are damaged, or gone and have left a trace, no run starts afresh.
 """
 
 import contextlib
