@@ -270,6 +270,16 @@ def test_draws_follow_the_probabilities_of_the_most_likely_tokens():
     assert shares(1.0, 1e-6).tolist() == shares(0.0, 1.0).tolist() == [0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("temperature, top_p", [(1e-5, 1), (1e-30, 1), (1e-37, 1), (1e-45, 1), (1e-320, 1),
+                                                (1, 1e-9), (1, 1e-45), (1, 1e-320)])  # fmt: skip
+def test_the_smallest_temperatures_and_shares_give_the_most_likely_token(temperature, top_p):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 1000, generator=generator) * 30
+    for given in (logits, logits.bfloat16().float(), logits.bfloat16(), logits.double()):
+        largest = given.gather(-1, sample(given, temperature, top_p, generator)[:, None])[:, 0]
+        assert torch.equal(largest, given.amax(-1))
+
+
 # --- The command ---
 
 
