@@ -222,8 +222,8 @@ def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, expor
     shutil.copytree(run, tmp_path / "run")
     rows = [
         {"step": 0, "evaluation": {"books": 9.0, "code": 9.0}, "evaluation_mean": 9.0},
-        {"step": 5, "loss": 4.1234, "source_loss": {"books": 4.0, "code": 4.25}},
-        {"step": 6, "evaluation": {"books": 3.5, "code": 3.25}, "evaluation_mean": 3.375},
+        {"step": 5, "loss": 4.1234, "source_loss": {"all": 5.0, "books": 4.0, "code": 4.25}},
+        {"step": 6, "evaluation": {"all": 4.5, "books": 3.5, "code": 3.25}, "evaluation_mean": 3.375},
         {"step": 8, "loss": 1.0, "source_loss": {"books": 1.0}},
     ]
     lines = [json.dumps(row) for row in rows]
@@ -237,7 +237,8 @@ def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, expor
         f"| web | 25.00% | {7 * 32:,} |",
         "| mean loss per token | training, up to step 5 | held out, after step 6 |",
         "| books | 4.000 | 3.500 |",
-        "| all | 4.123 | 3.375 |",
+        "| all | 5.000 | 4.500 |",
+        "| all sources | 4.123 | 3.375 |",
         "| 0 | 2 | 1 of 2 | 50.0% | 40.0% | 60.0% |",
         "| 1 | 0 | 3 of 4 | 75.0% | 60.0% | 90.0% |",
         "| steps | 7 of 7, 1 of them skipped |",

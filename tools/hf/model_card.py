@@ -25,6 +25,8 @@ from moh_lm.monitor.journal import complete_rows
 from moh_lm.quantities import words
 from tools.hf.keys import model_type
 
+ALL = "all sources"  # the last row of losses; no source has a space in its name
+
 
 def model_card(step, config, state, dtype, parameters, own_tokenizer, license=None, base_model=None):
     """Content of README.md.
@@ -154,11 +156,11 @@ def loss_facts(step, number):
     header, columns = ["mean loss per token"], []
     if training:
         header.append(f"training, up to step {training['step']:,}")
-        columns.append({**training["source_loss"], "all": training["loss"]})
+        columns.append({**training["source_loss"], ALL: training["loss"]})
     if evaluation:
         header.append(f"held out, after step {evaluation['step']:,}")
-        columns.append({**evaluation["evaluation"], "all": evaluation["evaluation_mean"]})
-    names = [*sorted(set().union(*columns) - {"all"}), "all"]
+        columns.append({**evaluation["evaluation"], ALL: evaluation["evaluation_mean"]})
+    names = [*sorted(set().union(*columns) - {ALL}), ALL]
     return table([[name, *(loss(column.get(name)) for column in columns)] for name in names], header)
 
 
