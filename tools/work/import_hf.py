@@ -32,9 +32,11 @@ FAILURES = (OSError, ShardError)
 
 def run(arguments):
     """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
-    problems, name = output_problems(arguments.output), str(arguments.model)
+    problems = output_problems(arguments.output)
     if problems:
         raise ConfigError(problems)
+    named = arguments.model.name.strip(".")  # . and .. are none
+    name = str(arguments.model if named else arguments.model.resolve())
     arguments.model = model_directory(arguments.model)
     refuse_run("--model", arguments.model)
     values = read_config(arguments.model)

@@ -1,5 +1,6 @@
 """What tools/import_hf.py reads and what it refuses: spellings, settings, damaged files."""
 
+import json
 import shutil
 
 import pytest
@@ -131,3 +132,9 @@ def test_a_table_of_early_transformers_and_a_copy_of_a_tied_head_are_passed_over
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, path)
     assert_same_logits(imported(tmp_path / "hf"), model)
+
+
+def test_the_directory_in_which_the_command_runs_has_a_name(imported, llama, monkeypatch):
+    monkeypatch.chdir(llama[0])
+    facts = json.loads((find_step(imported(".")) / "state.json").read_text())["imported"]
+    assert facts["source"] == str(llama[0].resolve())
