@@ -20,7 +20,7 @@ import math
 
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.quantities import at_least, share
+from moh_lm.quantities import at_least, integer, share
 from tools.command import device, run
 
 
@@ -36,7 +36,7 @@ def parse_arguments(texts):
     add("--max-new-tokens", type=at_least(1), default=100, metavar="N", help="of each prompt (default: %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="X", help="0: the most likely token (default: %(default)s)")
     add("--top-p", type=share, default=1.0, metavar="X", help="share of probability drawn from (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
+    add("--seed", type=seed, default=0, metavar="N", help="of the draws (default: %(default)s)")
     dtypes = ("float32", "bfloat16")
     add("--dtype", default="float32", choices=dtypes, help="of weights and cache (default: %(default)s)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
@@ -47,12 +47,23 @@ def parse_arguments(texts):
     arguments = parser.parse_args(texts)
     if not 0 <= arguments.temperature < math.inf:
         raise ConfigError([f"--temperature {arguments.temperature:g}: must be 0 or above, such as 0.8"])
-    if arguments.prompt is None:
-        try:
-            arguments.prompt = [sys.stdin.read()]
-        except UnicodeDecodeError as error:
-            raise ConfigError([f"standard input: is no text in UTF-8 ({error}); give some, or --prompt"]) from error
+    source = "--prompt" if arguments.prompt else "standard input"
+    if not arguments.prompt and sys.stdin is None:
+        raise ConfigError([f"{source}: is closed; open it, or give --prompt"])
+    try:
+        arguments.prompt = arguments.prompt or [sys.stdin.read()]
+        for prompt in arguments.prompt:
+            prompt.encode()  # bytes that are not UTF-8 arrive as surrogates
+    except UnicodeError as error:
+        raise ConfigError([f"{source}: is no text in UTF-8 ({error}); give some, or --prompt"]) from error
     return arguments
+
+
+def seed(text):
+    value = integer(text)
+    if not -(2**63) <= value < 2**64:
+        raise ValueError("must be a number of 64 bits, such as 1234")
+    return value
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -342,7 +343,17 @@ def test_an_export_with_a_damaged_or_odd_file_is_named(tmp_path, capsys):
         assert capsys.readouterr().err.endswith(words)
 
 
-def test_a_prompt_that_is_no_text_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
-    assert generate_tool.main(["--model", "any"]) == 2
-    assert capsys.readouterr().err.startswith("generate: standard input: is no text in UTF-8")
+@pytest.mark.parametrize(
+    "stdin, flags, words",
+    [
+        (io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"), [], "standard input: is no text in UTF-8"),
+        (io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8", "surrogateescape"), [], "standard input: is no text in UTF-8"),
+        (None, [], "standard input: is closed"),
+        (None, ["--prompt", os.fsdecode(b"a \xff")], "--prompt: is no text in UTF-8"),
+    ],
+    ids=["strict", "surrogates", "closed", "flag"],
+)
+def test_a_prompt_that_is_no_text_is_said(stdin, flags, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert generate_tool.main(["--model", "any", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"generate: {words}")

@@ -255,6 +255,7 @@ CALLS = {
         --model run --prompt a --top-p 0 | --top-p 0: must be above 0 and at most 1
         --model run --prompt a --dtype float16 | --dtype float16: choose one of float32, bfloat16
         --model run --prompt a --attention-backend fast | --attention-backend fast: choose one of auto
+        --model run --prompt a --seed 18446744073709551616 | --seed 18446744073709551616: must be a number of 64 bits
         --model run --promt a | flag --promt is unknown: did you mean --prompt?
     """,
     "tools/head_report.py": """
