@@ -325,6 +325,12 @@ def test_what_cannot_be_generated_is_said(run, tmp_path, monkeypatch, capsys):
         assert out == "" and words in err, err
 
 
+def test_loops_are_refused_where_a_gpu_is_taken_by_default(run, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert generate_tool.main(["--model", str(run), "--prompt", "a", "--attention-backend", "loops"]) == 2
+    assert "loops: needs a CPU, and --device is cuda; choose auto, or --device cpu" in capsys.readouterr().err
+
+
 def test_an_export_with_a_damaged_or_odd_file_is_named(tmp_path, capsys):
     train_model(tmp_path)
     config = ModelConfig(**{**SIZES, "vocab_size": 400}, heads=HeadsConfig(head_selection="all"))

@@ -51,9 +51,11 @@ def load(arguments, attention_backend="auto"):
         run = step_config(directory)
         check_causal(run.model)
         config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
-    if attention_backend == "loops" and (arguments.device or "cpu") != "cpu":
-        raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {arguments.device}; choose auto"])
-    device = usable_device(arguments.device)
+    device = arguments.device or usable_device(None)
+    if attention_backend == "loops" and device != "cpu":
+        remedy = "choose auto, or --device cpu"
+        raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {device}; {remedy}"])
+    usable_device(device)
     if attention_backend == "triton":
         check_triton(device, config)
     try:
