@@ -61,8 +61,8 @@ def load(arguments, attention_backend="auto"):
     try:
         tokenizer = Tokenizer(str(directory))
     except ConfigError as error:
-        advice = "copy that of its data there"
-        raise ConfigError([f"--model {directory}: has no tokenizer that can be read; {advice}"]) from error
+        reason, advice = error.problems[0].removeprefix(f"--tokenizer {directory}: "), "or copy that of its data there"
+        raise ConfigError([f"--model {directory}: has no tokenizer that can be read: {reason}, {advice}"]) from error
     with torch.device("meta"):
         model = CausalLM(config).to(getattr(torch, arguments.dtype))
     model.to_empty(device=device)
