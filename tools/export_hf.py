@@ -17,6 +17,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import re
+from decimal import Decimal
 
 from moh_lm.cli.parser import Parser
 from tools.command import output_path, run
@@ -52,9 +53,9 @@ def hub_word(text):
 def shard_size(text):
     """Bytes from a text such as 5GB or 500MiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)", text, re.IGNORECASE)
-    if not match or float(match[1]) <= 0:
+    if not match or Decimal(match[1]) <= 0:
         raise ValueError("write a size such as 500MB or 5GB")
-    return max(1, int(float(match[1]) * UNITS[match[2].upper()]))
+    return max(1, int(Decimal(match[1]) * UNITS[match[2].upper()]))
 
 
 if __name__ == "__main__":

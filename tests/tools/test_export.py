@@ -177,6 +177,11 @@ def test_the_files_hold_every_parameter_bit_for_bit(run, tmp_path, export, witho
     assert all((tmp_path / "hf" / file).stat().st_size < max(20_000, largest) + 2_000 for file in files)
 
 
+def test_a_size_beyond_what_a_float_holds_is_a_size():
+    assert command.shard_size("9" * 400 + "GB") > 10**400
+    assert command.shard_size("1.5KiB") == 1536
+
+
 def test_bfloat16_weights_are_rounded_to_nearest_even(run, tmp_path, export, without_transformers):
     assert export("--checkpoint", run, "--output", tmp_path / "hf", "--dtype", "bfloat16")[0] == 0
     written = read_safetensors(tmp_path / "hf")
