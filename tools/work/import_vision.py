@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from moh_lm.config import ConfigError
+from moh_lm.vision.checks import vit_problems
 from moh_lm.vision.config import KINDS
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.released import POSITIONS, sizes, state_dict
@@ -25,18 +26,20 @@ FAILURES = OSError
 def run(arguments):
     """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
     kind = KINDS[arguments.kind]
-    problems = output_problems(arguments.output)
+    problems, given = output_problems(arguments.output), {}
     if arguments.preset not in kind.presets:
         problems.append(f"--preset {arguments.preset}: choose one of {', '.join(kind.presets)}")
     if arguments.image_size and arguments.kind == "dit":
         problems.append(f"--image-size {arguments.image_size}: is of --kind vit; the file of a DiT has its own")
+    elif arguments.image_size:
+        given = {"image_size": arguments.image_size}
+        problems += vit_problems(kind.from_dict(kind.presets.get(arguments.preset, {}) | given).model)
     if problems:
         raise ConfigError(problems)
     try:
         tensors, key = state_dict(read(arguments.file), arguments.weights)
     except ConfigError as error:
         raise ConfigError([f"{arguments.file}: {problem}" for problem in error.problems]) from error
-    given = {"image_size": arguments.image_size} if arguments.image_size else {}
     config = kind.from_dict({**kind.presets[arguments.preset], **sizes(arguments.kind, tensors), **given})
     tensors.pop(POSITIONS, None)
     with torch.device("meta"):
