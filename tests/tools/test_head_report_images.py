@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from functools import partial
 
@@ -218,6 +219,17 @@ def test_the_files_and_the_table_tell_the_loads_of_the_checkpoint(capsys, images
         assert f"{load.index(min(load[1:]))}:" in line
     with Image.open(tmp_path / "heads" / "heads.png") as picture:
         assert picture.format == "PNG" and len(picture.convert("RGB").getcolors()) > 8
+
+
+def test_names_of_classes_are_drawn_as_they_are_spelled_and_what_is_no_utf_8_is_replaced(capsys, images, tmp_path):
+    run, drawn = write_run(tmp_path / "run", *vit()), []
+    for name in ("$\\frac$ \udcff", "$\\frac$ \ufffd"):
+        shutil.copytree(images, tmp_path / name)
+        (tmp_path / name / "class-1").rename(tmp_path / name / name)
+        code, *_ = call(capsys, run, "--images", tmp_path / name, "--output", tmp_path / "heads", "--classes", 0)
+        assert code == 0
+        drawn.append((tmp_path / "heads" / "heads.png").read_bytes())
+    assert drawn[0] == drawn[1]
 
 
 def test_what_has_to_be_mended_is_said(capsys, images, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ def picture(report):
     """PNG of a report of tools/work/head_report_images.py."""
     steps = report["steps"]
     classes = report["classes"][: ROWS - 1 - len(steps)]
+    classes = [name.encode(errors="surrogateescape").decode(errors="replace") for name in classes]  # maybe no UTF-8
     names = ["all", *classes, *(f"t {first}-{last}" for first, last in steps)]
     maps = {}
     for layer, shared, mean, load, step_load in zip(

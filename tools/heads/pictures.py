@@ -18,7 +18,8 @@ INKS = {"light": ("#1c1f23", "#ffffff"), "dark": ("#d8dce2", "#16181c")}  # of t
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 PAPER = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
 STYLE = {"axes.labelsize": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "xtick.labelsize": 7,
-         "ytick.labelsize": 7, "legend.fontsize": 7, "legend.frameon": False}  # fmt: skip
+         "ytick.labelsize": 7, "legend.fontsize": 7, "legend.frameon": False,
+         "text.parse_math": False}  # fmt: skip
 MOST_NUMBERS, MOST_COLUMNS = 200, 16  # of a map that has its numbers in it
 CLASS_COLOURS = ("#4477aa", "#66ccee", "#ee6677", "#ccbb44", "#9a9a9a")  # of CLASSES; unused is the page's own
 
