@@ -162,6 +162,15 @@ def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+def test_latents_without_an_autoencoder_are_given_as_latents_or_refused(tmp_path):
+    make_run(tmp_path / "run", LATENT)
+    assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export_latents")]) == 0
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "export_latents", trust_remote_code=True)
+    assert pipeline([3], num_inference_steps=2, output_type="latent").images.shape == (1, 4, 8, 8)
+    with pytest.raises(ValueError, match="latents of 4 channels, and no vae .*; load the pipeline with vae="):
+        pipeline([3], num_inference_steps=2)
+
+
 def test_an_export_that_fails_its_check_leaves_nothing(tmp_path, monkeypatch, capsys):
     make_run(tmp_path / "run", VIT)
     monkeypatch.setattr(export_vision, "TOLERANCE", -1)

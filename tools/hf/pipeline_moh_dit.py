@@ -27,6 +27,9 @@ class MoHDiTPipeline(DiffusionPipeline):
         """Images of ``class_labels``, a list of numbers. guidance_scale 1: none. latents: noise to begin with,
         [b, c, H, W]. output_type: pil; np, [b, H, W, c] from 0 to 1; or latent, what the model draws."""
         config, device = self.transformer.config, self._execution_device
+        if self.vae is None and config.in_channels not in (1, 3) and output_type != "latent":
+            text = f"the model draws latents of {config.in_channels} channels, and no vae is there to decode them"
+            raise ValueError(f'{text}; load the pipeline with vae=, an AutoencoderKL, or give output_type="latent"')
         labels = torch.as_tensor(class_labels, device=device).flatten()
         if latents is None:
             shape = len(labels), config.in_channels, config.input_size, config.input_size
