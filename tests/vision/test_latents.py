@@ -1,8 +1,11 @@
 """What a diffusion model reads: latents as an autoencoder gives them, small images, time steps, classes and noise."""
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -99,6 +102,13 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
     assert not (place / "stopped" / "latents.partial").exists()
     assert encode_latents.main(call(place, **flags)) == 0
     assert capsys.readouterr().out.endswith("is complete: 6 images\n")
+
+
+def test_latents_that_do_not_fit_on_the_disk_are_refused_before_any_is_made(place, monkeypatch, capsys):
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    assert encode_latents.main(call(place, "full")) == 1
+    assert capsys.readouterr().err == f"encode_latents: {place}/full/latents.npy: no space left on device\n"
+    assert not list((place / "full").iterdir())
 
 
 def test_latents_are_drawn_from_their_gaussian(place):

@@ -97,13 +97,22 @@ def images_done(output, facts):
 
 
 def open_latents(output, facts, vae):
-    """The file of latents, mapped into memory; made if no start has counted images in it."""
+    """The file of latents, mapped into memory; made if no start has counted images in it. Raises OSError if it does not
+    fit on the disk, which later would end this process by a signal."""
     if (output / PARTIAL).exists():
         return np.lib.format.open_memmap(output / LATENTS, mode="r+")
     size = facts["image_size"]
     shape = (facts["images"], *encode(vae, np.zeros((1, 3, size, size), np.float32)).shape[1:])
     dtype = {"fp16": np.float16, "fp32": np.float32}[facts["dtype"]]
-    return np.lib.format.open_memmap(output / LATENTS, mode="w+", dtype=dtype, shape=shape)
+    path = output / LATENTS
+    latents = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    try:
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError as error:
+        path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return latents
 
 
 def batches(images, arguments, first):
