@@ -36,7 +36,16 @@ def image_problems(config, world_size):
     if run.samples and run.sampling_steps > most:
         given = f"--sampling-steps {run.sampling_steps}"
         found.append(f"{given}: the model has {most} --diffusion-steps; give at most so many")
+    if run.samples and config.kind == "dit":
+        found += guidance_problems(model, run.cfg_scale)
     return found
+
+
+def guidance_problems(model, cfg_scale):
+    """A sentence if guidance is asked of a ``DiTConfig`` whose embedding of no class is never trained."""
+    if model.class_dropout == 0 and cfg_scale != 1:
+        why = "guidance compares with images of no class, which --class-dropout 0 never trains"
+        yield f"--cfg-scale {cfg_scale:g}: {why}; give 1"
 
 
 def vit_problems(model):

@@ -266,3 +266,11 @@ def test_latents_become_images_by_the_decoder(tmp_path, channels):
 def test_what_the_model_cannot_draw_is_one_line(run, capsys, given, sentence):
     assert sample_images.main([str(run), *given.split()]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_guidance_by_a_class_that_was_never_left_out_is_refused(tmp_path, capsys):
+    write_step(tmp_path / "run" / "checkpoints" / "step-5", make_config(class_dropout=0.0), DiT, 1)
+    call = [str(tmp_path / "run"), "--steps", "3", "--number", "2", "--npz", str(tmp_path / "a.npz")]
+    assert sample_images.main(call) == 2
+    assert "--cfg-scale 4: guidance compares with images of no class" in capsys.readouterr().err
+    assert sample_images.main([*call, "--cfg-scale", "1"]) == 0

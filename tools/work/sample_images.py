@@ -10,6 +10,7 @@ from PIL import Image
 
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError
+from moh_lm.vision.checks import guidance_problems
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.load import load_model
 from moh_lm.vision.pictures import grid, to_bytes
@@ -54,6 +55,7 @@ def check(arguments, model):
         problems.append(f"--steps {arguments.steps}: the model has {config.diffusion_steps}; give at most these")
     if not math.isfinite(arguments.cfg_scale):
         problems.append(f"--cfg-scale {arguments.cfg_scale}: must be finite, such as 4")
+    problems += guidance_problems(config, arguments.cfg_scale)
     if problems:
         raise ConfigError(problems)
 
