@@ -187,7 +187,12 @@ def files_below(directory: str) -> tuple[list[tuple[str, str]], list[str]]:
     if not os.path.isdir(directory):
         raise ConfigError([f"--recognize {directory}: is no directory; name single files with --source NAME=GLOB"])
     files, no_data, visited = [], [], set()
-    for folder, folders, names in os.walk(directory, followlinks=True):
+
+    def refuse(error):
+        reason = f"this folder cannot be read ({error.strerror.lower()}); make it readable, or move it away"
+        raise ConfigError([f"--recognize {directory}: {error.filename}: {reason}"]) from error
+
+    for folder, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
         if os.path.realpath(folder) in visited:  # a link that leads back
             folders.clear()
             continue

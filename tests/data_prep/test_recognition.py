@@ -1,7 +1,9 @@
 """Which corpus and source a file belongs to: a record of each, in every form in which it is found."""
 
+import errno
 import gzip
 import json
+import os
 import re
 
 import pyarrow
@@ -386,3 +388,18 @@ def test_a_value_that_python_cannot_hold_fails_the_file_by_name_and_a_bad_set_co
     assert [(document.text, document.dropped) for document in documents(piece, "text")] == [
         ("a", None), (None, "bad UTF-8"),
     ]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    for name in ("dolma", "other"):
+        (tmp_path / name).mkdir()
+    scandir = os.scandir
+
+    def closed(path):  # in place of chmod, which does not stop root
+        if path == str(tmp_path / "dolma"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    with pytest.raises(ConfigError, match="dolma: this folder cannot be read .permission denied.; make it readable"):
+        recognized_sources([str(tmp_path)], "text", set(), [])
