@@ -94,6 +94,13 @@ def test_a_run_that_is_started_once_more_when_it_is_complete_is_complete(runs, t
     assert RunRecord(tmp_path / "run").state == "complete after step 1,000 of 1,000"
 
 
+def test_tokens_are_those_that_were_read_where_a_resume_changed_the_length(runs, tmp_path):
+    shutil.copytree(runs.first, tmp_path / "run")
+    config, _ = parse_config([*FLAGS.split(), "--seq-length", "128", "--batch-tokens", "8K", "--train-iters", "2000"])
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config.to_dict()))
+    assert dict(page.summary(RunRecord(tmp_path / "run")))["tokens"] == "4M of 12M"
+
+
 def test_what_a_resume_undid_is_not_marked_and_neighbouring_skips_are_one_row(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     more = [("skipped", 901), ("skipped", 990), ("resumed", 900), ("skipped", 950), ("skipped", 951)]

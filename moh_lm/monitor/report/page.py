@@ -140,7 +140,7 @@ def names_of(runs):
 
 def summary(run):
     """[(what, value)] of one run."""
-    model, tokens = run.config.model, run.step * run.config.run.tokens_per_iteration
+    model = run.config.model
     heads = f"{words(model.num_attention_heads)} heads"
     if model.routed_layers():
         heads += f", {model.heads.head_selection} with routing {model.heads.routing}"
@@ -149,7 +149,7 @@ def summary(run):
     return [
         ("state", run.state),
         ("model", f"{model.num_layers} layers of {heads}, width {model.hidden_size}"),
-        ("tokens", f"{short(tokens)} of {short(run.config.run.train_tokens)}"),
+        ("tokens", f"{short(run.tokens_at(run.step))} of {short(run.tokens_at(run.config.run.train_iters))}"),
         ("time of training", time_left(run.seconds)),
         ("skipped steps", str(run.skipped)),
     ]

@@ -51,6 +51,7 @@ class RunRecord:
         self.step = max((row["step"] for row in [*training, *evaluations]), default=0)
         self.last_evaluation = evaluations[-1] if evaluations else None
         self.seconds = training_seconds(training)
+        self.last_row = training[-1] if training else {"step": 0, "tokens": 0}
         self.skipped = sum(row.get("skipped_steps", 0) for row in training)
         self.curves = training_curves(thinned(training)) | evaluation_curves(thinned(evaluations))
         if scores:
@@ -68,6 +69,10 @@ class RunRecord:
         if last is None or last["event"] == "resumed" or last["step"] < self.step:
             return f"at step {self.step:,} of {of:,}; it goes on, or was killed"
         return f"{last['event']} after step {last['step']:,} of {of:,}"
+
+    def tokens_at(self, step):
+        """Tokens up to ``step``, as the rows say; those of later steps have the length of now."""
+        return self.last_row["tokens"] + (step - self.last_row["step"]) * self.config.run.tokens_per_iteration
 
     def standing_events(self):
         """The events but those of steps that a later resume undid."""
