@@ -43,7 +43,9 @@ def read_model(path: str | Path) -> sentencepiece.SentencePieceProcessor | Tikto
     try:
         if is_tiktoken(model):
             return TiktokenModel(model)
-        return sentencepiece.SentencePieceProcessor(model_file=str(model))
+        processor = sentencepiece.SentencePieceProcessor()
+        processor.LoadFromSerializedProto(model.read_bytes())  # it opens no path that is not UTF-8
+        return processor
     except (RuntimeError, OSError) as error:
         raise ConfigError([f"--tokenizer {path}: not a SentencePiece model ({error}); give another"]) from error
 

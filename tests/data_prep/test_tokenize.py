@@ -104,6 +104,15 @@ def test_every_mistake_of_usage_is_one_clear_line_and_exit_code_2(model, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_names_of_files_need_not_be_utf_8(model, tmp_path):
+    name = os.fsdecode(b"\xff")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "a.txt").write_text("text")
+    shutil.copy(model, tmp_path / name / "tokenizer.model")
+    tokenize(tmp_path / name, tmp_path / name / "out", f"a={tmp_path}/{name}/a.txt")
+    assert decoded(tmp_path / name / "out", "a", model) == ["text"]
+
+
 def test_two_runs_do_not_write_one_directory_at_the_same_time(model, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     directory = os.open(tmp_path, os.O_RDONLY)
