@@ -5,6 +5,8 @@ label of the last token asks for the most likely one in place of a loss. RUN/sam
 evaluation, {"step", "prompt", "text"}; the page of the run shows them.
 """
 
+import re
+
 from moh_lm.config import ConfigError
 from moh_lm.data.tokenizer import continuation, read_model
 from moh_lm.model.routing import check_causal
@@ -25,6 +27,8 @@ class Samples:
         check_causal(config.model)
         if tokenizer is None:
             raise ConfigError([f"--sample-prompts: {config.data.data_dir} has no tokenizer; copy it there"])
+        if odd := [prompt for prompt in self.prompts if re.search("[\ud800-\udfff]", prompt)]:
+            raise ConfigError([f"--sample-prompts {odd[0]!r}: is not UTF-8; give text in UTF-8"])
         self.tokenizer = read_model(tokenizer)
         self.tokens = [list(map(int, self.tokenizer.encode(prompt, out_type=int))) for prompt in self.prompts]
         if empty := [prompt for prompt, tokens in zip(self.prompts, self.tokens, strict=True) if not tokens]:

@@ -460,6 +460,7 @@ def test_samples_that_cannot_be_written_are_refused_before_the_run(flags, data_d
     mosa = "--head-selection mixture --routing expert_choice --routed-keys selected".split()
     for changes, message in [
         (["--sample-prompts", "a", ""], "--sample-prompts '': has no token; give some text"),
+        (["--sample-prompts", "a", "\udcff"], r"--sample-prompts '.udcff': is not UTF-8"),
         (["--data-dir", str(data_dir)], f"--sample-prompts: {data_dir} has no tokenizer"),
         (mosa, "--routing expert_choice sees later tokens"),
     ]:
