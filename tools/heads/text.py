@@ -10,6 +10,7 @@ number of tokens, from its beginning on, as far as it has them. Windows join doc
 """
 
 import os
+import re
 from collections import Counter
 from typing import NamedTuple
 
@@ -55,6 +56,8 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
         else:
             domains = [read_text(name, place, tokenizer, seq_length, num_tokens, text_key)]
         for domain in domains:
+            if re.search("[\ud800-\udfff]", domain.name):
+                raise ConfigError([f"--data {entry}: its name is not UTF-8; give NAME=FILES with one in UTF-8"])
             if domain.name in found:
                 raise ConfigError([f"--data {entry}: {domain.name} is there already; give each domain its name"])
             found[domain.name] = domain

@@ -99,6 +99,7 @@ def test_what_cannot_be_read_is_said(tools, tokenizer, corpus, data_dir):
     for entry, words in [
         ("data.jsonl", "is no directory of shards; give one, or NAME=FILES"),
         (f"x={corpus}/*.none", "matches no file"),
+        (f"\udcff={corpus}/a.jsonl", "its name is not UTF-8"),
         (f"x={corpus}/short.txt", "give at least 32"),
         (str(data_dir), "another tokenizer"),
     ]:
