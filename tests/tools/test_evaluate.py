@@ -280,6 +280,8 @@ def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, 
     ]
     (said,) = lines[7:]
     assert f": at most 1024 of {model}, 256 of somewhere/other; --max-length" in said
+    evaluate_work.print_table([{**result, "max_length": length} for length in (64, 1024)], given)  # of one model
+    assert f": at most 64 of {model}, 1024 of {model}; --max-length" in capsys.readouterr().out
 
 
 def test_a_file_of_other_tasks_or_questions_stands_in_no_table(programs, model, result, tmp_path, capsys):
@@ -287,11 +289,12 @@ def test_a_file_of_other_tasks_or_questions_stands_in_no_table(programs, model, 
         "other": {**result, "tasks": result["tasks"][1:2]},  # as many columns as asked for, but another one
         "fewer": {**result, "tasks": result["tasks"][:1], "limit": 5},
         "foreign": {"results": {}},
+        "lacking": {key: value for key, value in result.items() if key != "average"},
     }
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     given = ["--model", model, "--suite", "llm6", "--tasks", result["tasks"][0]["task"]]
-    said = ["has other columns", "--limit 5", "neither a model nor a file", "neither a model nor a file"]
+    said = ["has other columns", "--limit 5", *["neither a model nor a file"] * 3]
     for name, message in zip([*files, "absent"], said, strict=True):
         assert call(programs["evaluate"], *given, "--compare", tmp_path / f"{name}.json") == 2
         assert message in capsys.readouterr().err

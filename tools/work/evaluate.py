@@ -138,6 +138,8 @@ def result_in(path, arguments):
         result = json.loads(path.read_text(encoding="utf-8"))
         found = [(row["task"], row["shots"], row["metric"]) for row in result["tasks"]]
         suite, limit = result["suite"], result["limit"]
+        _ = [result[key] for key in ("model", "average", "average_stderr", "max_length")]  # that they are there
+        _ = [row[key] for row in result["tasks"] for key in ("column", "value", "stderr")]
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError([f"--compare {path}: is neither a model nor a file of --output"]) from error
     if suite != arguments.suite:
@@ -181,9 +183,9 @@ def print_table(results, arguments):
             if "parts" in row:
                 shown = ", ".join(f"{task} {value:.1f}" for task, value in row["parts"].items())
                 print(f"{row['column']} of {result['model']} is the mean of {shown}")
-    lengths = {result["model"]: result["max_length"] for result in results}
-    if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{length or 'unknown'} of {model}" for model, length in lengths.items())
+    lengths = [result["max_length"] for result in results]
+    if len(set(lengths)) > 1:
+        shown = ", ".join(f"{result['max_length'] or 'unknown'} of {result['model']}" for result in results)
         print(f"the models saw different lengths: at most {shown}; --max-length gives all the same")
     if arguments.limit:
         print(f"of the first {arguments.limit} questions of each task only")
