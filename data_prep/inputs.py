@@ -93,9 +93,10 @@ def matching_files(option: str, patterns: Iterable[str]) -> list[tuple[str, str]
     files, problems = {}, []
     for pattern in map(os.path.expanduser, patterns):
         root = os.path.dirname(pattern)
-        while glob.has_magic(root):
+        while glob.has_magic(root) and not os.path.isdir(root):  # a directory may be named as a pattern
             root = os.path.dirname(root)
-        matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+        searched = glob.escape(root) + pattern[len(root) :]
+        matches = [pattern] if os.path.lexists(pattern) else glob.glob(searched, recursive=True)
         found = [path for path in matches if not os.path.isdir(path)]  # a broken link too: it is told of
         if not found:
             remedy = f"for the files of a directory write '{pattern}/*'" if matches else "check the path"

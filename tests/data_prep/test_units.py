@@ -46,6 +46,12 @@ def test_names_do_not_change_when_a_directory_tree_moves(tmp_path):
     assert [unit.name for unit in units(f"{tmp_path}/there/**/*.txt")] == before
 
 
+def test_a_file_or_directory_that_is_there_is_no_pattern_whatever_its_name(tmp_path):
+    write(tmp_path, {"x[1]/a*.txt": "a", "x[1]/ab.txt": "b", "x1/a.txt": "c"})
+    for pattern, found in {"x[1]/*": ["a*.txt", "ab.txt"], "x[1]/a*.txt": ["a*.txt"], "x[12]/*": ["x1/a.txt"]}.items():
+        assert [name for _, name in matching_files("", [f"{tmp_path}/{pattern}"])] == found
+
+
 def test_what_is_no_file_is_told_of_and_not_opened(tmp_path):
     write(tmp_path, {"a.jsonl": '{"text": "a", "meta": {"pile_set_name": "Github"}}'})
     os.mkfifo(tmp_path / "b.txt")
