@@ -34,10 +34,10 @@ class Samples:
         if empty := [prompt for prompt, tokens in zip(self.prompts, self.tokens, strict=True) if not tokens]:
             raise ConfigError([f"--sample-prompts {empty[0]!r}: has no token; give some text"])
 
-    def continued(self, evaluate_rows, progress, *share):
+    def continued(self, evaluate_rows, *share):
         """What follows each prompt, [str], up to the end of the document; every rank calls it together.
 
-        evaluate_rows: of the engine. progress: called after each token. share: of ``labelled_rows``.
+        evaluate_rows: of the engine. share: of ``labelled_rows``.
         """
         texts = [list(tokens) for tokens in self.tokens]
         for _ in range(self.run.sample_tokens):
@@ -45,7 +45,6 @@ class Samples:
             ids = evaluate_rows(rows, len(texts))[:, 0].tolist()
             for text, index in zip(texts, ids, strict=True):
                 text.append(int(index))
-            progress()
         return [self.written(prompt, text[len(prompt) :]) for prompt, text in zip(self.tokens, texts, strict=True)]
 
     def written(self, prompt, tokens):

@@ -75,6 +75,7 @@ class Run:
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
         )
         self.engine = self.make_engine(config, self.groups, device, len(dataset.source_names))
+        self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # of each micro-batch
         watchdog.progress()
         watchdog.limit_groups()
         self.interval = Interval(dataset.source_names, layers, device)
@@ -197,23 +198,20 @@ class Run:
         losses, sinks = {}, {}
         for name in loader.dataset.source_names:
             total, tokens = self.engine.evaluate(loader.validation(name, self.config.run.eval_samples))
-            self.watchdog.progress()
             if tokens:
                 losses[name] = total / tokens
                 few = min(SINK_SAMPLES, self.config.run.eval_samples)
                 sinks[name] = self.engine.sinks(loader.validation(name, few))
-                self.watchdog.progress()
         if self.log and losses:
             self.log.evaluation(step, losses, loader.dataset.bytes_per_token(), sinks)
         scores = {}
         for name in self.tasks.questions:
             batches, choices = self.tasks.micro_batches(name, *share)
             scores[name] = self.tasks.metrics(name, self.engine.evaluate_rows(batches, choices)[:, 0].tolist())
-            self.watchdog.progress()
         if self.log and scores:
             self.log.tasks(step, scores)
         if self.samples.prompts:
-            texts = self.samples.continued(self.engine.evaluate_rows, self.watchdog.progress, *share)
+            texts = self.samples.continued(self.engine.evaluate_rows, *share)
             if self.log:
                 self.log.samples(step, dict(zip(self.samples.prompts, texts, strict=True)))
 

@@ -45,8 +45,7 @@ class ImageRun(Run):
     def evaluate(self):
         """Loss and accuracy of held-out images; of a DiT also images that it draws, in samples/step-N.png."""
         step, run = self.state.step, self.config.run
-        found = self.engine.scores(self.reported(self.loader.validation(run.eval_images)))
-        self.watchdog.progress()
+        found = self.engine.scores(self.loader.validation(run.eval_images))
         if found and self.log:
             self.log.evaluation(step, {"images": found.pop("loss")})
             if found:
@@ -56,12 +55,6 @@ class ImageRun(Run):
             self.watchdog.progress()
             if self.log:
                 self.keep(grid(images), step)
-
-    def reported(self, micro_batches):
-        """The same micro-batches; the watchdog hears when each one is done."""
-        for batch in micro_batches:
-            yield batch
-            self.watchdog.progress()
 
     def keep(self, picture, step):
         """Write a grid of drawn images, uint8 [H, W, 3]."""

@@ -24,8 +24,9 @@ from moh_lm.checkpoint.directory import list_steps
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
 from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.config import ReliabilityConfig
-from moh_lm.run import watchdog
-from moh_lm.run.watchdog import UNAVAILABLE
+from moh_lm.model.transformer import DecoderLayer
+from moh_lm.run import program, watchdog
+from moh_lm.run.watchdog import UNAVAILABLE, Watchdog
 from moh_lm.training.engine import Engine
 from moh_lm.training.guard import FINE, GRADIENT, LOSS, SPIKE, BadNumbers, Guard
 from tests.distributed import run_ranks
@@ -451,6 +452,31 @@ def test_a_rank_that_holds_the_interpreter_says_where_and_is_ended_too(data_dir,
     with pytest.raises(AssertionError, match=rf"exit codes \[{UNAVAILABLE}, 1\]"):
         run_ranks(run_and_suffer, 2, flags, 5, hold_the_interpreter, output)
     assert "in hold_the_interpreter" in Path(f"{output}-1").read_text()
+
+
+def events_of_an_evaluation(flags):
+    """What happens on this rank in the first evaluation, in order: l for a layer, p for a report of progress."""
+    events, forward, evaluate = [], DecoderLayer.forward, program.Run.evaluate
+
+    def evaluated(run):
+        events.clear()
+        evaluate(run)
+        raise KeyboardInterrupt
+
+    DecoderLayer.forward = lambda *inputs: (events.append("l"), forward(*inputs))[1]
+    Watchdog.progress = lambda *_, **more: events.append("p")
+    program.Run.evaluate = evaluated
+    with contextlib.suppress(KeyboardInterrupt):
+        run(flags)
+    return "".join(events)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_evaluation_reports_progress_after_every_micro_batch_of_every_stage(data_dir, tmp_path, stages):
+    """Else one that takes long would be taken for a hang."""
+    flags = arguments(data_dir, tmp_path, "--pipeline-parallel-size", str(stages), "--hang-timeout", "1h")
+    for events in run_ranks(events_of_an_evaluation, stages, flags):
+        assert re.fullmatch(f"(l{{{2 // stages}}}p){{4,}}", events), events
 
 
 def time_limits(flags):
