@@ -4,7 +4,6 @@ import io
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.kernels import decode
 from moh_lm.model.generation import Cache, generate, read_prompt, read_token, sample
@@ -333,14 +331,13 @@ def test_loops_are_refused_where_a_gpu_is_taken_by_default(run, monkeypatch, cap
     assert "loops: needs a CPU, and --device is cuda; choose auto, or --device cpu" in capsys.readouterr().err
 
 
-def test_a_package_that_the_tokenizer_needs_is_named(run, tmp_path, monkeypatch, capsys):
-    shutil.copytree(run, tmp_path / "run")
-    step = find_step(tmp_path / "run")
-    (step / "tokenizer.model").unlink()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (step / name).write_text("{}")
+def test_a_package_that_the_tokenizer_needs_is_named(tmp_path, monkeypatch, capsys):
+    config = ModelConfig(**SIZES, heads=HeadsConfig(head_selection="all"))
+    values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
+    for name, content in (("config.json", values), ("tokenizer.json", {}), ("tokenizer_config.json", {})):
+        (tmp_path / name).write_text(json.dumps(content))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert generate_tool.main(["--model", str(step), "--prompt", "a"]) == 2
+    assert generate_tool.main(["--model", str(tmp_path), "--prompt", "a"]) == 2
     assert "has no tokenizer that can be read: needs the package tokenizers; pip install" in capsys.readouterr().err
 
 

@@ -526,6 +526,16 @@ def test_an_export_that_computes_something_else_is_not_published(run, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["hf_files"]
 
 
+def test_a_check_that_is_killed_is_said_so(run, tmp_path, export, monkeypatch):
+    program = "import os, sys; print('Loading weights', file=sys.stderr); os.kill(os.getpid(), 9)"
+    (tmp_path / "killed.py").write_text(program)
+    monkeypatch.setattr(export_check, "__file__", str(tmp_path / "killed.py"))
+    monkeypatch.setattr(export_check, "transformers", True)
+    code, _, errors = export("--checkpoint", run, "--output", tmp_path / "hf")
+    assert code == 1 and "the check with transformers was ended by signal 9 (Killed)" in errors
+    assert not (tmp_path / "hf").exists()
+
+
 def test_without_transformers_the_export_says_what_was_not_checked(run, tmp_path, export, without_transformers):
     code, printed, _ = export("--checkpoint", run, "--output", tmp_path / "hf")
     assert code == 0 and "not checked with transformers" in printed and "pip install transformers" in printed

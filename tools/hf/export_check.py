@@ -18,6 +18,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import functools
+import signal
 import subprocess
 import tempfile
 from dataclasses import replace
@@ -138,6 +139,9 @@ def hugging_face_logits(directory, tokens, tokenizer):
             capture_output=True,
             text=True,
         )
+        if finished.returncode < 0:
+            name = f"signal {-finished.returncode} ({signal.strsignal(-finished.returncode)})"
+            raise ExportError(f"the check with transformers was ended by {name}; if memory was short, free some")
         if finished.returncode:
             lines = finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"]
             raise ExportError(f"transformers does not load the export: {lines[-1]}")
