@@ -304,11 +304,14 @@ def test_wrong_arguments_and_files_are_one_line_each(programs, model, data, tmp_
     (tmp_path / "sciq").mkdir()
     (tmp_path / "sciq" / "test.jsonl").write_text('{"question": "x"}\n')
     (tmp_path / "bare").mkdir()
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "config.json").write_text('{"model_type": "moh_llama", "learned_positions": 40}')
     (tmp_path / "bare" / "config.json").write_text('{"model_type": "moh_llama"}')
     good = ["--model", model, "--suite", "llm6"]
     cases = [
         (["--model", tmp_path / "bare", "--suite", "llm6"], ["bare: has no tokenizer.json"]),
         (["--model", tmp_path, "--suite", "llm6"], ["has no config.json"]),
+        ([*good, "--max-length", 41, "--compare", tmp_path / "table"], ["a table of 40 positions; give at most 40"]),
         ([*good, "--limit", "0", "--batch-size", "few"], ["--limit 0: must be 1 or above", "--batch-size few: write"]),
         ([*good, "--batch-size", "0"], ["--batch-size 0: write a number from 1 on"]),
         ([*good, "--batch-size", "autofoo"], ["--batch-size autofoo: write a number from 1 on"]),

@@ -26,10 +26,10 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 
 
 def run(arguments):
-    problems = model_problems("--model", arguments.model)
+    problems = model_problems("--model", arguments.model, arguments.max_length)
     for path in (path for path in arguments.compare if not path.is_file()):
         absent = [f"--compare {path}: is neither a model nor a file of --output"]
-        problems += model_problems("--compare", path) if path.exists() else absent
+        problems += model_problems("--compare", path, arguments.max_length) if path.exists() else absent
     if problems:
         raise ConfigError(problems)
     arguments.device = usable_device(arguments.device)
@@ -49,14 +49,17 @@ def is_model(path):
     return (path / "config.json").is_file()
 
 
-def model_problems(flag, path):
+def model_problems(flag, path, max_length):
     """Sentences if ``path`` is no model that can be evaluated. Raises ConfigError for a run, or no configuration."""
     if not path.exists():
         return [f"{flag} {path}: does not exist; give an export of tools/export_hf.py, or another model"]
     refuse_run(flag, path)
     if not is_model(path):
         return [f"{flag} {path}: has no config.json; give an export of tools/export_hf.py, or another model"]
-    is_export(path)
+    values = read_config(path)
+    table = values.get("learned_positions") or values.get("n_positions")  # the latter of GPT-2 and its like
+    if max_length and table and max_length > table:
+        return [f"--max-length {max_length}: {path} has a table of {table} positions; give at most {table}"]
     if any((path / name).is_file() for name in TOKENIZERS):
         return []
     return [f"{flag} {path}: has no tokenizer.json, nor a tokenizer in another form; add the one of the model"]
