@@ -151,6 +151,19 @@ def test_list_shows_everything_that_lies_there(tool, copied):
     assert text.endswith("latest names step-3; a run goes on from step-10, if it is sound\n")
 
 
+@pytest.mark.parametrize("function", ["when", "layout_of", "describe_state", "read_entries"])
+def test_a_step_that_vanishes_meanwhile_is_left_out(tool, copied, monkeypatch, function):
+    original = getattr(work, function)
+
+    def vanish(entry, *rest):
+        if entry in (step_of(copied, 1), step_of(copied, 1) / "manifest.json"):
+            shutil.rmtree(step_of(copied, 1))
+        return original(entry, *rest)
+
+    monkeypatch.setattr(work, function, vanish)
+    assert [row["name"] for row in shown(tool, "list", copied)["checkpoints"]] == ["step-2", "step-3"]
+
+
 def test_every_degree_of_a_layout_stands_under_its_name():
     found = dict(tensor_parallel_size=2, pipeline_parallel_size=3, context_parallel_size=4)
     found |= dict(data_parallel_size=5, zero_stage=1)

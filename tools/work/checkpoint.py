@@ -1,5 +1,6 @@
 """The commands of tools/checkpoint.py."""
 
+import contextlib
 import json
 import time
 
@@ -29,8 +30,12 @@ def run_list(arguments):
         raise ConfigError([f"{arguments.run}: no run directory: it has no checkpoints/"])
     pointer = directory / "latest"
     latest = pointer.read_text(errors="replace").strip() if pointer.is_file() else None
+    rows = []
     entries = sorted(directory.iterdir(), key=lambda path: (len(path.name), path.name))
-    rows = [describe_entry(entry, latest) for entry in entries if entry != pointer]
+    for entry in (entry for entry in entries if entry != pointer):
+        with contextlib.suppress(FileNotFoundError):  # a run that goes on removes steps, and renames them
+            row = describe_entry(entry, latest)
+            rows += [row] if entry.exists() else []
     steps = [step.name for step in list_steps(directory)]
     if arguments.json:
         print(json.dumps({"directory": str(directory), "latest": latest, "checkpoints": rows}, indent=1))
