@@ -14,6 +14,7 @@ from moh_lm.training.schedule import learning_rate
 from tests.distributed import run_ranks
 from tests.training.test_training import arguments, parameters, rows, run
 from tools import branch
+from tools.work.branch import steps_below_the_peak
 
 
 def test_the_learning_rate_at_every_corner():
@@ -94,6 +95,14 @@ def test_a_branch_that_cannot_be_is_refused(schedule, at, decay, output, problem
     given = ["--at", at, "--decay-iters", decay, "--output", tmp_path / output]
     assert branch.main([str(text) for text in (tmp_path, *given)]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_a_run_that_went_on_with_a_higher_peak_has_not_decayed(tmp_path):
+    optimizer = parse_config("--schedule wsd --warmup-iters 2 --learning-rate 3e-4".split())[0].optimizer
+    for rates, below in (([1e-4, 1e-4, 3e-4], []), ([2e-4, 1e-4, 3e-4], [4])):
+        log = [{"step": step, "learning_rate": rate} for step, rate in enumerate(rates, 3)]
+        (tmp_path / "log").write_text("".join(json.dumps(row) + "\n" for row in log))
+        assert steps_below_the_peak(tmp_path / "log", optimizer, 5) == below
 
 
 @pytest.mark.parametrize(

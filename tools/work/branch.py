@@ -1,6 +1,5 @@
 """The work of tools/branch.py: what allows a decay branch, and the copy."""
 
-import math
 import shlex
 
 from moh_lm.checkpoint.directory import list_steps
@@ -40,6 +39,11 @@ def run(arguments):
 
 
 def steps_below_the_peak(path, optimizer, last):
-    """The steps from the warm-up to ``last`` whose rate, in the log ``path``, is below the peak."""
+    """The steps from the warm-up to ``last`` whose rate, in the log ``path``, is below the peak, and has been higher:
+    a run that went on with a higher peak has not decayed."""
     rows = [row for _, row in complete_rows(path) if optimizer.warmup_iters < row["step"] <= last]
-    return [row["step"] for row in rows if row.get("learning_rate", math.inf) < optimizer.learning_rate]
+    found, highest = [], 0.0
+    for row in (row for row in rows if "learning_rate" in row):
+        found += [row["step"]] if row["learning_rate"] < min(highest, optimizer.learning_rate) else []
+        highest = max(highest, row["learning_rate"])
+    return found
