@@ -100,9 +100,9 @@ def parsed(meta) -> dict:
     if isinstance(meta, str):
         try:
             meta = json.loads(meta)
-        except ValueError:
+        except (ValueError, RecursionError):
             try:
                 meta = ast.literal_eval(meta)
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 return {}
     return meta if isinstance(meta, dict) else {}

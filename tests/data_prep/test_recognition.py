@@ -157,6 +157,12 @@ def test_meta_may_be_a_string_of_json_or_of_python(source, as_text, tmp_path):
     assert sources_below(tmp_path) == {source: ["x.jsonl"]}
 
 
+def test_meta_that_cannot_be_read_tells_nothing(tmp_path):
+    for meta in ("{[]: 1}", "[" * 100_000, "{", "\0", "9" * 5000):
+        write(tmp_path / "c4/x.jsonl", {"text": "a", "meta": meta})
+        assert sources_below(tmp_path) == {"redpajama-c4": ["c4/x.jsonl"]}  # by its path
+
+
 def test_a_damaged_beginning_does_not_hide_the_corpus(tmp_path):
     write(tmp_path / "x.jsonl", {"text": "a" * 1_000_000, "meta": {"pile_set_name": "Books3"}})
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "cut\n\n{"id":\n[]\n\xff\n' + (tmp_path / "x.jsonl").read_bytes())
