@@ -146,7 +146,7 @@ def frequent(characters: Counter[str], at_most: int) -> list[str]:
 def listed_pieces(path: str) -> list[str]:
     """The pieces of a file: lines, of which a tab ends what counts, as in SentencePiece's .vocab files."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"--add-pieces {path}: {error}"]) from error
     return [piece for line in lines if (piece := line.split("\t")[0].rstrip("\r").replace(" ", MARK))]

@@ -170,9 +170,9 @@ def test_a_listed_piece_is_added_as_it_stands_to_a_model_that_normalises_text(tm
         sentence_iterator=iter(TEXTS * 5), model_prefix=str(tmp_path / "old"), vocab_size=450, minloglevel=2,
         model_type="bpe", hard_vocab_limit=False, byte_fallback=True,
     )  # fmt: skip
-    (tmp_path / "pieces.txt").write_text("▁catdog\nℌead\n")
+    (tmp_path / "pieces.txt").write_text("▁catdog\nℌead\n", encoding="utf-8-sig")  # with a byte order mark
     model = extend(tmp_path / "old.model", tmp_path / "m.model", "--add-pieces", tmp_path / "pieces.txt")
-    assert {"▁catdog", "ℌead"} <= set(pieces(model))
+    assert {"▁catdog", "ℌead"} <= set(pieces(model)) and "\ufeff" not in "".join(pieces(model))
     assert processor(model).encode("a catdog", out_type=str)[-1] == "▁catdog"
 
 
