@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.quantities import at_least
+from moh_lm.quantities import above_0, at_least
 from tools.command import device
 
 SHAPES = {  # hidden size, query heads, key/value heads, head dimension
@@ -74,7 +74,7 @@ def step_flags(texts):
     add("--rounds", type=at_least(1), default=3, help="that count (default: 3)")
     add("--threads", type=at_least(1), help="(default: torch's own number)")
     add("--device", type=device, help="(default: a GPU if there is one)")
-    add("--peak-tflops", type=float, help="of the device in this precision, for the MFU")
+    add("--peak-tflops", type=above_0, help="of the device in this precision, for the MFU")
     return parser.parse_args(texts)
 
 

@@ -21,6 +21,7 @@ if __name__ == "__main__":  # the root of the checkout, not this folder, whose t
 
     options = checked(step_flags, sys.argv[1:])  # before the imports that take seconds
 
+import importlib.util
 import platform
 from statistics import median
 
@@ -29,7 +30,7 @@ import torch
 from benchmarks.attention import budgets
 from benchmarks.flags import MODELS, checked
 from benchmarks.timing import seconds
-from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.break_even import fastest
 from moh_lm.model.transformer import CausalLM, compile_layers
@@ -43,6 +44,7 @@ VOCAB = {"tiny": 1024}
 def main(arguments):
     sys.stdout.reconfigure(line_buffering=True)  # a run that is cut off has shown the lengths that it finished
     device = torch.device(checked(usable_device, arguments.device))
+    checked(check_backend, arguments, device)
     if device.index:
         torch.cuda.set_device(device)  # events, the peak of memory and the name are those of the current GPU
     if device.type == "cpu":
@@ -52,6 +54,22 @@ def main(arguments):
     print(f"{name}; torch {torch.__version__}, Python {platform.python_version()}; {' '.join(sys.argv)}")
     for length in arguments.seq_length:
         compare(arguments, length, device)
+
+
+def check_backend(arguments, device):
+    """Raise ConfigError for a --backend that cannot train there."""
+    backend, needed = arguments.backend, "cpu" if arguments.backend == "cpu_sparse" else "cuda"
+    compiled = [name for name in arguments.contestants if name.endswith("-compiled") and not name.startswith("hf")]
+    problems = []
+    if backend not in ("auto", "dense") and device.type != needed:
+        place = {"cpu": "a CPU", "cuda": "a CUDA GPU"}[needed]
+        problems.append(f"--backend {backend}: needs {place}, and --device is {device}; choose auto")
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        problems.append("--backend triton: the package triton is not installed; pip install triton, or choose auto")
+    if backend == "cpu_sparse" and compiled:
+        problems.append(f"--contestants {compiled[0]}: --backend cpu_sparse cannot be compiled; choose auto or dense")
+    if problems:
+        raise ConfigError(problems)
 
 
 def compare(arguments, length, device):

@@ -11,10 +11,11 @@ from moh_lm.config import ConfigError
     [
         (["--contestants", "dense", "moh-25"], "--contestants moh-25: choose one of dense, moh-75, moh-50, hf"),
         (["--contestants", "dens"], "--contestants dens: choose one of"),
+        (["--peak-tflops", "-3"], "--peak-tflops -3: "),
         (["--backend", "cpu-sparse"], "--backend cpu-sparse: choose one of auto, dense"),
     ],
 )
-def test_a_contestant_or_backend_that_does_not_exist_is_refused(texts, words):
+def test_a_value_that_does_not_exist_is_refused(texts, words):
     with pytest.raises(ConfigError, match=words):
         step_flags(texts)
 

@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import step
 from benchmarks.flags import step_flags
+from moh_lm.config import ConfigError
 
 
 @pytest.mark.parametrize("name, current", [("cuda:2", [torch.device("cuda:2")]), ("cuda", []), ("cpu", [])])
@@ -17,3 +18,17 @@ def test_the_gpu_that_is_named_is_the_current_one_while_a_step_is_timed(name, cu
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     step.main(step_flags(["--device", name]))
     assert made_current == current and found == [name]
+
+
+@pytest.mark.parametrize(
+    "device, flags, words",
+    [
+        ("cpu", "--backend triton", "--backend triton: needs a CUDA GPU, and --device is cpu; choose auto"),
+        ("cpu", "--backend flex", "--backend flex: needs a CUDA GPU, and --device is cpu; choose auto"),
+        ("cuda", "--backend cpu_sparse", "--backend cpu_sparse: needs a CPU, and --device is cuda; choose auto"),
+        ("cpu", "--backend cpu_sparse --contestants dense moh-50-compiled", "cpu_sparse cannot be compiled"),
+    ],
+)
+def test_a_backend_that_cannot_train_on_the_device_is_refused(device, flags, words):
+    with pytest.raises(ConfigError, match=words):
+        step.check_backend(step_flags(flags.split()), torch.device(device))
