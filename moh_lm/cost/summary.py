@@ -153,20 +153,22 @@ def describe_attention(config):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-    heads = max(model.head_counts)
     ranks = config.parallel.tensor_parallel_size * config.parallel.context_parallel_size
-    queries = (run.seq_length, run.micro_batch_size, heads // ranks, model.query_dim)
     layers = zip(map(model.of_layer, range(model.num_layers)), model.window, model.position, strict=True)
-    shares = [
-        (of.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, width), kind != "cope")
+    asked = [  # what each layer asks ``choose_backend``, from the shape of its queries on
+        (
+            (run.seq_length, run.micro_batch_size, of.num_attention_heads // ranks, of.query_dim),
+            of.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, width),
+            kind != "cope",
+            model.own_keys(index),
+        )
         for index, (of, width, kind) in enumerate(layers)
     ]
     if device.type == "cpu" and run.compile:
         yield "attention  auto: dense in every layer, since cpu_sparse cannot be compiled"
         return
-    own = any(map(model.own_keys, range(model.num_layers)))
-    backends = Counter(choose_backend("auto", device, dtype, queries, *share, own_keys=own) for share in shares)
-    chosen = ", ".join(f"{backend} in {count} of {len(shares)} layers" for backend, count in backends.items())
+    backends = Counter(choose_backend("auto", device, dtype, *question) for question in asked)
+    chosen = ", ".join(f"{backend} in {count} of {len(asked)} layers" for backend, count in backends.items())
     found = measurement(device, dtype)
     if found:
         yield f"attention  auto: {chosen}, by what was measured on {found.machine}"
