@@ -290,3 +290,9 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(corpus, arguments, words):
     assert output == ""
     assert message.count("\n") == 1
     assert words in message
+
+
+def test_a_directory_without_a_source_has_no_document(tmp_path, capsys):
+    write_manifest(tmp_path)
+    assert inspect_data.main([str(tmp_path), "--document", "books:0"]) == 2
+    assert "write SOURCE:N, such as NAME:0; sources: none" in capsys.readouterr().err

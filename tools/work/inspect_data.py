@@ -148,7 +148,7 @@ def read_document(sources, text, decode):
     """The document that ``text``, SOURCE:N, names."""
     name, separator, number = text.rpartition(":")
     if not separator or not number.isdecimal() or name not in sources:
-        first, names = next(iter(sources)), ", ".join(sources)
+        first, names = next(iter(sources), "NAME"), ", ".join(sources) or "none"
         raise ConfigError([f"--document {text}: write SOURCE:N, such as {first}:0; sources: {names}"])
     number, before = int(number), 0
     for shard in sources[name]:
