@@ -24,6 +24,7 @@ from data_prep.corpora import recognize
 from data_prep.documents import SAMPLE, STDIN, Piece, first_row, inspect_file, lines
 from moh_lm.config import ConfigError
 from moh_lm.data.files import sha256_of
+from moh_lm.data.shards import TOKENIZER_FILES
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FIRST_RECORDS = 100  # of which one must tell the corpus
@@ -77,6 +78,8 @@ def source_patterns(sources: list[str]) -> dict[str, list[str]]:
             problems.append(f"--source {source}: write NAME=GLOB, such as --source 'wikipedia=text/wiki/*.jsonl.gz'")
         elif not SOURCE_NAME.fullmatch(name):
             problems.append(f"--source {source}: begin the name with a letter or digit, then also '.', '_' or '-'")
+        elif name in ("manifest.json", *TOKENIZER_FILES):
+            problems.append(f"--source {source}: {name} is a file of every data directory; give another name")
         else:
             patterns.setdefault(name, []).append(pattern)
     if problems:

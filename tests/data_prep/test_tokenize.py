@@ -86,6 +86,7 @@ def test_every_mistake_of_usage_is_one_clear_line_and_exit_code_2(model, tmp_pat
         ({"--source": f"a={tmp_path}/folder"}, f"write '{tmp_path}/folder/*'"),
         ({"--source": f"{tmp_path}/a.txt"}, "write NAME=GLOB"),
         ({"--source": f"a/b={tmp_path}/a.txt"}, "begin the name with a letter or digit"),
+        ({"--source": f"manifest.json={tmp_path}/a.txt"}, "manifest.json is a file of every data directory"),
         ({"--recognize": tmp_path / "absent"}, "is no directory"),
         ({"--only": "pile"}, "give that too"),
         ({"--output": tmp_path / "a.txt" / "out"}, "cannot be written"),
