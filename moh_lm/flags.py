@@ -237,9 +237,12 @@ def as_texts(value, is_list):
 def read_value(entry, texts):
     """The value of a field from the text, or texts, after its flag. Raises ValueError that says what is allowed."""
     parse = value_parser(entry)
+    values = tuple(map(parse, texts)) if is_list(entry) else (parse(texts),)
+    if entry.name != "seed" and any(isinstance(value, int) and value >= 2**63 for value in values):
+        raise ValueError("must be below 2^63")
     if is_list(entry):
-        return tuple(parse(text) for text in texts)
-    value = parse(texts)
+        return values
+    (value,) = values
     allowed = entry.metadata.get("choices")
     if allowed and value not in allowed:
         raise ValueError(f"choose one of {', '.join(map(str, allowed))}")

@@ -206,6 +206,9 @@ REFUSALS = {  # flags: what the one line has to name
     "--schedule wsd --warmup-iters 0 --decay-mix books=0": ("--decay-mix books=0", "weight above 0"),
     "--validation-fraction 1": ("--validation-fraction 1", "below 1"),
     "--train-iters 0": ("--train-iters 0", "at least 1"),
+    "--seed 99999999999999999999 --train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
+    "--window 4 9223372036854775808": ("--window 4 9223372036854775808", "below 2^63"),
+    "--hang-timeout 366d": ("--hang-timeout 31622400", "at most 31536000, a year"),
     "--tensor-parallel-size 2": ("1 processes", "tensor_parallel_size(2) * pipeline_parallel_size(1) = 2"),
 }
 

@@ -14,6 +14,8 @@ from moh_lm.kernels import varlen
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.routing import FORMS
 
+YEAR = 365 * 86400  # seconds
+
 
 def optimizer_problems(optimizer):
     found = below(optimizer, 0, "warmup_iters", "weight_decay", "gradient_clipping", "z_loss")
@@ -220,6 +222,8 @@ def reliability_problems(reliability):
     found = below(reliability, 0, "save_interval", "keep_last", "keep_every", "max_skipped_steps", "spike_sigmas")
     found += below(reliability, 0, "replica_check_interval") + below(reliability, 2, "spike_window")
     found += below(reliability, 1, "hang_timeout")
+    if reliability.hang_timeout > YEAR:  # timers of the system overflow in centuries
+        found.append(f"--hang-timeout {reliability.hang_timeout}: must be at most {YEAR}, a year; choose 1d or less")
     if reliability.exit_after is not None:
         found += below(reliability, 1, "exit_after")
     if reliability.max_skipped_steps >= reliability.spike_window:
