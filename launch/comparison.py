@@ -4,8 +4,10 @@ launch/ablation.py and launch/atlas.py have a table each; launch/work/comparison
 """
 
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,7 +123,8 @@ def add_comparison_flags(parser, variants, rates):
 def read_flags(parser, texts, program, instead):
     """The flags in ``texts``; ``others``: those of moh_lm.pretrain. {flag that the program sets: what to give
     ``instead``}. Raises ConfigError."""
-    flags, flags.others = parser.parse_known_args(texts)
+    flags, others = parser.parse_known_args(texts)
+    flags.others = from_here(others)
     problems = parser.all_problems()
     if TUNING_SEED in getattr(flags, "seeds", ()):
         judge = "tunes the learning rates, so it cannot judge them; choose others"
@@ -146,6 +149,17 @@ def read_flags(parser, texts, program, instead):
     if problems:
         raise ConfigError(problems)
     return flags
+
+
+def from_here(texts):
+    """``texts`` with absolute paths of files: runs have the root of the checkout as their folder."""
+    names, found = ("--config", "--eval-tasks"), []
+    for before, text in pairwise(["", *texts]):
+        name, separator, value = text.partition("=")
+        if separator and name in names:
+            text = f"{name}={os.path.join(os.getcwd(), value)}"
+        found.append(os.path.join(os.getcwd(), text) if before in names else text)
+    return found
 
 
 def whole_path(text):

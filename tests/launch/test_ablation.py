@@ -149,6 +149,14 @@ def test_runs_of_other_flags_and_arguments_that_mislead_are_refused(data_dir, tm
         assert words in capsys.readouterr().err
 
 
+def test_files_are_those_of_the_folder_in_which_the_command_is_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flags.yaml").write_text("warmup_iters: 7\n")
+    given = ["out", "--data-dir", "data", "--config", "flags.yaml", "--config=flags.yaml", "--eval-tasks", "/tasks"]
+    others = ["--config", f"{tmp_path}/flags.yaml", f"--config={tmp_path}/flags.yaml", "--eval-tasks", "/tasks"]
+    assert ablation.parse_arguments(given).others == others
+
+
 def test_the_program_starts_as_the_script_calls_it():
     command = [sys.executable, "-m", "launch.ablation", "--help"]
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
