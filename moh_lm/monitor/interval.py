@@ -60,6 +60,10 @@ class Interval:
         self.timed_steps += 1
         self.timed_tokens += tokens
 
+    def began(self, step, tokens_per_iteration):
+        """The iterations before it, if it ends after ``step``."""
+        return step - self.tokens // tokens_per_iteration - self.skipped_steps
+
     def tokens_per_second(self):
         """Of the whole run, without the time of saves and evaluations."""
         return ratio(self.timed_tokens, sum(self.seconds.values()) - self.seconds["save"])

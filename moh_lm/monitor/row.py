@@ -20,7 +20,7 @@ def training_row(config, dataset, interval, step, rate, grad_norm, figures, rank
     run, losses, speed = config.run, interval.source_losses(), interval.tokens_per_second()
     data, memory = zip(*ranks, strict=True)
     balance = [loss for loss in figures["balance_loss"] if loss is not None] if figures else []
-    model = config.model.after((step - 1) // run.log_interval * run.log_interval)  # as the interval began
+    model = config.model.after(interval.began(step, run.tokens_per_iteration))
     return {
         "step": step,
         "loss": interval.loss(),

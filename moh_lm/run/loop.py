@@ -178,7 +178,7 @@ class Run:
         ranks = waits_and_memory(interval, self.device)
         if self.log:
             figures = None
-            if config.model.after((step - 1) // config.run.log_interval * config.run.log_interval) == config.model:
+            if config.model.after(interval.began(step, config.run.tokens_per_iteration)) == config.model:
                 figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel)
             dataset, norm = self.state.dataset, result.grad_norm
             self.log.training(

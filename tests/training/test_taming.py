@@ -180,6 +180,16 @@ def test_an_interval_in_which_a_resume_cuts_the_warmup_short_counts_the_steps_si
     assert [sum(load) for load in row["heads"]["load"]] == pytest.approx([layer.num_active for layer in layers])
 
 
+def test_an_interval_that_began_in_the_warmup_has_no_figures_of_heads_whatever_its_length(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP, *"--train-iters 5 --eval-interval 0".split())
+    flags += ["--dense-warmup-iters", "1"]
+    run_ranks(run, 1, [*flags, "--log-interval", "9"], 3)
+    run_ranks(run, 1, [*flags, "--log-interval", "2"])
+    first, second = training(tmp_path)  # of steps 1 to 4, and of step 5
+    assert "heads" not in first and "heads" in second
+    assert first["load_balance_loss"] == 0 < second["load_balance_loss"]
+
+
 @pytest.mark.parametrize("selection", ["all", "static"])
 def test_a_mixture_goes_on_without_its_routers(data_dir, tmp_path, selection):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *"--train-iters 3 --eval-interval 0 --log-interval 3".split())
