@@ -205,9 +205,13 @@ class Comparison:
         speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
         return median(speeds[-RECENT:]) if speeds else None
 
+    def likely_run(self, trial):
+        """The run of a trial; as long as its form is not tuned, the one that has the factor 1."""
+        return self.run(trial._replace(factor=trial.factor or 1))
+
     def hours(self, trial, speed):
         """How long a run takes from where it is, about; FLOPs tell how much slower than the dense model it is."""
-        run, config = self.run(trial._replace(factor=trial.factor or 1)), self.config(trial.size, trial.variant)
+        run, config = self.likely_run(trial), self.config(trial.size, trial.variant)
         cost, dense = (flops_per_token(each.model, each.run.seq_length)["active"]
                        for each in (config, self.config(trial.size, self.table.variants[0])))  # fmt: skip
         done = max((row["step"] for row in metrics(run.directory)), default=0)
@@ -221,7 +225,7 @@ class Comparison:
         speeds = {size: self.speed(size) for size in self.table.sizes}
         for trial in self.trials():
             cell = f"{trial.size.name} {trial.variant.name}" + (" (tuning)" if trial.seed == TUNING_SEED else "")
-            if trial.factor is not None and self.run(trial).is_complete():
+            if self.likely_run(trial).is_complete():
                 there += 1
                 continue
             hours = self.hours(trial, speeds[trial.size])

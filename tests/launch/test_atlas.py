@@ -97,6 +97,17 @@ def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
     assert "planned: 1 runs" in said and "left out of --hours 3: 1 runs" in said and "m dense" in said
 
 
+def test_a_plan_before_the_tuning_does_not_count_what_is_complete(tmp_path, capsys):
+    plan = make(tmp_path, "--variants", "dense", "--rates", "0.5", "1", "--seeds", "1", "2", "--sizes", "s")
+    *tuned, one, _ = plan.trials()
+    assert len(tuned) == 2 and one.factor is None
+    run = plan.run(one._replace(factor=1))
+    write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})
+    plan.describe_plan()
+    said = capsys.readouterr().out
+    assert "planned: 3 runs" in said and "complete already: 1 runs" in said
+
+
 def test_the_first_steps_that_tell_the_speed_have_the_layout_of_the_runs_and_room_for_their_schedule(
     tmp_path, monkeypatch
 ):
