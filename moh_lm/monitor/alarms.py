@@ -73,7 +73,7 @@ class Alarms:
                 continue  # every head is selected by every token, or nearly so
             for index, load in enumerate(loads):
                 dead = low and load == 0  # also where all heads of a layer are, with --routing relu
-                if dead or load < low * fair or (high and load > high_load(fair, high)):
+                if dead or load < low * fair or load > high_load(fair, high):
                     text = f"{layer.unit} {layer.num_shared + index} by {load:.1%} of the tokens, fair is {fair:.1%}"
                     yield (COLLAPSE, layer.index, layer.num_shared + index), text
 

@@ -11,6 +11,8 @@ head i of a layer's E, and K heads per token:
 a1 is the mean weight of the shared heads (Eq. 6), balance_loss the mean of L_b (Eq. 7). All are in docs/monitoring.md.
 """
 
+import math
+
 import numpy as np
 
 from moh_lm.model.balance import A1, BALANCE, COUNTS, GATES, SQUARES, row_width
@@ -24,8 +26,8 @@ def fair_load(layer, load):
 
 
 def high_load(fair, high):
-    """The load above which a head is overused: ``high`` times its ``fair`` one, at most ``ALWAYS``."""
-    return min(high * fair, ALWAYS)
+    """The load above which a head is overused: ``high`` times its ``fair`` one, at most ``ALWAYS``; 0: no limit."""
+    return min(high * fair, ALWAYS) if high else math.inf
 
 
 @np.errstate(invalid="ignore")  # what has no value, as the mean gate where all heads are left out, is not a number

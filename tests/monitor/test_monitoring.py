@@ -195,6 +195,8 @@ def test_a_head_that_is_never_selected_and_one_that_always_is():
     figures = head_figures(model.routed_layers(), sums, NAMES, [2, 2], 5, 3.0, ParallelConfig())
     assert figures["load"] == [[1, 0.95, 0.9, 0.15, 0, 0]]
     assert figures["unused"] == [2 / 6] and figures["overused"] == [1 / 6]  # 0.95 is the limit itself
+    unlimited = head_figures(model.routed_layers(), sums, NAMES, [2, 2], 5, 0.0, ParallelConfig())
+    assert unlimited == {**figures, "overused": [0]}
     assert figures["source_load"]["odd"] == [[1, 1, 1, 0, 0, 0]]
     assert figures["gate_mean"] == [0.5] and figures["gate_rms"] == [pytest.approx(0.5**0.5)]
     collapsed = head_figures(model.routed_layers(), sums[1:], ["odd"], [2], 5, 3.0, ParallelConfig())
