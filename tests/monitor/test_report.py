@@ -154,6 +154,18 @@ def test_of_many_layers_a_few_are_named():
     assert len(axis.lines) == 24 and len(named) == 8 and {named[0], named[-1]} == {"layer 0", "layer 23"}
 
 
+def test_the_map_of_loads_has_each_interval_at_its_steps_and_is_blank_before_the_first():
+    steps, values = np.array([60, 80, 100, 400]), np.array([[0.1], [0.2], [0.3], [0.4]])  # after a dense warm-up
+    axis, *_ = pictures.load_map({0: (steps, values)}).axes
+    (image,) = axis.images
+    left, right, *_ = image.get_extent()
+    row = np.ma.filled(image.get_array(), np.nan)[0]
+    places = left + (np.arange(len(row)) + 0.5) * (right - left) / len(row)
+    assert (left, right) == (0, 400)
+    for step, load in ((20, np.nan), (50, 0.1), (70, 0.2), (90, 0.3), (110, 0.4), (250, 0.4), (390, 0.4)):
+        np.testing.assert_equal(row[np.abs(places - step).argmin()], load)
+
+
 def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
     assert run_report.main([str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err

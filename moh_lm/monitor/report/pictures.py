@@ -18,6 +18,7 @@ MARKS = {  # events that are drawn into the curves
     "stopped": "#8a8a8a", "failed": "#aa3377", "data changed": "#30a0c0",
 }  # fmt: skip
 SIZE = (5.2, 3.1)  # inches
+COLUMNS = 800  # of the map of loads
 FEW = 20  # points of a curve that are all shown
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "moh-lm", "font.size": 9, "font.family": "sans-serif", "text.color": INK,
@@ -73,7 +74,8 @@ def load_map(loads):
         axes = figure.subplots(len(loads), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
         for axis, (layer, (steps, values)) in zip(axes, loads.items(), strict=True):
             extent = (0, steps[-1], values.shape[1] - 0.5, -0.5)
-            image = axis.imshow(values.T, "cividis", aspect="auto", vmin=0, vmax=most, extent=extent)
+            shown = at_even_steps(steps, values)
+            image = axis.imshow(shown.T, "cividis", aspect="auto", vmin=0, vmax=most, extent=extent)
             image.set_interpolation("nearest")
             axis.set_yticks([])
             axis.set_ylabel(str(layer), rotation=0, ha="right", va="center")
@@ -82,6 +84,17 @@ def load_map(loads):
         bar = figure.colorbar(image, ax=list(axes), location="top", fraction=0.04, pad=0.02, aspect=50)
         bar.set_label("share of the tokens that select the head")
     return figure
+
+
+def at_even_steps(steps, values):
+    """The ``values`` of the interval at each of ``COLUMNS`` places from 0 to the last step; NaN before the first.
+
+    steps: the ends of the intervals; the first is taken to be as long as the second, or to begin at 0 if it is alone.
+    """
+    places = (np.arange(COLUMNS) + 0.5) * steps[-1] / COLUMNS
+    shown = values[np.searchsorted(steps, places)]
+    begins = 2 * steps[0] - steps[1] if len(steps) > 1 else 0
+    return np.where((places > begins)[:, None], shown, np.nan)
 
 
 def mark(axis, marks):
