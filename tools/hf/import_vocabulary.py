@@ -72,8 +72,8 @@ def spelled(old, new, old_vocab_size, vocab_size):
         raise ConfigError([f"--tokenizer {new}: has another format than {old}"])
     read_tokenizer(old, vocab_size, "--old-tokenizer")  # refuses what is no tokenizer
     table = spelled_tiktoken if is_tiktoken(old) else spelled_sentencepiece
-    spelling = table(old, new)
-    return {index: ids for index, ids in spelling.items() if old_vocab_size <= index < vocab_size and ids}
+    spelling = {index: ids for index, ids in table(old, new).items() if old_vocab_size <= index < vocab_size}
+    return {index: ids for index, ids in spelling.items() if ids and max(ids) < old_vocab_size}  # that have rows
 
 
 def spelled_sentencepiece(old, new):

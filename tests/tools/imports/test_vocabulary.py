@@ -14,6 +14,7 @@ from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from tests.tokenizing import hugging_face_tokenizer
 from tests.tools.imports.llamas import MIXTURE, make_llama, small_model
+from tools.hf import import_vocabulary
 from tools.work.import_hf import token_ids
 
 
@@ -59,6 +60,8 @@ def test_a_new_piece_begins_as_the_mean_of_the_old_ones_that_spell_it(imported, 
         assert ((found[name][-1] - rows_before.mean(0)).abs() < noise).all()  # of no piece
     code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "small", "--tokenizer", new)
     assert code == 2 and f"give --extend-vocab {after.vocab_size()}" in errors
+    whole, fewer = (import_vocabulary.spelled(old, new, rows, 320) for rows in (278, 270))  # no row for some pieces
+    assert fewer == {index: ids for index, ids in whole.items() if max(ids) < 270} != whole
     other = small_model(tmp_path / "other", ["quite another text of words"] * 20, 280)
     arguments = ("--output", tmp_path / "other", "--extend-vocab", "320", "--tokenizer", other)
     code, _, errors = tool("import_hf", "--model", tmp_path / "hf", *arguments)
