@@ -79,7 +79,7 @@ SMALLER = (  # pattern of a command -> flags that follow it, where a later flag 
     (r"benchmarks/decode", "--shapes llm-s --lengths 32 --batches 1 --active 50 --rounds 1"),
     (r"benchmarks/step", "--shape tiny --seq-length 32 --rounds 1 --threads 1"),
     (r"tests/run.sh( --quick)?$", "tests/model/test_rotary.py -n 0"),
-    (r"tests/run.sh tests", "-n 0 -k balance"),
+    (r"tests/run.sh tests", "-n 0 -k static"),
     (r"-m pytest", "--collect-only"),
 )  # fmt: skip
 REPLACED = (
