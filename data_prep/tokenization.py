@@ -102,9 +102,8 @@ def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[s
             sources[name] = named_source(f"--source {name}=", [pattern for pattern in globs if pattern != "-"])
         except ConfigError as error:
             problems += error.problems
-    if from_stdin and (sys.stdin is None or sys.stdin.isatty()):
-        what = "closed" if sys.stdin is None else "a terminal"
-        problems.append(f"--source {from_stdin[0]}=-: standard input is {what}; write ... | python data_prep/...")
+    if from_stdin and sys.stdin.isatty():
+        problems.append(f"--source {from_stdin[0]}=-: standard input is a terminal; write ... | python data_prep/...")
     if problems:
         raise ConfigError(problems)
     unreadable = []

@@ -48,8 +48,6 @@ def parse_arguments(texts):
     if not 0 <= arguments.temperature < math.inf:
         raise ConfigError([f"--temperature {arguments.temperature:g}: must be 0 or above, such as 0.8"])
     source = "--prompt" if arguments.prompt else "standard input"
-    if not arguments.prompt and sys.stdin is None:
-        raise ConfigError([f"{source}: is closed; open it, or give --prompt"])
     try:
         arguments.prompt = arguments.prompt or [sys.stdin.read()]
         for prompt in arguments.prompt:

@@ -194,8 +194,8 @@ def test_standard_input_that_is_empty_or_cut_off_fails_and_other_sources_go_on(m
         assert list(read_manifest(tmp_path / "out")["sources"]) == ["b"]
     flags = ("--tokenizer", model, "--output", tmp_path / "out", "--source", "a=-", "--source", "b=-")
     assert b"can be read only once" in run(*flags, input=b"", code=2).stderr
-    closed = run(*flags[:-2], code=2, stdin=None, preexec_fn=lambda: os.close(0))
-    assert b"--source a=-: standard input is closed" in closed.stderr
+    closed = run(*flags[:-2], code=1, stdin=None, preexec_fn=lambda: os.close(0))
+    assert b"standard input is empty" in closed.stderr
 
 
 # --- Damage ---

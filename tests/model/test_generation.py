@@ -364,10 +364,9 @@ def test_an_export_with_a_damaged_or_odd_file_is_named(tmp_path, capsys):
     [
         (io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"), [], "standard input: is no text in UTF-8"),
         (io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8", "surrogateescape"), [], "standard input: is no text in UTF-8"),
-        (None, [], "standard input: is closed"),
         (None, ["--prompt", os.fsdecode(b"a \xff")], "--prompt: is no text in UTF-8"),
     ],
-    ids=["strict", "surrogates", "closed", "flag"],
+    ids=["strict", "surrogates", "flag"],
 )
 def test_a_prompt_that_is_no_text_is_said(stdin, flags, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", stdin)
