@@ -23,7 +23,7 @@ from data_prep.containers import READ, InputError, reading
 from data_prep.corpora import recognize
 from data_prep.documents import SAMPLE, STDIN, Piece, first_row, inspect_file, lines
 from moh_lm.config import ConfigError
-from moh_lm.data.files import sha256_of
+from moh_lm.data.files import refuse_folder, sha256_of
 from moh_lm.data.shards import TOKENIZER_FILES
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -191,12 +191,7 @@ def files_below(directory: str) -> tuple[list[tuple[str, str]], list[str]]:
     if not os.path.isdir(directory):
         raise ConfigError([f"--recognize {directory}: is no directory; name single files with --source NAME=GLOB"])
     files, no_data, visited = [], [], set()
-
-    def refuse(error):
-        reason = f"this folder cannot be read ({error.strerror.lower()}); make it readable, or move it away"
-        raise ConfigError([f"--recognize {directory}: {error.filename}: {reason}"]) from error
-
-    for folder, folders, names in os.walk(directory, onerror=refuse, followlinks=True):
+    for folder, folders, names in os.walk(directory, onerror=refuse_folder, followlinks=True):
         if os.path.realpath(folder) in visited:  # a link that leads back
             folders.clear()
             continue

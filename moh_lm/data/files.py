@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from moh_lm.config import ConfigError
+
 VERSION = 3  # of the sidecar and of the manifest
 UNSEALED = 2  # the version before, which is read too
 REMEDY = "restore it, or run data_prep/tokenize.py again"
@@ -27,6 +29,12 @@ CHUNK = 1 << 20  # bytes that a pass over a whole file handles at a time
 
 class ShardError(Exception):
     """A shard or data directory that is damaged, unfinished or contradicts itself; the message names the file."""
+
+
+def refuse_folder(error):
+    """For ``onerror`` of os.walk, which leaves out in silence what it cannot read. Raises ConfigError."""
+    reason = f"this folder cannot be read ({error.strerror.lower()}); make it readable, or move it away"
+    raise ConfigError([f"{error.filename}: {reason}"]) from error
 
 
 def beside(prefix: str | Path, suffix: str) -> Path:

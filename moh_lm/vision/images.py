@@ -23,7 +23,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError
+from moh_lm.data.files import ShardError, refuse_folder
 from moh_lm.vision.augment import (
     MODES,
     center_crop,
@@ -113,12 +113,7 @@ class Images:
 
 def folder_files(path):
     """(name, 0, -1) of all files below a directory; a link that leads back up is not followed. Raises ConfigError."""
-
-    def refuse(error):
-        reason = f"this folder cannot be read ({error.strerror.lower()}); make it readable, or move it away"
-        raise ConfigError([f"{error.filename}: {reason}"]) from error
-
-    for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
+    for folder, folders, names in os.walk(path, onerror=refuse_folder, followlinks=True):
         here, real = os.path.realpath(folder), {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
         folders[:] = [name for name in folders if os.path.commonpath((here, real[name])) != real[name]]
         inside = folder[len(path) :].strip("/")
