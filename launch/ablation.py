@@ -26,7 +26,7 @@ from tools.command import GOES_ON, run
 COMMON = (
     "--hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
     "--micro-batch-size 8 --precision fp32 --warmup-iters 40 --validation-fraction 0.05 --eval-samples 96 "
-    "--log-interval 25 --save-interval 200 --keep-last 1"
+    "--log-interval 25 --save-interval 200 --keep-last 1 --routing paper"
 ).split()
 SHARES = (13.9, 27.6, 31.3, 35.9, 37.5, 40.5, 46.8, 60.4, 74.0)  # of Table 7, in percent of the heads that a token uses
 VARIANTS = (

@@ -30,13 +30,15 @@ class Form(Variant):
         return self.name.partition("-")[0]
 
 
-STATIC, RELEASED, SCALED = "--head-selection static", "--routing released", "--routing paper_scaled"
+STATIC, PAPER, RELEASED, SCALED = (
+    "--head-selection static", "--routing paper", "--routing released", "--routing paper_scaled",
+)  # fmt: skip
 SIGMOID, RELU, GATED = "--routing sigmoid", "--routing relu", "--head-selection gated"
 BIAS = "--load-balance-bias-rate 0.001 --load-balance-coefficient 0"
 VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("dense", None),
     Form("static-50", 2, 2, STATIC),
-    Form("paper-50", 2, 2),
+    Form("paper-50", 2, 2, PAPER),
     Form("paper_scaled-50", 2, 2, SCALED),
     Form("gated", None, 0, GATED),
     Form("gated-50", None, 0, f"{GATED} --num-attention-heads {{half}}"),  # a model that has half of the heads
@@ -45,13 +47,13 @@ VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("dense-half", None, tokens=0.5),
     Form("dense-double", None, tokens=2),
     Form("static-75", 4, 2, STATIC, tier=2),
-    Form("paper-75", 4, 2, tier=2),
+    Form("paper-75", 4, 2, PAPER, tier=2),
     Form("paper_scaled-75", 4, 2, SCALED, tier=2),
     Form("sigmoid-75", 4, 2, SIGMOID, tier=2),
     Form("released-75", 4, 2, RELEASED, tier=2),
     Form("gated-75", None, 0, f"{GATED} --num-attention-heads {{three_quarters}}", tier=2),
     Form("static-25", 1, 1, STATIC, tier=2),
-    Form("paper-25", 1, 1, tier=2),
+    Form("paper-25", 1, 1, PAPER, tier=2),
     Form("paper_scaled-25", 1, 1, SCALED, tier=2),
     Form("sigmoid-25", 1, 1, SIGMOID, tier=2),
     Form("released-25", 1, 1, RELEASED, tier=2),

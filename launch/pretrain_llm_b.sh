@@ -11,6 +11,7 @@
 # Flags of moh_lm.pretrain that follow the script win over the values here, for example:
 #
 #     --num-shared-heads 4 --num-active-routed-heads 4              MoH with 50% of the heads
+#     --routing paper                                               the paper's gates, Eq. 5 (docs/atlas.md has the cost)
 #     --head-selection all                                          the dense baseline
 #     --train-tokens 200B                                           the paper's longer run
 #     --dry-run                                                     show what the run would do

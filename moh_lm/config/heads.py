@@ -29,7 +29,7 @@ class HeadsConfig:
     )
     head_budget_slope: float = option(0.0, "of --head-budget: share in the last layer minus that in the first")
     routing: str = option(
-        "paper",
+        "sigmoid",
         "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
         "2 sigmoid of each score; from query norms (Eq. 9-10); ReLU of each score, K then being an average; or a "
         "control, in which heads choose tokens",

@@ -94,7 +94,7 @@ class ModelConfig:
                 if getattr(self, key) is None:
                     object.__setattr__(self, key, default)
         if self.heads.head_selection == "gated":
-            if self.heads.routing not in (HeadsConfig.routing, "sigmoid"):
+            if self.heads.routing != "sigmoid":
                 given = f"--head-selection gated: contradicts --routing {self.heads.routing}"
                 raise ConfigError([f"{given}, for its gates are those of sigmoid; leave one of them out"])
             for name in ("head_budget", "routing_top_p"):

@@ -43,7 +43,7 @@ def test_a_layer_that_computes_selected_rows_only_is_the_dense_layer(case, num_t
 
 
 MODELS = {
-    "paper": dict(num_shared_heads=(4,), num_active_routed_heads=(2,)),
+    "paper": dict(routing="paper", num_shared_heads=(4,), num_active_routed_heads=(2,)),
     "own keys": dict(num_shared_heads=(4,), num_active_routed_heads=(2,), routed_keys="selected"),
     "groups, top-p": dict(
         num_shared_heads=(4,), num_active_routed_heads=(4,), routing_unit="key_value_group", routing_top_p=0.6

@@ -19,7 +19,7 @@ LENGTHS = (5, 1, 7, 3)  # of the documents in one window
 
 HEADS = {
     "all": HeadsConfig("all"),
-    "paper": HeadsConfig(),
+    "paper": HeadsConfig(routing="paper"),
     "no shared heads": HeadsConfig(num_shared_heads=(0,), num_active_routed_heads=(4,)),
     "query norm": HeadsConfig(routing="query_norm"),
     "static": HeadsConfig("static"),

@@ -25,7 +25,7 @@ from tests.distributed import run_ranks
 from tests.training.test_training import arguments, losses, rows, run
 
 HEADS = {
-    "paper": dict(num_shared_heads=(2,), num_active_routed_heads=(2,)),
+    "paper": dict(routing="paper", num_shared_heads=(2,), num_active_routed_heads=(2,)),
     "no shared heads, one stage": dict(num_shared_heads=(0,), num_active_routed_heads=(4,), two_stage=False),
     "global balance": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), load_balance_scope="global_batch"),
     "released": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), routing="released"),

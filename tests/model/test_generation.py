@@ -28,7 +28,7 @@ from tools.hf.keys import written
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=4, vocab_size=37)
 MODELS = {
-    "paper": (dict(num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
+    "paper": (dict(routing="paper", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
     "released, budgets per layer": (
         dict(num_shared_heads=(8, 0), num_active_routed_heads=(0, 5), routing="released"), dict(rope_theta=100.0),
     ),

@@ -16,7 +16,7 @@ from tools.work.generate import check_triton
 
 D, E, T, R = 24, 6, 4, 10  # width; features of a head that stay, that turn; of the latent
 HEADS = {
-    "paper": dict(num_shared_heads=(2,), num_active_routed_heads=(3,)),
+    "paper": dict(routing="paper", num_shared_heads=(2,), num_active_routed_heads=(3,)),
     "released, no shared": dict(num_shared_heads=(0,), num_active_routed_heads=(3,), routing="released"),
     "sigmoid": dict(num_shared_heads=(4,), num_active_routed_heads=(1,), routing="sigmoid"),
     "query norm": dict(num_shared_heads=(2,), num_active_routed_heads=(4,), routing="query_norm"),

@@ -16,7 +16,7 @@ LENGTH, BATCH = 8, 3
 SIZES = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=4, vocab_size=37)
 
 MODELS = {
-    "paper": (dict(num_shared_heads=(4,), num_active_routed_heads=(2,)), {}),
+    "paper": (dict(routing="paper", num_shared_heads=(4,), num_active_routed_heads=(2,)), {}),
     "released": (dict(routing="released", load_balance_scope="global_batch"), {}),
     "query norm": (dict(routing="query_norm"), {}),
     "budgets per layer and grouped queries": (

@@ -32,10 +32,11 @@ SIZES = """
 COUNTED = "--position none cope rotary cope --cope-max-position 3 --rotary-fraction 0.5"
 GROUPED = "--num-attention-heads 16 --num-key-value-heads 8 --num-shared-heads 8 --num-active-routed-heads 3"
 MODELS = {
-    "paper, latent": "--attention latent --kv-lora-rank 12 --q-lora-rank 20",
+    "paper, latent": "--routing paper --attention latent --kv-lora-rank 12 --q-lora-rank 20",
     "dense, tied": "--head-selection all --tie-embeddings --base-width 16 --head-dims 8 8 8 8 4 4 6 6",
-    "paper": "",
-    "paper, step, grouped, window": f"--load-balance-scope global_batch --window 6 --base-width 16 {GROUPED}",
+    "paper": "--routing paper",
+    "paper, step, grouped, window": "--routing paper --load-balance-scope global_batch --window 6 "
+    f"--base-width 16 {GROUPED}",
     "released, one key": f"--routing released {GROUPED} --num-key-value-heads 1 {COUNTED} "
     "--window-strategy entropy --window-min 3 --window-max 9",
     "released, step, tied": "--routing released --load-balance-scope global_batch --tie-embeddings "

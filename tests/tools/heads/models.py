@@ -22,7 +22,7 @@ def nothing(*_):
 
 SMALL = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=8, vocab_size=80)
 MODELS = {
-    "paper, window": (dict(num_shared_heads=(2,), num_active_routed_heads=(3,)), dict(window=(9, 0))),
+    "paper, window": (dict(routing="paper", num_shared_heads=(2,), num_active_routed_heads=(3,)), dict(window=(9, 0))),
     "query norm, grouped": (dict(routing="query_norm", num_shared_heads=(4,)), dict(num_key_value_heads=4)),
     "own keys, grouped": (dict(num_shared_heads=(4,), routed_keys="selected"), dict(num_key_value_heads=4)),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(3,)), {}),
