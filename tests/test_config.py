@@ -131,7 +131,7 @@ def test_names_are_unique_and_help_shows_every_flag():
     ],
 )
 def test_parameter_counts_are_those_of_the_paper(model, heads, millions):
-    config = parse(*model.split(), "--head-selection", heads)
+    config = parse(*model.split(), "--head-selection", heads, "--routing", "paper")
     assert round(parameter_counts(config.model)["total"] / 1e6) == millions
 
 
@@ -158,7 +158,7 @@ REFUSALS = {  # flags: what the one line has to name
     "--num-active-routed-heads 0": ("--num-active-routed-heads 0", "between 1 and 6"),
     "--head-budget 0.75 --head-budget-slope 0.6": ("--head-budget-slope 0.6", "0.45", "1.05", "at most 0.5"),
     "--head-budget 0.5 --num-active-routed-heads 6": ("--head-budget 0.5", "100.0%", "another share"),
-    "--dense-warmup-iters 3": ("--dense-warmup-iters 3", "0.0833", "paper_scaled"),
+    "--dense-warmup-iters 3 --routing paper": ("--dense-warmup-iters 3", "0.0833", "paper_scaled"),
     "--dense-warmup-iters 10 --routing released": ("--dense-warmup-iters 10", "10 iterations"),
     "--train-only router --routing query_norm": ("--train-only router", "routers with weights"),
     "--num-shared-heads 6 5": ("--num-shared-heads has 2", "12"),
@@ -191,8 +191,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--position cope --attention-backend cpu_sparse": ("--attention-backend cpu_sparse", "choose dense, or auto"),
     "--routing-unit key_value_group --num-key-value-heads 3": ("--num-shared-heads 6", "4 heads", "multiples of 4"),
     "--routing-unit key_value_group --num-key-value-heads 24": ("--num-key-value-heads 24", "1, 2, 3, 4, 6, 12"),
-    "--routing-top-p 0": ("--routing-top-p 0", "above 0 and at most 1"),
-    "--routing-top-p 1.5": ("--routing-top-p 1.5", "above 0 and at most 1"),
+    "--routing-top-p 0 --routing paper": ("--routing-top-p 0", "above 0 and at most 1"),
+    "--routing-top-p 1.5 --routing paper": ("--routing-top-p 1.5", "above 0 and at most 1"),
     "--routing-top-p 0.4 --routing query_norm": ("--routing-top-p 0.4", "query_norm", "paper or released"),
     "--routing-entropy-coefficient -1": ("--routing-entropy-coefficient -1", "0 or above"),
     "--batch-tokens 5000": ("--batch-tokens 5000", "4992 or 5008"),

@@ -36,8 +36,8 @@ from moh_lm.training.engine import make_engine
 from tests.distributed import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-LLM_B = """--num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-attention-heads 16 --num-shared-heads 4
-    --num-active-routed-heads 4 --seq-length 2048 --batch-tokens 4M --train-tokens 100B"""
+LLM_B = """--routing paper --num-layers 24 --hidden-size 1536 --intermediate-size 4096 --num-attention-heads 16
+    --num-shared-heads 4 --num-active-routed-heads 4 --seq-length 2048 --batch-tokens 4M --train-tokens 100B"""
 LLAMA3_8B = """--num-layers 32 --hidden-size 4096 --intermediate-size 14336 --num-attention-heads 32
     --num-key-value-heads 8 --vocab-size 160896 --routing query_norm --num-shared-heads 16
     --num-active-routed-heads 8 --seq-length 8192 --batch-tokens 16M --train-tokens 100B"""

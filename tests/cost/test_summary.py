@@ -149,4 +149,4 @@ def test_heads_of_many_layers_are_ranges():
     flags = "--num-layers 24 --num-attention-heads 8 --num-active-routed-heads 2 --num-shared-heads"
     model = parse_config([*flags.split(), *["4"] * 20, *["2"] * 3, "6"])[0].model
     ranges = "layers 0-19: 4 shared, 2 of 4 routed; 20-22: 2 shared, 2 of 6 routed; 23: 6 shared, 2 of 2 routed"
-    assert describe_heads(model) == f"{ranges}; 72.9% of the heads for a token; routing paper"
+    assert describe_heads(model) == f"{ranges}; 72.9% of the heads for a token; routing sigmoid"

@@ -46,7 +46,8 @@ MODELS = {
     "paper": dict(routing="paper", num_shared_heads=(4,), num_active_routed_heads=(2,)),
     "own keys": dict(num_shared_heads=(4,), num_active_routed_heads=(2,), routed_keys="selected"),
     "groups, top-p": dict(
-        num_shared_heads=(4,), num_active_routed_heads=(4,), routing_unit="key_value_group", routing_top_p=0.6
+        routing="paper", num_shared_heads=(4,), num_active_routed_heads=(4,), routing_top_p=0.6,
+        routing_unit="key_value_group",
     ),
     "query norm": dict(routing="query_norm", num_shared_heads=(4,), num_active_routed_heads=(2,)),
     "query norm, groups": dict(

@@ -31,7 +31,8 @@ HEADS = {
     "released": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), routing="released"),
     "query norm": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), routing="query_norm"),
     "groups, top-p": dict(
-        num_shared_heads=(2,), num_active_routed_heads=(4,), routing_top_p=0.6, routing_unit="key_value_group"
+        routing="paper", num_shared_heads=(2,), num_active_routed_heads=(4,), routing_top_p=0.6,
+        routing_unit="key_value_group",
     ),
     "own keys": dict(num_shared_heads=(2,), num_active_routed_heads=(2,), routed_keys="selected"),
     "gated": dict(head_selection="gated"),

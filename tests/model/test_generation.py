@@ -42,7 +42,8 @@ MODELS = {
         dict(num_key_value_heads=4),
     ),
     "top-p": (
-        dict(num_shared_heads=(1, 0), num_active_routed_heads=(6,), routing_top_p=0.8), dict(num_key_value_heads=4),
+        dict(routing="paper", num_shared_heads=(1, 0), num_active_routed_heads=(6,), routing_top_p=0.8),
+        dict(num_key_value_heads=4),
     ),
     "windows": (dict(num_shared_heads=(2,), num_active_routed_heads=(3,)), dict(window=(5, 0))),
     "windows, groups": (

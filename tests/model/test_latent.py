@@ -20,7 +20,7 @@ HEADS = {
     "released, no shared": dict(num_shared_heads=(0,), num_active_routed_heads=(3,), routing="released"),
     "sigmoid": dict(num_shared_heads=(4,), num_active_routed_heads=(1,), routing="sigmoid"),
     "query norm": dict(num_shared_heads=(2,), num_active_routed_heads=(4,), routing="query_norm"),
-    "top-p": dict(num_shared_heads=(2,), num_active_routed_heads=(5,), routing_top_p=0.4),
+    "top-p": dict(routing="paper", num_shared_heads=(2,), num_active_routed_heads=(5,), routing_top_p=0.4),
     "all": dict(head_selection="all"),
 }
 

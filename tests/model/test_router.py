@@ -96,14 +96,14 @@ CASES = {
 
 
 def make_config(
-    shared, active, routing="paper", two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence",
+    shared, active, routing=None, two_stage=True, key_value_heads=HEADS, selection="mixture", scope="sequence",
     unit="head", top_p=None, window=0, bias=None, keys="all", position="rotary", **positions,
 ):  # fmt: skip
     heads = HeadsConfig(
         head_selection=selection,
         num_shared_heads=(shared,),
         num_active_routed_heads=(active,),
-        routing=routing,
+        routing=routing or ("sigmoid" if selection == "gated" else "paper"),
         two_stage=two_stage,
         load_balance_scope=scope,
         routing_unit=unit,

@@ -37,7 +37,7 @@ MODELS = {
     "--router-gumbel-noise 0.1",
     "top-p, released": f"{HEADS} --num-shared-heads 2 10 --num-active-routed-heads 9 6 {TOP_P} --routing released "
     "--load-balance-scope global_batch",
-    "both": f"{GROUPS} --num-active-routed-heads 10 {TOP_P}",
+    "both": f"--routing paper {GROUPS} --num-active-routed-heads 10 {TOP_P}",
     "sigmoid": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 8 --routing sigmoid",
     "scaled, z-loss": f"{HEADS} --num-shared-heads 4 8 --num-active-routed-heads 4 8 --routing paper_scaled "
     "--router-z-loss 3",

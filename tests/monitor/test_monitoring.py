@@ -121,8 +121,8 @@ def by_hand(ranks, layout, steps, layer, shared):
     ],
 )
 def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout, world_size, more):
-    # A large learning rate, so that heads are used unevenly.
-    ranks = run_ranks(run_recorded, world_size, arguments(data_dir, tmp_path, *SHORT, "--learning-rate", "0.3", *more))
+    uneven = "--learning-rate", "0.3", "--routing", "paper"  # the rate is large, so that heads are used unevenly
+    ranks = run_ranks(run_recorded, world_size, arguments(data_dir, tmp_path, *SHORT, *uneven, *more))
     logged = {row["step"]: row for row in read_rows(tmp_path) if "loss" in row}
     board = events_of(tmp_path)
     for last in (2, 4):
@@ -153,7 +153,7 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
         ("tensor", ("--head-selection", "gated", "--tensor-parallel-size", "2")),
         ("context", ("--head-selection", "gated", "--context-parallel-size", "2", "--recompute")),
         ("pipeline", ("--num-shared-heads", "8", "4", "--num-active-routed-heads", "0", "2",
-                      "--pipeline-parallel-size", "2", "--routing-top-p", "0.6")),
+                      "--pipeline-parallel-size", "2", "--routing", "paper", "--routing-top-p", "0.6")),
         ("queries", ("--num-shared-heads", "8", "--num-active-routed-heads", "0", "--routing", "query_norm",
                      "--tensor-parallel-size", "2")),
     ],

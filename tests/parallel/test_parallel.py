@@ -183,7 +183,8 @@ def test_gradients_of_the_head_in_bfloat16_are_as_near_as_one_rounding():
 
 
 def test_initial_weights_have_the_stated_deviations():
-    model = CausalLM(ModelConfig(num_layers=2, hidden_size=256, num_attention_heads=8, vocab_size=512))
+    heads = HeadsConfig(routing="paper")
+    model = CausalLM(ModelConfig(num_layers=2, hidden_size=256, num_attention_heads=8, vocab_size=512, heads=heads))
     model.initialize(seed=1)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

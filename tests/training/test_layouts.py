@@ -45,8 +45,8 @@ MODELS = {
     "query norm": "--routing query_norm --seed 7",
     "query norm, step, grouped": f"--routing query_norm --load-balance-scope global_batch --seed 7 {GROUPED}",
     "no shared head below, windows, own keys": (
-        "--num-attention-heads 8 12 16 8 --num-shared-heads 0 4 8 8 --num-active-routed-heads 4 2 4 0 "
-        "--window 5 0 9 0 --routed-keys selected "
+        "--routing sigmoid --num-attention-heads 8 12 16 8 --num-shared-heads 0 4 8 8 "
+        "--num-active-routed-heads 4 2 4 0 --window 5 0 9 0 --routed-keys selected "
         "--position rotary none rotary none --rotary-fraction 0.5 --reset-at-documents"
     ),
 }
@@ -153,6 +153,16 @@ def allowed(key, layout):
     return limit * (3 if key.endswith("router.w_routed") else 1)
 
 
+def compared(keys, model):
+    """Those of ``keys`` that are to agree.
+
+    W_s of sigmoid begins at 0. Adam divides a gradient by its own size, so that the rounding of a small one is a whole
+    step. The moments of W_s are compared, its values are not.
+    """
+    uneven = "router.w_shared" if "--routing sigmoid" in MODELS[model] else "no such key"
+    return [key for key in keys if not (key.startswith("master/") and key.endswith(uneven))]
+
+
 def test_the_table_holds_every_pair_of_values_that_may_be_combined():
     def pairs(layout):
         return {((i, layout[i]), (j, layout[j])) for i, j in itertools.combinations(range(len(FACTORS)), 2)}
@@ -179,7 +189,7 @@ def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process,
     for step in (1, 3):
         mine, theirs = state(got, step), state(expected, step)
         assert mine.keys() == theirs.keys()
-        far = {key: distance(mine[key], theirs[key]) / allowed(key, layout[:-1]) for key in theirs}
+        far = {key: distance(mine[key], theirs[key]) / allowed(key, layout[:-1]) for key in compared(theirs, model)}
         assert max(far.values()) < 1, (step, sorted(far.items(), key=lambda item: -item[1])[:5])
 
 

@@ -155,10 +155,10 @@ def test_damaged_shards_of_a_sample_are_named(tool, llama, data_dir, tmp_path):
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tool, llama, tmp_path):
     code, output, _ = tool("import_hf", "--model", llama[0], "--output", tmp_path / "run", "--dry-run", *MIXTURE)
     assert code == 0 and not (tmp_path / "run").exists()
-    elements = sum(parameter.numel() for parameter in llama[1].parameters()) + 2 * (8 + 2) * 48
+    elements = sum(parameter.numel() for parameter in llama[1].parameters()) + 2 * 8 * 48
     assert f"size       {4 * elements:,} bytes" in output
     shown = [line.split() for line in output.splitlines()]
-    assert "model.layers.0.self_attn.router.w_type 2 x 48 drawn".split() in shown
+    assert "model.layers.0.self_attn.router.w_routed 4 x 48 drawn".split() in shown
 
 
 def test_the_tools_read_an_import_like_any_step(tool, imported, llama):
