@@ -29,6 +29,8 @@ LONGEST = (
 # The tests marked `quick`, by the beginnings of their names: an equation, a format, or the parity of two ranks.
 QUICK = (
     "test_config.py",
+    "test_presets.py",
+    "test_refusals.py",
     "model/test_router.py",
     "model/test_routing_forms.py",
     "model/test_rotary.py",
@@ -36,7 +38,10 @@ QUICK = (
     "parallel/test_parallel.py",
     "data/test_mixture.py",
     "data/test_shards.py",
+    "data/test_foreign_shards.py",
+    "data/test_manifest.py",
     "data/test_loader.py",
+    "data/test_data_refusals.py",
     "data_prep/test_encoding.py",
     "data_prep/test_units.py",
     "tools/test_modeling.py",

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import struct
-import tracemalloc
 import zlib
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from moh_lm.data.files import json_bytes
 from moh_lm.data.reader import verify_shard
-from moh_lm.data.shards import CUTS, ShardError, ShardWriter, open_shard, open_source, read_manifest, write_manifest
+from moh_lm.data.shards import ShardError, ShardWriter, open_shard, open_source, read_manifest, write_manifest
 
 TOKENIZER = {"sha256": "a" * 64, "vocab_size": 65536, "eos_id": 2, "engine": "test"}
 
@@ -298,95 +297,12 @@ def test_documents_of_uneven_lengths_are_found_too(tmp_path, lengths):
             assert starts.inside(first, first + 5) == [start for start in bounds[:-1] if first <= start < first + 5]
 
 
-def test_finding_a_document_takes_no_memory_for_the_index(tmp_path):
-    documents = 10**6
-    (tmp_path / "shard.bin").write_bytes(bytes(4 * 3 * documents))
-    starts_of = 3 * np.arange(documents)
-    index = foreign_index(np.full(documents, 3), 4 * starts_of, np.arange(documents + 1))
-    (tmp_path / "shard.idx").write_bytes(index)
-    shard = open_shard(tmp_path / "shard", foreign=True)
-    tracemalloc.start()
-    with shard.document_starts() as starts:
-        assert starts.inside(1_500_001, 1_500_010) == [1_500_003, 1_500_006, 1_500_009]
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2**20
-
-
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
 def test_a_missing_file_is_named(tmp_path, suffix):
     write(tmp_path / "shard", [[1, 2]])
     part(tmp_path / "shard", suffix).unlink()
     with pytest.raises(ShardError, match=rf"shard\{suffix}"):
         open_shard(tmp_path / "shard")
-
-
-def foreign_index(lengths, pointers, bounds):
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, len(lengths), len(bounds))
-    arrays = (np.array(lengths, "<i4"), np.array(pointers, "<i8"), np.array(bounds, "<i8"))
-    return header + b"".join(array.tobytes() for array in arrays)
-
-
-def test_a_shard_of_another_tool_is_opened_on_request_only(tmp_path):
-    (tmp_path / "shard.bin").write_bytes(np.arange(10, dtype="<i4").tobytes())
-    (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 0, 5], [0, 16, 20, 20], [0, 2, 4]))
-    with pytest.raises(ShardError, match="unfinished"):
-        open_shard(tmp_path / "shard")
-    shard = open_sound(tmp_path / "shard", foreign=True)
-    assert (shard.num_sequences, shard.num_documents, shard.num_tokens) == (4, 2, 10)
-    assert shard.read(3, 4).tolist() == [3, 4, 5, 6]
-    with shard.document_starts() as starts:
-        assert list(starts) == [0, 5]
-        assert starts.inside(0, 10) == [0, 5]
-        assert [starts.number(position) for position in (0, 4, 5, 9)] == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("pointers", "bounds"),
-    [
-        ([0, 20, 20, 20], [0, 2, 4]),
-        ([0, 16, 20, 20], [0, 3, 2]),
-        ([0, 16, 20, 20], [0, 5, 4]),
-        ([0, 16, 20, 20], [1, 2, 4]),
-    ],
-)
-def test_wrong_offsets_and_wrong_bounds_are_found_without_a_sidecar(tmp_path, pointers, bounds):
-    (tmp_path / "shard.bin").write_bytes(bytes(40))
-    (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 0, 5], pointers, bounds))
-    with pytest.raises(ShardError, match=r"shard\.idx"):
-        open_sound(tmp_path / "shard", foreign=True)
-
-
-def test_opening_takes_no_memory_for_the_index(tmp_path):
-    documents = 10**8
-    with open(tmp_path / "shard.idx", "wb") as file:  # sparse: two gigabytes of zeros that take no space
-        file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
-        file.truncate(34 + 12 * documents + 8 * (documents + 1))
-    (tmp_path / "shard.bin").touch()
-    tracemalloc.start()
-    shard = open_shard(tmp_path / "shard", foreign=True)
-    shard.index()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert shard.num_documents == documents
-    assert peak < 2**20
-
-
-def test_empty_documents_of_another_tool_begin_where_the_next_one_does(tmp_path):
-    (tmp_path / "shard.bin").write_bytes(np.arange(10, dtype="<i4").tobytes())
-    (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 5], [0, 16, 20], [0, 0, 2, 2, 3, 3]))
-    with open_sound(tmp_path / "shard", foreign=True).document_starts() as starts:
-        assert list(starts) == [0, 0, 5, 5, 10]
-        assert starts.inside(1, 10) == [5, 5]
-
-
-def test_an_index_of_another_tool_that_points_outside_is_refused_where_it_is_used(tmp_path):
-    (tmp_path / "shard.bin").write_bytes(bytes(40))
-    (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 0, 5], [0, 16, 20, 20], [0, 99, 4]))
-    shard = open_shard(tmp_path / "shard", foreign=True)
-    with pytest.raises(ShardError, match=r"shard\.idx: document 1 begins with sequence 99"):  # noqa: SIM117
-        with shard.document_starts() as starts:
-            starts.inside(0, 10)
 
 
 @pytest.mark.parametrize("step", range(3))
@@ -419,57 +335,3 @@ def test_reading_from_a_shard_that_was_cut_off_since_names_file_and_bytes(tmp_pa
     os.truncate(tmp_path / "shard.bin", 6)
     with pytest.raises(ShardError, match=r"shard\.bin: ends at byte 6, inside the bytes 4 to 9"):
         shard.read(2, 3)
-
-
-def test_the_manifest_lists_what_is_finished_in_order(tmp_path):
-    write(tmp_path / "wiki" / "b-2", [[1, 2], [3, 2]])
-    write(tmp_path / "wiki" / "a.x-1", [[4, 2]])
-    write(tmp_path / "books" / "c", [[5, 2]])
-    (tmp_path / "wiki" / "unfinished.bin").write_bytes(b"12")
-    manifest = write_manifest(tmp_path)
-    assert manifest == read_manifest(tmp_path)
-    assert list(manifest["sources"]) == ["books", "wiki"]
-    wiki = manifest["sources"]["wiki"]
-    assert (wiki["tokens"], wiki["documents"], list(wiki["units"])) == (6, 3, ["a.x-1", "b-2"])
-    assert manifest["tokenizer"] == {"sha256": "a" * 64, "vocab_size": 65536, "eos_id": 2}
-
-
-def test_a_manifest_of_two_tokenizers_is_refused_with_both_hashes(tmp_path):
-    write(tmp_path / "wiki" / "a", [[1, 2]])
-    write(tmp_path / "books" / "b", [[1, 2]], tokenizer={**TOKENIZER, "sha256": "b" * 64})
-    with pytest.raises(ShardError, match=f"({'a' * 64}.*{'b' * 64})|({'b' * 64}.*{'a' * 64})"):
-        write_manifest(tmp_path)
-
-
-def test_a_manifest_in_which_an_input_would_count_twice_is_refused(tmp_path):
-    write(tmp_path / "wiki" / "a", [[1, 2]], inputs=[{"path": "/text/x", "range": [0, 100]}])
-    write(tmp_path / "wiki" / "b", [[1, 2]], inputs=[{"path": "/text/x", "range": [100, 200]}])
-    write(tmp_path / "books" / "c", [[1, 2]], inputs=[{"path": "/text/x", "range": [0, 200]}])
-    write_manifest(tmp_path)
-    write(tmp_path / "wiki" / "d", [[1, 2]], inputs=[{"path": "/text/x", "range": [150, 300]}])
-    with pytest.raises(ShardError, match=r"wiki/b\.json and .*wiki/d\.json .* /text/x"):
-        write_manifest(tmp_path)
-
-
-def test_the_manifest_knows_the_cuts_that_the_indexes_give(tmp_path):
-    random = np.random.default_rng(0)
-    for unit in range(3):
-        write(tmp_path / "wiki" / f"unit-{unit}", [[1] * length for length in random.geometric(1 / 100, 300)])
-    manifest = write_manifest(tmp_path)
-    for fraction in (*CUTS, 0.0003, 0.1):
-        opened = open_source(tmp_path, "wiki", manifest, fraction)
-        with_index = []
-        for unit in range(3):
-            with open_shard(tmp_path / "wiki" / f"unit-{unit}").document_starts() as starts:
-                with_index.append(starts.cut(fraction))
-        assert opened.cuts == with_index
-    assert open_source(tmp_path, "wiki", manifest, 0).cuts == [shard.num_tokens for shard in opened.shards]
-
-
-def test_a_finished_shard_that_the_manifest_does_not_list_is_told(tmp_path):
-    write(tmp_path / "wiki" / "a", [[1, 2]])
-    manifest = write_manifest(tmp_path)
-    write(tmp_path / "wiki" / "b", [[1, 2]])
-    opened = open_source(tmp_path, "wiki", manifest, 0)
-    assert [shard.num_tokens for shard in opened.shards] == [2]
-    assert opened.unlisted == ["b"]

@@ -1,0 +1,51 @@
+"""Presets: sizes that follow from one formula, and what a flag beside them changes."""
+
+import pytest
+
+from moh_lm import flags
+from moh_lm.checks import config_problems
+from moh_lm.config import ConfigError
+from moh_lm.config.presets import SIZES, parameters
+from moh_lm.cost.memory import parameter_counts
+from moh_lm.flags import parse_config
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_preset_has_the_parameters_of_its_name_and_can_start(size):
+    config = parse_config(["--preset", size, "--data-dir", "data", "--checkpoint-dir", "run"])[0]
+    counts = parameter_counts(config.model)
+    tolerance = 0.13 if size == "100K" else 0.06  # it has few layers to choose from
+    assert counts["total"] - counts["embedding"] == pytest.approx(parameters(size), rel=tolerance)
+    assert config.run.train_tokens == 20 * parameters(size) and not config_problems(config, world_size=1)
+    assert 0.69 < config.model.active_share() < 0.84 and config.model.heads.routing == "paper_scaled"
+
+
+def test_a_width_that_a_preset_cannot_cut_into_heads_is_refused_with_one_that_it_can():
+    for size, width, advice in (("100K", 36, "multiple of 8"), ("1M", 100, "multiple of 32")):
+        with pytest.raises(ConfigError, match=f"--hidden-size {width}: --preset {size} has .*heads.*{advice}"):
+            parse_config(["--preset", size, "--hidden-size", str(width)])
+    model = parse_config("--preset 100K --hidden-size 56".split())[0].model
+    assert (model.num_attention_heads, model.head_dim) == (4, 14)
+
+
+def test_flags_beside_a_preset_win_wherever_they_stand_and_the_rest_follows_from_them():
+    config = parse_config("--hidden-size 256 --preset 10M --train-iters 100 --learning-rate 1e-2".split())[0]
+    model, optimizer = config.model, config.optimizer
+    assert (model.hidden_size, model.num_layers, model.num_attention_heads, model.head_dim) == (256, 13, 8, 32)
+    assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_iters) == (1e-2, 1e-3, 4)
+    assert config.run.train_iters == 100 and config.run.train_tokens == 100 * config.run.batch_tokens
+    assert parse_config(["--preset", "1M"])[0].optimizer.min_learning_rate == 1.5e-4
+    assert parse_config("--preset 1M --head-selection gated".split())[0].model.heads.routing == "sigmoid"
+
+
+def test_a_run_that_goes_on_keeps_its_model_beside_a_preset(monkeypatch):
+    began = parse_config("--preset 10M --hidden-size 256 --routing paper".split())[0]
+    monkeypatch.setattr(flags, "newest_model", lambda directory, kind: (directory, began.model))
+    config = parse_config("--preset 10M --checkpoint-dir run".split())[0]
+    assert config.model == began.model and config.run.batch_tokens == began.run.batch_tokens == 65536
+
+
+@pytest.mark.parametrize("size, width", [("1M", 128), ("10M", 320)])
+def test_the_latent_of_a_preset_grows_with_the_width(size, width):
+    model = parse_config(["--preset", size, "--attention", "latent"])[0].model
+    assert (model.hidden_size, model.kv_lora_rank) == (width, width // 2)

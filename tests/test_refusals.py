@@ -1,0 +1,241 @@
+"""What is refused before a run begins, by whom and how it is said."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moh_lm import pretrain
+from moh_lm.checks import config_problems
+from moh_lm.checks.model import model_problems
+from moh_lm.config import Config
+from moh_lm.flags import parse_config
+from tests.test_config import REQUIRED, TINY, parse
+
+REFUSALS = {  # flags: what the one line has to name
+    "--num-layer 2": ("--num-layer", "--num-layers"),
+    "--qqq 2": ("--qqq", "--help"),
+    "--seed x": ("--seed x", "whole number"),
+    "--routing softmax": ("--routing softmax", "paper, paper_scaled, released, sigmoid, query_norm"),
+    "--zero-stage 0": ("--zero-stage 0", "1, 2, 3"),
+    "--batch-tokens 4.00001M": ("--batch-tokens 4.00001M", "4M"),
+    "--two-stage maybe": ("--two-stage maybe", "true or false"),
+    "--learning-rate": ("--learning-rate", "needs a value"),
+    "--data-mix books": ("--data-mix books", "NAME=WEIGHT"),
+    "--data-mix a=1 a=2": ("--data-mix a", "2 times"),
+    "--data-mix even=0": ("even=0", "above 0"),
+    "--data-mix evne=1": ("evne", "even"),
+    "--vocab-size 60": ("--vocab-size 60", "64"),
+    "--data-dir nowhere": ("nowhere", "tokenize.py"),
+    "--num-attention-heads 7": ("--num-attention-heads 7", "768"),
+    "--num-attention-heads 12 --num-key-value-heads 5": ("--num-key-value-heads 5", "1, 2, 3, 4, 6, 12"),
+    "--head-dim 7": ("--head-dim 7", "even"),
+    "--num-shared-heads 13": ("--num-shared-heads 13", "12"),
+    "--num-active-routed-heads 7": ("--num-active-routed-heads 7", "between 1 and 6"),
+    "--num-active-routed-heads 0": ("--num-active-routed-heads 0", "between 1 and 6"),
+    "--head-budget 0.75 --head-budget-slope 0.6": ("--head-budget-slope 0.6", "0.45", "1.05", "at most 0.5"),
+    "--head-budget 0.5 --num-active-routed-heads 6": ("--head-budget 0.5", "100.0%", "another share"),
+    "--dense-warmup-iters 3 --routing paper": ("--dense-warmup-iters 3", "0.0833", "paper_scaled"),
+    "--dense-warmup-iters 10 --routing released": ("--dense-warmup-iters 10", "10 iterations"),
+    "--train-only router --routing query_norm": ("--train-only router", "routers with weights"),
+    "--num-shared-heads 6 5": ("--num-shared-heads has 2", "12"),
+    "--window 512 0": ("--window has 2", "12"),
+    "--num-shared-heads 6 5 --load-balance-bias-rate 0.1": ("--num-shared-heads has 2", "12"),
+    "--num-shared-heads 6 5 --routed-keys selected --attention-backend cpu_sparse": ("--num-shared-heads has 2", "12"),
+    "--window 512 0 0 --num-layers 2 --routed-keys selected --attention-backend cpu_sparse": ("--window has 3", "2"),
+    "--position none none none --num-layers 2 --routed-keys selected": ("--position has 3", "2"),
+    "--num-layers 0 --head-budget 0.5": ("--num-layers 0", "1 or above"),
+    "--hidden-size 8 --attention latent": ("--num-attention-heads 12", "--head-dim"),
+    "--window 1": ("--window 1", "at least 2"),
+    "--window-min 64": ("--window-min 64", "sequence or entropy"),
+    "--window-strategy entropy --window-min 64 --window-max 32": ("--window-max 32", "at least --window-min 64"),
+    "--window-strategy sequence --window 100": ("--window-strategy sequence", "leave --window out"),
+    "--window-strategy entropy --compile": ("--window-strategy entropy", "--compile"),
+    "--window-strategy entropy --routed-keys selected": ("--window-strategy entropy", "leave out --routed-keys"),
+    "--max-skipped-steps 20 --spike-window 20": ("--max-skipped-steps 20", "--spike-window 20"),
+    "--position rotary cope": ("--position has 2", "12"),
+    "--position alibi": ("--position alibi", "rotary, cope, learned, none"),
+    "--position cope --cope-max-position 0": ("--cope-max-position 0", "1 or above"),
+    "--cope-max-position 9": ("--cope-max-position 9", "no meaning with --position rotary"),
+    "--position none --rope-type linear --rope-factor 2": ("--rope-type linear", "no meaning with --position none"),
+    "--learned-positions 5": ("--learned-positions 5", "no meaning with --position rotary"),
+    "--position cope --routed-keys selected": ("--routed-keys selected", "give a layer with routed heads another"),
+    "--position learned": ("--learned-positions None", "at least --seq-length"),
+    "--position learned --learned-positions 9": ("--learned-positions 9", "at least 16"),
+    "--position learned none learned --num-layers 3 --learned-positions 99": ("learned none", "learned alone"),
+    "--rotary-fraction 1.5": ("--rotary-fraction 1.5", "at most 1"),
+    "--head-dim 10 --rotary-fraction 0.5": ("--head-dim 10 and --rotary-fraction 0.5", "even"),
+    "--position cope --attention-backend cpu_sparse": ("--attention-backend cpu_sparse", "choose dense, or auto"),
+    "--routing-unit key_value_group --num-key-value-heads 3": ("--num-shared-heads 6", "4 heads", "multiples of 4"),
+    "--routing-unit key_value_group --num-key-value-heads 24": ("--num-key-value-heads 24", "1, 2, 3, 4, 6, 12"),
+    "--routing-top-p 0 --routing paper": ("--routing-top-p 0", "above 0 and at most 1"),
+    "--routing-top-p 1.5 --routing paper": ("--routing-top-p 1.5", "above 0 and at most 1"),
+    "--routing-top-p 0.4 --routing query_norm": ("--routing-top-p 0.4", "query_norm", "paper or released"),
+    "--routing-entropy-coefficient -1": ("--routing-entropy-coefficient -1", "0 or above"),
+    "--batch-tokens 5000": ("--batch-tokens 5000", "4992 or 5008"),
+    "--micro-batch-size 3": ("micro_batch_size(3)", "choose 4194336"),
+    "--learning-rate 1e-5": ("--min-learning-rate 3e-05", "1e-05"),
+    "--adam-beta2 1": ("--adam-beta2 1", "below 1"),
+    "--muon-split head": ("--muon-split head", "no meaning with --optimizer adamw"),
+    "--optimizer muon --matrix-learning-rate 0": ("--matrix-learning-rate 0", "above 0"),
+    "--embedding-weight-decay -1": ("--embedding-weight-decay -1", "0 or above"),
+    "--z-loss -1": ("--z-loss -1", "0 or above"),
+    "--schedule wsd --warmup-iters 0 --decay-mix books=0": ("--decay-mix books=0", "weight above 0"),
+    "--validation-fraction 1": ("--validation-fraction 1", "below 1"),
+    "--train-iters 0": ("--train-iters 0", "at least 1"),
+    "--seed 99999999999999999999 --train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
+    "--window 4 9223372036854775808": ("--window 4 9223372036854775808", "below 2^63"),
+    "--hang-timeout 366d": ("--hang-timeout 31622400", "at most 31536000, a year"),
+    "--tensor-parallel-size 2": ("1 processes", "tensor_parallel_size(2) * pipeline_parallel_size(1) = 2"),
+}
+
+
+@pytest.mark.parametrize("flags", REFUSALS)
+def test_a_refusal_is_one_line_with_the_value_and_the_remedy(flags, capsys, monkeypatch, data_dir):
+    monkeypatch.setattr(sys, "argv", ["pretrain", *REQUIRED, "--data-dir", str(data_dir), *TINY, *flags.split()])
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    assert stop.value.code == 2
+    assert not dist.is_initialized()
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert all(part in problem for part in REFUSALS[flags]), problem
+
+
+def test_a_share_of_features_that_is_no_number_is_refused_beside_widths_of_heads():
+    model = parse(*"--head-dims 16 32 --num-attention-heads 2 --rotary-fraction nan".split()).model
+    assert "--rotary-fraction nan: must be above 0 and at most 1, such as 0.5" in model_problems(model)
+
+
+def test_all_problems_are_reported_together():
+    config = parse("--num-attention-heads", "7", "--adam-beta1", "2", "--batch-tokens", "5000")
+    assert len(config_problems(config, world_size=1)) == 3
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--num-shared-heads 6 --num-attention-heads 12 --seq-length 2048", "6 heads always on"),
+        ("--num-shared-heads 6 --num-key-value-heads 2 --seq-length 2048", "6 heads always on: every rank"),
+        ("--num-shared-heads 4 --num-attention-heads 14 --head-dim 64", "--num-key-value-heads 14"),
+        ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 1022", "--seq-length 1022"),
+        ("--num-shared-heads 8 --intermediate-size 2050", "--intermediate-size 2050"),
+    ],
+)
+def test_heads_and_sequences_that_tensor_parallelism_cannot_share_are_refused(flags, named):
+    config = parse(*flags.split(), "--tensor-parallel-size", "4")
+    problems = config_problems(config, world_size=4)
+    assert [problem for problem in problems if named in problem], problems
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--num-shared-heads 6 --num-attention-heads 12", "the 6 heads always on and the 6 others; choose a divisor"),
+        ("--head-selection static --num-shared-heads 6", "or other --num-shared-heads"),
+        ("--num-shared-heads 8 --tensor-parallel-size 4", "4 * --tensor-parallel-size 4 = 16: must divide the 8 heads"),
+        ("--num-shared-heads 8 --routing expert_choice", "needs whole sequences; choose 1"),
+        ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 8176", "--context-parallel-size 4 = 4"),
+        ("--num-shared-heads 8 --context-parallel-size 3", "* context_parallel_size(3)"),
+    ],
+)
+def test_heads_and_sequences_that_context_parallelism_cannot_share_are_refused(flags, named):
+    config = parse("--context-parallel-size", "4", *flags.split())
+    problems = config_problems(config, world_size=16)
+    assert [problem for problem in problems if named in problem], problems
+
+
+RANKS = [("0", "0", 1), ("1", "1", 0), ("8", "0", 1), ("1", None, 1), (None, "1", 1)]  # and the lines of each
+
+
+@pytest.mark.parametrize("rank, local_rank, lines", RANKS)
+def test_errors_are_shown_once_per_node(rank, local_rank, lines, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--bogus"])
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    assert stop.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_a_run_directory_that_is_a_file_is_refused_in_one_line(tmp_path, capsys, monkeypatch, data_dir):
+    (tmp_path / "file").touch()
+    flags = [*REQUIRED, "--data-dir", str(data_dir), *TINY, "--checkpoint-dir", str(tmp_path / "file")]
+    monkeypatch.setattr(sys, "argv", ["pretrain", *flags])
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "--checkpoint-dir" in problem and "give another directory" in problem
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"},  # no address to meet at
+    ],
+)
+def test_ranks_of_a_launcher_that_sets_too_little_are_refused(given, tmp_path, capsys, monkeypatch, data_dir):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    flags = [*REQUIRED, "--data-dir", str(data_dir), *TINY, "--checkpoint-dir", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", ["pretrain", *flags])
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main()
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and "torchrun" in problem
+
+
+def test_without_a_rank_a_run_has_one_process_whatever_the_world_size_says(capsys, monkeypatch, data_dir):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = ["--data-dir", str(data_dir), *TINY, "--tensor-parallel-size", "2", "--train-iters", "0"]
+    for more, said in (([], True), (["--dry-run"], False)):
+        monkeypatch.setattr(sys, "argv", ["pretrain", *REQUIRED, *flags, *more])
+        with pytest.raises(SystemExit, match="2"):
+            pretrain.main()
+        assert ("1 processes" in capsys.readouterr().err) == said
+
+
+def test_limits_of_own_keys_ask_the_layers_that_have_them():
+    heads = Config().model.num_attention_heads
+    some = f"--num-shared-heads {heads} {heads // 2} --num-active-routed-heads 0 {heads // 4}"
+    for given in (
+        "--head-selection all --routed-keys selected --attention-backend triton --window 8",
+        f"--num-layers 2 --position cope none --routed-keys selected {some}",
+    ):
+        problems = config_problems(parse_config([*REQUIRED, *given.split()])[0], world_size=1)
+        assert not [problem for problem in problems if "--routed-keys" in problem]
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("", None),
+        ("--routed-keys all", "is for --routed-keys selected"),
+        ("--window 100", "does not know --window"),
+        ("--precision fp32", "computes in bf16 only"),
+        ("--compile", "--compile: does not know --attention-backend varlen"),
+        ("--head-dim 36", "takes heads of multiples of 8 features up to 256, not of 36"),
+        ("--head-dim 264", "takes heads of multiples of 8 features up to 256, not of 264"),
+        ("--head-dim 256", None),
+    ],
+)
+def test_limits_of_packed_sequences(flags, problem, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    config = parse(*"--attention-backend varlen --routed-keys selected --reset-at-documents".split(), *flags.split())
+    found = [text for text in config_problems(config, 1) if "varlen" in text]
+    assert ([problem in text for text in found] == [True]) if problem else not found, found
+
+
+def test_packed_sequences_need_a_gpu_that_has_their_kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    config = parse(*"--attention-backend varlen --routed-keys selected".split())
+    (problem,) = (text for text in config_problems(config, 1) if "varlen" in text)
+    assert "needs compute capability 8.0, and this GPU has 7.5; choose auto or dense" in problem
