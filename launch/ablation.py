@@ -26,31 +26,32 @@ from tools.command import GOES_ON, run
 COMMON = (
     "--hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
     "--micro-batch-size 8 --precision fp32 --warmup-iters 40 --validation-fraction 0.05 --eval-samples 96 "
-    "--log-interval 25 --save-interval 200 --keep-last 1 --routing paper"
+    "--log-interval 25 --save-interval 200 --keep-last 1"
 ).split()
+PAPER = "--routing paper"
 SHARES = (13.9, 27.6, 31.3, 35.9, 37.5, 40.5, 46.8, 60.4, 74.0)  # of Table 7, in percent of the heads that a token uses
 VARIANTS = (
     Variant("dense", None),
-    Variant("moh-75", 4, 2),
-    Variant("moh-50", 2, 2),
+    Variant("moh-75", 4, 2, PAPER),
+    Variant("moh-50", 2, 2, PAPER),
     Variant("static-50", 2, 2, "--head-selection static"),
     Variant("moh-75-released", 4, 2, "--routing released"),
     Variant("moh-50-released", 2, 2, "--routing released"),
-    Variant("moh-50-global", 2, 2, "--load-balance-scope global_batch"),
+    Variant("moh-50-global", 2, 2, f"{PAPER} --load-balance-scope global_batch"),
     Variant("moh-50-released-global", 2, 2, "--routing released --load-balance-scope global_batch"),
-    Variant("moh-50-one-stage", 2, 2, "--two-stage false"),
-    Variant("moh-50-shared-0", 0, 4),
-    Variant("moh-50-shared-1", 1, 3),
-    Variant("moh-50-shared-3", 3, 1),
-    Variant("moh-25", 1, 1),
-    Variant("moh-top-p", 2, 4, "--routing-top-p 0.6"),
+    Variant("moh-50-one-stage", 2, 2, f"{PAPER} --two-stage false"),
+    Variant("moh-50-shared-0", 0, 4, PAPER),
+    Variant("moh-50-shared-1", 1, 3, PAPER),
+    Variant("moh-50-shared-3", 3, 1, PAPER),
+    Variant("moh-25", 1, 1, PAPER),
+    Variant("moh-top-p", 2, 4, f"{PAPER} --routing-top-p 0.6"),
     Variant("gqa-dense", None, 0, "--num-key-value-heads {half}"),
-    Variant("gqa-50", 2, 2, "--num-key-value-heads {half}"),
-    Variant("gqa-50-groups", 2, 2, "--num-key-value-heads {half} --routing-unit key_value_group"),
+    Variant("gqa-50", 2, 2, f"{PAPER} --num-key-value-heads {{half}}"),
+    Variant("gqa-50-groups", 2, 2, f"{PAPER} --num-key-value-heads {{half}} --routing-unit key_value_group"),
     # Table 6: shared heads, then the second stage
-    Variant("moh-75-shared-0", 0, 6, table="table6"),
-    Variant("moh-75-one-stage", 4, 2, "--two-stage false", table="table6"),
-    *(Variant(f"moh-75-share-{share}", 0.06 * share, 6 - 0.06 * share, table="table7") for share in SHARES),
+    Variant("moh-75-shared-0", 0, 6, PAPER, table="table6"),
+    Variant("moh-75-one-stage", 4, 2, f"{PAPER} --two-stage false", table="table6"),
+    *(Variant(f"moh-75-share-{share}", 0.06 * share, 6 - 0.06 * share, PAPER, table="table7") for share in SHARES),
     # the number of heads at equal width, as in Table 3 (A) of "Attention Is All You Need"
     *(Variant(f"dense-heads-{heads}", None, 0, f"--num-attention-heads {heads}", "heads") for heads in (1, 4, 16, 32)),
     # Mixture of Attention heads: the selected heads share one key/value head, none is always on, gates add up to 1
@@ -62,8 +63,8 @@ VARIANTS = (
     Variant("dense-double", None, table="muon", tokens=2),
     Variant("dense-muon", None, 0, "--optimizer muon", "muon"),
     Variant("dense-muon-head", None, 0, "--optimizer muon --muon-split head", "muon"),
-    Variant("moh-50-muon", 2, 2, "--optimizer muon", "muon"),
-    Variant("moh-50-muon-head", 2, 2, "--optimizer muon --muon-split head", "muon"),
+    Variant("moh-50-muon", 2, 2, f"{PAPER} --optimizer muon", "muon"),
+    Variant("moh-50-muon-head", 2, 2, f"{PAPER} --optimizer muon --muon-split head", "muon"),
 )
 QUESTIONS = (
     ("moh-75", "dense", "do 75% of the heads do as well as all?"),

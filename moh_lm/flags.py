@@ -13,7 +13,7 @@ import yaml
 
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.cli.parser import Parser, nearest
-from moh_lm.config import BUDGETS, SPREAD, Config, ConfigError, HeadsConfig, flag, walk
+from moh_lm.config import BUDGETS, SPREAD, TWO_STAGE, Config, ConfigError, HeadsConfig, flag, walk
 from moh_lm.quantities import duration, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
@@ -59,7 +59,10 @@ def config_of(given):
     What is not given is, of the model, that of the newest checkpoint in --checkpoint-dir, or else that of --preset.
     """
     kind = given.kind
-    known = {**model_of_run(given.values.get("checkpoint_dir"), kind), **given.values}
+    model = model_of_run(given.values.get("checkpoint_dir"), kind)
+    if given.values.get("head_selection") == "gated":
+        model.pop("routing", None)  # which gated decides; moh_lm.run.resume says what the run has
+    known = {**model, **given.values}
     return kind.from_dict({**(kind.preset(given.preset, known) if given.preset else {}), **known})
 
 
@@ -106,7 +109,9 @@ def idle_flags(given, config):
     gated = ("routing", "routing_unit", "dense_warmup_iters", *ROUTER_ONLY)
     used = {"all": (), "static": (*BUDGETS, *SPREAD), "gated": gated}.get(selection)
     if used is None:
-        return []
+        form = config.model.heads.routing
+        idle = "two_stage" in given.values and form not in TWO_STAGE
+        return [f"note: --routing {form} makes no use of --two-stage"] if idle else []
     of_routers = [entry.name for entry in fields(HeadsConfig)] + [*ROUTER_ONLY]
     idle = [flag(name) for name in of_routers if name in given.values and name not in ("head_selection", *used)]
     return [f"note: --head-selection {selection} makes no use of {', '.join(idle)}"] if idle else []

@@ -168,7 +168,8 @@ def test_flags_of_a_mixture_before_those_of_a_dense_baseline_are_named():
         given = parse_flags(make_parser(), flags.split())
         return "".join(idle_flags(given, config_of(given)))
 
-    assert note("--num-shared-heads 3 --router-gumbel-noise 1") == ""
+    assert note("--num-shared-heads 3 --router-gumbel-noise 1") == note("--routing paper --two-stage false") == ""
+    assert note("--two-stage false") == "note: --routing sigmoid makes no use of --two-stage"
     found = note("--num-shared-heads 3 --router-gumbel-noise 1 --head-selection all --router-gradient-clipping 1")
     assert found.startswith("note: --head-selection all makes no use of --num-shared-heads, --router-gumbel-noise, ")
     assert found.endswith("--router-gradient-clipping")

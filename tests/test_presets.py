@@ -45,6 +45,16 @@ def test_a_run_that_goes_on_keeps_its_model_beside_a_preset(monkeypatch):
     assert config.model == began.model and config.run.batch_tokens == began.run.batch_tokens == 65536
 
 
+def test_gated_heads_do_not_take_the_gates_of_the_run_that_is_there(monkeypatch):
+    began = parse_config("--routing paper".split())[0]
+    monkeypatch.setattr(flags, "newest_model", lambda directory, kind: (directory, began.model))
+    assert parse_config("--checkpoint-dir run".split())[0].model.heads.routing == "paper"
+    gated = parse_config("--checkpoint-dir run --head-selection gated".split())[0]
+    assert gated.model.heads.routing == "sigmoid"  # and the resume names every difference
+    with pytest.raises(ConfigError, match="contradicts --routing paper"):
+        parse_config("--checkpoint-dir run --head-selection gated --routing paper".split())
+
+
 @pytest.mark.parametrize("size, width", [("1M", 128), ("10M", 320)])
 def test_the_latent_of_a_preset_grows_with_the_width(size, width):
     model = parse_config(["--preset", size, "--attention", "latent"])[0].model

@@ -42,6 +42,9 @@ def as_flags(values):
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
+FORMER_DEFAULT = b"--routing paper "  # which runs that were begun before 2026-11-25 have without a flag
+
+
 def check_flags(runs, out):
     """Raise ConfigError if one of ``runs`` was begun with other flags than it would have now.
 
@@ -53,7 +56,8 @@ def check_flags(runs, out):
         begun = run.log.read_bytes() if run.log.exists() else flags
         given, found, _ = begun.partition(own)
         before = given.rpartition(b"--checkpoint-dir ")[2]
-        if (given + found).replace(before + b"/", f"{out}/".encode()) != flags:
+        now_here = (given + found).replace(before + b"/", f"{out}/".encode())
+        if now_here.replace(FORMER_DEFAULT, b"") != flags.replace(FORMER_DEFAULT, b""):
             advice = "which stand in its first line; choose another OUT"
             raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
 

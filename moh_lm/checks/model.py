@@ -57,7 +57,7 @@ def form_problems(heads, post_norm=False):
     form, given = FORMS[heads.routing], f"--routing {heads.routing}"
     reasons = {"router_z_loss": form.refuses_z_loss, "router_gumbel_noise": form.refuses_noise}
     found = [
-        f"{flag(key)} {getattr(heads, key):g}: {given} {reason}; leave it out"
+        f"{flag(key)} {getattr(heads, key):g}: {given} {reason}; leave it out, or choose another --routing"
         for key, reason in reasons.items()
         if reason and getattr(heads, key) > 0
     ]
@@ -78,7 +78,7 @@ def warmup_problems(model):
     return [
         f"--dense-warmup-iters {iterations}: the gates of --routing {heads.routing} begin near {shared:.3g} (shared) "
         f"and {selected:.3g} (selected), so that the output of attention would shrink to that part of itself where "
-        f"gates of 1 end; choose --routing paper_scaled, which has the same gates times a constant, or released"
+        f"gates of 1 end; choose --routing paper_scaled, which has the same gates times a constant, or sigmoid"
     ]
 
 
@@ -94,8 +94,8 @@ def top_p_problems(heads):
     reason = FORMS[heads.routing].refuses_top_p
     if reason:
         return [
-            f"--routing-top-p {top_p:g}: --routing {heads.routing} {reason}; leave it out, or choose --routing paper "
-            "or released"
+            f"--routing-top-p {top_p:g}: --routing {heads.routing} {reason}; leave it out, or choose --routing "
+            "paper_scaled, paper or released"
         ]
     return [] if 0 < top_p <= 1 else [f"--routing-top-p {top_p:g}: must be above 0 and at most 1, such as 0.4"]
 

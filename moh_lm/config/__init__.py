@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moh_lm.config.fields import ConfigError, as_tuples, build, flag, option, walk
-from moh_lm.config.heads import BUDGETS, SPREAD, TRAINING_ONLY, HeadsConfig, RoutedLayer, spread_budget
+from moh_lm.config.heads import BUDGETS, SPREAD, TRAINING_ONLY, TWO_STAGE, HeadsConfig, RoutedLayer, spread_budget
 from moh_lm.config.model import ModelConfig
 from moh_lm.config.presets import SIZES, preset
 from moh_lm.config.run import AlarmConfig, DataConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunConfig
 
 __all__ = [
-    "BUDGETS", "SPREAD", "TRAINING_ONLY", "AlarmConfig", "Config", "ConfigError", "DataConfig", "HeadsConfig",
-    "ModelConfig", "OptimizerConfig", "ParallelConfig", "ReliabilityConfig", "RoutedLayer", "RunConfig", "flag",
-    "option", "walk",
+    "BUDGETS", "SPREAD", "TRAINING_ONLY", "TWO_STAGE", "AlarmConfig", "Config", "ConfigError", "DataConfig",
+    "HeadsConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "ReliabilityConfig", "RoutedLayer",
+    "RunConfig", "flag", "option", "walk",
 ]  # fmt: skip
 
 

@@ -54,7 +54,10 @@ class HeadsConfig:
         parse=float,
     )
     routing_entropy_coefficient: float = option(1e-4, "of the mean entropy of the routers, with --routing-top-p")
-    two_stage: bool = option(True, "weigh shared against routed heads by [a1, a2] of Eq. 6; false: a1 = a2 = 1")
+    two_stage: bool = option(
+        True,
+        "weigh shared against routed heads by [a1, a2] of Eq. 6, with paper, paper_scaled and released; false: a1 = a2 = 1",
+    )
     load_balance_coefficient: float = option(0.01, "beta of Eq. 8")
     router_z_loss: float = option(0.0, "of the mean squared logsumexp of the routed scores; 0: none")
     load_balance_scope: str = option(
@@ -72,6 +75,7 @@ class HeadsConfig:
 
 
 BUDGETS = ("num_shared_heads", "num_active_routed_heads")  # of HeadsConfig: a number for each layer
+TWO_STAGE = ("paper", "paper_scaled", "released")  # forms of routing with a1 and a2
 SPREAD = ("head_budget", "head_budget_slope")  # of HeadsConfig: said again by the budgets of the layers
 TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",

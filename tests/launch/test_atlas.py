@@ -189,6 +189,14 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
     run = plan.next_run(set(), {})
     log.write_text(" ".join(run.arguments) + "\nand what the run says\n")
     plan.check_flags()
+    scaled = make(tmp_path, "--variants", "paper-50", "--rates", "1")
+    begun = scaled.next_run(set(), {})
+    begun.log.parent.mkdir(parents=True)
+    begun.log.write_text(" ".join(begun.arguments).replace("--routing paper ", "") + "\n")  # when it was the default
+    scaled.check_flags()
+    begun.log.write_text(" ".join(begun.arguments).replace("--routing paper ", "--routing released ") + "\n")
+    with pytest.raises(ConfigError, match="its run has other flags"):
+        scaled.check_flags()
     moved = tmp_path.with_name("moved here")
     shutil.copytree(tmp_path, moved)
     make(moved, "--variants", "dense", "--rates", "1").check_flags()

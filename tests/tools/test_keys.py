@@ -92,3 +92,10 @@ def test_what_is_written_is_read_again_and_understood_by_the_remote_configuratio
         assert (tuple(value) if isinstance(value, list) else value) == getattr(model.heads, entry.field)
     assert remote.rope_parameters == values["rope_parameters"]
     assert tuple(remote.layer_windows) == read.window == model.window
+
+
+@pytest.mark.parametrize("absent", ["routing", "two_stage", "routing_unit", "routing_dtype", "load_balance_bias_rate"])
+def test_a_key_that_is_absent_means_to_an_import_what_it_means_to_the_remote_configuration(absent):
+    values = {"model_type": "moh_llama", "max_position_embeddings": 64, **keys.written(MODELS["plain"])}
+    values = {key: value for key, value in values.items() if key != absent}
+    assert getattr(model_config(values).heads, absent) == getattr(MoHLlamaConfig(**values), absent)

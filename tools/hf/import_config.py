@@ -147,7 +147,8 @@ def own_heads(values):
     """The HeadsConfig of the file: that of an export, or all heads."""
     if values["model_type"] != "moh_llama":
         return HeadsConfig(head_selection="all")
-    given = {entry.field: values[entry.key] for entry in HEADS if entry.key in values}
+    given = {"routing": "paper"}  # to configuration_moh.py too, in a file without it
+    given |= {entry.field: values[entry.key] for entry in HEADS if entry.key in values}
     if values.get("head_selection") == "all":  # every head counts as shared there
         given = {"head_selection": "all"}
     choices = {entry.name: entry.metadata["choices"] for entry in fields(HeadsConfig) if "choices" in entry.metadata}

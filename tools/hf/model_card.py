@@ -9,6 +9,7 @@ neither data nor losses. Losses are rounded to what no layout changes.
 from collections import Counter
 from pathlib import Path
 
+from moh_lm.config import TWO_STAGE
 from moh_lm.cost.summary import (
     describe_cache,
     describe_norms,
@@ -87,7 +88,8 @@ def model_facts(model, dtype, parameters, seq_length):
         facts["shared heads per layer"] = " ".join(map(str, heads.num_shared_heads))
         facts["active routed heads per layer"] = " ".join(map(str, heads.num_active_routed_heads))
     if heads.head_selection == "mixture":
-        facts["routing"] = ", ".join(routing_facts(model)) + ("" if heads.two_stage else ", without a1 and a2")
+        one_stage = heads.routing in TWO_STAGE and not heads.two_stage
+        facts["routing"] = ", ".join(routing_facts(model)) + ", without a1 and a2" * one_stage
         facts["load balance"] = f"{heads.load_balance_coefficient:g}, {heads.load_balance_scope}"
     return table(facts.items())
 
