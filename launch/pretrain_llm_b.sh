@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 ''':' # A no-op to bash. To Python it opens a docstring that ends above the last three lines.
 #
-# MoH-LLM-B of the paper: 881M parameters, 100B tokens.
+# MoH-LLM-B of the paper: 881M parameters, with its own gates 882M, 100B tokens.
 #
 #     deepspeed launch/pretrain_llm_b.sh                            every device of this machine
 #     bash launch/pretrain_llm_b.sh                                 the same

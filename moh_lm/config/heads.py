@@ -55,8 +55,7 @@ class HeadsConfig:
     )
     routing_entropy_coefficient: float = option(1e-4, "of the mean entropy of the routers, with --routing-top-p")
     two_stage: bool = option(
-        True,
-        "weigh shared against routed heads by [a1, a2] of Eq. 6, with paper, paper_scaled and released; false: a1 = a2 = 1",
+        True, "weigh shared against routed heads by [a1, a2] of Eq. 6, in forms that have them; false: a1 = a2 = 1"
     )
     load_balance_coefficient: float = option(0.01, "beta of Eq. 8")
     router_z_loss: float = option(0.0, "of the mean squared logsumexp of the routed scores; 0: none")

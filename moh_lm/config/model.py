@@ -96,7 +96,7 @@ class ModelConfig:
         if self.heads.head_selection == "gated":
             if self.heads.routing != "sigmoid":
                 given = f"--head-selection gated: contradicts --routing {self.heads.routing}"
-                raise ConfigError([f"{given}, for its gates are those of sigmoid; leave it out, or add --routing sigmoid"])
+                raise ConfigError([f"{given}; leave it out, or add --routing sigmoid, whose gates it has"])
             for name in ("head_budget", "routing_top_p"):
                 value = getattr(self.heads, name)
                 if value is not None:
