@@ -11,6 +11,7 @@ from moh_lm.checks import config_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.config import Config
 from moh_lm.flags import parse_config
+from moh_lm.run import program
 from tests.test_config import REQUIRED, TINY, parse
 
 REFUSALS = {  # flags: what the one line has to name
@@ -94,6 +95,7 @@ REFUSALS = {  # flags: what the one line has to name
 @pytest.mark.parametrize("flags", REFUSALS)
 def test_a_refusal_is_one_line_with_the_value_and_the_remedy(flags, capsys, monkeypatch, data_dir):
     monkeypatch.setattr(sys, "argv", ["pretrain", *REQUIRED, "--data-dir", str(data_dir), *TINY, *flags.split()])
+    monkeypatch.setattr(program, "start_process_group", lambda timeout: pytest.fail(f"{flags}: was not refused"))
     with pytest.raises(SystemExit) as stop:
         pretrain.main()
     assert stop.value.code == 2
