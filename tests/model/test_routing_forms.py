@@ -7,7 +7,7 @@ import torch
 
 from moh_lm.checks.layout import tensor_problems
 from moh_lm.checks.model import model_problems
-from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.config import TWO_STAGE, HeadsConfig, ModelConfig
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import BALANCE
 from moh_lm.model.gumbel import GumbelNoise
@@ -75,6 +75,12 @@ def test_gates_of_shared_heads_of_the_sigmoid_form_begin_with_exactly_1():
     router = HeadRouter(config, 0, 0.02, group=None)
     initialize(router.named_parameters(), seed=5)
     assert router(torch.randn(LENGTH, BATCH, D))[0].eq(1).all()
+
+
+@pytest.mark.parametrize("routing", FORMS)
+def test_the_configuration_knows_which_forms_have_two_stages(routing):
+    layer = make_config(shared=3, active=2, routing=routing).routed_layer(0)
+    assert FORMS[routing](layer, True).two_stage == (routing in TWO_STAGE)
 
 
 def test_probabilities_of_the_sigmoid_form_are_finite_for_the_most_negative_scores():

@@ -223,6 +223,13 @@ def test_a_budget_that_tokens_keep_on_average_only_is_said_so():
         assert f"| 0 | 2 | {words} | 50.0% |" in text, text
 
 
+@pytest.mark.parametrize("routing, said", [("paper", True), ("sigmoid", False)])
+def test_a_missing_second_stage_is_said_of_a_form_that_could_have_it(routing, said):
+    model = ModelConfig(num_layers=1, heads=HeadsConfig(routing=routing, two_stage=False))
+    text = model_card.model_facts(model, torch.float32, 1, 32)
+    assert f"| routing | {routing}" in text and ("without a1 and a2" in text) == said
+
+
 def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, export, without_transformers):
     shutil.copytree(run, tmp_path / "run")
     rows = [
