@@ -1,4 +1,4 @@
-"""MoH-DiT as remote code for diffusers: DiT (arXiv 2212.09748) with the gates of moh_gates.py.
+"""MoH-DiT as remote code for diffusers: DiT (arXiv 2212.09748) with the gates of moh_router.py.
 
 Shapes: b images, s tokens, d width, h heads, e features of a head, p side of a patch.
 """
@@ -10,7 +10,7 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import nn
 
-from .moh_gates import Gates
+from .moh_router import image_router
 
 FREQUENCIES = 128  # of a step
 
@@ -35,13 +35,13 @@ class Attention(nn.Module):
         width, self.heads = config.hidden_size, config.num_attention_heads[layer]
         inner = self.heads * config.head_dim
         self.qkv, self.proj = nn.Linear(width, 3 * inner), nn.Linear(inner, width)
-        self.router = Gates(config, layer, width, self.heads) if config.head_selection == "mixture" else None
+        self.router = image_router(config, layer, width, self.heads) if config.head_selection == "mixture" else None
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)  # [b, s, h, e]
         if self.router is not None:
-            out = out * self.router(x).to(out.dtype).unsqueeze(-1)
+            out = out * self.router(x)[0].to(out.dtype).unsqueeze(-1)
         return self.proj(out.flatten(2))
 
 
@@ -69,7 +69,7 @@ class MoHDiTModel(ModelMixin, ConfigMixin):
     def __init__(
         self, input_size=32, in_channels=4, patch_size=2, num_classes=1000, hidden_size=384, num_layers=0,
         num_attention_heads=(), head_dim=64, mlp_ratio=4.0, head_selection="mixture", num_shared_heads=(),
-        num_active_routed_heads=(), routing="released", two_stage=True, load_balance_bias_rate=0.0,
+        num_active_routed_heads=(), routing="released", two_stage=True,
     ):  # fmt: skip
         super().__init__()
         outputs = patch_size**2 * 2 * in_channels

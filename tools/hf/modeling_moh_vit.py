@@ -1,4 +1,4 @@
-"""MoH-ViT as remote code for transformers: TransNeXt (arXiv 2311.17132) with the gates of moh_gates.py.
+"""MoH-ViT as remote code for transformers: TransNeXt (arXiv 2311.17132) with the gates of moh_router.py.
 
 Queries and keys of a head have unit length, a query gets a learned vector and a learned temperature. Stages with
 ``sr_ratio`` 1 attend to all tokens. In the others a query at pixel p attends, under one softmax, to the 3 x 3 tokens
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from .moh_gates import Gates
+from .moh_router import image_router
 
 WINDOW = 3
 HIDDEN = 512  # of the network that makes a bias of a distance
@@ -30,14 +30,13 @@ class MoHViTConfig(PretrainedConfig):
     def __init__(
         self, image_size=224, num_channels=3, hidden_sizes=(), depths=(), num_attention_heads=(), mlp_ratios=(),
         sr_ratios=(), head_selection="mixture", num_shared_heads=(), num_active_routed_heads=(), routing="released",
-        two_stage=True, load_balance_bias_rate=0.0, **others,
+        two_stage=True, **others,
     ):  # fmt: skip
         self.image_size, self.num_channels = image_size, num_channels
         self.hidden_sizes, self.depths, self.num_attention_heads = hidden_sizes, depths, num_attention_heads
         self.mlp_ratios, self.sr_ratios = mlp_ratios, sr_ratios
         self.head_selection, self.routing, self.two_stage = head_selection, routing, two_stage
         self.num_shared_heads, self.num_active_routed_heads = num_shared_heads, num_active_routed_heads
-        self.load_balance_bias_rate = load_balance_bias_rate
         super().__init__(**others)
 
 
@@ -78,13 +77,13 @@ class Attention(nn.Module):
             self.qkv = nn.Linear(width, 3 * width)
         self.cpb_fc1, self.cpb_fc2 = nn.Linear(2, HIDDEN), nn.Linear(HIDDEN, heads)
         self.proj = nn.Linear(width, width)
-        self.router = Gates(config, layer, width, heads) if config.head_selection == "mixture" else None
+        self.router = image_router(config, layer, width, heads) if config.head_selection == "mixture" else None
 
     def forward(self, x):
         """x: [b, s, d], normalised."""
         out = (self.foveal(x) if self.pools else self.all_tokens(x)).transpose(1, 2)  # [b, s, h, e]
         if self.router is not None:
-            out = out * self.router(x).to(out.dtype).unsqueeze(-1)
+            out = out * self.router(x)[0].to(out.dtype).unsqueeze(-1)
         return self.proj(out.flatten(2))
 
     def split(self, x, parts):

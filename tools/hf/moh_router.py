@@ -5,8 +5,8 @@
     g_i = 0                    for the other routed heads
     [a1, a2] = softmax(W_h x)                                                       (Eq. 6)
 
-Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 whatever the model's dtype,
-and scores are ranked in ``routing_dtype``; of equal ones the lower head index is selected.
+Layers with one kind of heads have no W_h: a1 = 1 or a2 = 1. Routing is computed in fp32 or wider whatever the model's
+dtype, and scores are ranked in ``routing_dtype``; of equal ones the lower head index is selected.
 
 With ``routing_unit`` key_value_group the heads that share a key/value head are one expert: "head" above reads "group",
 and the gate of a group is that of each of its heads. With ``routing_top_p`` a token uses the fewest routed heads, the
@@ -21,6 +21,8 @@ count. The authors' published code multiplies L_b by the number of routed heads.
 
 Shapes: b batch, s new tokens, k cached and new tokens, h heads, n experts, E routed experts, d hidden size.
 """
+
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +66,8 @@ def affinity(routing, scores):
 class MoHLlamaRouter(nn.Module):
     """Routing of one layer from learned weights; with ``query_norm`` only the bias of its selection.
 
-    x [b, s, d] -> gates, fp32, and selection, bool, both [b, s, h]; scores of the routed experts, fp32 [b, s, E].
+    x [b, s, d] -> gates and selection, bool, both [b, s, h]; scores of the routed experts [b, s, E]. Gates and scores
+    are fp32, or float64 as x is.
 
     ``paper`` is Eq. 5-6. ``released`` is the authors' published vision code: routed gates are renormalised over the
     selected heads and multiplied by their number, so are shared gates by theirs, a1 and a2 by 2. ``paper_scaled`` is
@@ -106,19 +109,19 @@ class MoHLlamaRouter(nn.Module):
         if self.routing == "query_norm":
             return self.biased(x)
         with torch.autocast(device_type=x.device.type, enabled=False):
-            x = x.float()
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
             gates, selected, scores = [], x[..., :0], x[..., :0]
             if self.num_shared:
-                gates.append(self.shared_gates(F.linear(x, self.w_shared.float())))
+                gates.append(self.shared_gates(F.linear(x, self.w_shared.to(x.dtype))))
             if self.num_routed:
-                scores = F.linear(x, self.w_routed.float())
+                scores = F.linear(x, self.w_routed.to(x.dtype))
                 if self.routing == "relu":
                     selected = (scores > 0).to(scores.dtype)
                 else:
                     selected = select(self.biased(scores), self.num_active, self.top_p, self.in_bf16)
                 gates.append(self.routed_gates(scores, selected))
             if self.two_stage:
-                a = F.linear(x, self.w_type.float()).softmax(dim=-1)  # Eq. 6
+                a = F.linear(x, self.w_type.to(x.dtype)).softmax(dim=-1)  # Eq. 6
                 a = a * 2 if self.scaled else a
                 gates = [gates[0] * a[..., :1], gates[1] * a[..., 1:]]
             experts = torch.cat(gates, dim=-1), with_shared(selected, self.num_shared)
@@ -151,6 +154,18 @@ class MoHLlamaRouter(nn.Module):
         if self.routing == "released":
             return gates / gates.sum(dim=-1, keepdim=True) * selected.sum(dim=-1, keepdim=True)
         return gates * self.num_routed if self.scaled else gates
+
+
+def image_router(config, layer, width, num_heads):
+    """The router of a layer of an exported image model: W_r, W_s and W_h, and no option of language models."""
+    return MoHLlamaRouter(
+        SimpleNamespace(
+            routing=config.routing, two_stage=config.two_stage, hidden_size=width, layer_heads={layer: num_heads},
+            num_shared_heads=config.num_shared_heads, num_active_routed_heads=config.num_active_routed_heads,
+            heads_per_expert=1, routing_top_p=None, routing_dtype="fp32", load_balance_bias_rate=0,
+        ),
+        layer,
+    )  # fmt: skip
 
 
 def query_norm_routing(

@@ -20,7 +20,7 @@ from tools.hf.modeling_moh_dit import MoHDiTModel
 from tools.hf.modeling_moh_vit import MoHViTConfig, MoHViTForImageClassification
 
 HF = Path(__file__).resolve().parents[1] / "hf"
-ROUTING = "head_selection num_shared_heads num_active_routed_heads routing two_stage load_balance_bias_rate".split()
+ROUTING = "head_selection num_shared_heads num_active_routed_heads routing two_stage".split()
 VIT = "image_size hidden_sizes depths num_attention_heads mlp_ratios sr_ratios".split()
 DIT = "input_size in_channels patch_size num_classes hidden_size num_layers num_attention_heads".split()
 DIT += ["head_dim", "mlp_ratio"]
@@ -105,7 +105,7 @@ def write_pipeline(config, model, vae, directory):
     copy = MoHDiTModel(**settings(config, DIT))
     copy.load_state_dict(model.state_dict())
     copy.save_pretrained(directory / "transformer")
-    for name in ("modeling_moh_dit.py", "moh_gates.py"):
+    for name in ("modeling_moh_dit.py", "moh_router.py"):
         shutil.copyfile(HF / name, directory / "transformer" / name)
     shutil.copyfile(HF / "pipeline_moh_dit.py", directory / "pipeline_moh_dit.py")
     DDPMScheduler(
