@@ -1,7 +1,7 @@
 """Which heads a token uses: the section of the configuration, and what follows from it for each layer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from moh_lm.config.fields import option
@@ -71,6 +71,31 @@ class HeadsConfig:
     load_balance_bias_rate: float = option(
         0.0, "select by a bias too, which moves so far in each step, up for heads below the mean load; 0: no bias"
     )
+
+
+class HeadsOfLayers:
+    """What a model says of the heads of its layers. Subclasses have ``heads``, ``num_layers``, ``head_counts`` (one
+    number for all layers, or one each), ``active_heads(layer)`` and ``routed_layer(layer)``.
+    """
+
+    def after(self, step):
+        """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""
+        warming_up = self.heads.head_selection == "mixture" and step < self.heads.dense_warmup_iters
+        return replace(self, heads=replace(self.heads, head_selection="all")) if warming_up else self
+
+    def active_share(self):
+        """Share of the heads of all layers that a token uses, at most."""
+        active = sum(map(self.active_heads, range(self.num_layers)))
+        return active * len(self.head_counts) / (self.num_layers * sum(self.head_counts))
+
+    def gated_layers(self):
+        """A ``RoutedLayer`` for every layer that gives its heads gates, in order: all of a mixture."""
+        mixture = self.heads.head_selection == "mixture"
+        return [self.routed_layer(index) for index in range(self.num_layers)] if mixture else []
+
+    def routed_layers(self):
+        """The ``gated_layers`` with routed heads, whose load they balance."""
+        return [layer for layer in self.gated_layers() if layer.num_routed]
 
 
 BUDGETS = ("num_shared_heads", "num_active_routed_heads")  # of HeadsConfig: a number for each layer

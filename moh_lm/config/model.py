@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field, replace
 
 from moh_lm.config.fields import ConfigError, option
-from moh_lm.config.heads import HeadsConfig, RoutedLayer, spread_budget
+from moh_lm.config.heads import HeadsConfig, HeadsOfLayers, RoutedLayer, spread_budget
 
 OF_LAYERS = ("num_attention_heads", "num_key_value_heads")  # of ModelConfig: a number, or a tuple of one per layer
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(HeadsOfLayers):
     """model: shape of the decoder (defaults: LLM-S of the paper)"""
 
     # num_attention_heads and num_key_value_heads become a number where it is that of all layers; see ``of_layer``.
@@ -161,16 +161,6 @@ class ModelConfig:
             return self.of_layer(layer).num_attention_heads
         return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
 
-    def after(self, step):
-        """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""
-        warming_up = self.heads.head_selection == "mixture" and step < self.heads.dense_warmup_iters
-        return replace(self, heads=replace(self.heads, head_selection="all")) if warming_up else self
-
-    def active_share(self):
-        """Share of all heads that a token uses, at most."""
-        active = sum(map(self.active_heads, range(self.num_layers)))
-        return active * len(self.head_counts) / (self.num_layers * sum(self.head_counts))
-
     @property
     def heads_per_expert(self):
         """Heads that a router selects together: one, or all that share a key/value head."""
@@ -196,12 +186,3 @@ class ModelConfig:
         if heads.head_selection != "mixture" or heads.routed_keys != "selected":
             return False
         return heads.num_shared_heads[layer] < self.of_layer(layer).num_attention_heads
-
-    def gated_layers(self):
-        """A ``RoutedLayer`` for every layer that gives its heads gates, in order: all of a mixture."""
-        mixture = self.heads.head_selection == "mixture"
-        return [self.routed_layer(index) for index in range(self.num_layers)] if mixture else []
-
-    def routed_layers(self):
-        """The ``gated_layers`` with routed heads, whose load they balance."""
-        return [layer for layer in self.gated_layers() if layer.num_routed]

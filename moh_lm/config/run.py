@@ -125,6 +125,10 @@ class RunBase:
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")
     compile: bool = option(False, "have torch.compile make the kernels of each layer; the first step takes a minute")
 
+    @property
+    def tokens_per_iteration(self):
+        return self.global_batch_size * self.seq_length
+
 
 @dataclass(frozen=True)
 class RunConfig(RunBase):
@@ -167,10 +171,6 @@ class RunConfig(RunBase):
     def global_batch_size(self):
         """Sequences per iteration over all ranks."""
         return self.batch_tokens // max(1, self.seq_length)
-
-    @property
-    def tokens_per_iteration(self):
-        return self.global_batch_size * self.seq_length
 
     @property
     def batch_given(self):

@@ -14,15 +14,7 @@ from deepspeed.runtime.utils import partition_balanced
 
 from moh_lm.kernels.documents import Documents
 from moh_lm.model.positions import LearnedPositions
-from moh_lm.model.transformer import (
-    INIT_STD,
-    CausalLM,
-    DecoderLayer,
-    FinalNorm,
-    initialize,
-    loss_terms,
-    routers_of,
-)
+from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, FinalNorm, initialize, loss_terms
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, even_partition
 from moh_lm.parallel.mappings import gather_sequence
@@ -152,7 +144,3 @@ class PipelineCausalLM(PipelineModule):
         """(name, parameter, group of the stages that hold it) of the tied embedding, if this stage has it."""
         for tied in self.tied_comms.values():
             yield "model.embed_tokens.weight", tied["module"].weight, tied["group"]
-
-    def routers(self):
-        """The routers of this stage, in the order of layers."""
-        return routers_of(layer for layer in self.forward_funcs if isinstance(layer, DecoderLayer))

@@ -216,6 +216,11 @@ class HeadRouter(nn.Module):
         return self.per_head(F.pad(selection, (self.layer.num_shared, 0), value=1))
 
 
+def routers_of(model):
+    """The ``HeadRouter``s of a model, or of its stage of a pipeline, in the order of layers."""
+    return [module for module in model.modules() if isinstance(module, HeadRouter)]
+
+
 def stored_dtype(name, dtype):
     """Of the tensor ``name`` in files whose weights are of ``dtype``: counts stay whole."""
     return torch.int32 if name.endswith(BIAS) else dtype

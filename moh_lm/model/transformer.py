@@ -207,10 +207,6 @@ class CausalLM(nn.Module):
         """Draw every parameter from a generator of (seed, name): the same whole matrix in every layout."""
         initialize(self.named_parameters(), seed)
 
-    def routers(self):
-        """The routers, in the order of layers."""
-        return routers_of(self.model.layers)
-
     def tied_parameters(self):
         """Weights with a copy in another pipeline stage: none."""
         return ()
@@ -229,11 +225,6 @@ def compile_layers(model, backend="inductor", kind=DecoderLayer):
     block = torch.compile(kind.block, backend=backend, fullgraph=True, dynamic=False)
     for layer in layers:
         layer.run = block
-
-
-def routers_of(layers):
-    """The routers of decoder layers."""
-    return [router for router in (layer.router() for layer in layers) if router is not None]
 
 
 def saved_tensors(module):

@@ -19,7 +19,7 @@ from deepspeed.utils import set_z3_leaf_modules
 
 from moh_lm.model.gumbel import GumbelNoise
 from moh_lm.model.pipeline import PipelineCausalLM
-from moh_lm.model.router import BIAS, HeadRouter
+from moh_lm.model.router import BIAS, routers_of
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
 from moh_lm.parallel.agreement import problems_of_all_ranks
 from moh_lm.parallel.context import own_stretch
@@ -75,9 +75,9 @@ class Engine:
         self.sums = None  # of the step, or of the evaluation
         self.step_verdict = None  # of the newest step
         self.model = self.build_model()
-        self.head_routers = [module for module in self.model.modules() if isinstance(module, HeadRouter)]
+        self.routers = routers_of(self.model)
         scale = config.model.heads.router_gumbel_noise
-        for router in self.head_routers if scale else ():
+        for router in self.routers if scale else ():
             router.noise = GumbelNoise(scale, config.run.seed, router.layer.index)
         if config.run.compile:
             compile_layers(self.model, kind=self.layer)
@@ -87,7 +87,7 @@ class Engine:
             if isinstance(module, VocabParallelEmbedding):
                 module.register_forward_hook(self.watch_gradient)
         self.router_sums = RouterSums(
-            self.model.routers(),
+            self.routers,
             config.model.gated_layers(),
             num_sources,
             config.run.tokens_per_iteration,
@@ -140,7 +140,7 @@ class Engine:
     def begin(self, step):
         """Make the model that of the iteration after ``step`` complete ones: in a dense warm-up the routers rest."""
         self.resting = self.config.model.after(step) != self.config.model
-        for router in self.head_routers:
+        for router in self.routers:
             router.resting = self.resting
 
     def train_step(self, micro_batches, learning_rate, check_replicas=False):
@@ -264,7 +264,7 @@ class Engine:
 
     def named_biases(self):
         """(canonical name, counts) of the routers of this rank that select with a bias."""
-        for router in self.model.routers():
+        for router in self.routers:
             if router.bias_steps is not None:
                 yield f"model.layers.{router.layer.index}.self_attn.router.{BIAS}", router.bias_steps
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moh_lm.config import Config, HeadsConfig, RoutedLayer, option
+from moh_lm.config.heads import HeadsOfLayers
 from moh_lm.config.run import RunBase
 from moh_lm.vision.presets import DIT, VIT
 
@@ -55,7 +56,7 @@ class ImageLayer(NamedTuple):
         return self.routed
 
 
-class ImageModelConfig:
+class ImageModelConfig(HeadsOfLayers):
     """What both models answer. head_counts: of all layers."""
 
     width_ratio = 1.0
@@ -81,27 +82,11 @@ class ImageModelConfig:
         stride = self.tokens // self.tokens_of(index)
         return RoutedLayer(index, shared, self.head_counts[index] - shared, active, stride=stride)
 
-    def gated_layers(self):
-        mixture = self.heads.head_selection == "mixture"
-        return [self.routed_layer(index) for index in range(self.num_layers)] if mixture else []
-
-    def routed_layers(self):
-        return [layer for layer in self.gated_layers() if layer.num_routed]
-
-    def after(self, step):
-        """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""
-        warming_up = self.heads.head_selection == "mixture" and step < self.heads.dense_warmup_iters
-        return replace(self, heads=replace(self.heads, head_selection="all")) if warming_up else self
-
     def active_heads(self, layer):
         heads = self.heads
         if heads.head_selection == "all":
             return self.head_counts[layer]
         return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
-
-    def active_share(self):
-        """Share of the heads of all layers that a token uses, as the paper counts."""
-        return sum(map(self.active_heads, range(self.num_layers))) / sum(self.head_counts)
 
     def layer(self, index):
         """The ``ImageLayer`` of a layer."""
@@ -254,10 +239,6 @@ class ImageRunConfig(RunBase):
     @property
     def global_batch_size(self):
         return self.batch_size
-
-    @property
-    def tokens_per_iteration(self):
-        return self.batch_size * self.seq_length
 
     @property
     def train_tokens(self):

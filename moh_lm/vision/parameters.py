@@ -6,7 +6,6 @@ rank.
 
 from torch import nn
 
-from moh_lm.model.block import RoutedBlock
 from moh_lm.model.transformer import initialize
 
 
@@ -16,11 +15,6 @@ class ImageModel(nn.Module):
     def initialize(self, seed):
         """Draw every parameter from a generator of (seed, name)."""
         initialize(self.named_parameters(), seed)
-
-    def routers(self):
-        """The routers, in the order of layers."""
-        routers = (module.router() for module in self.modules() if isinstance(module, RoutedBlock))
-        return [router for router in routers if router is not None]
 
     def tied_parameters(self):
         """Weights with a copy in another pipeline stage: none."""

@@ -20,6 +20,7 @@ from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
 from moh_lm.kernels import break_even
 from moh_lm.kernels.attention import choose_backend
+from moh_lm.model.router import routers_of
 from moh_lm.model.transformer import CausalLM, compile_layers
 from tests.distributed import run_ranks
 from tests.training.test_training import arguments, losses, rows, run
@@ -63,7 +64,7 @@ def step(model, seed, positions=None):
     loss, _ = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [loss.detach(), *gradients, *(router.statistics.take() for router in model.routers())]
+    return [loss.detach(), *gradients, *(router.statistics.take() for router in routers_of(model))]
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +126,7 @@ def test_documents_windows_and_the_shares_of_the_step_before_reach_the_graph(pos
     positions = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
     before = step(plain, 0)
     for model in (plain, compiled):
-        for router in model.routers():
+        for router in routers_of(model):
             router.statistics.previous_share = torch.linspace(0.1, 0.9, 6)
     expected = step(plain, 0, positions)
     for got, wanted in zip(step(compiled, 0, positions), expected, strict=True):

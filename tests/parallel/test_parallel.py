@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
+from moh_lm.model.router import routers_of
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel import agreement, cross_entropy, local_heads
 from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
@@ -45,7 +46,7 @@ def train_once(name):
     tokens = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
     mean, losses = model(tokens[:, :-1], tokens[:, 1:])
     mean.backward()
-    balance = [router.statistics.take() for router in model.routers()]
+    balance = [router.statistics.take() for router in routers_of(model)]
     for sums in balance if group is not None else ():
         dist.all_reduce(sums, group=group)
     shards = {key: (parameter.grad, parameter.tensor_partition) for key, parameter in model.named_parameters()}

@@ -13,6 +13,7 @@ from PIL import Image
 
 pytest.importorskip("matplotlib")
 
+from moh_lm.model.router import routers_of
 from moh_lm.vision.config import DiTConfig, DiTTraining, ImageHeadsConfig, ImageRunConfig, ViTConfig, ViTTraining
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.loader import open_source
@@ -88,7 +89,7 @@ def counted(model, forwards):
                 squares[head] += gate * gate
         found[router.layer.index, calls] = use, sums, squares, len(gates)
 
-    hooks = [router.register_forward_hook(count) for router in model.routers()]
+    hooks = [router.register_forward_hook(count) for router in routers_of(model)]
     with torch.no_grad():
         for forward in forwards:
             forward()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moh_lm.model.router import routers_of
 from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import DiTConfig, ImageHeadsConfig
 from moh_lm.vision.diffusion import Diffusion, image_noise
@@ -153,8 +154,8 @@ def test_the_model_and_its_gradients_are_those_of_the_formula(case):
     (expected + 0.3 * balance).backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-9)
     assert_close(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert len(model.routers()) == (0 if case == "dense" else 2)
-    rows = [router.statistics.take()[:, 0].mean() for router in model.routers()]
+    assert len(routers_of(model)) == (0 if case == "dense" else 2)
+    rows = [router.statistics.take()[:, 0].mean() for router in routers_of(model)]
     balanced = max(1, len(model.config.routed_layers()))
     torch.testing.assert_close(sum(rows) / balanced + torch.zeros(()), balance.detach(), rtol=1e-9, atol=0)
 
@@ -182,7 +183,7 @@ def test_micro_batches_share_the_balance_loss():
     one, two = (make_model(micro_batches=number, **CASES["shared and routed"]) for number in (1, 2))
     (_, first), (_, second) = gradients(one, *make_inputs()), gradients(two, *make_inputs())
     for model in (one, two):
-        for router in model.routers():
+        for router in routers_of(model):
             router.balance_scale = 0.0
     (_, alone) = gradients(one, *make_inputs())
     name = "blocks.0.attn.router.w_routed"

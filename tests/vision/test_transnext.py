@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from moh_lm.model.balance import BALANCE
-from moh_lm.model.router import Recall
+from moh_lm.model.router import Recall, routers_of
 from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import ImageHeadsConfig, ViTConfig
 from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, to_images, to_tokens
@@ -201,7 +201,7 @@ def gradients(model, dtype=torch.float64):
     images, targets = draw_inputs(dtype)
     loss, _ = model(images, targets, draw_branches(model))
     loss.backward()
-    rows = [router.statistics.take() for router in model.routers()]
+    rows = [router.statistics.take() for router in routers_of(model)]
     return [loss.detach(), *rows, *(parameter.grad for parameter in model.parameters())]
 
 
@@ -228,10 +228,10 @@ def test_compiled_layers_give_the_same_gradients():
 
 def test_the_gradient_of_a_router_is_that_of_the_task_and_of_the_mean_over_layers():
     model = make_model()
-    weight = model.routers()[-1].w_routed
+    weight = routers_of(model)[-1].w_routed
 
     def whole_loss():
-        loss, *rows = gradients(model)[: 1 + len(model.routers())]
+        loss, *rows = gradients(model)[: 1 + len(routers_of(model))]
         return loss + sum(row[:, BALANCE].mean() for row in rows) / 4
 
     whole_loss()

@@ -28,6 +28,7 @@ from data_prep.output import writable_directory
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
+from moh_lm.model.router import routers_of
 from moh_lm.monitor.head_load import entropy
 from moh_lm.vision.diffusion import image_noise
 from moh_lm.vision.images import order
@@ -105,7 +106,7 @@ def tenths(config):
 @torch.no_grad()
 def measure(config, model, dataset, indices, batch_size):
     """(router, shares of tokens that use each head [N, P, h], means of gates and of their squares [2, h]) of each."""
-    routers = [router for router in model.routers() if router.layer.num_routed]
+    routers = [router for router in routers_of(model) if router.layer.num_routed]
     passes = len(tenths(config)) or 1
     shares, gates = [[] for _ in routers], [0.0] * len(routers)
 
