@@ -97,6 +97,20 @@ def test_a_budget_with_one_of_its_parts_given_keeps_it():
     assert default.model.heads.num_active_routed_heads == spread.model.heads.num_active_routed_heads
 
 
+def test_of_a_budget_and_a_number_of_routed_heads_the_later_one_counts():
+    script = "--num-layers 4 --num-attention-heads 16 --num-shared-heads 8 --num-active-routed-heads 4".split()
+    heads = parse(*script, *"--head-budget 0.75 --head-budget-slope 0.5".split()).model.heads
+    assert (heads.num_shared_heads, heads.num_active_routed_heads) == ((8,) * 4, (1, 3, 5, 8))
+    heads = parse(*"--head-budget 0.5".split(), *script).model.heads
+    assert (heads.head_budget, heads.num_active_routed_heads) == (None, (4,) * 4)
+    small = parse(*"--preset 1M --head-budget 0.5 --head-budget-slope 0.6".split())
+    plain = parse(*"--preset 1M".split())
+    assert small.model.heads != plain.model.heads and len({*map(small.model.active_heads, range(4))}) > 1
+    most = model_problems(parse(*script, "--head-budget", "0.5").model)
+    assert most == ["--head-budget 0.5: the numbers of shared and routed heads use 56.2% of all; choose another share, "
+                    "or another --num-shared-heads"]  # fmt: skip
+
+
 def test_flags_alone_and_with_true_or_false():
     assert parse("--recompute").run.recompute and parse("--recompute", "true").run.recompute
     assert not parse("--two-stage", "false").model.heads.two_stage

@@ -36,7 +36,7 @@ REFUSALS = {  # flags: what the one line has to name
     "--num-active-routed-heads 7": ("--num-active-routed-heads 7", "between 1 and 6"),
     "--num-active-routed-heads 0": ("--num-active-routed-heads 0", "between 1 and 6"),
     "--head-budget 0.75 --head-budget-slope 0.6": ("--head-budget-slope 0.6", "0.45", "1.05", "at most 0.5"),
-    "--head-budget 0.5 --num-active-routed-heads 6": ("--head-budget 0.5", "100.0%", "another share"),
+    "--head-budget 0.5 --num-shared-heads 6": ("--head-budget 0.5", "58.3%", "another share"),
     "--dense-warmup-iters 3 --routing paper": ("--dense-warmup-iters 3", "0.0833", "paper_scaled"),
     "--dense-warmup-iters 10 --routing released": ("--dense-warmup-iters 10", "10 iterations"),
     "--train-only router --routing query_norm": ("--train-only router", "routers with weights"),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from launch.work.results import final_evaluation
-from moh_lm.config import ConfigError
+from moh_lm.config import Config, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
@@ -42,9 +42,6 @@ def as_flags(values):
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
 
 
-FORMER_DEFAULT = b"--routing paper "  # which runs that were begun before 2026-11-25 have without a flag
-
-
 def check_flags(runs, out):
     """Raise ConfigError if one of ``runs`` was begun with other flags than it would have now.
 
@@ -57,9 +54,16 @@ def check_flags(runs, out):
         given, found, _ = begun.partition(own)
         before = given.rpartition(b"--checkpoint-dir ")[2]
         now_here = (given + found).replace(before + b"/", f"{out}/".encode())
-        if now_here.replace(FORMER_DEFAULT, b"") != flags.replace(FORMER_DEFAULT, b""):
+        if now_here != flags and not is_former_default(run, now_here, flags):
             advice = "which stand in its first line; choose another OUT"
             raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
+
+
+def is_former_default(run, begun, flags):
+    """Whether the run was begun before 2026-11-25 without ``--routing``, and has the gates that its flags name now."""
+    if b"--routing " in begun or begun != flags.replace(b"--routing paper ", b"", 1):
+        return False
+    return Config.load(run.directory / "config.json").model.heads.routing == "paper"
 
 
 def jobs_of(flags):

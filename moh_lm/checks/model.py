@@ -104,7 +104,8 @@ def spread_problems(model):
     """--head-budget and its slope: shares between none and all of the heads, and those that the layers have."""
     rate, slope = model.heads.head_budget, model.heads.head_budget_slope
     if rate is None:
-        return [] if slope == 0 else [f"--head-budget-slope {slope:g}: needs --head-budget, such as 0.75"]
+        advice = "needs --head-budget, such as 0.75, which a later --num-active-routed-heads replaces"
+        return [] if slope == 0 else [f"--head-budget-slope {slope:g}: {advice}"]
     if not 0 < rate <= 1:
         return [f"--head-budget {rate:g}: must be above 0 and at most 1, such as 0.75"]
     most, share = 2 * min(rate, 1 - rate), model.active_share()
@@ -113,10 +114,10 @@ def spread_problems(model):
             f"--head-budget-slope {slope:g}: shares from {rate - slope / 2:.3g} to {rate + slope / 2:.3g} are not all "
             f"between 0 and 1; choose at most {most:.3g}"
         ]
-    if abs(share - rate) > model.heads_per_expert / min(model.head_counts):
+    if abs(share - rate) >= model.heads_per_expert / min(model.head_counts):
         return [
             f"--head-budget {rate:g}: the numbers of shared and routed heads use {share:.1%} of all; choose another "
-            "share, or leave out --num-shared-heads or --num-active-routed-heads"
+            "share, or another --num-shared-heads"
         ]
     return []
 

@@ -21,11 +21,13 @@ class HeadsConfig:
         (), "heads that are always on: one number, or one per layer (default: half of the heads)", parse=int
     )
     num_active_routed_heads: tuple[int, ...] = option(
-        (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)", parse=int
+        (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)", parse=int,
+        replaces="head_budget",
     )
     head_budget: float | None = option(
-        None, "share of the heads that a token uses, of all layers; sets what is not given of the two numbers above",
-        parse=float,
+        None, "share of the heads that a token uses, of all layers; sets K, and shared heads if they are not given; of "
+        "this flag and --num-active-routed-heads the later one counts", parse=float,
+        replaces="num_active_routed_heads",
     )
     head_budget_slope: float = option(0.0, "of --head-budget: share in the last layer minus that in the first")
     routing: str = option(

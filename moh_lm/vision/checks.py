@@ -126,6 +126,9 @@ def data_problems(config):
     if not 0 <= data.rand_augment <= STRONGEST:
         found.append(f"--rand-augment {data.rand_augment:g}: must be between 0 and {STRONGEST}")
     found += below(data, 0, "workers", "mixup", "cutmix") + below(data, 1, "repeated_augmentation")
+    if config.kind == "vit" and config.run.micro_batch_size == 1 and (data.mixup > 0 or data.cutmix > 0):
+        advice = "choose 2 or more, or --mixup 0 --cutmix 0"
+        found.append(f"--micro-batch-size 1: Mixup and CutMix join images of one micro-batch; {advice}")
     shares = ("random_erasing", "horizontal_flip", "min_crop_area", "label_smoothing")
     return found + [
         f"{flag(key)} {getattr(data, key):g}: must be between 0 and 1"

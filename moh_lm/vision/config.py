@@ -266,6 +266,7 @@ class ImageTraining(Config):
     of_data = ("seed",)  # of the order of the images
     of_loss = (
         "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "horizontal_flip", "label_smoothing",
+        "micro_batch_size",  # whose images Mixup and CutMix join, and over which a balance loss counts
     )  # fmt: skip
 
     data: ImageDataConfig = field(default_factory=ImageDataConfig)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -192,11 +193,20 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
     scaled = make(tmp_path, "--variants", "paper-50", "--rates", "1")
     begun = scaled.next_run(set(), {})
     begun.log.parent.mkdir(parents=True)
-    begun.log.write_text(" ".join(begun.arguments).replace("--routing paper ", "") + "\n")  # when it was the default
-    scaled.check_flags()
+    begun.log.write_text(" ".join(begun.arguments).replace("--routing paper ", "") + "\n")
+    for routing in ("paper_scaled", "paper"):  # of a preset, and what was the default
+        config, _ = parse_config([*begun.arguments, "--routing", routing])
+        begun.directory.mkdir(exist_ok=True)
+        (begun.directory / "config.json").write_text(json.dumps(config.to_dict()))
+        with nullcontext() if routing == "paper" else pytest.raises(ConfigError, match="its run has other flags"):
+            scaled.check_flags()
     begun.log.write_text(" ".join(begun.arguments).replace("--routing paper ", "--routing released ") + "\n")
     with pytest.raises(ConfigError, match="its run has other flags"):
         scaled.check_flags()
+    begun.log.write_text(" ".join(begun.arguments) + "\n")
+    with pytest.raises(ConfigError, match="its run has other flags"):
+        make(tmp_path, "--variants", "paper-50", "--rates", "1", "--routing", "paper").check_flags()
+    shutil.rmtree(begun.directory)
     moved = tmp_path.with_name("moved here")
     shutil.copytree(tmp_path, moved)
     make(moved, "--variants", "dense", "--rates", "1").check_flags()

@@ -182,6 +182,7 @@ WRONG = {
     "vit --num-active-routed-heads 3 1 2 3": "layer 0 has 2 heads: 2 shared and 3 of 0 others",
     "vit --batch-size 7": "--batch-size 7: not a multiple of --micro-batch-size 2 on 1 processes = 2; choose 8",
     "vit --num-classes 4": "--num-classes 4:",
+    "vit --micro-batch-size 1 --mixup 0": "--micro-batch-size 1: Mixup and CutMix join images of one micro-batch; choose",
     "dit --patch-size 3": "--input-size 16: must be a multiple of --patch-size 3",
     "dit --patch-size 0": "--patch-size 0: must be 1 or above",
     "dit --head-dim 0": "--head-dim 0: must be 1 or above",

@@ -8,7 +8,7 @@ A model with all heads is a Llama, or with one window in all layers a Mistral; a
 
 from typing import NamedTuple
 
-from moh_lm.config import ModelConfig
+from moh_lm.config import BUDGETS, HeadsConfig, ModelConfig
 from moh_lm.config.model import OF_LAYERS
 from moh_lm.model.rotary import NEEDS
 
@@ -86,7 +86,9 @@ def model_type(model):
     several = len(widths) > 1 or len(model.head_counts) > 1
     if model.heads.head_selection != "all" or several or ours(model) or model.rotary_fraction != PARTIAL.absent:
         return "moh_llama"
-    return "mistral" if any(widths) else "llama"
+    if any(widths):  # transformers 4.46 scales no rotary embedding of a Mistral
+        return "mistral" if model.rope_type == "default" else "moh_llama"
+    return "llama" if model.hidden_size % model.num_attention_heads == 0 else "moh_llama"  # as transformers 5 wants it
 
 
 def ours(model):
@@ -108,7 +110,10 @@ def written(model):
     keys |= ours(model)
     if model.heads.head_selection == "all":
         return keys | {"head_selection": "all"}
-    heads = {entry: getattr(model.heads, entry.field) for entry in HEADS}
+    of_model = model.heads
+    if of_model.head_selection == "static":  # it may follow the flags of a mixture, whose router it has not
+        of_model = HeadsConfig(**{key: getattr(of_model, key) for key in ("head_selection", *BUDGETS)})
+    heads = {entry: getattr(of_model, entry.field) for entry in HEADS}
     return keys | {entry.key: value for entry, value in heads.items() if value != entry.absent}
 
 

@@ -208,7 +208,7 @@ KINDS = {  # model_type, or head selection -> title, what the model is
     ),
     "all": (
         "A language model with all attention heads",
-        "Every token uses all attention heads. Attention, windows, norms or positions are unlike Llama's: see\n"
+        "Every token uses all attention heads. Shape, attention, windows, norms or positions are unlike Llama's: see\n"
         "`moh_attention.py` and `moh_positions.py`.",
     ),
     "llama": (
