@@ -320,12 +320,22 @@ def buffer_bytes(text):
     return max(peaks)
 
 
-@pytest.mark.parametrize("text, gpus", [(LLM_B, 8), (LLAMA3_8B, 64), (FEWER_HEADS_ABOVE, 4)])
-def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, programs):
+BLOCKS_AND_BUDGET = """--num-layers 8 --hidden-size 512 --num-attention-heads 16 --num-key-value-heads 4
+    --optimizer muon --muon-split group --head-budget 0.75 --head-budget-slope 0.4 --batch-tokens 64K --train-tokens 1B
+    --vocab-size 512"""
+
+
+@pytest.mark.parametrize(
+    "text, gpus, tensor",
+    [(LLM_B, 8, {1, 2, 4}), (LLAMA3_8B, 64, {1, 2, 4, 16}), (FEWER_HEADS_ABOVE, 4, {1}),
+     (BLOCKS_AND_BUDGET, 8, {1, 2, 4})],
+)  # fmt: skip
+def test_the_tool_ranks_legal_layouts_that_fit(text, gpus, tensor, programs):
     command = [programs / "python", str(ROOT / "tools/plan.py"), "--gpus", str(gpus), "--json", *text.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     plans = json.loads(done.stdout)["layouts"]
+    assert {plan["tensor_parallel_size"] for plan in plans} == tensor
     fitting = [plan for plan in plans if plan["fits"]]
     assert fitting and plans[: len(fitting)] == fitting
     times = [plan["seconds_per_step"] for plan in fitting]

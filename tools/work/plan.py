@@ -10,8 +10,8 @@ import numpy as np
 from moh_lm.checks.layout import layout_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
-from moh_lm.checks.run import optimizer_problems
-from moh_lm.config import ConfigError
+from moh_lm.checks.run import frozen_problems, optimizer_problems, split_problems
+from moh_lm.config import BUDGETS, Config, ConfigError
 from moh_lm.cost.flops import flops_per_token, muon_flops
 from moh_lm.cost.memory import cache_bytes, exchanged, layer_matrices, memory_estimate, parameter_counts, stage_shares
 from moh_lm.cost.summary import describe_cache, describe_cost, describe_flops
@@ -35,26 +35,40 @@ def run(machine):
 
 def rank_layouts(config, machine):
     """Plans of all legal layouts, those that fit first, the fastest first; raises ConfigError if no layout is legal."""
-    plans = [make_plan(variant, machine) for variant in legal_variants(config, machine.gpus)]
+    plans = [make_plan(variant, machine) for variant in legal_variants(config, machine)]
     if not plans:
         problems = layout_problems(config, machine.gpus) or ["no layout is legal for this batch and these heads"]
         raise ConfigError([f"{machine.gpus} GPUs: {problem}" for problem in problems])
     return sorted(plans, key=lambda plan: (not plan["fits"], plan["seconds_per_step"], plan["memory_gib"]))
 
 
-def legal_variants(config, gpus):
-    """``config`` in every layout that the trainer accepts on ``gpus`` processes."""
+def legal_variants(config, machine):
+    """``config`` in every layout that the trainer accepts on the machine's GPUs."""
+    gpus = machine.gpus
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     for degrees in product(divisors, repeat=3):
         if gpus % prod(degrees) == 0:
+            spread = with_degrees(config, dict(zip(DEGREES, degrees, strict=True)), machine.values)
+            if split_problems(spread) or frozen_problems(spread):
+                continue
             for zero in (1, 2, 3):
-                parallel = replace(config.parallel, **dict(zip(DEGREES, degrees, strict=True)), zero_stage=zero)
+                parallel = replace(spread.parallel, zero_stage=zero)
                 for micro_batch in (2**n for n in range(7) if 2**n <= config.run.global_batch_size):
                     for recompute in (False, True):
                         run = replace(config.run, micro_batch_size=micro_batch, recompute=recompute)
-                        variant = replace(config, parallel=parallel, run=run)
+                        variant = replace(spread, parallel=parallel, run=run)
                         if not layout_problems(variant, gpus):
                             yield variant
+
+
+def with_degrees(config, degrees, given):
+    """``config`` with such degrees, and with the heads that --head-budget spreads so that its ranks can share them.
+
+    given: {field: value} of the flags.
+    """
+    spread = BUDGETS if config.model.heads.head_budget is not None else ()
+    values = {key: value for key, value in config.to_dict().items() if key not in spread or key in given}
+    return Config.from_dict(values | degrees)
 
 
 def make_plan(config, machine):
