@@ -68,7 +68,7 @@ def config_of(given):
 
 
 def without_replaced(known, given):
-    """{field: value} of a preset or a run, without the numbers of heads if ``given`` has another budget, or reversed."""
+    """{field: value} of a preset or a run, without numbers of heads if ``given`` has another budget, or reversed."""
     if "num_active_routed_heads" in given:
         replaced = SPREAD
     elif any(given[name] != known.get(name) for name in SPREAD if name in given):
@@ -120,13 +120,16 @@ def idle_flags(given, config):
         selection = "gated"  # which the configuration has as a mixture
     gated = ("routing", "routing_unit", "dense_warmup_iters", *ROUTER_ONLY)
     used = {"all": (), "static": (*BUDGETS, *SPREAD), "gated": gated}.get(selection)
+    idle = {"--schedule cosine": ["decay_shape"] if config.optimizer.schedule == "cosine" else []}
     if used is None:
-        form = config.model.heads.routing
-        idle = "two_stage" in given.values and form not in TWO_STAGE
-        return [f"note: --routing {form} makes no use of --two-stage"] if idle else []
-    of_routers = [entry.name for entry in fields(HeadsConfig)] + [*ROUTER_ONLY]
-    idle = [flag(name) for name in of_routers if name in given.values and name not in ("head_selection", *used)]
-    return [f"note: --head-selection {selection} makes no use of {', '.join(idle)}"] if idle else []
+        form, top_p = config.model.heads.routing, config.model.heads.routing_top_p
+        idle[f"--routing {form}"] = [] if form in TWO_STAGE else ["two_stage"]
+        idle["a router without --routing-top-p"] = ["routing_entropy_coefficient"] if top_p is None else []
+    else:
+        of_routers = [entry.name for entry in fields(HeadsConfig)] + [*ROUTER_ONLY]
+        idle[f"--head-selection {selection}"] = [name for name in of_routers if name not in ("head_selection", *used)]
+    given_flags = {what: [flag(name) for name in names if name in given.values] for what, names in idle.items()}
+    return [f"note: {what} makes no use of {', '.join(names)}" for what, names in given_flags.items() if names]
 
 
 def save_config(given, path):

@@ -183,6 +183,11 @@ def test_flags_of_a_mixture_before_those_of_a_dense_baseline_are_named():
         return "".join(idle_flags(given, config_of(given)))
 
     assert note("--num-shared-heads 3 --router-gumbel-noise 1") == note("--routing paper --two-stage false") == ""
+    assert note("--decay-shape linear") == "note: --schedule cosine makes no use of --decay-shape"
+    entropy = "note: a router without --routing-top-p makes no use of --routing-entropy-coefficient"
+    assert note("--routing-entropy-coefficient 1") == entropy
+    assert note("--routing paper --routing-top-p 0.5 --routing-entropy-coefficient 1") == ""
+    assert note("--schedule wsd --decay-shape linear") == ""
     assert note("--two-stage false") == "note: --routing sigmoid makes no use of --two-stage"
     found = note("--num-shared-heads 3 --router-gumbel-noise 1 --head-selection all --router-gradient-clipping 1")
     assert found.startswith("note: --head-selection all makes no use of --num-shared-heads, --router-gumbel-noise, ")

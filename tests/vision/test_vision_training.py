@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.checkpoint.saver import Saver, find_step
@@ -27,7 +29,7 @@ from moh_lm.vision.checks import vit_problems
 from moh_lm.vision.config import KINDS, ViTConfig
 from moh_lm.vision.run import ImageRun
 from tests.distributed import run_ranks
-from tools import evaluate_vision
+from tools import checkpoint, evaluate_vision
 
 COMMON = """
     --num-classes 3 --in-channels 1 --batch-size 8 --micro-batch-size 2 --train-iters 5 --learning-rate 1e-3
@@ -159,6 +161,21 @@ def test_the_average_follows_the_weights(images, tmp_path):
     assert not torch.equal(*first)  # it began with the first weights
 
 
+def test_the_checkpoint_tool_compares_averages_and_writes_them(images, tmp_path, capsys):
+    step = find_step(whole("vit", images))
+    for decay in ("0.5", "0"):
+        run_ranks(run, 1, "vit", arguments("vit", images, tmp_path / decay, "--ema-decay", decay))
+    assert checkpoint.main(["diff", str(step), str(tmp_path / "0.5")]) == 1
+    assert re.search(r"\n  \S+ +(equal to the bit +){3}[\d.]+ \(", capsys.readouterr().out)
+    assert checkpoint.main(["diff", str(step), str(tmp_path / "0")]) == 1
+    number = len(FragmentReader(step).shapes)
+    assert f"moving averages of {number} parameters in a, of 0 in b" in capsys.readouterr().out
+    assert checkpoint.main(["verify", str(step)]) == checkpoint.main(["show", str(step)]) == 0
+    assert checkpoint.main(["consolidate", str(step), str(tmp_path / "weights.safetensors")]) == 0
+    written = load_file(tmp_path / "weights.safetensors")
+    assert all(torch.equal(value, FragmentReader(step).read("ema", name)) for name, value in written.items())
+
+
 @pytest.mark.parametrize("kind", ["vit", "dit"])
 def test_the_log_says_what_heads_and_held_out_images_do(images, kind):
     logged = rows(whole(kind, images))
@@ -182,7 +199,7 @@ WRONG = {
     "vit --num-active-routed-heads 3 1 2 3": "layer 0 has 2 heads: 2 shared and 3 of 0 others",
     "vit --batch-size 7": "--batch-size 7: not a multiple of --micro-batch-size 2 on 1 processes = 2; choose 8",
     "vit --num-classes 4": "--num-classes 4:",
-    "vit --micro-batch-size 1 --mixup 0": "--micro-batch-size 1: Mixup and CutMix join images of one micro-batch; choose",
+    "vit --micro-batch-size 1 --mixup 0": "--micro-batch-size 1: Mixup and CutMix join images of one micro-batch",
     "dit --patch-size 3": "--input-size 16: must be a multiple of --patch-size 3",
     "dit --patch-size 0": "--patch-size 0: must be 1 or above",
     "dit --head-dim 0": "--head-dim 0: must be 1 or above",

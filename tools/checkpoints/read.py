@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps
-from moh_lm.checkpoint.fragments import FragmentReader, shard_shape
+from moh_lm.checkpoint.fragments import AVERAGE, FragmentReader, shard_shape
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_entries, verify
 from moh_lm.config import Config, ConfigError
 from moh_lm.model.transformer import CausalLM, saved_tensors
@@ -25,7 +25,7 @@ from moh_lm.training.optimizer import MOMENTS
 from moh_lm.vision.config import kind_of_run
 from moh_lm.vision.load import MODELS
 
-KINDS = ("master", *MOMENTS)
+KINDS = ("master", *MOMENTS, AVERAGE)  # of a parameter; the moving average is there in some runs of image models only
 CHUNK = 1 << 22  # elements read at once: 16 MiB
 ANY_STEP = re.compile(r"(damaged-)?step-\d+.*")  # also a step that was set aside, or is half removed
 
@@ -68,12 +68,20 @@ class Step:
             except (ValueError, RuntimeError, SafetensorError) as error:
                 raise ConfigError([f"{self.path}: {kind} of {name} cannot be read ({error})"]) from error
 
+    def kinds(self, name):
+        """Those that the step holds of a parameter."""
+        return KINDS if name in self.reader.averaged else KINDS[:-1]
+
     def layout(self):
         return layout(self.config, self.entries)
 
+    def elements(self):
+        """Of all parameters."""
+        return sum(map(math.prod, self.shapes.values()))
+
     def bytes(self):
-        """fp32 bytes of all parameters and both moments."""
-        return 4 * len(KINDS) * sum(map(math.prod, self.shapes.values()))
+        """fp32 bytes of all parameters, moments and averages."""
+        return 4 * sum(len(self.kinds(name)) * math.prod(shape) for name, shape in self.shapes.items())
 
 
 def locate(path):
@@ -133,7 +141,7 @@ def find_gaps(step):
     with progress(f"checking {step.path}", step.bytes()) as bar:
         for name, shape in step.shapes.items():
             gap = uncovered(shape, step.reader.shapes.get(name), step.reader.shards.get(name))
-            for kind in KINDS if gap is None else ():
+            for kind in step.kinds(name) if gap is None else ():
                 try:
                     for values in step.read(kind, name):
                         if not all(map(math.isfinite, values.aminmax())):
@@ -173,13 +181,13 @@ def tiles(spans, size):
 def state_hash(step):
     """SHA-256 of all weights and moments, the same for every layout that wrote them.
 
-    For each parameter in the order of the model, and each of its master, exp_avg and exp_avg_sq: the JSON text
-    ["KIND", "NAME", [SHAPE]] and a line feed, then the elements as little-endian fp32.
+    For each parameter in the order of the model, and each of its master, exp_avg, exp_avg_sq and, where there is one,
+    ema: the JSON text ["KIND", "NAME", [SHAPE]] and a line feed, then the elements as little-endian fp32.
     """
     digest = hashlib.sha256()
     with progress("hashing the state", step.bytes()) as bar:
         for name, shape in step.shapes.items():
-            for kind in KINDS:
+            for kind in step.kinds(name):
                 digest.update(json.dumps([kind, name, list(shape)]).encode() + b"\n")
                 for values in step.read(kind, name):
                     digest.update(values.numpy())
@@ -193,7 +201,7 @@ def norms(step):
     with progress("reading the state", step.bytes()) as bar:
         for name, shape in step.shapes.items():
             found[name] = {"shape": list(shape)}
-            for kind in KINDS:
+            for kind in step.kinds(name):
                 squares = 0.0
                 for values in step.read(kind, name):
                     squares += torch.linalg.vector_norm(values, dtype=torch.float64).square().item()
@@ -203,7 +211,7 @@ def norms(step):
 
 
 def changes(first, second):
-    """[{"name", "shape", KIND: {"equal", "absolute", "relative"}}] of the parameters in both, the most changed first.
+    """[{"name", "shape", KIND: {"equal", "absolute", "relative"}}] of what is in both, the most changed first.
 
     equal: to the bit. absolute: the largest |b - a|. relative: that over the largest |a|. None: not finite.
     """
@@ -212,11 +220,15 @@ def changes(first, second):
         for name, shape in first.shapes.items():
             if second.shapes.get(name) == shape:
                 row = {"name": name, "shape": list(shape)}
-                for kind in KINDS:
+                for kind in min(first.kinds(name), second.kinds(name), key=len):
                     row[kind] = change(first.read(kind, name), second.read(kind, name), bar)
                 rows.append(row)
     unknown = {None: math.inf}  # first
-    return sorted(rows, key=lambda row: [-unknown.get(row[kind]["relative"], row[kind]["relative"]) for kind in KINDS])
+
+    def order(row):
+        return [-unknown.get(row[kind]["relative"], row[kind]["relative"]) for kind in KINDS if kind in row]
+
+    return sorted(rows, key=order)
 
 
 def change(first, second, bar):

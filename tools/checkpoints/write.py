@@ -7,7 +7,7 @@ import shutil
 import torch
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps, point_latest
-from moh_lm.checkpoint.fragments import safetensors_header
+from moh_lm.checkpoint.fragments import AVERAGE, safetensors_header
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, difference, read_entries
 from moh_lm.checkpoint.saver import free_bytes
 from moh_lm.config import ConfigError
@@ -85,6 +85,7 @@ def copy_files(source, entries, target):
 def consolidate(path, output, moments, dtype):
     """Write weights in ``dtype``, counts whole, the ``moments`` in fp32, as one safetensors file; returns its bytes.
 
+    Weights are their moving average where there is one, as in an evaluation and an export.
     One piece of one parameter is in memory at a time. Raises ConfigError or OSError, and leaves nothing then.
     """
     if output.suffix != ".safetensors":
@@ -92,7 +93,8 @@ def consolidate(path, output, moments, dtype):
     if output.exists():
         raise ConfigError([f"{output}: exists already; move it away, or give another name"])
     step = Step(locate(path)[0])
-    tensors = [(name, "master", name, stored_dtype(name, dtype)) for name in step.shapes]  # (key, kind, name, dtype)
+    kinds = {name: AVERAGE if name in step.reader.averaged else "master" for name in step.shapes}
+    tensors = [(name, kinds[name], name, stored_dtype(name, dtype)) for name in step.shapes]  # (key, kind, name, dtype)
     for kind in MOMENTS if moments else ():
         tensors += [(f"{kind}/{name}", kind, name, torch.float32) for name in step.shapes]
     tensors.sort(key=lambda tensor: -tensor[-1].itemsize)  # so that all of them are aligned

@@ -136,7 +136,7 @@ def run_show(arguments):
         "config": step.config.to_dict(),
         "files": {name: entry["bytes"] for name, entry in sorted(step.entries.items())},
         "num_parameters": len(step.shapes),
-        "elements": step.bytes() // 12,
+        "elements": step.elements(),
     }
     if arguments.parameters:
         content["parameters"] = read.norms(step)
@@ -171,7 +171,7 @@ def describe_step(step, content):
     yield f"parameters        {content['num_parameters']}, {content['elements']:,} elements"
     for name, facts in content.get("parameters", {}).items():
         shape = " x ".join(map(str, facts["shape"]))
-        yield f"  {name:<56}{shape:>18}" + "".join(f"  {kind} {facts[kind]:<10.4g}" for kind in KINDS)
+        yield f"  {name:<56}{shape:>18}" + "".join(f"  {kind} {facts[kind]:<10.4g}" for kind in KINDS if kind in facts)
     if "state_sha256" in content:
         yield f"state hash        {content['state_sha256']}"
 
@@ -200,9 +200,11 @@ def run_diff(arguments):
             key: [first.state[key], second.state[key]] for key in POSITION if first.state[key] != second.state[key]
         },
         "shapes": {name: [a, b] for name, (a, b) in shapes.items() if a != b},
+        "averages": [len(step.reader.averaged) for step in (first, second)],
         "parameters": rows,
     }
-    content["equal"] = not content["position"] and not content["shapes"] and all(map(is_equal, rows))
+    a, b = content["averages"]
+    content["equal"] = not content["position"] and not content["shapes"] and a == b and all(map(is_equal, rows))
     if arguments.json:
         print(json.dumps(content, indent=1))
     else:
@@ -211,7 +213,7 @@ def run_diff(arguments):
 
 
 def is_equal(row):
-    return all(row[kind]["equal"] for kind in KINDS)
+    return all(row[kind]["equal"] for kind in KINDS if kind in row)
 
 
 def describe_difference(content, top):
@@ -226,16 +228,20 @@ def describe_difference(content, top):
             yield f"  {name}: {shown if len(shown) < 200 else 'differs'}"
     for name, (a, b) in content["shapes"].items():
         yield f"{name}: " + (f"shape {list(a)} -> {list(b)}" if a and b else f"only in {'a' if a else 'b'}")
+    a, b = content["averages"]
+    if a != b:
+        yield f"moving averages of {a} parameters in a, of {b} in b"
     changed = [row for row in content["parameters"] if not is_equal(row)]
+    kinds = [kind for kind in KINDS if any(kind in row for row in changed)]
     if changed:
         yield "largest change, and in brackets over the largest element of a"
-        yield f"  {'parameter':<56}" + "".join(f"{kind:<24}" for kind in KINDS).rstrip()
+        yield f"  {'parameter':<56}" + "".join(f"{kind:<24}" for kind in kinds).rstrip()
     for row in changed[: top or None]:
-        yield f"  {row['name']:<56}" + "".join(f"{describe_change(row[kind]):<24}" for kind in KINDS).rstrip()
+        yield f"  {row['name']:<56}" + "".join(f"{describe_change(row[kind]):<24}" for kind in kinds).rstrip()
     if len(changed) > top > 0:
         yield f"  and {len(changed) - top} more parameters that changed"
     if len(content["parameters"]) > len(changed):
-        yield f"equal to the bit in weights and both moments: {len(content['parameters']) - len(changed)} parameters"
+        yield f"equal to the bit in all that is kept of them: {len(content['parameters']) - len(changed)} parameters"
     yield "equal" if content["equal"] else "different"
 
 
