@@ -96,7 +96,7 @@ def changes(arguments, kind=Config, make=None):
         was = getattr(before, entry.name) or ("not given" if value in (None, (), "") else value)
         replaced = entry.metadata.get("replaces")
         if value is None and replaced and known[replaced] is not None:
-            was = f"{flag(replaced)} {getattr(before, replaced) or known[replaced]}"
+            was = f"{flag(replaced)} {words(getattr(before, replaced) or known[replaced])}"
         lines.append(wrapped(f"  {flag(entry.name)} {words(now)}, was {words(was)}", 4))
     return lines
 
