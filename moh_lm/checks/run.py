@@ -176,7 +176,7 @@ def varlen_problems(config, given, own):
         found.append(f"{given}: does not know --window; choose auto or dense")
     if config.run.precision != "bf16":
         found.append(f"{given}: computes in bf16 only, not --precision {config.run.precision}; choose auto or dense")
-    if varlen.varlen_attn is None:
+    if varlen.stock_kernel() is None:
         found.append(f"{given}: this torch has no varlen_attn with window_size; install 2.11 or newer, or choose auto")
     if config.model.query_dim not in varlen.HEAD_DIMS:
         allowed = f"multiples of {varlen.HEAD_DIMS.step} features up to {varlen.HEAD_DIMS[-1]}"

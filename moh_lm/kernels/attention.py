@@ -130,7 +130,7 @@ def check_backend(backend, device):
     """Raises RuntimeError if a backend asked for by name cannot run here, ValueError if there is no such backend."""
     if backend == "triton" and triton_attention is None:
         raise RuntimeError("attention backend triton: the package triton is not installed; install it, or choose auto")
-    if backend == "varlen" and varlen.varlen_attn is None:
+    if backend == "varlen" and varlen.stock_kernel() is None:
         raise RuntimeError("attention backend varlen: this torch has no varlen_attn with window_size; choose auto")
     if backend == "cpu_sparse" and device.type != "cpu":
         raise RuntimeError(f"attention backend cpu_sparse: the tensors are on {device}; choose auto")

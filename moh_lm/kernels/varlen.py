@@ -7,22 +7,29 @@ document is a sequence of its own too.
 Shapes: s sequence, b batch, h query heads, kv key/value heads, e head dimension, n pairs of a token and a head in use.
 """
 
+import functools
 from inspect import signature
 
 import torch
 import torch.nn.functional as F
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None  # torch before 2.10
-if varlen_attn is not None and "window_size" not in signature(varlen_attn).parameters:
-    varlen_attn = None  # that of 2.10 is asked for causal attention in another way
-
 CAUSAL = (-1, 0)
 HEAD_DIMS = range(8, 257, 8)  # what the kernel takes
 CAPABILITY = (8, 0)  # of a GPU that runs it, at least
 MOST_SEQUENCES = 65_535  # in one call: they are the second dimension of its grid
+
+
+@functools.cache
+def stock_kernel():
+    """torch's ``varlen_attn`` with window_size; None before torch 2.11.
+
+    Loaded when it is asked for: with it comes torch's compiler, a second that most commands need not wait.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch before 2.10; that of 2.10 is asked for causal attention in another way
+        return None
+    return varlen_attn if "window_size" in signature(varlen_attn).parameters else None
 
 
 def varlen_heads(query, key, value, gates, used, documents=None):
@@ -52,4 +59,4 @@ def attend(query, key, value, lengths):
     """Causal attention in each of the sequences of ``lengths`` that are packed in [n, e]."""
     ends, longest = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
     packed = (part.unsqueeze(1) for part in (query, key, value))  # [n, 1, e]
-    return varlen_attn(*packed, ends, ends, longest, longest, window_size=CAUSAL).squeeze(1)
+    return stock_kernel()(*packed, ends, ends, longest, longest, window_size=CAUSAL).squeeze(1)

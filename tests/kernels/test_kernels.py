@@ -1,7 +1,6 @@
 """The attention backends that run anywhere, against head-by-head float64 arithmetic: outputs and every gradient."""
 
 import itertools
-import runpy
 import subprocess
 import sys
 
@@ -90,7 +89,7 @@ def packed_sequences(query, key, value, ends, key_ends, longest, longest_key, *,
 @pytest.mark.parametrize("most", [varlen.MOST_SEQUENCES, 3])
 @pytest.mark.parametrize("shape, routing, lengths, window", OWN_KEYS.values(), ids=OWN_KEYS)
 def test_the_stock_kernel_gets_the_tokens_of_each_head_and_document(shape, routing, lengths, window, most, monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", packed_sequences)
+    monkeypatch.setattr(varlen, "stock_kernel", lambda: packed_sequences)
     monkeypatch.setattr(varlen, "MOST_SEQUENCES", most)
     *sizes, num_shared = shape
     *tensors, upstream, selected = make_inputs(*sizes, routing)
@@ -101,9 +100,9 @@ def test_the_stock_kernel_gets_the_tokens_of_each_head_and_document(shape, routi
 
 
 def test_a_stock_kernel_without_windows_is_none(monkeypatch):
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, key, value, is_causal=False: None)
-    assert runpy.run_path(varlen.__file__)["varlen_attn"] is None
-    monkeypatch.setattr(varlen, "varlen_attn", None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, is_causal=False: None)
+    monkeypatch.setattr(varlen, "stock_kernel", varlen.stock_kernel.__wrapped__)
+    assert varlen.stock_kernel() is None
     with pytest.raises(RuntimeError, match="no varlen_attn with window_size; choose auto"):
         attention.check_backend("varlen", torch.device("cpu"))
 
