@@ -221,6 +221,8 @@ def become(arguments, environment, directory, files):
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
+    if "HF_MODULES_CACHE" in environment:  # which transformers has read already
+        importlib.import_module("transformers.dynamic_module_utils").HF_MODULES_CACHE = environment["HF_MODULES_CACHE"]
     if arguments[0] == "-u":
         sys.stdout.reconfigure(line_buffering=True)
         arguments = arguments[1:]

@@ -1,6 +1,7 @@
 """Key/value groups as experts, and a number of heads that varies by token: runs, figures, export and import."""
 
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -157,10 +158,10 @@ def run_recorded(flags):
     return taken
 
 
-def test_a_bias_follows_the_loads_of_whole_steps_and_an_export_selects_by_it(data_dir, tmp_path, monkeypatch):
+def test_a_bias_follows_the_loads_of_whole_steps_and_an_export_selects_by_it(data_dir, tmp_path, export):
     flags = arguments(data_dir, tmp_path / "run", *STEADY.split(), *MODELS["bias"].split())
     (taken,) = run_ranks(run_recorded, 1, flags)
-    exporter(monkeypatch)(tmp_path / "run", tmp_path / "hf", "--dtype", "bfloat16")  # which compares logits
+    export(tmp_path / "run", tmp_path / "hf", "--dtype", "bfloat16")  # which compares logits
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     consolidate(tmp_path / "run", tmp_path / "one.safetensors", False, torch.bfloat16)
     in_one = load_file(tmp_path / "one.safetensors")
@@ -268,10 +269,9 @@ def test_the_summary_says_what_a_token_selects_and_routers_count_groups():
     assert parameter_counts(model)["router"] == 2 * 768 * (8 + 2)  # eight groups, a1 and a2
 
 
-def test_an_export_has_the_keys_its_card_the_words_and_an_import_the_model(tmp_path, monkeypatch):
+def test_an_export_has_the_keys_its_card_the_words_and_an_import_the_model(tmp_path, export):
     heads = replace(PAPER.heads, routing_unit="key_value_group", routing_top_p=0.6)
     model = replace(PAPER, heads=replace(heads, num_shared_heads=(2, 0), num_active_routed_heads=(2, 4)))
-    export = exporter(monkeypatch)
     run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
     export(tmp_path / "run", tmp_path / "hf")  # which compares the logits of the trainer and of transformers
     values = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -285,16 +285,18 @@ def test_an_export_has_the_keys_its_card_the_words_and_an_import_the_model(tmp_p
     assert Config.load(find_step(tmp_path / "in") / "config.json").model == model
 
 
-def test_an_export_of_a_plain_model_has_none_of_the_keys(tmp_path, monkeypatch):
-    export = exporter(monkeypatch)
+def test_an_export_of_a_plain_model_has_none_of_the_keys(tmp_path, monkeypatch, export):
     monkeypatch.setattr("tools.hf.export_check.transformers", None)
     run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, None, False)
     export(tmp_path / "run", tmp_path / "hf")
     assert not {"routing_unit", "routing_top_p"} & json.loads((tmp_path / "hf" / "config.json").read_text()).keys()
 
 
-def exporter(monkeypatch):
+@pytest.fixture
+def export(monkeypatch, programs):
     """tools/export_hf.py in this process."""
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))  # of its check
+
     def call(checkpoint, output, *more):
         arguments = ["--checkpoint", str(checkpoint), "--output", str(output), *more]
         assert export_hf.main(arguments) == 0

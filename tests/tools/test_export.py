@@ -124,8 +124,10 @@ def run(tokenizer, tmp_path_factory):
 
 
 @pytest.fixture
-def export(monkeypatch, capsys):
+def export(monkeypatch, capsys, programs):
     """A function that runs the program in this process: arguments -> (exit code, stdout, stderr)."""
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))  # of its check
+
     def call(*arguments):
         return command.main(list(map(str, arguments))), *capsys.readouterr()
 
@@ -283,13 +285,13 @@ print(json.dumps({"report": {key: sorted(map(str, value)) for key, value in repo
 """
 
 
-def load_with_transformers(directory, prompt, scratch, trusted=True):
+def load_with_transformers(python, directory, prompt, scratch, trusted=True):
     """Ids, logits and greedy continuation in a process that knows the export only, without network."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     program = LOAD if trusted else LOAD.replace(", trust_remote_code=True", "")
     finished = subprocess.run(
-        [sys.executable, "-c", program, str(directory), prompt],
-        env={**environment, "HF_HUB_OFFLINE": "1", "HF_HOME": str(scratch)},
+        [str(python), "-c", program, str(directory), prompt],
+        env={**environment, "HF_HUB_OFFLINE": "1", "HF_HOME": str(scratch), "HF_MODULES_CACHE": str(scratch / "code")},
         cwd=scratch,
         capture_output=True,
         text=True,
@@ -314,7 +316,7 @@ def test_transformers_computes_the_logits_and_the_greedy_text_of_the_trainers_mo
     assert finished.returncode == 0, finished.stderr
     assert "checked: logits of transformers" in finished.stdout
     prompt = "the head of</s> a model\n"
-    loaded = load_with_transformers(tmp_path / "elsewhere" / "hf", prompt, tmp_path)
+    loaded = load_with_transformers(programs / "python", tmp_path / "elsewhere" / "hf", prompt, tmp_path)
     assert not any(loaded["report"].values())
     original = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     assert loaded["ids"] == original.encode(prompt)
@@ -424,7 +426,7 @@ def test_a_model_with_all_heads_is_an_ordinary_llama(tokenizer, tmp_path, export
     assert not {"auto_map", "head_selection", "num_shared_heads"} & config.keys()
     assert not list((tmp_path / "hf").glob("*.py"))
     prompt = "the head of a model\n"
-    loaded = load_with_transformers(tmp_path / "hf", prompt, tmp_path, trusted=False)
+    loaded = load_with_transformers(sys.executable, tmp_path / "hf", prompt, tmp_path, trusted=False)
     assert not any(loaded["report"].values())
     assert loaded["ids"] == sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).encode(prompt)
     logits = make_weights(model_config)(torch.tensor([loaded["ids"]]))[:, 0]
