@@ -78,13 +78,11 @@ def without_replaced(known, given):
     return {name: value for name, value in known.items() if name not in replaced}
 
 
-def changes(arguments, kind=Config, make=None):
-    """Lines on what ``arguments`` change: of the launch script's flags, or of the preset or the defaults. make: of the
-    parser."""
+def changes(arguments, kind=Config):
+    """Lines on what ``arguments`` change: of the launch script's flags, or of the preset or the defaults."""
     places = [place for place, text in enumerate(arguments) if text == "--script"]
     place = places[-1] if places else 0
-    make = make or make_parser
-    before, after = (parse_flags(make(), part, kind) for part in (arguments[:place], arguments[place:]))
+    before, after = (parse_flags(make_parser(kind), part, kind) for part in (arguments[:place], arguments[place:]))
     known = {entry.name: entry.default for _, entry in walk(kind())}
     known |= (kind.preset(after.preset, {}) if after.preset else {}) | before.values
     lines = [f"given      {f'after {after.script}' if after.script else 'besides the defaults'}:"]
@@ -143,24 +141,16 @@ def save_config(given, path):
         raise ConfigError([f"--save-config {path}: cannot be written ({error.strerror}); give another file"]) from error
 
 
-def make_parser():
-    parser = Parser(
-        prog="python -m moh_lm.pretrain",
-        usage="%(prog)s [flags]",
-        description="Pretrain a Mixture-of-Head language model. The scripts in launch/ hold the paper's values.",
-    )
-    add_config_flags(parser)
-    add_run_flags(parser)
-    return parser
-
-
-def add_run_flags(parser):
-    """Flags of a training command besides those of its configuration."""
+def make_parser(kind=Config):
+    """Of the training command of a kind of configuration."""
+    parser = Parser(prog=f"python -m {kind.program}", usage="%(prog)s [flags]", description=kind.about)
+    add_config_flags(parser, kind)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
     parser.add_argument("--save-config", metavar="FILE.yaml", help="of --dry-run: write the flags there, for --config")
     parser.add_argument("--script", help=argparse.SUPPRESS)  # a launch script's name, between its flags and the user's
     # The deepspeed launcher appends it to every rank's arguments; LOCAL_RANK is what counts.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    return parser
 
 
 def add_config_flags(parser, kind=Config):

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. ``problems`` is empty if and only if the run can start on ``world_size`` processes."""
+    """A whole run. moh_lm.checks says whether it can start."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -41,6 +41,7 @@ class Config:
     presets, preset = SIZES, staticmethod(preset)
     of_presets = "sizes, gates, batch, budget and rate that no other flag gives"
     program, unit = "moh_lm.pretrain", "nats per token"  # of its command, and of its losses
+    about = "Pretrain a Mixture-of-Head language model. The scripts in launch/ hold the paper's values."
     refused = ()  # fields that this kind of model does not know: --help leaves them out
     of_data = ("reset_at_documents",)  # fields that say what is read, beside those that the data set compares itself
     of_loss = ("z_loss",)  # fields that change losses or gradient norms, beside those of the model and of the data

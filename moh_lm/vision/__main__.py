@@ -11,18 +11,10 @@ import importlib
 import sys
 
 from moh_lm.cli.output import open_closed_streams
-from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.flags import add_config_flags, add_run_flags, changes, parse_flags
+from moh_lm.flags import changes, make_parser, parse_flags
 from moh_lm.run.problems import tell
 from moh_lm.vision.config import KINDS
-
-
-def make_parser(kind):
-    parser = Parser(prog=f"python -m {kind.program}", usage="%(prog)s [flags]", description=kind.__doc__)
-    add_config_flags(parser, kind)
-    add_run_flags(parser)
-    return parser
 
 
 def main():
@@ -33,10 +25,9 @@ def main():
         print(__doc__ if name in ("-h", "--help") else f"moh_lm.vision {name}: give vit or dit first".strip())
         sys.exit(0 if name in ("-h", "--help") else 2)
     kind = KINDS[name]
-    make = functools.partial(make_parser, kind)
     try:
-        given = parse_flags(make(), arguments, kind)
-        given.changes = functools.partial(changes, arguments, kind, make)
+        given = parse_flags(make_parser(kind), arguments, kind)
+        given.changes = functools.partial(changes, arguments, kind)
     except ConfigError as error:
         tell(error.problems, program=kind.program)
         sys.exit(2)

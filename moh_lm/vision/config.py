@@ -293,7 +293,7 @@ class ViTTraining(ImageTraining):
     """Train MoH-ViT, a classifier of images. The scripts in launch/ hold the paper's values."""
 
     model: ViTConfig = field(default_factory=ViTConfig)
-    kind, presets, program = "vit", VIT, "moh_lm.vision vit"
+    kind, presets, program, about = "vit", VIT, "moh_lm.vision vit", __doc__
     of_data = ("seed", "repeated_augmentation")
 
 
@@ -302,7 +302,7 @@ class DiTTraining(ImageTraining):
     """Train MoH-DiT, which draws images of a class. The scripts in launch/ hold the paper's values."""
 
     model: DiTConfig = field(default_factory=DiTConfig)
-    kind, presets, program = "dit", DIT, "moh_lm.vision dit"
+    kind, presets, program, about = "dit", DIT, "moh_lm.vision dit", __doc__
 
 
 KINDS = {kind.kind: kind for kind in (ViTTraining, DiTTraining)}

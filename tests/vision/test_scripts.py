@@ -8,8 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from launch.quickstart_images import HELD_OUT
-from moh_lm.flags import config_of, parse_flags
-from moh_lm.vision.__main__ import make_parser
+from moh_lm.flags import config_of, make_parser, parse_flags
 from moh_lm.vision.checks import image_problems
 from moh_lm.vision.config import KINDS
 from moh_lm.vision.load import MODELS
