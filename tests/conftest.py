@@ -13,7 +13,7 @@ from tests.interpreting import prepare
 from tests.ready_python import ready_python
 
 VOCAB_SIZE = 64
-# The files that take longest begin first, so that both workers end at about the same time.
+# The files that take longest begin first, so that all workers end at about the same time.
 LONGEST = (
     "training/test_layouts.py",
     "test_docs.py",

@@ -28,5 +28,5 @@ if [[ ${1:-} == --quick ]]; then
     set -- -m quick "${@:2}"
 fi
 python -m ruff check .
-# Two files at a time, in the order of conftest.py: more would be slower, since a test may start up to 16 ranks.
-python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Four files at a time, in the order of conftest.py: tests that wait leave two cores idle (docs/log.md).
+python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"
