@@ -440,7 +440,7 @@ def test_a_damaged_shard_ends_the_run_in_one_line_with_its_name(data_dir, tmp_pa
 
 def test_a_rank_that_stands_still_ends_the_run_and_all_ranks_say_where_they_were(data_dir, tmp_path):
     output, flags = tmp_path / "output", arguments(data_dir, tmp_path, "--hang-timeout", "6")
-    with pytest.raises(AssertionError, match=r"exit codes \["):
+    with pytest.raises(AssertionError, match=r"exit codes \[|rank 1:"):  # a woken rank may go on until rank 0 leaves
         run_ranks(run_and_suffer, 2, flags, 5, stand_still, output)
     said = [Path(f"{output}-{rank}").read_text() for rank in (0, 1)]
     assert re.search(r"no progress for \d+ s \(--hang-timeout 6\); rank 1 \(process \d+\) had been stopped", said[0])
