@@ -102,6 +102,11 @@ def add_flags(parser):
     add("--ranks", type=at_least(1), metavar="N", default=1, help="processes of each run, one per GPU (default: 1)")
 
 
+def factor(text):
+    """A factor of the learning rate, rounded to the six digits that the name of a run's directory has."""
+    return float(f"{above_0(text):g}")
+
+
 def add_comparison_flags(parser, variants, rates):
     """Those of a comparison. rates: the factors that are tried for each form."""
     add_flags(parser)
@@ -113,7 +118,7 @@ def add_comparison_flags(parser, variants, rates):
     add("--variants", nargs="+", metavar="NAME", default=usual, choices=names + tables, help=words)
     add("--seeds", type=at_least(0), metavar="N", nargs="+", default=[1, 2, 3], help="of weights and order of "
         "samples (default: 1 2 3)")  # fmt: skip
-    add("--rates", type=above_0, metavar="X", nargs="+", default=rates, help="factors of the learning rate; of several "
+    add("--rates", type=factor, metavar="X", nargs="+", default=rates, help="factors of the learning rate; of several "
         f"the best of seed {TUNING_SEED} is used (default: {' '.join(map(str, rates))})")  # fmt: skip
     add("--hours", type=above_0, metavar="X", default=math.inf, help="no run begins that would end later (default: no "
         "limit)")  # fmt: skip

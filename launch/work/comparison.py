@@ -7,7 +7,7 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import launch.work.report as report
-from launch.comparison import TUNING_SEED, Size, Variant
+from launch.comparison import TUNING_SEED, Size, Variant, factor
 from launch.work.results import final_evaluation, metrics
 from launch.work.runs import DIVERGED, Run, as_flags, check_flags, exit_code, jobs_of, train_all
 from moh_lm.checks import config_problems
@@ -257,6 +257,6 @@ def tuning(losses, rates):
         best = min(wanted, key=losses.get)
         if min(wanted) < best < max(wanted):
             break
-        wanted.append(best / 2 if best == min(wanted) else best * 2)
+        wanted.append(factor(best / 2 if best == min(wanted) else best * 2))
     known = losses.keys() >= set(wanted) and min(map(losses.get, wanted)) < math.inf
     return wanted, min(wanted, key=losses.get) if known else None

@@ -67,6 +67,19 @@ def test_the_best_rate_is_looked_for_until_it_is_not_at_the_edge():
     assert comparison.tuning({}, [1.0]) == ([], 1.0)
 
 
+def test_a_factor_has_the_digits_that_the_directory_of_its_run_keeps(tmp_path):
+    flags = "--rates 0.7071067811865476 1 1.4142135623730951 --variants dense --sizes s".split()
+    rates = make(tmp_path, *flags).flags.rates
+    assert [float(f"{rate:g}") for rate in rates] == rates == [0.707107, 1, 1.41421]
+    wanted, _ = comparison.tuning({0.333333: 1, 1: 2}, [0.333333, 1])
+    assert [float(f"{rate:g}") for rate in wanted] == wanted == [0.333333, 1, 0.166666]
+    plan = make(tmp_path, *"--rates 0.3333333333333333 --variants dense --sizes s --seeds 1".split())
+    run = plan.next_run(set(), {})
+    run.directory.mkdir(parents=True)
+    run.log.write_text(" ".join(run.arguments) + "\n")
+    plan.check_flags()  # as the same command again does
+
+
 def test_forms_are_tuned_then_compared_seed_by_seed_and_nothing_is_done_twice(tmp_path):
     rates = ("--rates", "0.5", "1", "2", "--sizes", "s", "m")
     plan = make(tmp_path, "--variants", "dense", "paper-50", "paper-75", "--seeds", "1", "2", *rates)
