@@ -54,9 +54,9 @@ VARIANTS = (
     *(Variant(f"moh-75-share-{share}", 0.06 * share, 6 - 0.06 * share, PAPER, table="table7") for share in SHARES),
     # the number of heads at equal width, as in Table 3 (A) of "Attention Is All You Need"
     *(Variant(f"dense-heads-{heads}", None, 0, f"--num-attention-heads {heads}", "heads") for heads in (1, 4, 16, 32)),
-    # Mixture of Attention heads: the selected heads share one key/value head, none is always on, gates add up to 1
+    # Mixture of Attention heads: the selected heads share one key/value head, none is always on, gates add up to K
     Variant("moa-50", 0, 4, "--routing released --num-key-value-heads 1", "forms"),
-    # SwitchHead's gates: a sigmoid of each selected head, none always on. Its experts inside a head are not here
+    # SwitchHead's gates times 2: a sigmoid of each selected head, none always on. Its experts in a head are not here
     Variant("switch-50", 0, 4, "--routing sigmoid", "forms"),
     # tokens to the same loss, whole matrices orthogonalised or heads by themselves
     Variant("dense-half", None, table="muon", tokens=0.5),
@@ -84,8 +84,8 @@ QUESTIONS = (
     ("moh-75-one-stage", "moh-75", "75% with shared heads in one stage (Table 6)"),
     *((f"moh-75-share-{share}", "moh-75", f"{share}% of used heads shared, for 66.7% (Table 7)") for share in SHARES),
     *((f"dense-heads-{heads}", "dense", f"heads: {heads} at the same width") for heads in (1, 4, 16, 32)),
-    ("moa-50", "gqa-dense", "half of the heads, one key/value head, gates that add up to 1 (MoA)"),
-    ("switch-50", "moh-50", "sigmoid gates, no shared head (SwitchHead's gates)"),
+    ("moa-50", "gqa-dense", "half of the heads, one key/value head, gates that add up to K (K times MoA's)"),
+    ("switch-50", "moh-50", "sigmoid gates, no shared head (2 times SwitchHead's)"),
     ("dense-muon", "dense", "Muon instead of AdamW, all heads"),
     ("dense-muon-head", "dense-muon", "its q, k, v and o orthogonalised by heads"),
     ("moh-50-muon", "moh-50", "Muon instead of AdamW, 50%"),

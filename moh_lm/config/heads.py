@@ -63,7 +63,8 @@ class HeadsConfig:
     router_z_loss: float = option(0.0, "of the mean squared logsumexp of the routed scores; 0: none")
     load_balance_scope: str = option(
         "sequence",
-        "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), or the whole previous step",
+        "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), each micro-batch, or the "
+        "whole previous step",
         choices=("sequence", "micro_batch", "global_batch"),
     )
     router_gumbel_noise: float = option(0.0, "scale of Gumbel noise on the scores that select in training; 0: none")
