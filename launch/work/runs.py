@@ -15,10 +15,12 @@ import torch
 
 from launch.work.results import final_evaluation
 from moh_lm.config import Config, ConfigError
+from moh_lm.monitor.journal import complete_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
 STOPPED = 75  # asked to stop, and has saved
+OF_EVENTS = {"failed": DIVERGED, "stopped": STOPPED}  # torchrun makes 1 of either; the run's last event tells
 
 
 class Run(NamedTuple):
@@ -93,19 +95,22 @@ def train_all(next_run, jobs, ranks=1):
     busy, codes, free = {}, {}, shares(jobs, ranks)
     try:
         while True:
-            while free and (run := next_run({run.directory for _, run, _ in busy.values()}, codes)):
-                share = free.pop(0)
+            while free and (run := next_run({run.directory for _, run, *_ in busy.values()}, codes)):
+                share, before = free.pop(0), len(events(run))
                 process = start(run, ranks, share)
-                busy[process.pid] = process, run, share
+                busy[process.pid] = process, run, share, before
                 print(f"started {run.name}", flush=True)
             if not busy:
                 return codes
             pid, status = os.wait()
             if pid not in busy:  # as process 1 of a container gets what runs left behind
                 continue
-            process, run, share = busy.pop(pid)
+            process, run, share, before = busy.pop(pid)
             free.append(share)
-            process.returncode = codes[run.directory] = os.waitstatus_to_exitcode(status)
+            code = os.waitstatus_to_exitcode(status)
+            if ranks > 1 and code == 1:
+                code = OF_EVENTS.get(next(reversed(events(run)[before:]), None), code)
+            process.returncode = codes[run.directory] = code
             words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: the same command goes on"}
             print(words.get(process.returncode, f"failed {run.name} (exit code {process.returncode})"), flush=True)
     finally:
@@ -113,6 +118,11 @@ def train_all(next_run, jobs, ranks=1):
             process.terminate()
         for process, *_ in busy.values():
             process.wait()
+
+
+def events(run):
+    """The names of all events of a run, in order."""
+    return [row["event"] for _, row in complete_rows(run.directory / "events.jsonl")]
 
 
 def exit_code(codes):

@@ -22,7 +22,7 @@ from moh_lm.monitor.report import report_run
 from moh_lm.monitor.row import training_row
 from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Tasks
-from moh_lm.parallel.agreement import set_on_any_rank, together
+from moh_lm.parallel.agreement import by_rank_0, set_on_any_rank, together
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.directory import check_nodes
 from moh_lm.run.launch import say
@@ -165,7 +165,7 @@ class Run:
             self.saver.finish()
             text = f"step {state.step}: {error}; {self.saver.newest()}"
             self.journal.add("failed", state.step)  # said when the rank ends
-            self.report()
+            by_rank_0(self.report)  # the others wait: a rank that has left would be named as the cause
             raise BadNumbers(text) from error
         self.interval.add(result, data_seconds, run.tokens_per_iteration, bad_sources)
         self.engine.begin(state.step)

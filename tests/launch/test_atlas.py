@@ -149,6 +149,21 @@ def test_a_process_that_a_run_left_behind_is_none_of_the_runs(tmp_path, monkeypa
     left.returncode = 0  # it was collected above
 
 
+@pytest.mark.parametrize("last, code", [("failed", 70), ("stopped", 75), ("resumed", 1), (None, 1)])
+def test_the_last_event_tells_how_a_run_of_several_ranks_ended(last, code, tmp_path, monkeypatch):
+    path = tmp_path / "one" / "events.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"step": 1, "event": "stopped"}\n')  # of an earlier start
+    line = json.dumps({"step": 2, "event": last}) if last else ""
+    monkeypatch.setattr(
+        runs, "start", lambda *_: subprocess.Popen(["sh", "-c", 'echo "$1" >> "$2"; exit 1', "sh", line, path])
+    )
+    for ranks, expected in ((2, code), (1, 1)):
+        coming = iter([runs.Run("one", path.parent, 1, [])])
+        codes = runs.train_all(lambda busy, codes, coming=coming: next(coming, None), 1, ranks)
+        assert codes == {path.parent: expected}
+
+
 def test_runs_at_the_same_time_have_gpus_of_their_own(tmp_path, monkeypatch):
     shows = tmp_path / "shows"
     shows.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES" >> "$0.all"\nsleep 0.2\n')

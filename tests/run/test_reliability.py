@@ -25,7 +25,7 @@ from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
 from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.config import ReliabilityConfig
 from moh_lm.model.transformer import DecoderLayer
-from moh_lm.run import program, watchdog
+from moh_lm.run import loop, program, watchdog
 from moh_lm.run.watchdog import UNAVAILABLE, Watchdog
 from moh_lm.training.engine import Engine
 from moh_lm.training.guard import FINE, GRADIENT, LOSS, SPIKE, BadNumbers, Guard
@@ -196,6 +196,22 @@ def test_too_many_skipped_steps_end_the_run_and_the_last_checkpoint_is_named(dat
     assert [event["step"] for event in events(tmp_path, "skipped")] == [3, 4, 5]
     pytest.importorskip("matplotlib")
     assert "<td>failed after step 5 of 7</td>" in (tmp_path / "report.html").read_text()
+
+
+def run_with_a_slow_page(flags, page):
+    """``run_with`` bad numbers, whose page takes a second; whether it was there when this rank knew that all ends."""
+    def report_run(*_):
+        time.sleep(1)
+        page.touch()
+
+    loop.report_run = report_run
+    run_with(flags, 3, nan_in_the_loss, 1, 5)
+    return page.exists()
+
+
+def test_a_run_that_fails_is_left_by_all_ranks_when_its_page_is_written(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path / "run", *EVERY_STEP[2:], "--max-skipped-steps", "0", "--run-report")
+    assert run_ranks(run_with_a_slow_page, 2, flags, tmp_path / "page") == [True, True]
 
 
 # --- Spikes ---
