@@ -48,7 +48,8 @@ SEPARATORS = {"csv": "comma", "tsv": "tab", "tab": "tab"}
 CARRIAGE_RETURN = re.compile(rb"\}[ \t]*\r\s*\{")  # between objects; a string of JSON holds none
 ONE_JSON_VALUE = re.compile(rb"\[\s*\{|[\[{]\s*\n")
 ARCHIVE_NAME = re.compile(r"\.(gz|zst|zstd|parquet|arrow)$")
-JSON_LINES_NAME = re.compile(r"\.(jsonl|json|ndjson)(\.|$)")
+JSON_LINES_NAME = re.compile(r"(?i)\.(jsonl|json|ndjson)(\.|$)")
+FOLLOWING = 8  # lines that tell whether JSON lines stand behind a first line that is none
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FAILURES = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowException)
 FAILURES += (ValueError, OverflowError, KeyError)  # of pyarrow: values that Python cannot hold, a column twice
@@ -101,6 +102,8 @@ def sniff(file, name: str) -> tuple[str, str]:
         problem = f"one JSON value instead of an object per line; convert it, such as with jq -c '{form}'"
     elif (named_json or holds_json) and b"\n" not in content and CARRIAGE_RETURN.search(content):
         problem = "lines that end in carriage returns alone; convert it, such as with tr '\\r' '\\n'"
+    elif not (named_json or holds_json) and begins_with_another_line(content):
+        problem = "JSON lines behind a first line that is none; mend the first line, or name the file .jsonl"
     elif (table := NAMED_TABLE.search(name)) and not holds_json:
         problem = f"a table of {SEPARATORS[table[1].lower()]}-separated values; convert it to parquet or JSON lines"
     if problem:
@@ -123,6 +126,12 @@ def begins_with_object(content: bytes) -> bool:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return not newline and re.match(rb'\{\s*"', line) is not None
+
+
+def begins_with_another_line(content: bytes) -> bool:
+    """Whether the lines after the first, as far as ``content`` has them, are JSON objects: two or more."""
+    following = [line for line in content.split(b"\n")[1:-1] if line.strip()][:FOLLOWING]
+    return len(following) > 1 and all(begins_with_object(line + b"\n") for line in following)
 
 
 def unpacked(file: BinaryIO, container: str) -> BinaryIO:

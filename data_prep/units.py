@@ -75,7 +75,8 @@ def divide(
         except InputError as error:
             source.unreadable.append(str(error))
             continue
-        if len(ranges) == 1 and piece.size < unit_size // SMALL:
+        # Standard input cannot be read again, and a group is made anew when one of its files has changed.
+        if len(ranges) == 1 and piece.name != STDIN and piece.size < unit_size // SMALL:
             small += ranges
         else:
             parts += [[part] for part in ranges]
@@ -92,7 +93,7 @@ def divide(
     single = without(small, kept)
     formed = put_together(single, MANY)
     if not formed:
-        texts = by_folder(piece for piece in single if piece.form == "text" and piece.name != STDIN)
+        texts = by_folder(piece for piece in single if piece.form == "text")
         formed = [group for files in texts for group in put_together(files, many_texts)]
     parts += kept + formed + [[piece] for piece in without(single, formed)]
 

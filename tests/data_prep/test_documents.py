@@ -273,6 +273,11 @@ def test_a_line_beyond_the_limit_is_not_held_in_memory(tmp_path, monkeypatch):
         tracemalloc.stop()
 
 
+def test_a_name_of_json_lines_in_capitals_makes_a_bad_first_line_one_bad_line(tmp_path):
+    write(tmp_path / "A.JSONL", b'nothing\n{"text": "a"}\n{"text": "b"}\n')
+    assert read(tmp_path / "A.JSONL") == (["a", "b"], {"broken JSON": 1})
+
+
 # --- Damage of containers ---
 
 
@@ -317,6 +322,8 @@ DAMAGED = {
     "returns.jsonl": (b'{"text": "a"}\r{"text": "b"}\r', "carriage returns alone"),
     "array.json": (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "an object per line"),
     "pretty.json": (b'{\n  "text": "a"\n}\n', "an object per line"),
+    "warned": (b'warning: x\n{"text": "a"}\n{"text": "b"}\n', "behind a first line that is none; mend the first"),
+    "part-0.gz": (gzip.compress(b't": "a"}\n' + RANDOM_LINES), "behind a first line that is none; mend the first"),
     "cut.parquet": (None, "magic bytes"),
 }  # fmt: skip
 

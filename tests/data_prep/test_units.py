@@ -2,10 +2,12 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
 from data_prep import units as module
+from data_prep.documents import STDIN
 from data_prep.inputs import matching_files, named_source, recognized_sources
 from data_prep.output import record_groups, recorded_groups
 from data_prep.units import divide, plan_units
@@ -200,6 +202,17 @@ def test_a_small_file_with_a_shard_of_its_own_joins_no_group(tmp_path, monkeypat
     planned = units(f"{tmp_path}/*.txt", finished=set(alone).__contains__)
     assert set(alone) < set(planned)
     assert len(planned) == 11
+
+
+def test_standard_input_joins_no_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MANY", 10)
+    write(tmp_path, {f"{number:02d}.jsonl": json.dumps({"text": f"file {number:02d}"}) for number in range(30)})
+    source = named_source("--source a=", [f"{tmp_path}/*.jsonl"])
+    source.pieces[4] = replace(source.pieces[4], name=STDIN)
+    source.arrange()
+    planned = divide("a", source, text_key="text", unit_size=10**6, identity=None)
+    assert [len(unit.pieces) for unit in planned if any(piece.name == STDIN for piece in unit.pieces)] == [1]
+    assert max(len(unit.pieces) for unit in planned) == 29
 
 
 def test_the_record_of_groups_is_a_list_of_names_per_line(grouped, tmp_path):
