@@ -63,9 +63,10 @@ def check_flags(runs, out):
 
 def is_former_default(run, begun, flags):
     """Whether the run was begun before 2026-11-25 without ``--routing``, and has the gates that its flags name now."""
-    if b"--routing " in begun or begun != flags.replace(b"--routing paper ", b"", 1):
+    config = run.directory / "config.json"
+    if b"--routing " in begun or begun != flags.replace(b"--routing paper ", b"", 1) or not config.exists():
         return False
-    return Config.load(run.directory / "config.json").model.heads.routing == "paper"
+    return Config.load(config).model.heads.routing == "paper"
 
 
 def jobs_of(flags):

@@ -197,7 +197,7 @@ def window_problems(config):
     if run.window_max < run.window_min:
         found.append(f"--window-max {run.window_max}: must be at least --window-min {run.window_min}")
     if run.window_strategy == "sequence" and {*config.model.window} != {config.half_window()}:
-        were = f"the windows are {' '.join(map(str, {*config.model.window}))}, and {config.half_window()} by it"
+        were = f"the windows are {' '.join(map(str, sorted({*config.model.window})))}, and {config.half_window()} by it"
         found.append(f"{given}: {were}; leave --window out, or go on with the --seq-length of the run")
     if run.window_strategy == "entropy" and run.compile:
         found.append(f"{given}: its windows change with every step, and --compile makes graphs of one; leave it out")

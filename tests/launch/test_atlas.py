@@ -222,6 +222,8 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
     begun = scaled.next_run(set(), {})
     begun.log.parent.mkdir(parents=True)
     begun.log.write_text(" ".join(begun.arguments).replace("--routing paper ", "") + "\n")
+    with pytest.raises(ConfigError, match="its run has other flags"):
+        scaled.check_flags()
     for routing in ("paper_scaled", "paper"):  # of a preset, and what was the default
         config, _ = parse_config([*begun.arguments, "--routing", routing])
         begun.directory.mkdir(exist_ok=True)
