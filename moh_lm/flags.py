@@ -59,23 +59,22 @@ def config_of(given):
     What is not given is, of the model, that of the newest checkpoint in --checkpoint-dir, or else that of --preset.
     """
     kind = given.kind
-    known = model_of_run(given.values.get("checkpoint_dir"), kind)
+    model = without_replaced(model_of_run(given.values.get("checkpoint_dir"), kind), given.values)
     if given.values.get("head_selection") == "gated":
-        known.pop("routing", None)  # which gated decides; moh_lm.run.resume says what the run has
-    if given.preset:
-        known = {**kind.preset(given.preset, {**known, **given.values}), **known}
-    return kind.from_dict({**without_replaced(known, given.values), **given.values})
+        model.pop("routing", None)  # which gated decides; moh_lm.run.resume says what the run has
+    known = {**model, **given.values}
+    return kind.from_dict({**(kind.preset(given.preset, known) if given.preset else {}), **known})
 
 
-def without_replaced(known, given):
-    """{field: value} of a preset or a run, without numbers of heads if ``given`` has another budget, or reversed."""
+def without_replaced(model, given):
+    """{field: value} of a run's model, without numbers of heads if ``given`` has another budget, or the other way."""
     if "num_active_routed_heads" in given:
         replaced = SPREAD
-    elif any(given[name] != known.get(name) for name in SPREAD if name in given):
+    elif any(given[name] != model.get(name) for name in SPREAD if name in given):
         replaced = BUDGETS
     else:
-        return known
-    return {name: value for name, value in known.items() if name not in replaced}
+        return model
+    return {name: value for name, value in model.items() if name not in replaced}
 
 
 def changes(arguments, kind=Config):

@@ -8,7 +8,7 @@ from moh_lm.checks.model import model_problems
 from moh_lm.config import Config, ConfigError, RoutedLayer, walk
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import write_json
-from moh_lm.flags import config_of, idle_flags, make_parser, parse_config, parse_flags, save_config
+from moh_lm.flags import config_of, idle_flags, make_parser, parse_config, parse_flags, save_config, without_replaced
 from moh_lm.monitor.head_map import CELL, LEFT, TOP, head_map
 from moh_lm.training.muon import blocks_of
 
@@ -106,6 +106,10 @@ def test_of_a_budget_and_a_number_of_routed_heads_the_later_one_counts():
     small = parse(*"--preset 1M --head-budget 0.5 --head-budget-slope 0.6".split())
     plain = parse(*"--preset 1M".split())
     assert small.model.heads != plain.model.heads and len({*map(small.model.active_heads, range(4))}) > 1
+    run = {"num_layers": 2, "head_budget": 0.75, "num_shared_heads": (8, 6), "num_active_routed_heads": (4, 6)}
+    assert without_replaced(run, {"head_budget": 0.75}) == run  # as the same command again says
+    assert without_replaced(run, {"head_budget": 0.5}) == {"num_layers": 2, "head_budget": 0.75}
+    assert without_replaced(run, {"num_active_routed_heads": (3,)}).keys() == run.keys() - {"head_budget"}
     most = model_problems(parse(*script, "--head-budget", "0.5").model)
     assert most == ["--head-budget 0.5: the numbers of shared and routed heads use 56.2% of all; choose another share, "
                     "or another --num-shared-heads"]  # fmt: skip
