@@ -21,7 +21,7 @@ from moh_lm.model.rotary import kept_table
 from moh_lm.model.transformer import CausalLM
 from tests.distributed import run_ranks
 from tests.tokenizing import train_model
-from tests.tools.test_export import PAPER, write_checkpoint
+from tests.tools.exporting import PAPER, write_checkpoint
 from tools import generate as generate_tool
 from tools.hf.keys import written
 

@@ -23,7 +23,7 @@ from moh_lm.monitor.head_map import head_map
 from tests.distributed import run_ranks
 from tests.monitor.test_alarms import interval
 from tests.monitor.test_monitoring import ROUNDING, cells, events_of
-from tests.tools.test_export import PAPER, write_checkpoint
+from tests.tools.exporting import PAPER, write_checkpoint
 from tests.training.test_layouts import distance, state
 from tests.training.test_training import arguments, parameters, rows, run
 from tools import export_hf, import_hf

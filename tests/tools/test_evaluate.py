@@ -25,7 +25,7 @@ from moh_lm.monitor.tasks import Question, Tasks
 from moh_lm.run import program
 from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
-from tests.tools.test_export import PAPER, make_weights, write_checkpoint
+from tests.tools.exporting import PAPER, make_weights, write_checkpoint
 from tests.training.test_training import arguments, rows, run
 from tools import evaluate, evaluate_prepare, export_hf, generate, head_report, run_report
 from tools.heads.task_text import task_domains

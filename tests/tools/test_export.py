@@ -1,13 +1,12 @@
-"""tools/export_hf.py: from a checkpoint to a directory that transformers loads, or to nothing at all."""
+"""tools/export_hf.py: from a checkpoint to a directory that transformers loads, or to nothing at all.
 
-import base64
-import io
+One model in every form that its files can have; other models and tokenizers are in test_export_models.py.
+"""
+
 import json
 import os
 import shutil
-import struct
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,105 +14,22 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-import torch.distributed as dist
 
-from moh_lm.checkpoint.saver import Saver
-from moh_lm.config import Config, HeadsConfig, ModelConfig, RunConfig
-from moh_lm.model.transformer import CausalLM
-from moh_lm.training.optimizer import Fragment
+from moh_lm.config import HeadsConfig, ModelConfig
 from tests.distributed import run_ranks
-from tests.tokenizing import hugging_face_tokenizer
+from tests.tools.exporting import (
+    PAPER,
+    TIED,
+    load_with_transformers,
+    make_weights,
+    read_safetensors,
+    write_checkpoint,
+)
 from tools import export_hf as command
-from tools import generate
 from tools.hf import export_check, model_card
-from tools.hf.hugging_face_tokenizer import write_tokenizer
-from tools.hf.import_config import model_config
 from tools.work import export_hf
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-STEP, SEQUENCES = 7, 70
-SEGMENTS = [  # the mix was changed after 42 of the sequences
-    {"first_sample": 0, "weights": {"books": 1, "code": 1}},
-    {"first_sample": 42, "weights": {"books": 1, "code": 2, "web": 1}},
-]
-HEADS = HeadsConfig(num_shared_heads=(2, 0), num_active_routed_heads=(1, 3), routing="released")
-PAPER = ModelConfig(
-    num_layers=2,
-    hidden_size=24,
-    intermediate_size=40,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=301,
-    rope_theta=500.0,
-    heads=HEADS,
-)
-TIED = ModelConfig(
-    num_layers=2,
-    hidden_size=24,
-    intermediate_size=40,
-    num_attention_heads=4,
-    vocab_size=301,
-    tie_embeddings=True,
-    heads=HeadsConfig(routing="query_norm", routing_dtype="bf16"),
-)
-
-
-def make_weights(model_config):
-    """The model of one rank with weights large enough that each of them shows in the logits."""
-    model = CausalLM(model_config)
-    model.initialize(seed=3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(8 if parameter.ndim > 1 else 1.25)
-    return model
-
-
-def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=32):
-    """A checkpoint of ``make_weights``, written by the ranks of this world as a training run would.
-
-    With tensor parallelism each rank owns its slice of every parameter, else a range of the flattened parameter.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = CausalLM(model_config, dist.group.WORLD if tensor_parallel else None)
-    fragments = []
-    whole = dict(make_weights(model_config).named_parameters())
-    for name, parameter in model.named_parameters():
-        values = whole[name].detach()
-        if tensor_parallel:
-            replicated = parameter.tensor_partition is None
-            start, is_copy = 0, replicated and rank > 0
-            owned = values if replicated else parameter.tensor_partition.take(values)
-        else:
-            start, stop, is_copy = rank * values.numel() // size, (rank + 1) * values.numel() // size, False
-            owned = values.flatten()[start:stop]
-        tensors = {"master": owned.flatten()}
-        fragments.append(Fragment(name, parameter, start, is_copy, tensors))
-    run_config = RunConfig(seq_length=seq_length, batch_tokens=10 * seq_length, train_iters=STEP)
-    config = Config(model=model_config, run=run_config)
-    state = {
-        "consumed_samples": SEQUENCES,
-        "optimizer_steps": STEP - 1,
-        "router_shares": [[0.4, 0.6], [0.6, 0.75, 0.75, 0.9]],
-        "data": {"segments": SEGMENTS},
-    }
-    Saver(Path(run) / "checkpoints").save(STEP, fragments, config, state, tokenizer)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    """A small SentencePiece model with byte fallback."""
-    path, blob = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model", io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the model of the text", "a head of the model"] * 20),
-        model_writer=blob,
-        vocab_size=290,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    path.write_bytes(blob.getvalue())
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -121,37 +37,6 @@ def run(tokenizer, tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
     run_ranks(write_checkpoint, 1, directory, PAPER, tokenizer, False)
     return directory
-
-
-@pytest.fixture
-def export(monkeypatch, capsys, programs):
-    """A function that runs the program in this process: arguments -> (exit code, stdout, stderr)."""
-    monkeypatch.setattr(sys, "executable", str(programs / "python"))  # of its check
-
-    def call(*arguments):
-        return command.main(list(map(str, arguments))), *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
-def without_transformers(monkeypatch):
-    monkeypatch.setattr(export_check, "transformers", None)
-
-
-def read_safetensors(directory):
-    """Name -> (dtype, shape, bytes) from the files themselves: u64 length, JSON header, data."""
-    tensors = {}
-    for path in directory.glob("*.safetensors"):
-        data = path.read_bytes()
-        (length,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + length])
-        assert header.pop("__metadata__") == {"format": "pt"}
-        for name, entry in header.items():
-            start, stop = (8 + length + offset for offset in entry["data_offsets"])
-            assert name not in tensors
-            tensors[name] = entry["dtype"], tuple(entry["shape"]), data[start:stop]
-    return tensors
 
 
 def contents(directory):
@@ -269,37 +154,6 @@ def test_every_layout_gives_the_same_bytes(run, tokenizer, tmp_path, export, wit
         assert contents(tmp_path / name / "hf") == contents(tmp_path / "one")
 
 
-LOAD = """
-import json, sys
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-directory, prompt = sys.argv[1:]
-model, report = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, output_loading_info=True)
-tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
-inputs = tokenizer(prompt, return_tensors="pt")
-with torch.no_grad():
-    logits = model(**inputs).logits[0]
-generated = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
-print(json.dumps({"report": {key: sorted(map(str, value)) for key, value in report.items()}, "logits": logits.tolist(),
-                  "ids": inputs["input_ids"][0].tolist(), "generated": generated.tolist()}))
-"""
-
-
-def load_with_transformers(python, directory, prompt, scratch, trusted=True):
-    """Ids, logits and greedy continuation in a process that knows the export only, without network."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    program = LOAD if trusted else LOAD.replace(", trust_remote_code=True", "")
-    finished = subprocess.run(
-        [str(python), "-c", program, str(directory), prompt],
-        env={**environment, "HF_HUB_OFFLINE": "1", "HF_HOME": str(scratch), "HF_MODULES_CACHE": str(scratch / "code")},
-        cwd=scratch,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout.splitlines()[-1])
-
-
 @torch.no_grad()
 def test_transformers_computes_the_logits_and_the_greedy_text_of_the_trainers_model(
     run, tokenizer, tmp_path, programs
@@ -329,123 +183,6 @@ def test_transformers_computes_the_logits_and_the_greedy_text_of_the_trainers_mo
     assert loaded["generated"] == ids
 
 
-ROPES = {
-    "linear": {"rope_type": "linear", "rope_factor": 3.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_factor": 8.0,
-        "rope_low_freq_factor": 1.0,
-        "rope_high_freq_factor": 4.0,
-        "rope_original_length": 16,
-    },
-    "yarn": {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_length": 16},
-}
-
-
-@pytest.mark.parametrize("kind", ROPES)
-def test_a_scaled_rotary_embedding_is_written_for_every_version(kind, tmp_path, export, without_transformers):
-    run_ranks(write_checkpoint, 1, tmp_path / "run", replace(PAPER, **ROPES[kind]), None, False)
-    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    assert code == 0 and "checked: logits of the trainer's model" in printed
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    keys = {"rope_type": "rope_type", "rope_original_length": "original_max_position_embeddings"}
-    scaling = {keys.get(field, field.removeprefix("rope_")): value for field, value in ROPES[kind].items()}
-    assert config["rope_theta"] == 500.0
-    assert config["rope_scaling"] == scaling
-    assert config["rope_parameters"] == {**scaling, "rope_theta": 500.0}
-
-
-OWN_KEYS = replace(HEADS, routed_keys="selected")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind, heads", [("moh_llama", OWN_KEYS), ("mistral", HeadsConfig(head_selection="all"))])
-def test_an_export_sees_what_the_windows_of_the_model_show(kind, heads, tmp_path, export):
-    pytest.importorskip("transformers")
-    window = (6, 3) if kind == "moh_llama" else (6, 6)
-    run_ranks(write_checkpoint, 1, tmp_path / "run", replace(PAPER, heads=heads, window=window), None, False)
-    code, printed, errors = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    assert code == 0 and "checked: logits of transformers" in printed, errors
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["model_type"], config["sliding_window"]) == (kind, 6)
-    assert config.get("layer_types") == {"moh_llama": ["sliding_attention"] * 2}.get(kind)
-    assert config.get("layer_windows") == {"moh_llama": [6, 3]}.get(kind)
-    card = (tmp_path / "hf" / "README.md").read_text()
-    assert "| sliding window | 6 tokens in " in card and ("ordinary `Mistral" in card) == (kind == "mistral")
-
-
-@pytest.mark.parametrize(
-    "heads, positions, said",
-    [
-        (
-            HeadsConfig(head_selection="all"), dict(position=("cope", "rotary"), rotary_fraction=0.5),
-            "CoPE up to 64 in 1 of 2 layers, rotary, 0.5 of the features in 1 of 2 layers",
-        ),
-        (HEADS, dict(position=("learned",), learned_positions=40), "a learned table in 2 of 2 layers"),
-    ],
-)  # fmt: skip
-def test_positions_that_no_llama_has_are_exported_with_our_class(heads, positions, said, tmp_path, export):
-    pytest.importorskip("transformers")
-    model = replace(PAPER, heads=heads, **positions)
-    run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
-    code, printed, errors = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    assert code == 0 and "checked: logits of transformers" in printed, errors
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert config["architectures"] == ["MoHLlamaForCausalLM"] and model_config(config).position == model.position
-    card = (tmp_path / "hf" / "README.md").read_text()
-    assert f"| positions | {said}" in card and ("| rotary embedding |" in card) == ("rotary" in model.position)
-
-
-def test_a_tokenizer_of_tiktoken_is_copied_and_converted(tmp_path, export):
-    pytest.importorskip("tiktoken")
-    pytest.importorskip("transformers")
-    ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
-    (tmp_path / "tokenizer.model").write_text(ranks)
-    run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tmp_path / "tokenizer.model", False)
-    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    assert code == 0 and "checked: logits of transformers" in printed
-    assert (tmp_path / "hf" / "tokenizer.model").read_text() == ranks
-    for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == 257  # the second special token
-
-
-DENSE = replace(PAPER, heads=HeadsConfig(head_selection="all"))
-
-
-@torch.no_grad()
-def test_a_model_with_all_heads_is_an_ordinary_llama(tokenizer, tmp_path, export):
-    """It loads without remote code, its rotary scaling and tokenizer too."""
-    pytest.importorskip("transformers")
-    model_config = replace(DENSE, **ROPES["llama3"])
-    run_ranks(write_checkpoint, 1, tmp_path / "run", model_config, tokenizer, False)
-    flags = ["--license", "apache-2.0", "--base-model", "owner/name"]
-    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", *flags)
-    assert code == 0 and "trust_remote_code" not in printed and "checked: logits of transformers" in printed
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["model_type"], config["architectures"]) == ("llama", ["LlamaForCausalLM"])
-    assert not {"auto_map", "head_selection", "num_shared_heads"} & config.keys()
-    assert not list((tmp_path / "hf").glob("*.py"))
-    prompt = "the head of a model\n"
-    loaded = load_with_transformers(sys.executable, tmp_path / "hf", prompt, tmp_path, trusted=False)
-    assert not any(loaded["report"].values())
-    assert loaded["ids"] == sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).encode(prompt)
-    logits = make_weights(model_config)(torch.tensor([loaded["ids"]]))[:, 0]
-    torch.testing.assert_close(torch.tensor(loaded["logits"]), logits, rtol=0, atol=1e-5)
-    card = (tmp_path / "hf" / "README.md").read_text()
-    assert "\nlicense: apache-2.0\nbase_model: owner/name\n---\n" in card
-    assert "ordinary `LlamaForCausalLM`" in card and "trust_remote_code" not in card and "mixture" not in card.lower()
-
-
-@pytest.mark.parametrize("kind, words", [("mixture", "a router selects"), ("static", "there is no router")])
-def test_the_card_says_what_the_model_is(kind, words, tmp_path, export, without_transformers):
-    model_config = replace(PAPER, heads=replace(HEADS, head_selection=kind))
-    run_ranks(write_checkpoint, 1, tmp_path / "run", model_config, None, False)
-    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    assert code == 0 and "no tokenizer: the checkpoint has none" in printed
-    card = (tmp_path / "hf" / "README.md").read_text()
-    assert words in card and "license:" not in card and ("Routing is computed in fp32" in card) == (kind == "mixture")
-
-
 def test_fp16_is_exact_rounding_and_refused_where_a_weight_overflows(run, tmp_path, export, monkeypatch):
     pytest.importorskip("transformers")
     code, printed, _ = export("--checkpoint", run, "--output", tmp_path / "hf", "--dtype", "float16")
@@ -463,39 +200,6 @@ def test_fp16_is_exact_rounding_and_refused_where_a_weight_overflows(run, tmp_pa
     assert code == 1 and "which torch.float16 cannot hold" in errors and not (tmp_path / "large").exists()
 
 
-def test_a_tokenizer_of_hugging_face_is_exported_with_the_ids_that_the_model_was_trained_on(tmp_path, export):
-    transformers = pytest.importorskip("transformers")
-    tokenizer = hugging_face_tokenizer(tmp_path / "hf-tokenizer", "bytes", pad_token="<unk>")
-    run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tokenizer / "tokenizer.json", False)
-    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    assert code == 0 and "checked: logits of transformers" in printed
-    config = json.loads((tmp_path / "hf/config.json").read_text())
-    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [2, 2, 0]
-    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (tokenizer, tmp_path / "hf"))
-    text = "The quick </s> brown fox jumps over 12 lazy dogs"
-    assert after(text)["input_ids"] == before(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-
-
-def test_a_letter_that_was_added_to_a_tokenizer_is_no_padding(tmp_path):
-    """Padding becomes a special token, which is not found in a text."""
-    directory = hugging_face_tokenizer(tmp_path, "bytes", unk_token=None)
-    content = json.loads((directory / "tokenizer.json").read_text())
-    letter = {**content["added_tokens"][0], "id": len(content["model"]["vocab"]), "content": "\u00f5", "special": False}
-    content["added_tokens"] = [letter, *content["added_tokens"]]
-    (directory / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "out").mkdir()
-    assert write_tokenizer(directory, tmp_path / "out", 64)["pad"] == 0  # <unk>, a special token
-
-
-def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16_with_more_norms_and_a_base_width(tmp_path, export):
-    pytest.importorskip("transformers")
-    model = replace(TIED, qk_norm=True, post_norm=True, base_width=6)
-    run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
-    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--dtype", "bfloat16")
-    assert code == 0 and "checked: logits of transformers" in printed
-    assert "lm_head.weight" not in read_safetensors(tmp_path / "hf")
-
-
 def test_an_earlier_export_is_replaced_only_if_asked_for(run, tmp_path, export, without_transformers):
     output = tmp_path / "hf"
     dense = replace(TIED, heads=HeadsConfig(head_selection="all"))
@@ -510,15 +214,6 @@ def test_an_earlier_export_is_replaced_only_if_asked_for(run, tmp_path, export, 
     assert export("--checkpoint", run, "--output", output, "--overwrite")[0] == 0
     assert "tokenizer.json" not in before and "tokenizer.json" in contents(output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "hf"]
-
-
-def test_a_model_whose_heads_see_later_tokens_is_not_exported_and_writes_no_text(tokenizer, tmp_path, export, capsys):
-    chosen = replace(PAPER, heads=replace(HEADS, routing="expert_choice"))
-    run_ranks(write_checkpoint, 1, tmp_path / "run", chosen, tokenizer, False)
-    code, _, error = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    assert code == 2 and error.startswith("export_hf: --routing expert_choice sees later tokens")
-    assert generate.main(["--model", str(tmp_path / "run"), "--prompt", "the"]) == 2
-    assert capsys.readouterr().err.startswith("generate: --routing expert_choice sees later tokens")
 
 
 def test_an_export_that_computes_something_else_is_not_published(run, tmp_path, export, monkeypatch):

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from tests.tools.exporting import PAPER, make_weights
 from tests.tools.heads.models import attended, domain, nothing, random_model
-from tests.tools.test_export import PAPER, make_weights
 
 
 def test_the_curve_begins_with_the_loss_of_the_model_whatever_the_positions(tools):

@@ -14,8 +14,8 @@ pytest.importorskip("matplotlib")
 
 from moh_lm.config import ConfigError, ModelConfig
 from tests.distributed import run_ranks
+from tests.tools.exporting import PAPER, write_checkpoint
 from tests.tools.heads.models import TREES, random_model
-from tests.tools.test_export import PAPER, write_checkpoint
 from tools import head_report
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

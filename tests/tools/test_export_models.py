@@ -1,0 +1,184 @@
+"""tools/export_hf.py: models of every kind and their tokenizers, in the form that transformers knows, or refused."""
+
+import base64
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import sentencepiece
+import torch
+
+from moh_lm.config import HeadsConfig
+from tests.distributed import run_ranks
+from tests.tokenizing import hugging_face_tokenizer
+from tests.tools.exporting import (
+    HEADS,
+    PAPER,
+    TIED,
+    load_with_transformers,
+    make_weights,
+    read_safetensors,
+    write_checkpoint,
+)
+from tools import generate
+from tools.hf.hugging_face_tokenizer import write_tokenizer
+from tools.hf.import_config import model_config
+
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_factor": 8.0,
+        "rope_low_freq_factor": 1.0,
+        "rope_high_freq_factor": 4.0,
+        "rope_original_length": 16,
+    },
+    "yarn": {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_length": 16},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_scaled_rotary_embedding_is_written_for_every_version(kind, tmp_path, export, without_transformers):
+    run_ranks(write_checkpoint, 1, tmp_path / "run", replace(PAPER, **ROPES[kind]), None, False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of the trainer's model" in printed
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    keys = {"rope_type": "rope_type", "rope_original_length": "original_max_position_embeddings"}
+    scaling = {keys.get(field, field.removeprefix("rope_")): value for field, value in ROPES[kind].items()}
+    assert config["rope_theta"] == 500.0
+    assert config["rope_scaling"] == scaling
+    assert config["rope_parameters"] == {**scaling, "rope_theta": 500.0}
+
+
+OWN_KEYS = replace(HEADS, routed_keys="selected")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind, heads", [("moh_llama", OWN_KEYS), ("mistral", HeadsConfig(head_selection="all"))])
+def test_an_export_sees_what_the_windows_of_the_model_show(kind, heads, tmp_path, export):
+    pytest.importorskip("transformers")
+    window = (6, 3) if kind == "moh_llama" else (6, 6)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", replace(PAPER, heads=heads, window=window), None, False)
+    code, printed, errors = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of transformers" in printed, errors
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == (kind, 6)
+    assert config.get("layer_types") == {"moh_llama": ["sliding_attention"] * 2}.get(kind)
+    assert config.get("layer_windows") == {"moh_llama": [6, 3]}.get(kind)
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "| sliding window | 6 tokens in " in card and ("ordinary `Mistral" in card) == (kind == "mistral")
+
+
+@pytest.mark.parametrize(
+    "heads, positions, said",
+    [
+        (
+            HeadsConfig(head_selection="all"), dict(position=("cope", "rotary"), rotary_fraction=0.5),
+            "CoPE up to 64 in 1 of 2 layers, rotary, 0.5 of the features in 1 of 2 layers",
+        ),
+        (HEADS, dict(position=("learned",), learned_positions=40), "a learned table in 2 of 2 layers"),
+    ],
+)  # fmt: skip
+def test_positions_that_no_llama_has_are_exported_with_our_class(heads, positions, said, tmp_path, export):
+    pytest.importorskip("transformers")
+    model = replace(PAPER, heads=heads, **positions)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
+    code, printed, errors = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of transformers" in printed, errors
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["architectures"] == ["MoHLlamaForCausalLM"] and model_config(config).position == model.position
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert f"| positions | {said}" in card and ("| rotary embedding |" in card) == ("rotary" in model.position)
+
+
+def test_a_tokenizer_of_tiktoken_is_copied_and_converted(tmp_path, export):
+    pytest.importorskip("tiktoken")
+    pytest.importorskip("transformers")
+    ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "tokenizer.model").write_text(ranks)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tmp_path / "tokenizer.model", False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of transformers" in printed
+    assert (tmp_path / "hf" / "tokenizer.model").read_text() == ranks
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == 257  # the second special token
+
+
+DENSE = replace(PAPER, heads=HeadsConfig(head_selection="all"))
+
+
+@torch.no_grad()
+def test_a_model_with_all_heads_is_an_ordinary_llama(tokenizer, tmp_path, export):
+    """It loads without remote code, its rotary scaling and tokenizer too."""
+    pytest.importorskip("transformers")
+    model_config = replace(DENSE, **ROPES["llama3"])
+    run_ranks(write_checkpoint, 1, tmp_path / "run", model_config, tokenizer, False)
+    flags = ["--license", "apache-2.0", "--base-model", "owner/name"]
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", *flags)
+    assert code == 0 and "trust_remote_code" not in printed and "checked: logits of transformers" in printed
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    assert not {"auto_map", "head_selection", "num_shared_heads"} & config.keys()
+    assert not list((tmp_path / "hf").glob("*.py"))
+    prompt = "the head of a model\n"
+    loaded = load_with_transformers(sys.executable, tmp_path / "hf", prompt, tmp_path, trusted=False)
+    assert not any(loaded["report"].values())
+    assert loaded["ids"] == sentencepiece.SentencePieceProcessor(model_file=str(tokenizer)).encode(prompt)
+    logits = make_weights(model_config)(torch.tensor([loaded["ids"]]))[:, 0]
+    torch.testing.assert_close(torch.tensor(loaded["logits"]), logits, rtol=0, atol=1e-5)
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "\nlicense: apache-2.0\nbase_model: owner/name\n---\n" in card
+    assert "ordinary `LlamaForCausalLM`" in card and "trust_remote_code" not in card and "mixture" not in card.lower()
+
+
+@pytest.mark.parametrize("kind, words", [("mixture", "a router selects"), ("static", "there is no router")])
+def test_the_card_says_what_the_model_is(kind, words, tmp_path, export, without_transformers):
+    model_config = replace(PAPER, heads=replace(HEADS, head_selection=kind))
+    run_ranks(write_checkpoint, 1, tmp_path / "run", model_config, None, False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "no tokenizer: the checkpoint has none" in printed
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert words in card and "license:" not in card and ("Routing is computed in fp32" in card) == (kind == "mixture")
+
+
+def test_a_tokenizer_of_hugging_face_is_exported_with_the_ids_that_the_model_was_trained_on(tmp_path, export):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = hugging_face_tokenizer(tmp_path / "hf-tokenizer", "bytes", pad_token="<unk>")
+    run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tokenizer / "tokenizer.json", False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 0 and "checked: logits of transformers" in printed
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [2, 2, 0]
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (tokenizer, tmp_path / "hf"))
+    text = "The quick </s> brown fox jumps over 12 lazy dogs"
+    assert after(text)["input_ids"] == before(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def test_a_letter_that_was_added_to_a_tokenizer_is_no_padding(tmp_path):
+    """Padding becomes a special token, which is not found in a text."""
+    directory = hugging_face_tokenizer(tmp_path, "bytes", unk_token=None)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    letter = {**content["added_tokens"][0], "id": len(content["model"]["vocab"]), "content": "\u00f5", "special": False}
+    content["added_tokens"] = [letter, *content["added_tokens"]]
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "out").mkdir()
+    assert write_tokenizer(directory, tmp_path / "out", 64)["pad"] == 0  # <unk>, a special token
+
+
+def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16_with_more_norms_and_a_base_width(tmp_path, export):
+    pytest.importorskip("transformers")
+    model = replace(TIED, qk_norm=True, post_norm=True, base_width=6)
+    run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
+    code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--dtype", "bfloat16")
+    assert code == 0 and "checked: logits of transformers" in printed
+    assert "lm_head.weight" not in read_safetensors(tmp_path / "hf")
+
+
+def test_a_model_whose_heads_see_later_tokens_is_not_exported_and_writes_no_text(tokenizer, tmp_path, export, capsys):
+    chosen = replace(PAPER, heads=replace(HEADS, routing="expert_choice"))
+    run_ranks(write_checkpoint, 1, tmp_path / "run", chosen, tokenizer, False)
+    code, _, error = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
+    assert code == 2 and error.startswith("export_hf: --routing expert_choice sees later tokens")
+    assert generate.main(["--model", str(tmp_path / "run"), "--prompt", "the"]) == 2
+    assert capsys.readouterr().err.startswith("generate: --routing expert_choice sees later tokens")
