@@ -23,6 +23,7 @@ LONGEST = (
     "model/test_compile.py",
     "kernels/test_triton_decode.py",
     "checkpoint/test_checkpoint.py",
+    "checkpoint/test_damage.py",
     "run/test_chaos.py",
     "tools/test_export.py",
 )

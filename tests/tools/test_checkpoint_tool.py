@@ -19,7 +19,7 @@ from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, describe, verify
 from moh_lm.config import Config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.run import directory as run_directory
-from tests.checkpoint.test_checkpoint import (
+from tests.checkpoint.damage import (
     Canary,
     add_a_rank,
     lengthen,

@@ -1,0 +1,250 @@
+"""What a start makes of what it finds: damage, wrong pointers, odd things, unreadable files, a disk that is full."""
+
+import builtins
+import contextlib
+import errno
+import io
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+
+import pytest
+
+from moh_lm.checkpoint import manifest, saver
+from moh_lm.checkpoint.directory import newest_model
+from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
+from moh_lm.checkpoint.manifest import BLOCK_BYTES, describe, read_entries, verify
+from moh_lm.checkpoint.saver import CheckpointError, find_step
+from moh_lm.config import ConfigError
+from tests.checkpoint.damage import (
+    Canary,
+    add_a_rank,
+    empty,
+    lengthen,
+    remove,
+    replace_by_directory,
+    swap_ranks,
+    truncate,
+)
+from tests.distributed import run_ranks
+from tests.training.test_training import arguments, rows, run
+
+
+@pytest.fixture(scope="module")
+def saved(data_dir, tmp_path_factory):
+    """The run directory of a run of two ranks that was left after step 6, with steps 3 and 6."""
+    directory = tmp_path_factory.mktemp("saved")
+    run_ranks(run, 2, arguments(data_dir, directory), 6)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(data_dir, tmp_path_factory):
+    """The same run, never stopped."""
+    directory = tmp_path_factory.mktemp("whole")
+    run_ranks(run, 2, arguments(data_dir, directory))
+    return directory
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "run")
+    return tmp_path / "run"
+
+
+# --- Damage ---
+
+
+def test_every_flipped_bit_of_every_file_is_found_and_placed(copy):
+    step, generator = copy / "checkpoints" / "step-6", random.Random(0)
+    for path in sorted(step.iterdir()):
+        content = path.read_bytes()
+        for position in [0, len(content) - 1, *(generator.randrange(len(content)) for _ in range(40))]:
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << generator.randrange(8)
+            path.write_bytes(damaged)
+            found = verify(step)
+            assert found and all(str(path) in sentence for sentence in found), (path, position)
+        path.write_bytes(content)
+    assert verify(step) == []
+
+
+def test_the_block_of_the_damage_is_named(tmp_path):
+    path, generator = tmp_path / "file", random.Random(0)
+    path.write_bytes(generator.randbytes(2 * BLOCK_BYTES + 5))
+    entry = describe(path)
+    damaged = bytearray(path.read_bytes())
+    damaged[BLOCK_BYTES] ^= 1
+    path.write_bytes(damaged)
+    (sentence,) = manifest.difference(path, entry)
+    assert "block 1 (bytes 4,194,304 to 8,388,608)" in sentence
+
+
+@pytest.mark.parametrize(
+    "harm", [truncate, lengthen, empty, remove, replace_by_directory, swap_ranks, add_a_rank], ids=lambda f: f.__name__
+)
+def test_a_damaged_step_is_set_aside_and_the_one_before_it_gives_the_same_run(copy, whole, data_dir, harm):
+    steps = copy / "checkpoints"
+    harm(steps / "step-6", steps / "step-6" / "rank-1.safetensors")
+    with pytest.raises(ConfigError, match="step-6/rank-"):
+        find_step(copy)
+    run_ranks(run, 2, arguments(data_dir, copy))
+    assert rows(copy) == rows(whole)
+    assert (steps / "damaged-step-6").is_dir()
+    assert json.loads((copy / "events.jsonl").read_text().splitlines()[-5])["event"] == "damaged"
+    assert (steps / "latest").read_text() == "step-7\n"
+    assert find_step(copy).name == "step-7"
+
+
+def test_a_copy_of_a_step_under_another_number_is_set_aside(copy, data_dir):
+    steps = copy / "checkpoints"
+    shutil.copytree(steps / "step-3", steps / "step-8")
+    run_ranks(run, 1, arguments(data_dir, copy))
+    assert (steps / "damaged-step-8").is_dir()
+    events = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [6]
+
+
+def test_a_run_without_a_sound_step_is_refused_and_left_as_it_is(copy, data_dir):
+    steps = copy / "checkpoints"
+    empty(None, steps / "step-3" / "state.json")
+    remove(None, steps / "step-6" / "manifest.json")
+    before = {path: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+    with pytest.raises(AssertionError, match=r"(?s)6/manifest.json: cannot be read.*step-3/state.json: has 0 byte"):
+        run_ranks(run, 2, arguments(data_dir, copy))
+    assert before == {path: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_started_afresh(copy, data_dir):
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(AssertionError, match="step 6 was saved .* and is not there: restore it"):
+        run_ranks(run, 1, arguments(data_dir, copy))
+    (copy / "events.jsonl").unlink()
+    (copy / "checkpoints").mkdir()
+    (copy / "checkpoints" / "latest").write_text("step-6\n")
+    with pytest.raises(AssertionError, match="latest: is all that is left"):
+        run_ranks(run, 1, arguments(data_dir, copy))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again_and_logs_every_step_once(whole, copy, data_dir):
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "events.jsonl").unlink()
+    (copy / "checkpoints" / "step-3.tmp").mkdir(parents=True)  # a save that was killed
+    (copy / "checkpoints" / "latest.tmp").touch()
+    run_ranks(run, 2, arguments(data_dir, copy))
+    assert rows(copy) == rows(whole)
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["latest", "step-3", "step-6", "step-7"]
+
+
+@pytest.mark.parametrize("pointer", [b"", b"step-3\n", b"step-9\n", b"../../etc\n", b"\xff\xfe", None])
+def test_a_wrong_pointer_does_not_send_a_run_elsewhere(copy, data_dir, pointer):
+    latest = copy / "checkpoints" / "latest"
+    latest.unlink()
+    if pointer is not None:
+        latest.write_bytes(pointer)
+    assert find_step(copy).name == "step-6"
+    if pointer in (b"step-3\n", b"\xff\xfe"):
+        run_ranks(run, 1, arguments(data_dir, copy))
+        assert latest.read_text() == "step-7\n"
+        events = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
+        assert [event["step"] for event in events if event["event"] == "resumed"] == [6]
+
+
+def test_odd_things_in_a_run_directory_do_not_stop_it(copy, data_dir, whole):
+    steps = copy / "checkpoints"
+    (steps / "latest").unlink()
+    (steps / "latest").mkdir()
+    (steps / "step-9.tmp").touch()
+    (copy / "mine.tmp").mkdir()
+    with open(copy / "metrics.jsonl", "ab") as file:
+        file.write(b'5\n["step"]\n{"step": "x"}\n\xff\n')
+    run_ranks(run, 2, arguments(data_dir, copy))
+    assert rows(copy) == rows(whole)
+    assert (steps / "latest").read_text() == "step-7\n" and (copy / "mine.tmp").is_dir()
+
+
+def test_no_file_that_is_read_can_run_code(copy, data_dir, tmp_path):
+    canary = tmp_path / "canary"
+    payload = pickle.dumps(Canary(canary))
+    pickle.loads(payload).close()
+    canary.unlink()  # the payload works
+    step = copy / "checkpoints" / "step-6"
+    entries = json.loads((step / "manifest.json").read_text())["files"]
+    others = [step / "manifest.json", copy / "checkpoints" / "latest", copy / "events.jsonl", copy / "config.json"]
+    for path in [*(step / name for name in entries), *others]:
+        content = path.read_bytes()
+        path.write_bytes(payload)
+        if path.name in entries:  # with a manifest that agrees
+            manifest.write_manifest(step, {**entries, path.name: describe(path)})
+        with contextlib.suppress(AssertionError):
+            run_ranks(run, 1, arguments(data_dir, copy))
+        with contextlib.suppress(ConfigError, ValueError):
+            list(full_parameters(find_step(copy)))
+        assert not canary.exists(), path
+        if step.exists():
+            path.write_bytes(content)
+            manifest.write_manifest(step, entries)
+
+
+# --- What cannot be read or has no room ---
+
+
+def test_what_cannot_be_read_is_not_called_damaged(copy, monkeypatch):
+    """The tests may run as root, whom no permission stops: the error comes from ``open``."""
+    step = copy / "checkpoints" / "step-6"
+    for name in (*read_entries(step), "manifest.json"):
+        with monkeypatch.context() as patch:
+            refuse(patch, step / name)
+            with pytest.raises(OSError, match=f"Stale.*{name}"):
+                verify(step)
+            with pytest.raises(ConfigError, match=rf"{name}: cannot be read \(Stale"):
+                find_step(copy)
+    with monkeypatch.context() as patch:
+        refuse(patch, step / "rank-1.safetensors")
+        with pytest.raises(OSError, match=r"Stale.*rank-1\.safetensors"):
+            FragmentReader(step)
+    (step / "rank-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"rank-1\.safetensors: not a rank file"):
+        FragmentReader(step)
+    monkeypatch.setattr("os.scandir", lambda path: stale(path))
+    for search in (find_step, newest_model):
+        with pytest.raises(ConfigError, match=r"checkpoints: cannot be read \(Stale"):
+            search(copy)
+
+
+def refuse(patch, path):
+    """Make every ``open`` of ``path`` fail, as that of a network file system whose server has forgotten it."""
+
+    def opened(file, *more, original=open, **named):
+        stale(file, path)
+        return original(file, *more, **named)
+
+    patch.setattr(builtins, "open", opened)
+    patch.setattr(io, "open", opened)  # which pathlib calls
+
+
+def stale(file, path=None):
+    if path is None or str(file) == str(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(file))
+
+
+def fill_disk(flags, free_bytes):
+    saver.free_bytes = lambda directory: free_bytes
+    try:
+        run(flags)
+    except (CheckpointError, ConfigError) as error:
+        return type(error).__name__, error.problems
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(data_dir, tmp_path, copy):
+    kind, (problem,) = run_ranks(fill_disk, 2, arguments(data_dir, tmp_path / "new"), 3_000_000)[1]
+    assert kind == "ConfigError"
+    assert re.search(r"no space left: 3,000,000 bytes are free, and 2 checkpoints of 2,\d{3},\d{3} bytes", problem)
+    steps = copy / "checkpoints"
+    before = {path: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
+    kind, (problem,) = run_ranks(fill_disk, 2, arguments(data_dir, copy), 2_000_000)[0]
+    assert kind == "ConfigError" and "1 checkpoints of" in problem
+    assert before == {path: path.read_bytes() for path in steps.rglob("*") if path.is_file()}
