@@ -18,6 +18,7 @@ LONGEST = (
     "training/test_layouts.py",
     "test_docs.py",
     "run/test_reliability.py",
+    "run/test_signals_and_hangs.py",
     "kernels/test_triton_compiled.py",
     "kernels/test_triton_kernels.py",
     "model/test_compile.py",

@@ -22,7 +22,7 @@ from moh_lm.monitor.interval import Interval
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 from tests.monitor.test_monitoring import events_of
-from tests.run.test_reliability import events, nan_in_the_loss, run_with
+from tests.run.harm import events, nan_in_the_loss, run_with
 from tests.training.test_training import arguments, run
 
 LAYERS = [RoutedLayer(1, 2, 4, 1), RoutedLayer(3, 0, 2, 2)]  # one of 4 routed heads; both of 2

@@ -9,7 +9,7 @@ import torch
 from moh_lm.config import ReliabilityConfig
 from moh_lm.training.guard import ABSURD, FINE, Guard
 from tests.distributed import run_ranks
-from tests.run.test_reliability import EVERY_STEP, events, run_with
+from tests.run.harm import EVERY_STEP, events, run_with
 from tests.training.test_training import arguments
 
 
