@@ -21,8 +21,8 @@ from moh_lm.monitor.alarms import Alarms
 from moh_lm.monitor.head_load import head_figures
 from moh_lm.monitor.head_map import head_map
 from tests.distributed import run_ranks
+from tests.monitor.logged import ROUNDING, cells, events_of
 from tests.monitor.test_alarms import interval
-from tests.monitor.test_monitoring import ROUNDING, cells, events_of
 from tests.tools.exporting import PAPER, write_checkpoint
 from tests.training.test_layouts import distance, state
 from tests.training.test_training import arguments, parameters, rows, run

@@ -21,7 +21,7 @@ from moh_lm.monitor.alarms import Alarms
 from moh_lm.monitor.interval import Interval
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
-from tests.monitor.test_monitoring import events_of
+from tests.monitor.logged import events_of
 from tests.run.harm import events, nan_in_the_loss, run_with
 from tests.training.test_training import arguments, run
 
