@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.launch.test_launch import PYTHON, environment, run
 from tests.launch.test_slurm import SCONTROL, SRUN
 from tests.tokenizing import ROOT
-from tests.tools.test_evaluate import made_rows
+from tests.tools.evaluating import made_rows
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = r"^```(?P<kind>bash|console)\n(?P<block>.*?)^```"

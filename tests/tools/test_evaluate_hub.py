@@ -29,7 +29,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.tools.test_evaluate import WORDS, data, made_rows, tokenizer  # noqa: F401
+from tests.tools.evaluating import WORDS, made_rows
+from tests.tools.test_evaluate import data, tokenizer  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 CONVERSION = "refs/convert/parquet"

@@ -1,0 +1,166 @@
+"""Tasks and samples while a model trains: the harness's scores of its export, in every layout, each logged once."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from data_prep.encoding import Tokenizer
+from moh_lm.config import Config, ConfigError
+from moh_lm.flags import parse_config
+from moh_lm.monitor.log import RunLog
+from moh_lm.monitor.samples import Samples
+from moh_lm.monitor.tasks import Question, Tasks
+from moh_lm.run import program
+from tests.distributed import run_ranks
+from tests.tokenizing import give_tokenizer
+from tests.tools.evaluating import LLM6, call
+from tests.tools.test_evaluate import data, programs, tokenizer  # noqa: F401
+from tests.training.test_training import arguments, rows, run
+from tools import evaluate_prepare, generate, run_report
+
+LAYOUTS = {"data": [], "tensor": ["--tensor-parallel-size", "2"], "pipeline": ["--pipeline-parallel-size", "2"]}
+LIMIT = 4  # questions of each task
+PROMPTS = ("the model of", "care", "head token " * 200)  # the last is longer than a sequence
+
+
+@pytest.fixture(scope="module")
+def prepared(programs, data, tokenizer, tmp_path_factory):  # noqa: F811
+    """The six tasks in the form of moh_lm/monitor/tasks.py."""
+    path = tmp_path_factory.mktemp("prepared") / "tasks.jsonl"
+    given = ["--limit", LIMIT]
+    given += ["--tokenizer", tokenizer, "--data", data, "--output", path]
+    assert call(evaluate_prepare, "--suite", "llm6", *given) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def flags(data_dir, tokenizer, prepared, tmp_path_factory):  # noqa: F811
+    """Flags of a run whose data has the tokenizer of the tasks."""
+    directory = tmp_path_factory.mktemp("data") / "data"
+    shutil.copytree(data_dir, directory)
+    give_tokenizer(directory, tokenizer)
+    changes = "--vocab-size 320 --seq-length 256 --batch-tokens 2K --train-iters 2 --eval-interval 1 --save-interval 1"
+    more = ["--validation-fraction", "0.2", "--eval-tasks", str(prepared), "--sample-tokens", "5"]
+    return [*arguments(directory, "", *changes.split(), *more, "--sample-prompts", *PROMPTS)]
+
+
+def task_rows(directory):
+    return {row["step"]: row["tasks"] for row in rows(directory) if "tasks" in row}
+
+
+@pytest.fixture(scope="module")
+def trained(flags, tmp_path_factory):
+    """A run that was cut off after the checkpoint of step 1, and gone on with."""
+    directory = tmp_path_factory.mktemp("trained")
+    here = [*flags, "--checkpoint-dir", str(directory)]
+    run_ranks(run, 1, here, 1)
+    run_ranks(run, 1, here)
+    return directory
+
+
+def test_a_run_logs_the_tasks_at_every_evaluation_once(trained):
+    assert [row["step"] for row in rows(trained) if "tasks" in row] == [0, 1, 2]
+    events = EventAccumulator(str(trained / "tensorboard"))
+    events.Reload()
+    logged = {event.step: event.value for event in events.Scalars("tasks/piqa/acc_norm")}
+    assert logged == pytest.approx({step: row["piqa"]["acc_norm"] for step, row in task_rows(trained).items()})
+    last = next(row for row in reversed(rows(trained)) if "evaluation" in row)
+    assert last["perplexity"] == {name: pytest.approx(np.exp(loss)) for name, loss in last["evaluation"].items()}
+    assert {event.step for event in events.Scalars("loss_validation_perplexity/even")} == {0, 1, 2}
+
+
+def test_the_scores_of_a_run_are_those_of_the_harness_on_its_export(programs, trained, data, tmp_path):  # noqa: F811
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs["export_check"], "transformers", None)
+        assert call(programs["export_hf"], "--checkpoint", trained, "--output", tmp_path / "hf") == 0
+    output = tmp_path / "result.json"
+    given = ["--suite", "llm6", "--data", data, "--device", "cpu", "--limit", LIMIT, "--output", output]
+    assert call(programs["evaluate"], "--model", tmp_path / "hf", *given) == 0
+    harness, ours = json.loads(output.read_text())["harness"], task_rows(trained)[2]
+    assert set(ours) == set(LLM6)
+    for name, metrics in ours.items():
+        assert set(metrics) == {"acc", "acc_norm"} & {key.removesuffix(",none") for key in harness[name]}
+        for metric, value in metrics.items():
+            assert value == pytest.approx(harness[name][f"{metric},none"], abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_scores(layout, flags, trained, tmp_path):
+    run_ranks(run, 2, [*flags, *LAYOUTS[layout], "--checkpoint-dir", str(tmp_path)])
+    theirs = task_rows(tmp_path)
+    for step, scores in task_rows(trained).items():
+        for name, metrics in scores.items():
+            assert theirs[step][name] == pytest.approx(metrics, abs=1e-5)
+    assert samples(tmp_path) == samples(trained)
+
+
+def samples(run):
+    rows = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    return [(row["step"], row["prompt"], row["text"]) for row in rows]
+
+
+def test_probabilities_of_choices_too_long_for_a_number_still_have_shares():
+    tasks = Tasks(Config(), None)
+    tasks.questions["a"] = [Question([1, 0], [[[1], [2], None]] * 2)]
+    assert tasks.metrics("a", [900.0, 900 + np.log(3)]) == pytest.approx({"acc": 0.75})
+
+
+def test_samples_of_a_run_are_what_its_checkpoint_generates_and_each_is_logged_once(trained, capsys):
+    found = samples(trained)
+    assert [row[:2] for row in found] == [(step, prompt) for step in (0, 1, 2) for prompt in PROMPTS]
+    for prompt in PROMPTS[:2]:
+        assert call(generate, "--model", trained, "--max-new-tokens", 5, "--json", "--prompt", prompt) == 0
+        text = json.loads(capsys.readouterr().out)["text"]
+        assert text != "" and (2, prompt, text) in found
+    events = EventAccumulator(str(trained / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Tensors("samples/text_summary")] == [0, 1, 2]
+    assert run_report.main([str(trained)]) == 0
+    assert f"<td>care</td><td>{trained.name}</td><td>2</td>" in (trained / "report.html").read_text()
+
+
+def test_a_sample_ends_with_its_document_and_before_ids_without_a_piece(tokenizer):  # noqa: F811
+    given = Samples.__new__(Samples)
+    given.tokenizer = Tokenizer(str(tokenizer)).model
+    ids, end, beyond = given.tokenizer.encode("the model of"), given.tokenizer.eos_id(), given.tokenizer.vocab_size()
+    for tokens in ([*ids, end, *ids], [*ids, beyond, *ids], ids):
+        assert given.written(given.tokenizer.encode("a text"), tokens).strip() == "the model of"
+
+
+def test_samples_after_the_checkpoint_that_a_run_goes_on_from_are_dropped(tmp_path):
+    (tmp_path / "samples.jsonl").write_text("".join(f'{{"step": {n}, "prompt": "a", "text": "b"}}\n' for n in range(4)))
+    RunLog(tmp_path, 2, Config()).close()
+    assert [step for step, *_ in samples(tmp_path)] == [0, 1, 2]
+
+
+def test_samples_that_cannot_be_written_are_refused_before_the_run(flags, data_dir, tmp_path):
+    mosa = "--head-selection mixture --routing expert_choice --routed-keys selected".split()
+    for changes, message in [
+        (["--sample-prompts", "a", ""], "--sample-prompts '': has no token; give some text"),
+        (["--sample-prompts", "a", "\udcff"], r"--sample-prompts '.udcff': is not UTF-8"),
+        (["--data-dir", str(data_dir)], f"--sample-prompts: {data_dir} has no tokenizer"),
+        (mosa, "--routing expert_choice sees later tokens"),
+    ]:
+        config, _ = parse_config([*flags, "--eval-tasks", "", *changes, "--checkpoint-dir", str(tmp_path)])
+        with pytest.raises(ConfigError, match=message):
+            program.open_dataset(config, [], False)
+
+
+def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_dir, tmp_path):
+    other, foreign = tmp_path / "other.jsonl", tmp_path / "foreign.jsonl"
+    lines = prepared.read_text().splitlines()
+    other.write_text("\n".join(['{"tokenizer": "0"}', *lines[1:]]))
+    foreign.write_text("{}\n")
+    cases = [
+        (["--eval-tasks", str(other)], "was made with another tokenizer"),
+        (["--eval-tasks", str(foreign)], "is no file of tasks"),
+        (["--eval-tasks", str(tmp_path / "none")], "is no file of tasks"),
+        (["--vocab-size", "64"], "beyond --vocab-size 64"),
+    ]
+    for changes, message in cases:
+        config, _ = parse_config([*flags, *changes, "--checkpoint-dir", str(tmp_path)])
+        with pytest.raises(ConfigError, match=message):
+            program.open_dataset(config, [], False)
