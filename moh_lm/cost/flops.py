@@ -13,10 +13,11 @@ from moh_lm.training.parameter_groups import is_block_matrix
 LIKELY_MFU = 0.4  # of a large model on fast GPUs; assumed where a run is planned
 BACKWARD = 2  # a backward pass multiplies every matrix twice
 
-# Dense bf16 TFLOPS by the end of a word of the name, the first that fits; from the vendors' data sheets.
+# Dense bf16 TFLOPS by the end of a word of the name, the first that fits; from the vendors' data sheets. H800 PCIe:
+# that of the H100 PCIe, whose 114 SMs and clock it has; Luo et al. (arXiv:2402.13499) measure 729 on it.
 PEAK_TFLOPS = {
-    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "A100": 312, "A800": 312,
-    "L40S": 362, "L40": 181, "A40": 150, "A10G": 70, "MI300X": 1307,
+    "B200": 2250, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800 PCIe": 756,
+    "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "A40": 150, "A10G": 70, "MI300X": 1307,
 }
 
 

@@ -79,7 +79,10 @@ def test_the_mfu_is_the_flops_of_the_tokens_over_the_peak_of_all_ranks(two_ranks
 
 @pytest.mark.parametrize(
     "name, tflops",
-    [("A100-SXM4-80GB", 312), ("NVIDIA GH200 480GB", 989), ("NVIDIA RTX A1000", None), ("NVIDIA RTX A4000", None)],
+    [
+        ("A100-SXM4-80GB", 312), ("NVIDIA GH200 480GB", 989), ("NVIDIA RTX A1000", None), ("NVIDIA RTX A4000", None),
+        ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA H800", 989), ("NVIDIA H800 PCIe", 756),
+    ],  # fmt: skip
 )
 def test_the_peak_is_that_of_a_whole_name(name, tflops, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
