@@ -66,6 +66,16 @@ def test_a_curve_has_the_means_of_neighbouring_rows(runs):
     assert record.seconds == pytest.approx(2 * (STEPS - 1)) and record.skipped == 1
 
 
+def test_the_training_of_a_branch_begins_where_it_left_its_parent(runs, tmp_path):
+    shutil.copytree(runs.first, tmp_path / "run")
+    rows = (runs.first / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(rows[609:]))  # from step 610 on
+    for first, steps in (("resumed", 400), ("saved", STEPS - 1)):  # or its own first checkpoint
+        events = [json.dumps({"event": event, "step": 600}) + "\n" for event in (first, "resumed")]
+        (tmp_path / "run" / "events.jsonl").write_text("".join(events))
+        assert RunRecord(tmp_path / "run").seconds == pytest.approx(2 * steps)
+
+
 def test_figures_of_heads_are_those_of_their_layers(runs):
     record = RunRecord(runs.first)
     assert {layer: values[-1].tolist() for layer, (_, values) in record.loads.items()} == {0: [0.25] * 6, 1: [0.5] * 5}

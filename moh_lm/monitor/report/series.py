@@ -50,7 +50,7 @@ class RunRecord:
         self.samples = [row for _, row in complete_rows(self.directory / "samples.jsonl")]
         self.step = max((row["step"] for row in [*training, *evaluations]), default=0)
         self.last_evaluation = evaluations[-1] if evaluations else None
-        self.seconds = training_seconds(training)
+        self.seconds = training_seconds(training, self.tokens_of_parent(training))
         self.last_row = training[-1] if training else {"step": 0, "tokens": 0}
         self.skipped = sum(row.get("skipped_steps", 0) for row in training)
         self.curves = training_curves(thinned(training)) | evaluation_curves(thinned(evaluations))
@@ -73,6 +73,14 @@ class RunRecord:
     def tokens_at(self, step):
         """Tokens up to ``step``, as the rows say; those of later steps have the length of now."""
         return self.last_row["tokens"] + (step - self.last_row["step"]) * self.config.run.tokens_per_iteration
+
+    def tokens_of_parent(self, training):
+        """Tokens that another run had read whose checkpoint this one began with: it resumed before any save."""
+        first = next((event for event in self.events if event["event"] in ("saved", "resumed")), {"event": "saved"})
+        if not training or first["event"] == "saved":
+            return 0
+        row = training[0]
+        return row["tokens"] - (row["step"] - first["step"]) * self.config.run.tokens_per_iteration
 
     def standing_events(self):
         """The events but those of steps that a later resume undid."""
@@ -179,9 +187,9 @@ def of_layer(row, key, layer):
     return None if found is None or layer not in layers else found[layers.index(layer)]
 
 
-def training_seconds(rows):
-    """Seconds of training that the rows tell: their tokens over their speed."""
-    before, seconds = 0, 0.0
+def training_seconds(rows, before):
+    """Seconds of training that the rows tell: their tokens over their speed. before: tokens read before them."""
+    seconds = 0.0
     for row in rows:
         seconds += (row["tokens"] - before) / row["tokens_per_second"] if row["tokens_per_second"] else 0
         before = row["tokens"]
