@@ -107,6 +107,8 @@ class Run:
         self.log = together(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
         if step == 0:
             self.evaluate()
+            if self.log:
+                self.log.started = time.perf_counter()  # the time left is that of steps like those to come
 
     def open_data(self, dataset):
         """Open what is read: batches, and what evaluations ask."""

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,6 +221,28 @@ def test_the_balance_loss_of_an_interval_does_not_depend_on_a_change_of_micro_ba
     run_ranks(run, 1, arguments(data_dir, tmp_path, "--micro-batch-size", "8"))
     got, expected = ([row["load_balance_loss"] for row in rows(d) if "loss" in row] for d in (tmp_path, straight))
     assert got == pytest.approx(expected, rel=1e-6)
+
+
+def run_with_clocks(flags):
+    """(when the evaluation before the first step ended, when the clock of the time left began)."""
+    found, evaluate, lines = [], program.Run.evaluate, RunLog.lines
+
+    def evaluate_and_note(run):
+        evaluate(run)
+        found.append(time.perf_counter())
+
+    def note_and_write(log, row):
+        found.append(log.started)
+        return lines(log, row)
+
+    program.Run.evaluate, RunLog.lines = evaluate_and_note, note_and_write
+    run(flags)
+    return found[:2]
+
+
+def test_the_time_left_does_not_count_the_evaluation_before_the_first_step(data_dir, tmp_path):
+    ((evaluated, began),) = run_ranks(run_with_clocks, 1, arguments(data_dir, tmp_path))
+    assert evaluated <= began
 
 
 def test_numbers_that_json_cannot_hold_are_written_as_null(tmp_path):
