@@ -44,7 +44,6 @@ class Config:
     about = "Pretrain a Mixture-of-Head language model. The scripts in launch/ hold the paper's values."
     refused = ()  # fields that this kind of model does not know: --help leaves them out
     of_data = ("reset_at_documents",)  # fields that say what is read, beside those that the data set compares itself
-    of_loss = ("z_loss",)  # fields that change losses or gradient norms, beside those of the model and of the data
 
     def __post_init__(self):
         if self.run.window_strategy == "sequence" and not any(self.model.window):
@@ -53,6 +52,12 @@ class Config:
     def half_window(self):
         """That of --window-strategy sequence."""
         return min(max(self.run.seq_length // 2, self.run.window_min), self.run.window_max)
+
+    @property
+    def of_loss(self):
+        """Fields that change losses or gradient norms, beside those of the model and of the data."""
+        counted = self.model.routed_layers() and self.model.heads.load_balance_scope == "micro_batch"
+        return ("z_loss", "micro_batch_size") if counted else ("z_loss",)
 
     def data_parallel_size(self, world_size):
         return world_size // self.parallel.ranks_of_a_sequence()

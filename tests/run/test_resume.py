@@ -19,6 +19,8 @@ from moh_lm.parallel.layers import make_parameter
 from moh_lm.run.resume import budget_problems, contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
 from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
+from tests.run.test_reliability import events
+from tests.training.test_training import arguments, run
 
 
 def fail(number, path=None):
@@ -114,6 +116,17 @@ def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_
     (path,) = (tmp_path / "tensorboard").iterdir()
     path.write_bytes(path.read_bytes()[:-9])  # a crash has cut off the only row
     assert trace_of_checkpoints(checkpoints, journal) is None
+
+
+def test_a_micro_batch_over_which_a_balance_loss_counts_is_part_of_the_loss(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, "--load-balance-scope", "micro_batch")
+    run_ranks(run, 1, flags, 3)
+    run_ranks(run, 1, [*flags, "--micro-batch-size", "8"])
+    (event,) = events(tmp_path, "loss changed")
+    assert (event["step"], event["changes"]) == (3, {"micro_batch_size": [2, 8]})
+    state = manifest.read_json(tmp_path / "checkpoints" / "step-7" / "state.json")
+    assert [len(values) for values in state["guard"]["history"].values()] == [4, 4]
+    assert {len(values) for kind, _, values in state["alarms"]["history"] if kind != "throughput"} == {3}  # 4, 6 and 7
 
 
 @pytest.mark.parametrize(
