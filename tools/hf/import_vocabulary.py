@@ -1,9 +1,11 @@
 """A vocabulary made larger: new rows of the embedding and of the output head, and the tokenizers that they belong to.
 
 docs/continue.md says what they are the means of, and has figures. Means of the old tokens that spell a new one: Gee et
-al. 2022, "Fast Vocabulary Transfer". The mean of all old rows: Hewitt 2021, "Initializing New Word Embeddings for
+al. 2022, "Fast Vocabulary Transfer". The mean of all old tokens: Hewitt 2021, "Initializing New Word Embeddings for
 Pretrained Language Models"; it also stands in for what is not known: ids beyond the new tokenizer, or all new ids
 without the old one. A tied matrix counts as the embedding.
+
+Rows that only pad the old vocabulary are no tokens: they count for no mean, and new tokens take their places.
 
 Noise is added so that no two rows are equal: N(0, (NOISE x the deviation of that column over the old rows)^2), from a
 generator of (seed, name). Rows drawn like those of a new model would lie far from the others, and disturb every
@@ -26,40 +28,50 @@ NOISE = 0.01
 ROWS = 1024  # new rows made at once
 
 
-def new_rows(source, pieces, seed, name, count):
-    """The ``count`` rows after those of the matrix ``name`` in the source, fp32, in blocks. Holds it in memory.
+def new_rows(source, pieces, seed, num_tokens, ids, name):
+    """The rows ``ids``, a range, of the matrix ``name``, fp32, in blocks. Holds that of the source in memory.
 
-    pieces: {new id: ids of the old tokens that spell it}.
+    pieces: {new id: ids of the old tokens that spell it}. num_tokens: of the source; its other rows pad it.
     """
-    old, pieces = source.whole(name), pieces if name == EMBEDDING else {}
+    old, pieces = source.whole(name)[:num_tokens], pieces if name == EMBEDDING else {}
     mean, deviation = old.mean(0), old.std(0)
     digest = hashlib.blake2b(f"{seed}/{name}/new rows".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    for start in range(len(old), len(old) + count, ROWS):
-        ids = range(start, min(start + ROWS, len(old) + count))
-        rows = torch.stack([old[pieces[i]].mean(0) if i in pieces else mean for i in ids])
+    for start in range(0, len(ids), ROWS):
+        rows = torch.stack([old[pieces[i]].mean(0) if i in pieces else mean for i in ids[start : start + ROWS]])
         yield rows + torch.empty_like(rows).normal_(generator=generator) * (NOISE * deviation)
 
 
 def read_tokenizer(path, vocab_size, named):
     """{name in a step: bytes} of a tokenizer of any kind. Raises ConfigError naming the flag ``named``."""
-    files = model_files(path)
-    first = next(iter(files.values()))
     try:
-        if first.is_file() and is_tiktoken(first):  # whose package need not be there
-            ranks, special = read_ranks(first)
-            size = max(special + NUM_SPECIAL, max(ranks.values()) + 1)
-        else:
-            size = Tokenizer(str(path)).vocab_size
+        size = size_of(path)
     except ConfigError as error:
         raise ConfigError([text.replace("--tokenizer", named) for text in error.problems]) from error
     if size > vocab_size:
         remedy = f"give --extend-vocab {size}"
         raise ConfigError([f"{named} {path}: has {size} tokens, and the model {vocab_size} rows for them; {remedy}"])
-    return {name: file.read_bytes() for name, file in files.items()}
+    return {name: file.read_bytes() for name, file in model_files(path).items()}
 
 
-def spelled(old, new, old_vocab_size, vocab_size):
+def size_of(path):
+    """Tokens of a tokenizer of any kind. Raises ConfigError."""
+    first = next(iter(model_files(path).values()))
+    if first.is_file() and is_tiktoken(first):  # whose package need not be there
+        ranks, special = read_ranks(first)
+        return max(special + NUM_SPECIAL, max(ranks.values()) + 1)
+    return Tokenizer(str(path)).vocab_size
+
+
+def tokens_of(path, vocab_size):
+    """How many of ``vocab_size`` rows are tokens of the tokenizer at ``path``: all if that cannot be read."""
+    try:
+        return min(size_of(path), vocab_size)
+    except ConfigError:
+        return vocab_size
+
+
+def spelled(old, new, num_tokens, vocab_size):
     """{id: ids of the old tokens that spell it} of the tokens that the tokenizer ``new`` adds to ``old``.
 
     Raises ConfigError unless all ids of ``old`` mean the same in ``new``.
@@ -72,8 +84,8 @@ def spelled(old, new, old_vocab_size, vocab_size):
         raise ConfigError([f"--tokenizer {new}: has another format than {old}"])
     read_tokenizer(old, vocab_size, "--old-tokenizer")  # refuses what is no tokenizer
     table = spelled_tiktoken if is_tiktoken(old) else spelled_sentencepiece
-    spelling = {index: ids for index, ids in table(old, new).items() if old_vocab_size <= index < vocab_size}
-    return {index: ids for index, ids in spelling.items() if ids and max(ids) < old_vocab_size}  # that have rows
+    spelling = {index: ids for index, ids in table(old, new).items() if num_tokens <= index < vocab_size}
+    return {index: ids for index, ids in spelling.items() if ids and max(ids) < num_tokens}  # that have rows
 
 
 def spelled_sentencepiece(old, new):

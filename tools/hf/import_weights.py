@@ -5,7 +5,7 @@ read, widened to fp32 and written. ``plan`` says for every parameter where its e
 
     the source       as they are, or with heads in another order: rows of q, columns of o, and the rows of k and v of
                      whole groups (tools/heads/importance.py says which orders are legal)
-    vocabulary       the rows of the source, then new ones (tools/hf/import_vocabulary.py)
+    vocabulary       rows of the source, then new ones (tools/hf/import_vocabulary.py)
     router           drawn as a fresh run draws them, from (seed, name); a Llama has none
 
 Blocks of a few megabytes are in memory at a time, whatever the size of the model.
@@ -13,6 +13,7 @@ Blocks of a few megabytes are in memory at a time, whatever the size of the mode
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -96,9 +97,9 @@ class Source:
             raise ConfigError([f"{self.directory}: {name} is not finite in rows {start} to {start + len(values)}"])
         return values
 
-    def blocks(self, name):
-        """The whole tensor in consecutive rows, about BLOCK elements at a time."""
-        size = self.shapes[name][0]
+    def blocks(self, name, stop=None):
+        """The whole tensor, or its rows before ``stop``, in consecutive rows, about BLOCK elements at a time."""
+        size = stop or self.shapes[name][0]
         step = max(1, BLOCK // math.prod(self.shapes[name][1:]))
         for start in range(0, size, step):
             yield self.rows(name, start, min(size, start + step))
@@ -125,14 +126,16 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=No
     """[Part] of every parameter of the model, in its order. Raises ConfigError naming what is absent, odd or foreign.
 
     config: ModelConfig of the checkpoint. old_vocab_size: of the source. orders: {layer: source heads in their new
-    order}, or {}. extend(name, rows): an iterable of the ``rows`` new rows of a vocabulary matrix. router_seed: of the
-    routers of a model without any; None where the source must have them. trained: ModelConfig of the source; where a
-    mixture becomes a model without routers, the outputs of its heads are scaled by what their gates were near.
+    order}, or {}. extend: (rows of a vocabulary matrix that stay, name -> an iterable of those after them), or None.
+    router_seed: of the routers of a model without any; None where the source must have them. trained: ModelConfig of
+    the source; where a mixture becomes a model without routers, the outputs of its heads are scaled by what their gates
+    were near.
     """
     with torch.device("meta"):
         wanted = dict(saved_tensors(CausalLM(config)))
     shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
     parts, problems = [], []
+    kept, new = extend or (None, None)
     has_routers = any(".router." in name for name in source.shapes)
     loses_routers = trained and trained.heads.head_selection == "mixture" != config.heads.head_selection
     for name, shape in shapes.items():
@@ -147,9 +150,9 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=No
             problems.append(f"{name} is missing")
         elif there != expected:
             problems.append(f"{name} has shape {list(there)}, config.json says {list(expected)}")
-        elif is_vocabulary and shape != expected:
-            count = shape[0] - expected[0]
-            parts.append(Part(name, shape, lambda n=name, c=count: extended(source, extend, n, c), f"{count} new rows"))
+        elif is_vocabulary and new:
+            count = f"{shape[0] - kept} new rows"
+            parts.append(Part(name, shape, lambda n=name: chain(source.blocks(n, kept), new(n)), count))
         elif loses_routers and name.endswith("o_proj.weight"):
             parts.append(Part(name, shape, *weighed(source, name, trained)))
         else:
@@ -180,11 +183,6 @@ def drawn(name, like, seed):
     parameter = make_parameter(tuple(like.shape), like.init_std)
     initialize([(name, parameter)], seed)
     return parameter.detach()
-
-
-def extended(source, extend, name, count):
-    yield from source.blocks(name)
-    yield from extend(name, count)
 
 
 def arranged(source, name, order, config):

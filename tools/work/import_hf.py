@@ -20,7 +20,7 @@ from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.hub import model_directory
 from tools.hf.import_config import fits, model_config, own_heads, read_config, refuse_run
 from tools.hf.import_step import output_problems, write_step
-from tools.hf.import_vocabulary import new_rows, read_tokenizer, spelled
+from tools.hf.import_vocabulary import new_rows, read_tokenizer, spelled, tokens_of
 from tools.hf.import_weights import Source, plan
 from tools.hf.keys import ARCHITECTURES
 
@@ -53,7 +53,9 @@ def run(arguments):
     config = replace(config, vocab_size=vocab_size)
     source = Source(arguments.model)
     old, new, tokenizer = find_tokenizers(arguments, vocab_size)
-    pieces = spelled(old, new, old_vocab_size, vocab_size) if old and new and vocab_size > old_vocab_size else {}
+    num_tokens = tokens_of(old or arguments.model, old_vocab_size) if arguments.extend_vocab else old_vocab_size
+    kept = num_tokens if new else old_vocab_size  # new tokens take the rows that pad the old vocabulary
+    pieces = spelled(old, new, num_tokens, vocab_size) if old and new and vocab_size > kept else {}
     router_seed = arguments.seed if own_heads(values).head_selection == "all" else None
     trained = replace(config, heads=own_heads(values))
     plan(config, source, old_vocab_size, {}, None, router_seed, trained)  # refuses what cannot be read
@@ -63,13 +65,14 @@ def run(arguments):
         tokens = find_sample(arguments, old_vocab_size, min(length, 2048), old)
         with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
             orders, measured = ranked(config, source, tokens, bar.update)
-    extend = partial(new_rows, source, pieces, arguments.seed)
+    more = partial(new_rows, source, pieces, arguments.seed, num_tokens, range(kept, vocab_size))
+    extend = (kept, more) if vocab_size > kept else None
     parts = plan(config, source, old_vocab_size, orders, extend, router_seed, trained)
     facts = {
         "source": name,
         "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
         "dtypes": ", ".join(source.dtypes),
-        "vocabulary": describe_vocabulary(old_vocab_size, vocab_size, len(pieces)),
+        "vocabulary": describe_vocabulary(kept, vocab_size, len(pieces)),
         "token_ids": token_ids(arguments.model, values),
         "seed": arguments.seed,
         "shared_heads": arguments.select_shared,
@@ -199,7 +202,7 @@ def describe_vocabulary(old, new, num_spelled):
     if new == old:
         return f"{old} rows"
     return (
-        f"{old} rows and {new - old} new ones, near the mean of all old rows; in the embedding {num_spelled} of them "
+        f"{old} rows and {new - old} new ones, near the mean of all old tokens; in the embedding {num_spelled} of them "
         "near the mean of the old tokens that spell them"
     )
 

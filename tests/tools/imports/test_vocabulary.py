@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import sentencepiece
 import torch
 
@@ -68,7 +69,8 @@ def test_a_new_piece_begins_as_the_mean_of_the_old_ones_that_spell_it(imported, 
     assert code == 2 and "id " in errors and "data_prep/tokenize.py extend" in errors
 
 
-def test_a_vocabulary_of_llama3_is_copied_and_its_new_tokens_are_spelled_with_the_old(imported, tmp_path):
+@pytest.mark.parametrize("padding", [0, 20])
+def test_a_vocabulary_of_llama3_is_copied_and_its_new_tokens_are_spelled_with_the_old(imported, tmp_path, padding):
     """Ranks in tiktoken's format: 256 bytes, a pair, room for the 256 special tokens, and two words of it."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"ab"]
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
@@ -77,15 +79,20 @@ def test_a_vocabulary_of_llama3_is_copied_and_its_new_tokens_are_spelled_with_th
     old, new = tmp_path / "old.model", tmp_path / "new.model"
     old.write_bytes(b"".join(lines))
     new.write_bytes(b"".join([*lines, *more]))
-    model = make_llama(tmp_path / "hf", vocab_size=first)
-    flags = ("--extend-vocab", first + 2, "--tokenizer", new, "--old-tokenizer", old)
+    model = make_llama(tmp_path / "hf", vocab_size=first + padding)
+    weights = {name: model.state_dict()[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    for rows in weights.values():
+        rows[first:] = 9.0  # of no token
+    model.save_pretrained(tmp_path / "hf")
+    flags = ("--extend-vocab", first + max(2, padding), "--tokenizer", new, "--old-tokenizer", old)
     step = find_step(imported(tmp_path / "hf", *flags))
     assert (step / "tokenizer.model").read_bytes() == new.read_bytes()
-    name = "model.embed_tokens.weight"
-    old_rows, found = model.state_dict()[name], dict(full_parameters(step))[name]
-    for number, spelled in enumerate(([256, 99], [122, 256, 256])):
-        distance = (found[first + number] - old_rows[spelled].mean(0)).abs()
-        assert (distance < 0.06 * old_rows.std(0)).all()
+    for name, found in ((name, dict(full_parameters(step))[name]) for name in weights):
+        old_rows = weights[name][:first]
+        assert torch.equal(found[:first], old_rows)
+        for number, spelled in enumerate(([256, 99], [122, 256, 256])):
+            expected = old_rows[spelled if "embed" in name else slice(None)].mean(0)
+            assert ((found[first + number] - expected).abs() < 0.06 * old_rows.std(0)).all()
 
 
 def test_without_a_tokenizer_model_the_tokenizer_of_the_source_is_exported(imported, tool, tmp_path):
