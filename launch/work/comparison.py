@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 import time
 from statistics import mean, median
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import launch.work.report as report
 from launch.comparison import TUNING_SEED, Size, Variant, factor
 from launch.work.results import final_evaluation, metrics
-from launch.work.runs import DIVERGED, Run, as_flags, check_flags, exit_code, jobs_of, train_all
+from launch.work.runs import DIVERGED, Run, as_flags, check_flags, differs, exit_code, had_place, jobs_of, train_all
 from moh_lm.checks import config_problems
 from moh_lm.checks.run import schedule_problems
 from moh_lm.config import ConfigError
@@ -185,21 +186,32 @@ class Comparison:
         """Know the dense model's tokens per second at every size: from runs that are there, or from a few steps."""
         for size in dict.fromkeys((self.table.sizes[0], *self.sizes)):
             if self.speed(size) is None:
-                steps = {"train-iters": PROBE_STEPS, "eval-interval": 0, "log-interval": 5}
-                short = {"warmup-iters": 1, "schedule": "wsd", "decay-iters": 1}  # in place of others, too long for it
-                directory = self.flags.out / "probes" / size.name
-                own = {"data-dir": self.flags.data_dir, "checkpoint-dir": directory}
-                dense = self.model_arguments(size, self.table.variants[0])
-                arguments = [*dense, *as_flags(steps), *self.others, *as_flags(short), *as_flags(own)]
-                probe = iter([Run(f"the first steps of size {size.name}", directory, PROBE_STEPS, arguments)])
-                codes = train_all(lambda *_, probe=probe: next(probe, None), 1, self.flags.ranks)
+                probe = self.probe(size)
+                shutil.rmtree(probe.directory, ignore_errors=True)  # of other flags or threads
+                coming = iter([probe])
+                codes = train_all(lambda *_, coming=coming: next(coming, None), jobs_of(self.flags), self.flags.ranks)
                 if any(codes.values()):
-                    raise RuntimeError(f"the first steps of size {size.name} failed: see {directory}.log")
+                    raise RuntimeError(f"{probe.name} failed: see {probe.log}")
+
+    def probe(self, size):
+        """A short run of the dense model, which tells its speed."""
+        steps = {"train-iters": PROBE_STEPS, "eval-interval": 0, "log-interval": 5}
+        short = {"warmup-iters": 1, "schedule": "wsd", "decay-iters": 1}  # in place of others, too long for it
+        directory = self.flags.out / "probes" / size.name
+        own = {"data-dir": self.flags.data_dir, "checkpoint-dir": directory}
+        dense = self.model_arguments(size, self.table.variants[0])
+        arguments = [*dense, *as_flags(steps), *self.others, *as_flags(short), *as_flags(own)]
+        return Run(f"the first steps of size {size.name}", directory, PROBE_STEPS, arguments)
 
     def speed(self, size):
-        """Tokens per second, the median over the last intervals; None if there is no run yet. All count as dense."""
-        patterns = (f"probes/{size.name}/metrics.jsonl", f"runs/{size.name}/*/*/metrics.jsonl")
-        found = [path for pattern in patterns for path in self.flags.out.glob(pattern)]
+        """Tokens per second, the median over the last intervals; None if there is no run yet. All count as dense.
+
+        Runs with other processes or threads than those to come tell nothing, nor does a probe with other flags.
+        """
+        out, probe = self.flags.out, self.probe(size)
+        found = list(out.glob(f"runs/{size.name}/*/*/metrics.jsonl"))
+        found += [] if differs(probe, out) else probe.directory.glob("metrics.jsonl")
+        found = [path for path in found if had_place(path.parent, self.flags)]
         newest_last = sorted(found, key=lambda path: path.stat().st_mtime)
         rows = [row for path in newest_last for row in metrics(path.parent)]
         speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]

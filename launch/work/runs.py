@@ -2,7 +2,8 @@
 
 The directories are all that is remembered. A run is complete if its metrics.jsonl has an evaluation after the last
 iteration; one that was stopped goes on from its last checkpoint. DIRECTORY.log beside the directory begins with the
-flags of the run, so that none goes on with others. Runs at the same time have GPUs or threads of their own.
+flags of the run, so that none goes on with others, and with what else its speed depends on. Runs at the same time have
+GPUs or threads of their own.
 """
 
 import os
@@ -45,20 +46,25 @@ def as_flags(values):
 
 
 def check_flags(runs, out):
-    """Raise ConfigError if one of ``runs`` was begun with other flags than it would have now.
+    """Raise ConfigError if one of ``runs`` was begun with other flags than it would have now."""
+    for run in runs:
+        if differs(run, out):
+            advice = "which stand in its first line; choose another OUT"
+            raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
+
+
+def differs(run, out):
+    """Whether the run was begun with other flags than it would have now.
 
     The directory ``out`` may have been moved or copied since: the flags of a run end with its own directory.
     """
-    for run in runs:
-        flags = (" ".join(run.arguments) + "\n").encode()
-        own = f"/{run.directory.relative_to(out)}\n".encode()
-        begun = run.log.read_bytes() if run.log.exists() else flags
-        given, found, _ = begun.partition(own)
-        before = given.rpartition(b"--checkpoint-dir ")[2]
-        now_here = (given + found).replace(before + b"/", f"{out}/".encode())
-        if now_here != flags and not is_former_default(run, now_here, flags):
-            advice = "which stand in its first line; choose another OUT"
-            raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
+    flags = (" ".join(run.arguments) + "\n").encode()
+    own = f"/{run.directory.relative_to(out)}\n".encode()
+    begun = run.log.read_bytes() if run.log.exists() else flags
+    given, found, _ = begun.partition(own)
+    before = given.rpartition(b"--checkpoint-dir ")[2]
+    now_here = (given + found).replace(before + b"/", f"{out}/".encode())
+    return now_here != flags and not is_former_default(run, now_here, flags)
 
 
 def is_former_default(run, begun, flags):
@@ -85,6 +91,18 @@ def shares(jobs, ranks):
         return [{"CUDA_VISIBLE_DEVICES": parts[job % len(parts)]} for job in range(jobs)]
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if jobs > 1 and count == 0 else {}
     return [threads] * jobs
+
+
+def place(ranks, share):
+    """What the speed of a run depends on besides its flags: the second line of its log."""
+    threads = (os.environ | share).get("OMP_NUM_THREADS")
+    return f"processes: {ranks}; {f'OMP_NUM_THREADS={threads}' if threads else 'threads as torch has them'}"
+
+
+def had_place(directory, flags):
+    """Whether a run below OUT had the ``place`` that those to come have, or has no log."""
+    log, now = directory.with_name(directory.name + ".log"), place(flags.ranks, shares(jobs_of(flags), flags.ranks)[0])
+    return not log.exists() or f"/{directory.relative_to(flags.out)}\n{now}\n".encode() in log.read_bytes()
 
 
 def train_all(next_run, jobs, ranks=1):
@@ -142,6 +160,7 @@ def start(run, ranks, share):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         program = [*torchrun, str(ranks), "-m", "moh_lm.pretrain"]
     with open(run.log, "w", encoding="utf-8") as file:
-        print(*run.arguments, file=file, flush=True)
+        print(*run.arguments, file=file)
+        print(place(ranks, share), file=file, flush=True)
         program, own = [*program, *run.arguments], os.environ | share
         return subprocess.Popen(program, cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT)

@@ -140,6 +140,29 @@ def test_the_first_steps_that_tell_the_speed_have_the_layout_of_the_runs_and_roo
     assert started == ["the first steps of size s"] and not plan.refused
 
 
+def test_speeds_are_measured_as_the_runs_are_trained_and_again_where_that_changes(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    text = 'for last; do :; done; mkdir -p "$last"; echo "$OMP_NUM_THREADS" >> "$0.threads"\n'
+    program.write_text(f'#!/bin/sh\n{text}echo \'{{"step": 5, "tokens_per_second": 9}}\' > "$last/metrics.jsonl"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(runs.sys, "executable", str(program))
+    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    given, used = [str(tmp_path / "out"), "--data-dir", "data", "--variants", "dense", "--sizes", "s"], []
+    for flags, threads in (
+        ("--jobs 2", ["1"]), ("--jobs 2", []), ("--jobs 2 --micro-batch-size 4", ["1"]),
+        ("--micro-batch-size 4", [""]), ("--micro-batch-size 4 --ranks 2", [""]),
+    ):  # fmt: skip
+        plan = comparison.Comparison(command.parse_arguments([*given, *flags.split()]))
+        plan.measure_speeds()
+        used += threads
+        assert Path(f"{program}.threads").read_text().splitlines() == used
+    coming = iter([plan.run(next(plan.trials()))])
+    runs.train_all(lambda *_: next(coming, None), 2)  # a run with other threads and ranks tells nothing
+    write_rows(tmp_path / "out" / "runs/s/dense/rate-0.25-seed-0", {"step": 5, "tokens_per_second": 1})
+    assert plan.speed(plan.sizes[0]) == 9
+
+
 def test_a_process_that_a_run_left_behind_is_none_of_the_runs(tmp_path, monkeypatch):
     coming = iter([runs.Run("one", tmp_path / "one", 1, [])])
     left = subprocess.Popen(["true"])
