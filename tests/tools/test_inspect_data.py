@@ -161,14 +161,20 @@ def test_a_sample_of_a_run_whose_data_changed_is_found_by_the_state_of_its_check
         Dataset.open(DataConfig(str(directory), mix, 0.05), seq_length=16, seed=7, vocab_size=300) for mix in mixes
     )
     second = second.continue_from(first.state(), 100)
-    (tmp_path / "state.json").write_text(json.dumps({"step": 9, "data": second.state()}))
+    state = {"step": 9, "consumed_samples": 300, "data": second.state()}
+    (tmp_path / "state.json").write_text(json.dumps(state))
     numbers = [0, 99, 100, 101, 300]
-    samples = run_json(directory, "--state", tmp_path / "state.json", "--sample", *numbers)["samples"]
+    output, message = run(directory, "--state", tmp_path / "state.json", "--sample", *numbers, "--json")
+    samples = json.loads(output)["samples"]
     for number, sample in zip(numbers, samples, strict=True):
         dataset = first if number < 100 else second
         source, epoch, position = (int(column[0]) for column in dataset.mixture.locate([number]))
         assert (sample["source"], sample["epoch"]) == (dataset.source_names[source], epoch)
         assert sample["position"] == position
+    assert message == (
+        "inspect_data: sample 300 is not read yet at this checkpoint of 300 samples; the run reads another there if it "
+        "goes on with other data, such as at its --decay-mix\n"
+    )
 
     changed = tmp_path / "changed"
     shutil.copytree(directory, changed)

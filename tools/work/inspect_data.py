@@ -120,12 +120,16 @@ def piece(shard, document, start, stop, decode):
 def dataset_of_state(arguments, number):
     """The data of the segment that ``number`` is in, as the state of a checkpoint describes it."""
     try:
-        segments = json.loads(Path(arguments.state).read_text(encoding="utf-8"))["data"]["segments"]
-        read = [segment for segment in segments if segment["first_sample"] <= number]
+        state = json.loads(Path(arguments.state).read_text(encoding="utf-8"))
+        consumed = state["consumed_samples"]
+        read = [segment for segment in state["data"]["segments"] if segment["first_sample"] <= number]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"--state {arguments.state}: not the state.json of a checkpoint ({error})"]) from error
     if not read:
         raise ConfigError([f"--state {arguments.state}: of an import that has read no data; give that of a later step"])
+    if number >= consumed:
+        print(f"inspect_data: sample {number} is not read yet at this checkpoint of {consumed} samples; the run reads "
+              "another there if it goes on with other data, such as at its --decay-mix", file=sys.stderr)  # fmt: skip
     segment = read[-1]
     data = DataConfig(
         data_dir=arguments.directory,
