@@ -1,5 +1,6 @@
 """What the tests of data preparation share: texts, a small tokenizer, the command, and what is in a data directory."""
 
+import base64
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,17 @@ def train_model(directory, text=None, vocab_size=400):
     )
     path = directory / "tokenizer.model"
     path.write_bytes(model.getvalue())
+    return path
+
+
+def llama_3_vocabulary(path, tokens, later=()):
+    """``path``, which gets the ranks of LLaMA-3's: of ``tokens``, of others that no UTF-8 has, and of ``later``.
+
+    ``later`` have the ids after the special tokens, as an extension gives them.
+    """
+    others = (b"\xff%d" % number for number in range(128_000 - len(tokens)))
+    ranks = chain(enumerate(chain(tokens, others)), enumerate(later, 128_256))
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranks))
     return path
 
 

@@ -23,7 +23,7 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-NUM_SPECIAL, END_OF_TEXT = 256, 1  # of the special tokens, the second
+NUM_ORDINARY, NUM_SPECIAL, END_OF_TEXT = 128_000, 256, 1  # of the special tokens, the second
 FIRST_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 LONG_RUN = re.compile(r"\s{25000}")  # as long as LLaMA-3's own code lets a run of white space be
 
@@ -51,8 +51,11 @@ def read_ranks(path: str | Path) -> tuple[dict[bytes, int], int]:
         problem = "not every byte is a token"
     elif min(ids) < 0 or not ids.isdisjoint(range(special, special + NUM_SPECIAL)):
         problem = f"no room for the {NUM_SPECIAL} special tokens of LLaMA-3 from rank {special} on"
+    elif special != NUM_ORDINARY:  # such as of GPT-4, Qwen or LLaMA-4, which have other words and special tokens
+        problem = f"{special:,} tokens before the special ones, and LLaMA-3 has {NUM_ORDINARY:,}"
     if problem:
-        raise ConfigError([f"--tokenizer {path}: {problem}; give an undamaged vocabulary in LLaMA-3's form"])
+        remedy = "give LLaMA-3's, undamaged, or the tokenizer.json of another model"
+        raise ConfigError([f"--tokenizer {path}: {problem}; {remedy}"])
     return ranks, special
 
 

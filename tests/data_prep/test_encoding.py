@@ -1,6 +1,5 @@
 """Encoding: the ids of plain SentencePiece, and of tiktoken, for every model and every text."""
 
-import base64
 import hashlib
 import io
 import json
@@ -21,7 +20,15 @@ from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.data.tiktoken_model import TiktokenModel, is_tiktoken
-from tests.tokenizing import TEXTS, hugging_face_tokenizer, json_lines, shards, tokenize, train_model
+from tests.tokenizing import (
+    TEXTS,
+    hugging_face_tokenizer,
+    json_lines,
+    llama_3_vocabulary,
+    shards,
+    tokenize,
+    train_model,
+)
 from tools import inspect_data
 
 LLAMA = {
@@ -178,11 +185,6 @@ def test_a_model_that_the_cache_gets_wrong_is_encoded_plainly(llama, monkeypatch
 # --- tiktoken ---
 
 
-def write_ranks(path, ranks):
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
-    return path
-
-
 def small_ranks():
     """Bytes, then a token for each pair of bytes of some words, then for longer beginnings of the words."""
     ranks = {bytes([byte]): rank for rank, byte in enumerate(random.Random(0).sample(range(256), 256))}
@@ -198,18 +200,17 @@ def test_ids_of_a_vocabulary_in_llama_3s_format_are_those_of_tiktoken(tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
     from tiktoken.load import load_tiktoken_bpe
 
-    ranks = small_ranks()
-    path = write_ranks(tmp_path / "tokenizer.model", ranks)
+    path = llama_3_vocabulary(tmp_path / "tokenizer.model", small_ranks())
     reserved = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{n}|>" for n in range(254))]
     reference = tiktoken.Encoding(  # as in LLaMA-3's own code
         name="llama3",
         pat_str=r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         mergeable_ranks=load_tiktoken_bpe(str(path)),
-        special_tokens={token: len(ranks) + number for number, token in enumerate(reserved)},
+        special_tokens={token: 128_000 + number for number, token in enumerate(reserved)},
     )
     tokenizer = Tokenizer(str(path))
-    assert tokenizer.vocab_size == reference.n_vocab == len(ranks) + 256
+    assert tokenizer.vocab_size == reference.n_vocab == 128_256
     assert tokenizer.eos_id == reference.encode_single_token("<|end_of_text|>")
     texts = [*nasty_texts(), "<|end_of_text|> It's 12345 THE'S quick  fox\r\n\r\n  été?!\n"]
     for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
@@ -221,17 +222,15 @@ def test_ids_of_a_vocabulary_in_llama_3s_format_are_those_of_tiktoken(tmp_path):
 
 def test_tokens_added_to_llama_3s_vocabulary_come_after_its_special_tokens(tmp_path):
     pytest.importorskip("tiktoken")
-    ranks = small_ranks()
-    first = len(ranks)
-    path = write_ranks(tmp_path / "m", {**ranks, b"fox?!": first + 256, b" fox": first + 257})
+    path = llama_3_vocabulary(tmp_path / "m", small_ranks(), [b"fox?!", b" fox"])
     tokenizer = Tokenizer(str(path))
-    assert (tokenizer.vocab_size, tokenizer.eos_id) == (first + 258, first + 1)
-    assert tokenizer.encode("fox fox").tolist() == [ranks[b"fox"], first + 257, first + 1]
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (128_258, 128_001)
+    assert tokenizer.encode("fox fox").tolist() == [small_ranks()[b"fox"], 128_257, 128_001]
 
 
 def test_the_command_writes_shards_with_llama_3s_vocabulary(tmp_path):
     pytest.importorskip("tiktoken")
-    path = write_ranks(tmp_path / "tokenizer.model", small_ranks())
+    path = llama_3_vocabulary(tmp_path / "tokenizer.model", small_ranks())
     (tmp_path / "in.txt").write_text("the quick fox")
     tokenize(path, tmp_path / "out", f"a={tmp_path}/in.txt")
     (shard,) = shards(tmp_path / "out", "a")
@@ -244,12 +243,13 @@ def test_the_command_writes_shards_with_llama_3s_vocabulary(tmp_path):
         (lambda lines: [*lines, b"no token"], "line 0 is not a token in base64"),
         (lambda lines: lines[:100] + lines[101:], "not every byte is a token"),
         (lambda lines: [*lines, lines[-1]], "lines, but"),
-        (lambda lines: [*lines, b"aGVsbG8= 400"], "no room for the 256 special tokens"),
+        (lambda lines: [*lines, b"aGVsbG8= 128100"], "no room for the 256 special tokens"),
+        (lambda lines: lines[:-1], "127,999 tokens before the special ones, and LLaMA-3 has 128,000"),
     ],
 )
-def test_a_damaged_vocabulary_is_refused(change, words, tmp_path):
+def test_a_vocabulary_that_is_damaged_or_not_llama_3s_is_refused(change, words, tmp_path):
     pytest.importorskip("tiktoken")
-    lines = write_ranks(tmp_path / "m", small_ranks()).read_bytes().splitlines()
+    lines = llama_3_vocabulary(tmp_path / "m", small_ranks()).read_bytes().splitlines()
     (tmp_path / "m").write_bytes(b"\n".join(change(lines)))
     assert is_tiktoken(tmp_path / "m")
     with pytest.raises(ConfigError, match=words.replace("line 0", f"line {len(lines) + 1}")):

@@ -15,8 +15,8 @@ from data_prep.flags import extend_flags
 from data_prep.sentencepiece_extension import run
 from moh_lm.config import ConfigError
 from moh_lm.data.tiktoken_model import read_ranks
-from tests.data_prep.test_encoding import nasty_texts, small_ranks, write_ranks
-from tests.tokenizing import TEXTS, train_model
+from tests.data_prep.test_encoding import nasty_texts, small_ranks
+from tests.tokenizing import TEXTS, llama_3_vocabulary, train_model
 
 WORDS = ["。", "机器", "学习", "语言", "模型", "注意力", "，", "头", "混合", "训练", "数据", "文字", "龍馬", "※"]
 LATIN = "zyxxyt"  # of single letters in the old vocabulary
@@ -241,12 +241,11 @@ def joined(word, token):
 
 def test_tokens_are_added_to_a_tiktoken_file_after_the_special_ones_and_old_tokens_are_not_split(texts, tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
-    old = write_ranks(tmp_path / "old", small_ranks())
-    size = len(small_ranks()) + 256 + 40
+    old, size = llama_3_vocabulary(tmp_path / "old", small_ranks()), 128_256 + 40
     new = extend(old, tmp_path / "new", "--vocab-size", size, "--input", texts / "new.txt")
     assert new.read_bytes().startswith(old.read_bytes())
     ranks, special = read_ranks(new)
-    assert special == len(small_ranks())
+    assert special == 128_000
     added = [base64.b64decode(line.split()[0]) for line in new.read_bytes().splitlines()[special:]]
     assert [ranks[token] for token in added] == list(range(special + 256, size))
     assert {"机器".encode(), "学习".encode()} <= set(added)

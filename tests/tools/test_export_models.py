@@ -1,6 +1,5 @@
 """tools/export_hf.py: models of every kind and their tokenizers, in the form that transformers knows, or refused."""
 
-import base64
 import json
 import sys
 from dataclasses import replace
@@ -11,7 +10,7 @@ import torch
 
 from moh_lm.config import HeadsConfig
 from tests.distributed import run_ranks
-from tests.tokenizing import hugging_face_tokenizer
+from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.exporting import (
     HEADS,
     PAPER,
@@ -95,14 +94,13 @@ def test_positions_that_no_llama_has_are_exported_with_our_class(heads, position
 def test_a_tokenizer_of_tiktoken_is_copied_and_converted(tmp_path, export):
     pytest.importorskip("tiktoken")
     pytest.importorskip("transformers")
-    ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
-    (tmp_path / "tokenizer.model").write_text(ranks)
-    run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, tmp_path / "tokenizer.model", False)
+    tokenizer = llama_3_vocabulary(tmp_path / "tokenizer.model", [bytes([byte]) for byte in range(256)])
+    run_ranks(write_checkpoint, 1, tmp_path / "run", replace(PAPER, vocab_size=128_256), tokenizer, False)
     code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
     assert code == 0 and "checked: logits of transformers" in printed
-    assert (tmp_path / "hf" / "tokenizer.model").read_text() == ranks
+    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == tokenizer.read_bytes()
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == 257  # the second special token
+        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == 128_001  # the second special token
 
 
 DENSE = replace(PAPER, heads=HeadsConfig(head_selection="all"))

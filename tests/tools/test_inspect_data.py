@@ -1,6 +1,5 @@
 """tools/inspect_data.py as a user runs it: counts by hand, text that comes back, damage that is named."""
 
-import base64
 import io
 import json
 import os
@@ -19,7 +18,7 @@ from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import json_bytes, read_facts, seal, sha256_of
 from moh_lm.data.shards import ShardWriter, write_manifest
-from tests.tokenizing import tokenize
+from tests.tokenizing import llama_3_vocabulary, tokenize
 from tools import inspect_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -258,13 +257,12 @@ def test_what_is_damaged_does_not_hide_what_is_sound(corpus, tmp_path):
 def test_text_in_the_tokens_of_llama_3_is_decoded(tmp_path):
     pytest.importorskip("tiktoken")
     tokens = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" the"]
-    lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
-    (tmp_path / "llama.model").write_bytes(b"".join(lines))
+    llama_3_vocabulary(tmp_path / "llama.model", tokens)
     text = "the text and the 文字"
     (tmp_path / "a.txt").write_text(text)
     tokenize(tmp_path / "llama.model", tmp_path / "data", f"a={tmp_path}/a.txt")
     (document,) = run_json(tmp_path / "data", "--document", "a:0")["documents"]
-    assert (document["text"], document["ids"][0], document["ids"][-1]) == (text, 257, 260)  # 260: end of text
+    assert (document["text"], document["ids"][0], document["ids"][-1]) == (text, 257, 128_001)  # the end of text
 
 
 def test_the_command_works_from_anywhere_and_ends_quietly_with_its_reader(corpus, tmp_path):

@@ -1,6 +1,5 @@
 """tools/hf/tokenizer_json.py: the converted tokenizer gives SentencePiece's ids, whatever the text."""
 
-import base64
 import io
 import random
 import unicodedata
@@ -13,6 +12,7 @@ import sentencepiece
 from transformers import PreTrainedTokenizerFast
 
 from moh_lm.data.tiktoken_model import TiktokenModel
+from tests.tokenizing import llama_3_vocabulary
 from tools.hf import tiktoken_json
 from tools.hf.tokenizer_json import read_model, special_ids, tokenizer_config, write_tokenizer
 
@@ -147,12 +147,10 @@ def test_ids_and_text_of_llama_3_s_vocabulary_are_those_of_tiktoken_also_behind_
     tokens = [bytes([byte]) for byte in range(256)]
     tokens += [b"aa", b"aaa", b"ab", b"ba", b"aba", b"bab", b" a", b"th", b"the", b"  ", b"\n\n"]
     later = ["文".encode()[:2], "文".encode(), b" aab", b"abab"]  # of an extension: after the special tokens
-    ranks = [*enumerate(tokens), *enumerate(later, len(tokens) + 256)]
-    path = tmp_path / "llama.model"
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in ranks))
+    path = llama_3_vocabulary(tmp_path / "llama.model", tokens, later)
     tiktoken_json.write_tokenizer(path, tmp_path, 512)
     original, converted = TiktokenModel(path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert converted.eos_token_id == original.eos_id() == tiktoken_json.special_ids(path)["eos"] == len(tokens) + 1
+    assert converted.eos_token_id == original.eos_id() == tiktoken_json.special_ids(path)["eos"] == 128_001
     chooser, parts = random.Random(5), [*"ab \n\t\r\0.'s12345文é\u0301\u2028\U0001f642", "the", "<|end_of_text|>"]
     for _ in range(3000):
         text = "".join(chooser.choice(parts) for _ in range(chooser.randrange(1, 30)))

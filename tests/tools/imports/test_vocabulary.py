@@ -1,6 +1,5 @@
 """An import with a larger vocabulary, and with tokenizers of each kind."""
 
-import base64
 import json
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import torch
 
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
-from tests.tokenizing import hugging_face_tokenizer
+from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.imports.llamas import MIXTURE, make_llama, small_model
 from tools.hf import import_vocabulary
 from tools.work.import_hf import token_ids
@@ -71,14 +70,10 @@ def test_a_new_piece_begins_as_the_mean_of_the_old_ones_that_spell_it(imported, 
 
 @pytest.mark.parametrize("padding", [0, 20])
 def test_a_vocabulary_of_llama3_is_copied_and_its_new_tokens_are_spelled_with_the_old(imported, tmp_path, padding):
-    """Ranks in tiktoken's format: 256 bytes, a pair, room for the 256 special tokens, and two words of it."""
+    """Of its tokens the bytes and a pair, and two words of it after the special tokens."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"ab"]
-    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)]
-    first = len(tokens) + 256
-    more = [base64.b64encode(token) + b" %d\n" % (first + number) for number, token in enumerate((b"abc", b"zabab"))]
-    old, new = tmp_path / "old.model", tmp_path / "new.model"
-    old.write_bytes(b"".join(lines))
-    new.write_bytes(b"".join([*lines, *more]))
+    old = llama_3_vocabulary(tmp_path / "old.model", tokens)
+    new, first = llama_3_vocabulary(tmp_path / "new.model", tokens, [b"abc", b"zabab"]), 128_256
     model = make_llama(tmp_path / "hf", vocab_size=first + padding)
     weights = {name: model.state_dict()[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
     for rows in weights.values():
