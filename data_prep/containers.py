@@ -174,8 +174,11 @@ def decompressed(file: BinaryIO, container: str) -> Iterator[bytes]:
         raise EOFError("the file is cut off")
 
 
-def unchanged(path: str, size: int):
-    """Raise InputError if a file has not the size, in bytes, that it had when the work was planned."""
-    now = os.path.getsize(path)
-    if now != size:
-        raise InputError(f"{path}: had {size} bytes at the start of the run, has {now} now; is it still being written?")
+def unchanged(path: str, size: int, written: int):
+    """Raise InputError if a file has not the size, in bytes, or the last writing, in ns, of when it was planned."""
+    now = os.stat(path)
+    if (now.st_size, now.st_mtime_ns) != (size, written):
+        raise InputError(
+            f"{path}: had {size} bytes at the start of the run, has {now.st_size} now, and was written to in between; "
+            "is it still being written?"
+        )

@@ -39,6 +39,7 @@ class Piece:
     path: str  # absolute
     name: str  # relative to the fixed part of the pattern that matched it
     size: int  # bytes of the file
+    written: int  # when it was last written to, in ns
     sample: str  # hash of the first and last bytes of the file, of all of standard input
     container: str  # plain, gzip, zstd, parquet, arrow
     form: str  # jsonl, column, text
@@ -65,24 +66,24 @@ class Document(NamedTuple):
 def inspect_file(path: str, name: str) -> Piece:
     """The whole file at ``path`` as one piece; for parquet, ``end`` counts row groups. Raises InputError."""
     with reading(path), open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
+        status = os.fstat(file.fileno())
+        size = status.st_size
         head = file.read(SAMPLE)
         file.seek(max(len(head), size - SAMPLE))
         sample = sha256(head + file.read()).hexdigest()
         file.seek(0)
         container, form = sniff(file, name)
         end = pyarrow.parquet.read_metadata(path).num_row_groups if container == "parquet" else size
-    return Piece(path, name, size, sample, container, form, 0, end, size)
+    return Piece(path, name, size, status.st_mtime_ns, sample, container, form, 0, end, size)
 
 
 def documents(piece: Piece, text_key: str) -> Iterator[Document]:
     """The documents of ``piece`` in order, and in their place whatever had to be dropped. Raises InputError."""
     read = {"jsonl": line_documents, "column": column_documents, "text": text_documents}[piece.form]
     with reading("standard input" if piece.name == STDIN else piece.path):
-        unchanged(piece.path, piece.size)
+        unchanged(piece.path, piece.size, piece.written)
         yield from read(piece, text_key)
-        unchanged(piece.path, piece.size)
+        unchanged(piece.path, piece.size, piece.written)
 
 
 def document(text, dropped, position, offset, raw) -> Document:

@@ -372,10 +372,19 @@ def test_a_file_that_grows_or_shrinks_after_it_was_inspected_is_an_error(tmp_pat
         with pytest.raises(InputError, match=f"had {len(LINES)} bytes at the start of the run, has {len(data)} now"):
             list(documents(piece, "text"))
     path.write_bytes(LINES)
+    piece = inspect_file(str(path), path.name)
     with pytest.raises(InputError, match="now"):
         for document in documents(piece, "text"):
             if document.position == piece.size:
                 path.write_bytes(LINES + LINES)
+
+
+def test_a_file_that_is_written_to_while_it_is_read_and_keeps_its_size_is_an_error(tmp_path):
+    path = write(tmp_path / "x.jsonl", LINES)
+    with pytest.raises(InputError, match="was written to in between"):
+        for _ in documents(inspect_file(str(path), path.name), "text"):
+            path.write_bytes(LINES.upper())
+            os.utime(path, (1, 1))  # not within a tick of the clock of the file system
 
 
 # --- Memory ---
