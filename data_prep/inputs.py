@@ -51,7 +51,7 @@ class Source:
         self.pieces = []
         for piece in pieces:
             others = alike.setdefault((piece.size, piece.sample), [])
-            if piece.size and any(same_content(piece, other) for other in others):
+            if any((piece.size or piece.name == other.name) and same_content(piece, other) for other in others):
                 self.copies.append(piece)
             else:
                 others.append(piece)

@@ -87,6 +87,15 @@ def test_files_with_the_same_content_count_once_and_the_others_are_named(size, t
     assert [piece.name for piece in source.copies] == ["b.jsonl", "c.txt", "e.jsonl"]
 
 
+def test_empty_files_of_one_name_are_copies(tmp_path):
+    for directory in ("one", "two"):
+        (tmp_path / directory).mkdir()
+        write(tmp_path / directory, {"a.txt": "", "b.txt": ""})
+    patterns = [f"{tmp_path}/{directory}/*" for directory in ("one", "two")]
+    found, _ = plan_units("--source a=", "a", patterns, text_key="text", unit_size=10**6, identity=None)
+    assert names(found) == [["a.txt"], ["b.txt"]]
+
+
 def test_files_that_cannot_be_told_apart_by_what_names_a_unit_are_refused(tmp_path):
     content = b"x" * 200_000
     for directory, middle in (("one", b"1"), ("two", b"2")):
