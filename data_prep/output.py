@@ -74,12 +74,12 @@ def replaced_shards(
     contents = {(name, piece.size, piece.sample): piece for name, source in sources.items() for piece in source.pieces}
 
     @cache
-    def is_input(source, path, size, sample):
+    def input_of(source, path, size, sample):
         piece = contents.get((source, size, sample)) if size else None
         if (source, path) in inputs or piece is None:
-            return (source, path) in inputs
+            return path if (source, path) in inputs else None
         unchanged = os.path.isfile(path) and os.path.getsize(path) == size
-        return not unchanged or same_content(piece, replace(piece, path=path))
+        return piece.origin if not unchanged or same_content(piece, replace(piece, path=path)) else None
 
     replaced = []
     for path in sorted(output.glob("[!.]*/*.json")):
@@ -98,16 +98,18 @@ def replaced_shards(
                 f"{given}; choose another directory, or the same tokenizer"
             ])
         named = {
-            made_of["path"]: is_input(source, made_of["path"], made_of["size"], made_of["sample"])
+            made_of["path"]: input_of(source, made_of["path"], made_of["size"], made_of["sample"])
             for made_of in sidecar["inputs"]
         }
-        if not any(named.values()):
+        mine = list(filter(None, named.values()))
+        if not mine:
             continue
-        others = [file for file in named if not named[file] and os.path.exists(file)]
+        unnamed = [file for file in named if not named[file] and file not in sources[source].paths]
+        others = [file for file in unnamed if os.path.exists(file)]  # one that cannot be read keeps the shard anyway
         if others:
             raise ConfigError([
-                f"--source {source}: {path} was made of files of this command and of {len(others)} others, such as "
-                f"{others[0]}; name them too"
+                f"--source {source}: {path} was made of files of this command, such as {mine[0]}, and of {len(others)} "
+                f"others, such as {others[0]}; name them too, or leave the former out"
             ])
         replaced.append(path)
     return replaced

@@ -106,6 +106,33 @@ def test_part_of_the_files_that_share_a_shard_is_refused_and_nothing_is_lost(mod
     assert sorted(decoded(tmp_path / "out", "a", model)) == [f"text {number:02d}" for number in range(10)]
 
 
+def test_a_file_of_a_shared_shard_that_can_no_longer_be_read_fails_alone_and_its_text_stays(model, tmp_path):
+    (tmp_path / "in").mkdir()
+    for number in range(18):
+        (tmp_path / f"in/{number:02d}.txt").write_text(f"text {number:02d}")
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    before = files(tmp_path / "out")
+    (tmp_path / "in/07.txt").write_bytes(b"%PDF-")
+    (tmp_path / "in/18.txt").write_text("text 18")
+    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*", code=1)
+    assert f"failed: {tmp_path}/in/07.txt: a PDF file" in stderr
+    after = files(tmp_path / "out")
+    assert {name for name in before if after[name] != before[name]} == {"a/groups.jsonl"}  # the manifest stays too
+    (tmp_path / "in/07.txt").write_text("text 07")
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    assert sorted(decoded(tmp_path / "out", "a", model)) == [f"text {number:02d}" for number in range(19)]
+
+
+def test_a_file_with_the_text_of_one_in_a_shared_shard_is_named(model, tmp_path):
+    (tmp_path / "in").mkdir()
+    for number in range(18):
+        (tmp_path / f"in/{number:02d}.txt").write_text(f"text {number:02d}")
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
+    (tmp_path / "x.txt").write_text("text 07")
+    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/x.txt", code=2)
+    assert f"such as {tmp_path}/x.txt, and of 17 others, such as {tmp_path}/in/00.txt; name them too, or" in stderr
+
+
 def test_texts_with_shards_of_their_own_keep_them_and_new_ones_share_a_shard(model, tmp_path, monkeypatch):
     """As shards of earlier versions: a training that reads them goes on."""
     (tmp_path / "in").mkdir()
