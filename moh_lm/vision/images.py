@@ -86,7 +86,7 @@ class Images:
             f"{path}: {len(links)} symbolic links are left out, such as {link}; pack with tar -h" for link in links[:1]
         ]
         files = sorted(entry for entry in files if is_image(entry[0]))
-        if not files:
+        if not any("/" in entry[0] for entry in files):
             raise ConfigError([f"{path}: holds no image in a folder; give a directory or tar of class folders"])
         self.names, starts, sizes = zip(*files, strict=True)
         self.spans = np.stack([starts, sizes], axis=1)
@@ -153,7 +153,7 @@ def unpacked(name):
 
 
 def is_image(name):
-    return "/" in name and "/." not in f"/{name}" and name.lower().endswith(SUFFIXES)
+    return "/." not in f"/{name}" and name.lower().endswith(SUFFIXES)
 
 
 def names_hash(names, labels):

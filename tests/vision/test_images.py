@@ -364,8 +364,14 @@ def test_what_would_be_read_as_something_else_is_refused(tmp_path):
     Image.fromarray(np.full((8, 8), 2**16, np.int32)).save(tmp_path / "cat/deep.tif")
     with pytest.raises(ShardError, match="deep.tif: cannot be read as an image .its pixels are whole numbers outside"):
         Images(tmp_path).place(0).read(3)
-    (tmp_path / "train").mkdir()
-    (tmp_path / "cat").rename(tmp_path / "train/cat")
-    Image.new("L", (8, 8)).save(tmp_path / "train/stray.png")
+    Image.new("L", (8, 8)).save(tmp_path / "stray.png")
     with pytest.raises(ConfigError, match="stray.png lies beside the class folders; move it away"):
         Images(tmp_path)
+    (tmp_path / "train").mkdir()
+    for name in ("cat", "stray.png"):
+        (tmp_path / name).rename(tmp_path / "train" / name)
+    with pytest.raises(ConfigError, match="stray.png lies beside the class folders; move it away"):
+        Images(tmp_path)
+    shutil.rmtree(tmp_path / "train/cat")
+    with pytest.raises(ConfigError, match="holds no image in a folder; give a directory or tar of class folders"):
+        Images(tmp_path / "train")
