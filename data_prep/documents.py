@@ -73,7 +73,7 @@ def inspect_file(path: str, name: str) -> Piece:
         sample = sha256(head + file.read()).hexdigest()
         file.seek(0)
         container, form = sniff(file, name)
-        end = pyarrow.parquet.read_metadata(path).num_row_groups if container == "parquet" else size
+        end = pyarrow.parquet.read_metadata(file).num_row_groups if container == "parquet" else size
     return Piece(path, name, size, status.st_mtime_ns, sample, container, form, 0, end, size)
 
 
@@ -172,8 +172,8 @@ def skip_line(file) -> int:
 
 def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
     """Uncompressed bytes of the text column in each row group. Raises InputError if the file has no such column."""
-    with reading(piece.path):
-        metadata = pyarrow.parquet.read_metadata(piece.path)
+    with reading(piece.path), open(piece.path, "rb") as file:
+        metadata = pyarrow.parquet.read_metadata(file)
         require_column(piece, text_key, metadata.schema.to_arrow_schema().names)
     leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # of what is nested: a.b
     column = next(i for i, leaf in enumerate(leaves) if f"{leaf}.".startswith(f"{text_key}."))
@@ -199,7 +199,9 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
     """(some rows, the number of the first, the bytes of the piece read with them) of its row groups."""
     sizes = row_group_bytes(piece, text_key)
     # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
-    with pyarrow.parquet.ParquetFile(piece.path, buffer_size=READ, pre_buffer=False) as file:
+    # ParquetFile takes no path that is not UTF-8, OSFile takes its bytes.
+    with pyarrow.OSFile(os.fsencode(piece.path)) as raw:
+        file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ, pre_buffer=False)
         columns = [text_key, *(name for name in SET_COLUMNS if piece.source and name in file.schema_arrow.names)]
         rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]
         row = first = sum(rows[: piece.start])
@@ -213,7 +215,7 @@ def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int,
 
 def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
     """The same of the record batches of an Arrow file; ``text_key`` None asks for no column."""
-    with pyarrow.memory_map(piece.path) as file:
+    with pyarrow.memory_map(os.fsencode(piece.path)) as file:
         if file.read(len(ARROW_FILE)) == ARROW_FILE:
             reader = pyarrow.ipc.open_file(file)
             batches = map(reader.get_batch, range(reader.num_record_batches))
@@ -238,7 +240,8 @@ def first_row(piece: Piece, text_key: str) -> dict | None:
     if piece.container == "arrow":
         batch = next((batch for batch, _, _ in arrow_batches(piece) if len(batch)), None)
         return batch.slice(0, 1).to_pylist()[0] if batch else None
-    with pyarrow.parquet.ParquetFile(piece.path) as file:
+    with open(piece.path, "rb") as raw:
+        file = pyarrow.parquet.ParquetFile(raw)
         names = file.schema_arrow.names
         batch = next(file.iter_batches(1, columns=[name for name in names if name != text_key]), None)
         return {**dict.fromkeys(names), **batch.to_pylist()[0]} if batch else None

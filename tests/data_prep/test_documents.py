@@ -16,7 +16,7 @@ import zstandard
 
 from data_prep import documents as module
 from data_prep.containers import InputError
-from data_prep.documents import documents, inspect_file
+from data_prep.documents import documents, first_row, inspect_file
 from data_prep.units import split
 from tests.tokenizing import ROOT, TEXTS, json_lines
 
@@ -154,6 +154,15 @@ def test_arrow_files_as_hugging_face_datasets_writes_them_are_read_without_loss(
     for cut in (8, 9, len(data) // 2):  # the first loses the mark at the end of a stream and no row
         with pytest.raises(InputError, match=f"{tmp_path}/cut"):
             read(write(tmp_path / "cut", data[:-cut]))
+
+
+@pytest.mark.parametrize("container", ["parquet", "arrow"])
+def test_tables_whose_names_are_not_utf_8_are_read(container, tmp_path):
+    path, table = tmp_path / os.fsdecode(b"\xff"), pyarrow.table({"text": ["a", "b"], "id": [1, 2]})
+    pyarrow.parquet.write_table(table, sink := pyarrow.BufferOutputStream())
+    write(path, sink.getvalue().to_pybytes() if container == "parquet" else arrow(table, "stream"))
+    assert read(path) == (["a", "b"], {})
+    assert first_row(inspect_file(str(path), path.name), "text")["id"] == 1
 
 
 def test_arrow_streams_one_after_another_are_refused(tmp_path):
