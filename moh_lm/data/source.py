@@ -115,7 +115,7 @@ class Source:
     def notes(self, fraction: float) -> list[str]:
         """What the user of this source should know."""
         cut, total = (sum(shard.num_tokens for shard in shards) for shards in (self.cut_texts, self.shards))
-        if len(self.shards) == 1 or 2 * cut <= total:
+        if 2 * cut <= total:
             return []
         return [
             f"source {self.name}: {len(self.cut_texts)} of its {len(self.shards)} shards hold one document each, whose "

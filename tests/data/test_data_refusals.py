@@ -67,7 +67,8 @@ def test_if_no_fraction_leaves_a_window_to_both_more_text_is_asked_for(tmp_path)
 def test_documents_that_lose_their_ends_to_validation_are_noted_with_the_remedy(tmp_path):
     lengths = {"texts": [[100]] * 9 + [[50, 50]], "lines": [[1000], [10] * 200], "one": [[400]]}
     make_directory(tmp_path, lengths)
-    (note,) = open_dataset(tmp_path).notes
+    one, note = open_dataset(tmp_path).notes
+    assert one.startswith("source one: 1 of its 1 shards hold one document each, whose end is held out")
     assert note.startswith("source texts: 9 of its 10 shards hold one document each, whose end is held out")
     assert "end-of-sequence token" in note and "one .jsonl file, a document per line" in note
     assert open_dataset(tmp_path, fraction=0.0).notes == []
