@@ -62,12 +62,6 @@ class Config:
     def data_parallel_size(self, world_size):
         return world_size // self.parallel.ranks_of_a_sequence()
 
-    @property
-    def routers_apart(self):
-        """Whether the optimizer treats routers in another way than other weights, for some of the run at least."""
-        settings, warmup = self.optimizer, self.model.heads.dense_warmup_iters
-        return warmup > 0 or settings.router_learning_rate_scale != 1 or settings.router_gradient_clipping > 0
-
     def gradient_accumulation_steps(self, world_size):
         return self.run.global_batch_size // (self.run.micro_batch_size * self.data_parallel_size(world_size))
 

@@ -3,6 +3,7 @@
     step, consumed_samples    iterations done, and the samples that they read
     optimizer_steps           iterations whose gradients were applied
     rested_steps              those of them in a dense warm-up, if there were any: Adam does not count them for routers
+    frozen_steps              those of them up to the last one of --train-only: Adam counts them for routers only
     router_shares             for each layer with routed heads, the share of a step's tokens that selected each of them
     l1_steps                  with routing relu: n of the coefficient that holds its gates down
     windows                   with --window-strategy entropy: windows and entropies of the layers
@@ -39,16 +40,19 @@ class RunState:
     def capture(self):
         """The state, JSON-able. The same on every rank but for the alarms: rank 0 writes it."""
         consumed, routers = self.step * self.config.run.global_batch_size, self.engine.router_sums
+        optimizer = self.engine.optimizer
+        frozen = optimizer.frozen if self.config.optimizer.train_only == "all" else optimizer.steps
         return {
             "step": self.step,
             "consumed_samples": consumed,
-            "optimizer_steps": self.engine.optimizer.steps,
+            "optimizer_steps": optimizer.steps,
             "router_shares": [share.tolist() for share in routers.shares],
             "guard": self.engine.guard.state(),
             "interval": self.interval.state(),
             "alarms": self.alarms.state(),
             "data": self.dataset.state(consumed),
-            **({"rested_steps": rested} if (rested := self.engine.optimizer.rested) else {}),
+            **({"rested_steps": optimizer.rested} if optimizer.rested else {}),
+            **({"frozen_steps": frozen} if frozen else {}),
             **({"imported": self.imported} if self.imported else {}),
             **({"windows": [windows.widths, windows.entropies]} if (windows := self.engine.windows) else {}),
             **({"l1_steps": int(routers.l1_steps)} if self.config.model.heads.routing == "relu" else {}),
@@ -68,7 +72,8 @@ class RunState:
         self.step, self.imported = saved["step"], saved.get("imported")
         layers = len(self.engine.router_sums.shares)  # none where a mixture goes on without routers
         shares = saved["router_shares"][:layers]
-        self.engine.adopt(saved["optimizer_steps"], shares, saved.get("l1_steps", 0), saved.get("rested_steps", 0))
+        steps = [saved.get(name, 0) for name in ("l1_steps", "rested_steps", "frozen_steps")]
+        self.engine.adopt(saved["optimizer_steps"], shares, *steps)
         if self.engine.windows and "windows" in saved:
             self.engine.windows.set(*saved["windows"])
         if self.step == 0:  # an imported model: nothing was read yet

@@ -285,10 +285,10 @@ class Engine:
         replicated = parameter.tensor_partition is None and group_rank(self.groups.tensor) > 0
         return replicated or getattr(parameter, "ds_pipe_replicated", False)
 
-    def adopt(self, optimizer_steps, shares, l1_steps=0, rested_steps=0):
+    def adopt(self, optimizer_steps, shares, l1_steps=0, rested_steps=0, frozen_steps=0):
         """Go on from ``fragments`` that were filled from a checkpoint, and from what its routers followed."""
         self.frozen.refresh()  # before ``adopt``, which gathers what ZeRO-3 keeps whole
-        self.optimizer.adopt(optimizer_steps, rested_steps)
+        self.optimizer.adopt(optimizer_steps, rested_steps, frozen_steps)
         self.router_sums.set_l1_steps(torch.tensor(l1_steps, device=self.device))
         self.router_sums.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
 

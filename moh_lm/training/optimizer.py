@@ -65,6 +65,7 @@ class ShardedOptimizer:
         self.rank = rank
         self.ema_decay = ema_decay
         self.rested = 0  # of the steps taken, those in which the routers rested
+        self.frozen = 0  # those up to the last one in which all other weights were frozen
         if not self.whole_parameters:
             self.clear_padding()
         for number, master in enumerate(self.masters()):
@@ -113,7 +114,7 @@ class ShardedOptimizer:
         return torch.stack([largest(master) for master in self.masters()]).max()
 
     def set_learning_rates(self, rate, router_rate):
-        """router_rate: of the routers, if they are a group of their own."""
+        """router_rate: of the routers."""
         for group in self.optimizer.param_groups:
             group["lr"] = (router_rate if group["router"] else rate) * group["rate"]
 
@@ -144,14 +145,17 @@ class ShardedOptimizer:
     @property
     def steps(self):
         """Steps that the optimizer has taken; skipped ones do not count."""
-        return int(max(state["step"] for state in self.optimizer.optimizer.state.values()))
+        return max(int(count) + self.uncounted(is_router) for count, is_router in self.counts())
 
     @torch.no_grad()
-    def adopt(self, steps, rested=0):
-        """Go on after ``steps`` steps from fragments that were filled from a checkpoint. rested: of these steps."""
-        self.rested = rested
+    def adopt(self, steps, rested=0, frozen=0):
+        """Go on after ``steps`` steps from fragments that were filled from a checkpoint. rested, frozen: of these steps.
+
+        Adam's bias correction counts the steps that the moments have seen.
+        """
+        self.rested, self.frozen = rested, frozen
         for count, is_router in self.counts():
-            count.fill_(steps - rested if is_router else steps)
+            count.fill_(steps - self.uncounted(is_router))
         self.refresh_weights()
 
     @torch.no_grad()
@@ -162,9 +166,12 @@ class ShardedOptimizer:
             if is_router:
                 count -= 1
 
+    def uncounted(self, is_router):
+        """Of the steps taken, those that the moments of the routers, or of other weights, have not seen."""
+        return self.rested if is_router else self.frozen
+
     def counts(self):
-        """(steps that Adam's bias correction counts, whether it is of routers that are a group of their own) of each
-        flat tensor."""
+        """(steps that Adam's bias correction counts, whether it is of routers) of each flat tensor."""
         for number, master in enumerate(self.masters()):
             yield self.optimizer.optimizer.state[master]["step"], self.group(number)["router"]
 

@@ -1,7 +1,7 @@
 """Which rule updates which parameter.
 
 With --optimizer muon the matrices of the blocks are Muon's. All others are AdamW's: embedding, output head, routers and
-norms. Matrices decay, norms do not. Routers are a group of their own where ``Config.routers_apart``.
+norms. Matrices decay, norms do not. Routers are a group of their own.
 
 Width transfer, --base-width W: a learning rate that is good at the width W is good at the width d (Yang et al. 2022,
 arXiv 2203.03466, Table 8, for AdamW). With r = W / d, what is 1 for W = d:
@@ -53,8 +53,7 @@ def rule_of(name, parameter, config):
         return Rule(False, 0.0, eps=EPS * ratio)
     if name.endswith(TABLES):
         return Rule(False, or_else(settings.embedding_weight_decay, settings.weight_decay), eps=EPS * ratio)
-    apart = config.routers_apart and ".router." in name
-    return Rule(False, settings.weight_decay / ratio, ratio, apart, EPS * ratio)
+    return Rule(False, settings.weight_decay / ratio, ratio, ".router." in name, EPS * ratio)
 
 
 def is_block_matrix(name):
