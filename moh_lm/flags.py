@@ -116,11 +116,13 @@ def idle_flags(given, config):
     if given.values.get("head_selection") == "gated":
         selection = "gated"  # which the configuration has as a mixture
     gated = ("routing", "routing_unit", "dense_warmup_iters", *ROUTER_ONLY)
-    used = {"all": (), "static": (*BUDGETS, *SPREAD), "gated": gated}.get(selection)
+    unit = ("routing_unit",) if config.model.heads.head_budget is not None else ()  # of which a budget has whole ones
+    used = {"all": (), "static": (*BUDGETS, *SPREAD, *unit), "gated": gated}.get(selection)
     idle = {"--schedule cosine": ["decay_shape"] if config.optimizer.schedule == "cosine" else []}
     if used is None:
         form, top_p = config.model.heads.routing, config.model.heads.routing_top_p
         idle[f"--routing {form}"] = [] if form in TWO_STAGE else ["two_stage"]
+        idle[f"--routing {form}"] += ["load_balance_coefficient"] if form == "relu" else []
         idle["a router without --routing-top-p"] = ["routing_entropy_coefficient"] if top_p is None else []
     else:
         of_routers = [entry.name for entry in fields(HeadsConfig)] + [*ROUTER_ONLY]

@@ -196,7 +196,11 @@ def test_flags_of_a_mixture_before_those_of_a_dense_baseline_are_named():
     found = note("--num-shared-heads 3 --router-gumbel-noise 1 --head-selection all --router-gradient-clipping 1")
     assert found.startswith("note: --head-selection all makes no use of --num-shared-heads, --router-gumbel-noise, ")
     assert found.endswith("--router-gradient-clipping")
-    assert note("--num-shared-heads 3 --routing relu --head-selection static").endswith(" use of --routing")
+    static = "--head-selection static --routing-unit key_value_group --num-key-value-heads 4"
+    assert note(f"{static} --routing relu").endswith(" use of --routing, --routing-unit")
+    assert note(f"{static} --head-budget 0.6") == ""  # which has whole groups
+    relu = "note: --routing relu makes no use of --load-balance-coefficient"
+    assert note("--routing relu --load-balance-coefficient 0.5") == relu
     gated = note("--head-selection gated --routing sigmoid --num-shared-heads 3 --router-gumbel-noise 1")
     assert gated.endswith("gated makes no use of --num-shared-heads, --router-gumbel-noise")
 

@@ -18,6 +18,7 @@ import signal
 from dataclasses import replace
 
 from moh_lm.cli.parser import Parser
+from moh_lm.config import ConfigError
 from moh_lm.flags import add_config_flags, config_of, parse_flags
 from moh_lm.quantities import at_least
 from tools.command import run
@@ -34,14 +35,17 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/inspect_data.py", description=__doc__.splitlines()[0], usage=USAGE)
     add = parser.add_argument
     add("directory", metavar="DIR", help="data directory, or directory or PREFIX of foreign shards")
-    add("--sample", metavar="N", type=at_least(0), nargs="+", help="samples of a run, from 0 on, decoded")
-    add("--state", metavar="FILE", help="state.json of a checkpoint: samples as its run read them")
-    add("--document", metavar="SOURCE:N", nargs="+", help="documents of a source, from 0 on, decoded")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--sample", metavar="N", type=at_least(0), nargs="+", help="samples of a run, from 0 on, decoded")
+    one("--document", metavar="SOURCE:N", nargs="+", help="documents of a source, from 0 on, decoded")
+    one("--verify", action="store_true", help="compare every file with its checksums")
+    add("--state", metavar="FILE", help="of --sample: state.json of a checkpoint; samples as its run read them")
     add("--tokenizer", metavar="MODEL", help="as for data_prep/tokenize.py (default: DIR's)")
-    add("--verify", action="store_true", help="compare every file with its checksums")
     add("--json", action="store_true", help="everything, as one JSON object")
     add_config_flags(parser)
     arguments = parse_flags(parser, texts)
+    if arguments.state and arguments.sample is None:
+        raise ConfigError([f"--state {arguments.state}: goes with --sample; add it, or leave this flag out"])
     config = config_of(arguments)
     arguments.config = replace(config, data=replace(config.data, data_dir=arguments.directory))
     return arguments

@@ -63,8 +63,9 @@ def form_problems(heads, post_norm=False):
     ]
     if post_norm and heads.routing == "relu":
         found.append(f"{given}: its gates begin at 1 for normalised inputs; --post-norm has none, leave one flag out")
-    if not form.causal and heads.routing_dtype != "fp32":
-        found.append(f"--routing-dtype {heads.routing_dtype}: {given} ranks tokens in fp32; leave it out")
+    if heads.routing_dtype != "fp32" and (heads.routing == "relu" or not form.causal):
+        ranked = "ranks tokens in fp32" if not form.causal else "ranks nothing"
+        found.append(f"--routing-dtype {heads.routing_dtype}: {given} {ranked}; leave it out")
     return found
 
 

@@ -44,12 +44,13 @@ FILES = {
     "bare/config.json": '{"model_type": "moh_llama"}',
     "hf/config.json": json.dumps(LLAMA),
     "hf/tokenizer.json": "{}",
+    "image/config.json": '{"program": "moh_lm.vision dit"}',
     "nothing/config.json": "{}",
     "nothing/metrics.jsonl": "",
     "list/config.json": "[1]",
     "list/metrics.jsonl": "",
     "imported/checkpoints/step-0/config.json": json.dumps(Config().to_dict()),
-    "imported/state.json": '{"data": {"segments": []}}',
+    "imported/state.json": '{"consumed_samples": 0, "data": {"segments": []}}',
 }
 CALLS = TRAINING | TOOLS
 
@@ -65,7 +66,7 @@ def calls():
 def place(tmp_path_factory):
     """A directory with something of each kind: a run without a step, models, files that are none."""
     directory = tmp_path_factory.mktemp("place")
-    for name in ("run/checkpoints", "bare", "hf", "empty", "nothing", "list", "imported/checkpoints/step-0"):
+    for name in ("run/checkpoints", "bare", "hf", "empty", "image", "nothing", "list", "imported/checkpoints/step-0"):
         (directory / name).mkdir(parents=True)
     for name, text in FILES.items():
         (directory / name).write_text(text)

@@ -177,6 +177,9 @@ TOOLS = {
         DATA --document even | --document even: write SOURCE:N, such as even:0
         DATA --document evn:0 | --document evn:0: write SOURCE:N, such as even:0
         DATA --document even:9999 | --document even:9999: source even has 120 documents
+        DATA --verify --sample 0 | --sample: excludes --verify
+        DATA --document even:0 --sample 0 | --sample: excludes --document
+        DATA --state imported/state.json | --state imported/state.json: goes with --sample; add it, or leave
         DATA --verfy | flag --verfy is unknown: did you mean --verify?
         DATA --sample 0 --state nosuch | --state nosuch: not the state.json of a checkpoint ([Errno
         DATA --sample 0 --state imported/state.json | --state imported/state.json: of an import that has read no
@@ -201,6 +204,7 @@ TOOLS = {
         hf | hf: has no metrics.jsonl
         nothing | nothing/config.json: has no train_iters; give the directory of a run
         list | list/config.json: no configuration (it holds no settings); give a directory made by a run
+        run image | image: is of moh_lm.vision dit, and run of moh_lm.pretrain; give runs of one program
         run --output . | --output .: is a directory; give a file in it
         run --out x.html | flag --out is unknown: did you mean --output?
     """,

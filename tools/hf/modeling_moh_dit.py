@@ -69,7 +69,7 @@ class MoHDiTModel(ModelMixin, ConfigMixin):
     def __init__(
         self, input_size=32, in_channels=4, patch_size=2, num_classes=1000, hidden_size=384, num_layers=0,
         num_attention_heads=(), head_dim=64, mlp_ratio=4.0, head_selection="mixture", num_shared_heads=(),
-        num_active_routed_heads=(), routing="released", two_stage=True,
+        num_active_routed_heads=(), routing="released", two_stage=True, class_dropout=0.1,
     ):  # fmt: skip
         super().__init__()
         outputs = patch_size**2 * 2 * in_channels

@@ -22,11 +22,18 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     @torch.no_grad()
     def __call__(
-        self, class_labels, guidance_scale=4.0, num_inference_steps=250, generator=None, latents=None, output_type="pil"
-    ):
-        """Images of ``class_labels``, a list of numbers. guidance_scale 1: none. latents: noise to begin with,
-        [b, c, H, W]. output_type: pil; np, [b, H, W, c] from 0 to 1; or latent, what the model draws."""
+        self, class_labels, guidance_scale=None, num_inference_steps=250, generator=None, latents=None,
+        output_type="pil",
+    ):  # fmt: skip
+        """Images of ``class_labels``, a list of numbers. guidance_scale 1: none; default: 4, or 1 of a model that was
+        trained with --class-dropout 0, which refuses others. latents: noise to begin with, [b, c, H, W]. output_type:
+        pil; np, [b, H, W, c] from 0 to 1; or latent, what the model draws."""
         config, device = self.transformer.config, self._execution_device
+        if guidance_scale is None:
+            guidance_scale = 4.0 if config.class_dropout else 1.0
+        elif guidance_scale != 1 and not config.class_dropout:
+            text = "guidance compares with images of no class, which --class-dropout 0 never trains"
+            raise ValueError(f"guidance_scale {guidance_scale:g}: {text}; give 1")
         if self.vae is None and config.in_channels not in (1, 3) and output_type != "latent":
             text = f"the model draws latents of {config.in_channels} channels, and no vae is there to decode them"
             raise ValueError(f'{text}; load the pipeline with vae=, an AutoencoderKL, or give output_type="latent"')

@@ -23,7 +23,7 @@ HF = Path(__file__).resolve().parents[1] / "hf"
 ROUTING = "head_selection num_shared_heads num_active_routed_heads routing two_stage".split()
 VIT = "image_size hidden_sizes depths num_attention_heads mlp_ratios sr_ratios".split()
 DIT = "input_size in_channels patch_size num_classes hidden_size num_layers num_attention_heads".split()
-DIT += ["head_dim", "mlp_ratio"]
+DIT += ["head_dim", "mlp_ratio", "class_dropout"]
 TOLERANCE = 1e-7  # relative to the largest output where that is above 1
 CARDS = {
     True: ("MoH-ViT", "transformers", "image-classification", "AutoModelForImageClassification"),
