@@ -149,9 +149,9 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def adopt(self, steps, rested=0, frozen=0):
-        """Go on after ``steps`` steps from fragments that were filled from a checkpoint. rested, frozen: of these steps.
+        """Go on after ``steps`` steps from fragments that were filled from a checkpoint.
 
-        Adam's bias correction counts the steps that the moments have seen.
+        rested, frozen: of these steps. Adam's bias correction counts the steps that the moments have seen.
         """
         self.rested, self.frozen = rested, frozen
         for count, is_router in self.counts():
