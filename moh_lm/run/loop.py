@@ -14,7 +14,7 @@ from moh_lm.checkpoint.saver import Saver, check_space
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.loader import Loader
-from moh_lm.monitor.alarms import Alarms
+from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms
 from moh_lm.monitor.interval import Interval, waits_and_memory
 from moh_lm.monitor.journal import Journal
 from moh_lm.monitor.log import RunLog
@@ -151,6 +151,7 @@ class Run:
         data_seconds = time.perf_counter() - started
         if state.step * run.global_batch_size == config.decay_begins():
             self.engine.guard.forget()  # of other data the loss is another
+            self.alarms.forget(BALANCE, DRIFT)
         if state.step == config.model.heads.dense_warmup_iters and config.model.after(0) != config.model:
             self.engine.guard.forget()  # with fewer heads the loss is another
             text = f"step {state.step}: the dense warm-up is over: {describe_switch(config.model)}"

@@ -65,8 +65,11 @@ def test_a_branch_is_the_run_that_was_to_end_there(data_dir, tmp_path, capsys):
     assert all(got[name].equal(tensor) for name, tensor in expected.items())
     losses = [[row["loss"] for row in rows(directory) if "loss" in row] for directory in (made, whole)]
     assert losses[0] == losses[1][2:]
-    guards = [read_json(directory / "checkpoints" / "step-4" / "state.json")["guard"] for directory in (made, whole)]
+    states = [read_json(directory / "checkpoints" / "step-4" / "state.json") for directory in (made, whole)]
+    guards = [state["guard"] for state in states]
     assert guards[0] == guards[1] and len(guards[0]["history"]["loss"]) == 2  # a loss of the other mix is no spike
+    known = [[row for row in state["alarms"]["history"] if row[0] != "throughput"] for state in states]
+    assert known[0] == known[1] and {len(values) for *_, values in known[0]} == {2}  # nor is a gate that moves a drift
 
 
 @pytest.mark.parametrize(
