@@ -30,7 +30,7 @@ import torch
 from benchmarks.attention import budgets
 from benchmarks.flags import MODELS, checked
 from benchmarks.timing import seconds
-from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
+from moh_lm.config import HeadsConfig, ModelConfig, raise_any
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.break_even import fastest
 from moh_lm.model.transformer import CausalLM, compile_layers
@@ -68,8 +68,7 @@ def check_backend(arguments, device):
         problems.append("--backend triton: the package triton is not installed; pip install triton, or choose auto")
     if backend == "cpu_sparse" and compiled:
         problems.append(f"--contestants {compiled[0]}: --backend cpu_sparse cannot be compiled; choose auto or dense")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
 
 
 def compare(arguments, length, device):

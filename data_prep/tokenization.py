@@ -15,7 +15,7 @@ from data_prep.report import outlook, plan_line, print_others, print_summary, pr
 from data_prep.units import MANY_TEXTS, Unit, divide
 from data_prep.workers import run_units
 from data_prep.writing import too_many_bad
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish
 from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
 
@@ -104,8 +104,7 @@ def find_sources(flags) -> tuple[dict[str, Source], str | None, dict[str, list[s
             problems += error.problems
     if from_stdin and sys.stdin.isatty():
         problems.append(f"--source {from_stdin[0]}=-: standard input is a terminal; write ... | python data_prep/...")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     unreadable = []
     if flags.recognize:
         named = {os.path.realpath(path) for source in sources.values() for path in source.paths}

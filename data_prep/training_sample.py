@@ -17,7 +17,7 @@ from data_prep.containers import InputError
 from data_prep.documents import HARMLESS, Piece, documents
 from data_prep.inputs import source_patterns
 from data_prep.units import Unit, plan_units
-from moh_lm.config import ConfigError, DataConfig
+from moh_lm.config import ConfigError, DataConfig, raise_any
 from moh_lm.data.mixture import data_problems
 
 SAMPLED_UNIT = 16 << 20  # bytes of input from whose beginning the sample takes its share
@@ -39,8 +39,7 @@ def read_sample(flags: argparse.Namespace) -> list[bytes]:
                 bar.update(len(sentence) + 1)
             if not drawn[name]:
                 problems.append(f"{option}{' '.join(globs)}: holds no text; is --text-key {flags.text_key} right?")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return by_weight(drawn, {name: weight / total for name, (weight, _) in sources.items()})
 
 
@@ -58,8 +57,7 @@ def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:
     if weights.keys() != patterns.keys():
         given, mixed = (", ".join(sorted(names)) for names in (patterns, weights))
         problems.append(f"--data-mix {mixed}: the sources are {given}; give each of them a weight, and no other")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return {name: (float(weights[name]), globs) for name, globs in patterns.items()}
 
 

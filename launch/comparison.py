@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from moh_lm.config import ConfigError, flag
+from moh_lm.config import ConfigError, flag, raise_any
 from moh_lm.flags import make_parser, parse_flags
 from moh_lm.quantities import above_0, at_least
 
@@ -151,8 +151,7 @@ def read_flags(parser, texts, program, instead):
             problems += error.problems
     instead = {**instead, "--checkpoint-dir": "OUT", "--data-dir": "it on the command line"}
     problems += [f"{name}: the {program} sets it; give {instead[name]}" for name in sorted(given & instead.keys())]
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return flags
 
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from launch.comparison import FLAGS, add_flags, read_flags
 from moh_lm.cli.parser import Parser
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.config.presets import SIZES
 from moh_lm.quantities import above_0, at_least
 from tools.command import GOES_ON, run
@@ -53,8 +53,7 @@ def parse_arguments(texts):
     flags = read_flags(parser, texts, "ladder", {**instead, "--preset": "--rungs or --widths"})
     if flags.rates is not RATES and not flags.widths:
         raise ConfigError(["--rates: are those of --widths; add it, or give --learning-rate"])
-    if uneven := [width for width in flags.widths or () if width % 32]:
-        raise ConfigError([f"--widths {width}: must be a multiple of 32" for width in uneven])
+    raise_any([f"--widths {width}: must be a multiple of 32" for width in flags.widths or () if width % 32])
     flags.rungs = sorted({*flags.rungs}, key=SIZES.index)
     flags.widths, flags.rates = list(dict.fromkeys(flags.widths or ())), list(dict.fromkeys(flags.rates))
     return flags

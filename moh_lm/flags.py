@@ -13,7 +13,7 @@ import yaml
 
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.cli.parser import Parser, nearest
-from moh_lm.config import BUDGETS, SPREAD, TWO_STAGE, Config, ConfigError, HeadsConfig, flag, walk
+from moh_lm.config import BUDGETS, SPREAD, TWO_STAGE, Config, ConfigError, HeadsConfig, flag, raise_any, walk
 from moh_lm.quantities import duration, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
@@ -48,8 +48,7 @@ def parse_flags(parser, arguments, kind=Config):
     if kind is Config and namespace.preset and getattr(namespace, "script", None):
         advice = "use it with python -m moh_lm.pretrain"
         problems.append(f"--preset {namespace.preset}: {namespace.script} has its sizes; {advice}")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return namespace
 
 

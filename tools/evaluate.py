@@ -21,7 +21,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import re
 
 from moh_lm.cli.parser import Parser
-from moh_lm.config import ConfigError
+from moh_lm.config import raise_any
 from moh_lm.quantities import at_least
 from tools.command import device, output_path, run
 from tools.tasks.flags import add_task_flags, task_problems
@@ -50,8 +50,7 @@ def parse_arguments(texts):
     problems = task_problems(arguments)
     if arguments.compare and arguments.output:
         problems.append("--output: is the file of one model; leave --compare out")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return arguments
 
 

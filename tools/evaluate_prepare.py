@@ -14,7 +14,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.cli.parser import Parser
-from moh_lm.config import ConfigError
+from moh_lm.config import raise_any
 from tools.command import output_path, run
 from tools.tasks.flags import add_task_flags, task_problems
 
@@ -30,8 +30,7 @@ def parse_arguments(texts):
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="MODEL", help=words)
     parser.add_argument("--output", required=True, type=output_path, metavar="FILE", help="JSON lines")
     arguments = parser.parse_args(texts)
-    if problems := task_problems(arguments):
-        raise ConfigError(problems)
+    raise_any(task_problems(arguments))
     return arguments
 
 

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.cli.parser import Parser
-from moh_lm.config import ConfigError
+from moh_lm.config import raise_any
 from moh_lm.quantities import above_0, at_least
 from tools.command import device, output_path, run
 from tools.tasks.suites import SUITES
@@ -58,8 +58,7 @@ def parse_arguments(texts):
     problems += [f"{flag}: goes with --suite" for flag, value in of_suite.items() if value and not arguments.suite]
     if arguments.l0 and arguments.ablation_tokens == 0:
         problems.append("--l0: is trained on the tokens of --ablation-tokens, of which there are 0; leave one flag out")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return arguments
 
 

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from moh_lm.cli.parser import Parser
-from moh_lm.config import ConfigError
+from moh_lm.config import raise_any
 from moh_lm.quantities import at_least
 from tools.command import device, output_path, run
 
@@ -54,8 +54,7 @@ def parse_arguments(texts):
             problems.append(f"{flag} {files[flag]}: give a name that ends in {ending}")
     if not any(files.values()):
         problems.append("--output or --npz: one must be given")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return arguments
 
 

@@ -33,7 +33,7 @@ from moh_lm.checkpoint.directory import (
 from moh_lm.checkpoint.fragments import metadata_of
 from moh_lm.checkpoint.manifest import is_whole, verify, write_manifest
 from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, rank_0_files
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush
 from moh_lm.data.shards import tokenizer_files
 from moh_lm.parallel.agreement import by_rank_0, from_all_ranks, problems_of_all_ranks, together
@@ -280,6 +280,5 @@ def find_step(path):
         damaged = verify(steps[0])
     except OSError as error:
         raise ConfigError([f"{error.filename}: cannot be read ({error.strerror}); make it readable"]) from error
-    if damaged:
-        raise ConfigError([f"{problem}; restore it, or give an earlier checkpoint" for problem in damaged])
+    raise_any([f"{problem}; restore it, or give an earlier checkpoint" for problem in damaged])
     return steps[0]

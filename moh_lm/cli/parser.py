@@ -5,7 +5,7 @@ import difflib
 import re
 from itertools import pairwise
 
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.quantities import integer, real
 
 
@@ -23,8 +23,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, texts):
         self.strict = not self._subparsers  # a command has flags of its own
         arguments, unknown = self.parse_known_args(texts)
-        if problems := self.all_problems(unknown):
-            raise ConfigError(problems)
+        raise_any(self.all_problems(unknown))
         return arguments
 
     def all_problems(self, unknown=()):

@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from moh_lm.config.fields import ConfigError, as_tuples, build, flag, option, walk
+from moh_lm.config.fields import ConfigError, as_tuples, build, flag, option, raise_any, walk
 from moh_lm.config.heads import BUDGETS, SPREAD, TRAINING_ONLY, TWO_STAGE, HeadsConfig, RoutedLayer, spread_budget
 from moh_lm.config.model import ModelConfig
 from moh_lm.config.presets import SIZES, preset
@@ -23,7 +23,7 @@ from moh_lm.config.run import AlarmConfig, DataConfig, OptimizerConfig, Parallel
 __all__ = [
     "BUDGETS", "SPREAD", "TRAINING_ONLY", "TWO_STAGE", "AlarmConfig", "Config", "ConfigError", "DataConfig",
     "HeadsConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "ReliabilityConfig", "RoutedLayer",
-    "RunConfig", "flag", "option", "walk",
+    "RunConfig", "flag", "option", "raise_any", "walk",
 ]  # fmt: skip
 
 
@@ -81,8 +81,7 @@ class Config:
         """The inverse of ``to_dict``; keys that are absent keep their defaults. Raises ConfigError for unknown keys."""
         known = {field.name for _, field in walk(cls())}
         unknown = [f"config key {key!r} is unknown: remove it" for key in values if key not in known]
-        if unknown:
-            raise ConfigError(unknown)
+        raise_any(unknown)
         tp, cp = (values.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "context"))
         if min(tp, cp) > 0 and tp * cp > 1 and not values.get("num_active_routed_heads"):
             shared = as_tuples(values.get("num_shared_heads", ()))

@@ -15,6 +15,12 @@ class ConfigError(Exception):
         self.local_rank = local_rank
 
 
+def raise_any(problems: list[str]):
+    """Raise ConfigError with these ``problems``, if there is one."""
+    if problems:
+        raise ConfigError(problems)
+
+
 def option(default, help, **metadata):
     """A dataclass field with its help; moh_lm.flags reads choices, parse, binary, metavar, replaces of ``metadata``."""
     return field(default=default, metadata={"help": help, **metadata})

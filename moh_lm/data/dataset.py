@@ -3,7 +3,7 @@
 import difflib
 from pathlib import Path
 
-from moh_lm.config import ConfigError, DataConfig
+from moh_lm.config import ConfigError, DataConfig, raise_any
 from moh_lm.data.mixture import Mixture, data_problems, integer_weights
 from moh_lm.data.segments import changes, next_segments, tokens_read, windows_read
 from moh_lm.data.shards import ShardError, open_source, read_manifest, tokenizer_files
@@ -42,8 +42,7 @@ class Dataset:
         decay_begins: the first sample of ``data.decay_mix``; None: there is no such sample.
         """
         problems = data_problems(data)
-        if problems:
-            raise ConfigError(problems)
+        raise_any(problems)
         try:
             manifest = read_manifest(data.data_dir)
         except ShardError as error:
@@ -74,8 +73,7 @@ class Dataset:
                 integer_weights(mix)
             except ConfigError as error:
                 problems += error.problems
-        if problems:
-            raise ConfigError(problems)
+        raise_any(problems)
 
         common = dict(seq_length=seq_length, seed=seed, names=sorted(names))
         mixture = Mixture(weights, num_tokens, **common)

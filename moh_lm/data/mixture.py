@@ -26,7 +26,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from moh_lm.config import ConfigError
+from moh_lm.config import raise_any
 
 LARGEST_PERIOD = 2**20
 ROUNDS = 6  # of the Feistel network; three already pass tests of uniformity
@@ -134,8 +134,7 @@ def integer_weights(weights: dict[str, str]) -> tuple[np.ndarray, str]:
         for (name, weight), integer in zip(weights.items(), integers, strict=True)
         if integer < 1
     ]
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return np.array(integers, dtype=np.int64), note
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import sha256_of
 from moh_lm.data.loader import MicroBatch
 from moh_lm.model.routing import check_causal
@@ -65,8 +65,7 @@ class Tasks:
             problems.append(f"has the id {largest}, beyond --vocab-size {config.model.vocab_size}; make it again")
         if longest > self.seq_length:
             problems.append(f"has a choice of {longest} tokens, more than --seq-length {self.seq_length}")
-        if problems:
-            raise ConfigError([f"--eval-tasks {path}: {problem}" for problem in problems])
+        raise_any([f"--eval-tasks {path}: {problem}" for problem in problems])
 
     def micro_batches(self, task, *share):
         """This rank's ``share`` of the choices of ``task``, and how many there are in all."""

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 
 
 def from_rank_0(value):
@@ -50,9 +50,7 @@ def together(work):
         problems = [f"{file}{reason} ({where}); mend this, and start the same command again"]
     except ConfigError as error:
         problems = error.problems
-    problems = problems_of_all_ranks(problems)
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems_of_all_ranks(problems))
     return result
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.parallel.agreement import by_rank_0, from_rank_0, problems_of_all_ranks
 from moh_lm.quantities import wrapped
 from moh_lm.run.watchdog import process_state
@@ -97,5 +97,4 @@ def check_nodes(config, dataset):
     problems += [f"{here} has another {key} than rank 0: {mine[key]}" for key in mine if mine[key] != first[key]]
     problems = problems_of_all_ranks(problems)
     by_rank_0(marker.unlink)
-    if problems:
-        raise ConfigError([f"{problem}; use paths on a file system that all nodes share" for problem in problems])
+    raise_any([f"{problem}; use paths on a file system that all nodes share" for problem in problems])

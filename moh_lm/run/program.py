@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
 from moh_lm.checks import config_problems, plan_warnings
 from moh_lm.cli.output import Output
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.cost.summary import describe_configuration, describe_run, memory_warnings
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
@@ -117,8 +117,7 @@ def open_dataset(config, problems, dry_run):
             )
         except ConfigError as error:
             problems = problems + error.problems
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    raise_any(list(dict.fromkeys(problems)))
     if dataset:
         for read in (Tasks, Samples):  # so that what is wrong with them is said now
             read(config, dataset.tokenizer_path)

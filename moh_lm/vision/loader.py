@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, read_json
 from moh_lm.vision.images import Images, Request, ViTSamples, order
 from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents, quarters
@@ -48,8 +48,7 @@ def open_images(config):
         if len({getattr(source, "vae", None) for source in sources}) > 1:
             given = f"--validation-dir {data.validation_dir}"
             problems.append(f"{given}: is of another autoencoder than --data-dir; encode both by one")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return ImageSet(config, *sources)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from moh_lm.checks.run import schedule_problems
-from moh_lm.config import ConfigError, flag, walk
+from moh_lm.config import flag, raise_any, walk
 from moh_lm.cost.summary import describe_layout
 from moh_lm.quantities import by_layer, short, wrapped
 from moh_lm.run import program
@@ -29,16 +29,14 @@ def main(given):
 
 def open_data(config, problems, dry_run):
     """The configuration, whose budget is in iterations, and the images. Raises ConfigError with every problem."""
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     if dry_run and not os.path.exists(config.data.data_dir):
         return config, None
     images = open_images(config)
     if config.run.train_iters is None:
         iterations = max(1, math.ceil(config.run.epochs * images.num_images / config.run.batch_size))
         config = replace(config, run=replace(config.run, train_iters=iterations))
-        if problems := schedule_problems(config):
-            raise ConfigError(problems)
+        raise_any(schedule_problems(config))
     return config, images
 
 

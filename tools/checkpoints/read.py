@@ -18,7 +18,7 @@ from tqdm import tqdm
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps
 from moh_lm.checkpoint.fragments import AVERAGE, FragmentReader, shard_shape
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_entries, verify
-from moh_lm.config import Config, ConfigError
+from moh_lm.config import Config, ConfigError, raise_any
 from moh_lm.model.transformer import CausalLM, saved_tensors
 from moh_lm.run.state import read_state
 from moh_lm.training.optimizer import MOMENTS
@@ -40,8 +40,7 @@ class Step:
     def __init__(self, path, hashed=True):
         self.path = path
         damaged = find_damage(path) if hashed else []
-        if damaged:
-            raise ConfigError([f"{problem}; restore it, or give another checkpoint" for problem in damaged])
+        raise_any([f"{problem}; restore it, or give another checkpoint" for problem in damaged])
         try:
             self.entries = read_entries(path)
             self.config = kind_of_run(path).load(path / "config.json")

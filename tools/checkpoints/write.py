@@ -10,7 +10,7 @@ from moh_lm.checkpoint.directory import STEP_NAME, list_steps, point_latest
 from moh_lm.checkpoint.fragments import AVERAGE, safetensors_header
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, difference, read_entries
 from moh_lm.checkpoint.saver import free_bytes
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush
 from moh_lm.model.router import stored_dtype
 from moh_lm.run.directory import lock_run_directory
@@ -73,8 +73,7 @@ def copy_files(source, entries, target):
                     raise ConfigError([f"{problem}; restore it, or give another checkpoint" for problem in problems])
         flush(temporary)
         damaged = find_damage(temporary)
-        if damaged:
-            raise ConfigError([f"{problem}: what was written is not what is read back" for problem in damaged])
+        raise_any([f"{problem}: what was written is not what is read back" for problem in damaged])
         temporary.rename(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

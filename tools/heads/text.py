@@ -20,7 +20,7 @@ import torch
 from data_prep.containers import InputError
 from data_prep.documents import documents, inspect_file
 from data_prep.inputs import matching_files
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import beside
 from moh_lm.data.source import Stream
 from tools.shards.directory import open_directory
@@ -67,16 +67,14 @@ def read_domains(entries, tokenizer, vocab_size, seq_length, num_tokens, text_ke
         for name, token in largest.items()
         if token >= vocab_size
     ]
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return list(found.values())
 
 
 def read_shards(entry, name, place, tokenizer, seq_length, num_tokens):
     """{domain: windows}: of every source, or of all together under ``name``."""
     sources, problems = open_directory(place)
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     shards = [shard for shards in sources.values() for shard in shards]
     made_with = {shard.sidecar["tokenizer"]["sha256"] for shard in shards if shard.sidecar}
     if made_with - {tokenizer.description["sha256"]}:

@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import get_args, get_origin
 
 from moh_lm.checks.model import model_problems
-from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
+from moh_lm.config import ConfigError, HeadsConfig, ModelConfig, raise_any
 from moh_lm.config.fields import as_tuples
 from moh_lm.config.model import OF_LAYERS
 from tools.hf.keys import (
@@ -58,8 +58,7 @@ def read_config(directory):
         raise ConfigError([f"{path}: cannot be read ({error}); give a model in Hugging Face form"]) from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type", ""), str):
         raise ConfigError([f"{path}: no configuration; give a model in Hugging Face form"])
-    if problems := type_problems(values):
-        raise ConfigError([f"{path}: {problem}; mend it" for problem in problems])
+    raise_any([f"{path}: {problem}; mend it" for problem in type_problems(values)])
     return values
 
 
@@ -125,8 +124,7 @@ def model_config(values, heads=None, code_is_known=False):
         problems += error.problems
     except (TypeError, AttributeError) as error:
         problems.append(f"rope_parameters or rope_scaling: of the wrong kind ({error})")
-    if problems:
-        raise ConfigError([f"config.json: {problem}" for problem in problems])
+    raise_any([f"config.json: {problem}" for problem in problems])
     try:
         model = ModelConfig(
             **{entry.field: as_tuples(values.get(entry.key, entry.absent)) for entry in (*MODEL, *OURS)}
@@ -138,8 +136,7 @@ def model_config(values, heads=None, code_is_known=False):
         problems = model_problems(model)
     except (TypeError, LookupError, AttributeError, ValueError) as error:
         raise ConfigError([f"config.json: a key is missing or of the wrong kind ({error}); mend it"]) from error
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     return model
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import read_json
 from moh_lm.model.routing import layer_gates
 from moh_lm.model.transformer import CausalLM, initialize, saved_tensors
@@ -50,9 +50,7 @@ class Source:
         single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
         listed = self.read_index(index) if index.exists() and not single.is_file() else None  # as transformers
         paths = sorted({directory / name for name in listed.values()}) if listed else [single]
-        problems = [f"{path}: is absent{self.remedy()}" for path in paths if not path.is_file()]
-        if problems:
-            raise ConfigError(problems)
+        raise_any([f"{path}: is absent{self.remedy()}" for path in paths if not path.is_file()])
         for path in paths:
             try:
                 file = safe_open(path, "pt")
@@ -66,8 +64,7 @@ class Source:
         absent = sorted((listed or {}).keys() - {name for _, name in self.slices.values()})
         problems = [f"{index}: names {name}, which is in no file" for name in absent]
         problems += [f"{directory}: dtype {kind}; only {', '.join(DTYPES)} can be read" for kind in dtypes - {*DTYPES}]
-        if problems:
-            raise ConfigError(problems)
+        raise_any(problems)
         self.dtypes = sorted(dtypes)
 
     @staticmethod
@@ -166,8 +163,7 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=No
     problems += [f"and {len(odd) - 8} more tensors have none"] if odd[8:] else []
     if not problems and config.tie_embeddings and HEAD in source.shapes and not equal(source, HEAD, EMBEDDING):
         problems.append(f"{HEAD} differs from {EMBEDDING}, and config.json ties them; set tie_word_embeddings to false")
-    if problems:
-        raise ConfigError([f"{source.directory}: {problem}" for problem in problems])
+    raise_any([f"{source.directory}: {problem}" for problem in problems])
     return parts
 
 

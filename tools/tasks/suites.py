@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from moh_lm.config import ConfigError
+from moh_lm.config import raise_any
 
 SEED = 1234  # of the draw of examples for a prompt, as in the harness's own program
 
@@ -66,6 +66,5 @@ def entries_of(suite, names):
     entries = SUITES[suite]
     known = [entry.task for entry in entries]
     unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise ConfigError([f"--tasks {name}: is not in {suite}; choose among {', '.join(known)}" for name in unknown])
+    raise_any([f"--tasks {name}: is not in {suite}; choose among {', '.join(known)}" for name in unknown])
     return [entry for entry in entries if not names or entry.task in names]

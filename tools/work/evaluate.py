@@ -14,7 +14,7 @@ import transformers
 from lm_eval.models.huggingface import HFLM
 
 from data_prep.report import table
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from tools.devices import usable_device
 from tools.hf.import_config import read_config, refuse_run
 from tools.tasks.rows import load_tasks, task_manager
@@ -30,8 +30,7 @@ def run(arguments):
     for path in (path for path in arguments.compare if not path.is_file()):
         absent = [f"--compare {path}: is neither a model nor a file of --output"]
         problems += model_problems("--compare", path, arguments.max_length) if path.exists() else absent
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     arguments.device = usable_device(arguments.device)
     if arguments.compare:
         files = {path: result_in(path, arguments) for path in arguments.compare if not is_model(path)}

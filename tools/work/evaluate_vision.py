@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from moh_lm.checkpoint.saver import find_step
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError
 from moh_lm.vision.images import Images
 from moh_lm.vision.load import load_model
@@ -30,8 +30,7 @@ def run(arguments):
     images = Images(arguments.images)
     for note in images.notes:
         print(f"note: {note}")
-    if problems := list(image_problems(step, config.model, images)):
-        raise ConfigError(problems)
+    raise_any(list(image_problems(step, config.model, images)))
     data = replace(config.data, workers=arguments.workers)
     config = replace(config, data=data, run=replace(config.run, micro_batch_size=arguments.batch_size))
     batches = ImageSet(config, images, images).loader(config, 0, 1, device != "cpu").validation(0)

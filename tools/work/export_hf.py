@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from data_prep.output import writable_directory
 from moh_lm.checkpoint.fragments import full_parameters, step_config, write_safetensors
 from moh_lm.checkpoint.saver import find_step
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import read_json, write_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import is_tiktoken
@@ -56,8 +56,7 @@ def run(arguments):
         check_causal(config.model)
     except ConfigError as error:
         problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     if arguments.push_to_hub:
         check_login(arguments.push_to_hub)
     # The name has no dots: transformers makes a module name of it.

@@ -11,7 +11,7 @@ import torch
 from data_prep.encoding import Tokenizer
 from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.checkpoint.saver import find_step
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.tokenizer import continuation
 from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.model.attention_kinds import attention_kind
@@ -90,8 +90,7 @@ def check_triton(device, config):
     if head_dim not in TRITON_HEAD_DIMS:
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         problems.append(f"has no kernels for head dimension {head_dim}, only for {allowed}; choose auto")
-    if problems:
-        raise ConfigError([f"--attention-backend triton: {problem}" for problem in problems])
+    raise_any([f"--attention-backend triton: {problem}" for problem in problems])
 
 
 def check_lengths(arguments, prompts, limit):
@@ -102,8 +101,7 @@ def check_lengths(arguments, prompts, limit):
         elif len(prompt) + arguments.max_new_tokens > limit:
             length = f"{len(prompt)} tokens and {arguments.max_new_tokens} new ones"
             problems.append(f"--prompt {text[:20]!r}...: {length}; the model was trained on {limit} together")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
 
 
 def write(arguments, model, tokenizer, prompts):

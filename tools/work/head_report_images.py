@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from data_prep.output import writable_directory
 from moh_lm.checkpoint.saver import find_step
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish
 from moh_lm.model.router import routers_of
 from moh_lm.monitor.head_load import entropy
@@ -67,8 +67,7 @@ def check(arguments, step, model, source, classes):
     if arguments.number < len(classes):
         few = f"must be at least {len(classes)}, one of each class"
         problems.append(f"--number {arguments.number}: {few}; or name fewer by --classes")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
 
 
 def report_of(config, model, source, classes, number, batch_size):

@@ -9,7 +9,7 @@ from functools import partial
 from tqdm import tqdm
 
 from moh_lm.checkpoint.manifest import describe
-from moh_lm.config import TRAINING_ONLY, Config, ConfigError, HeadsConfig, RunConfig, flag
+from moh_lm.config import TRAINING_ONLY, Config, ConfigError, HeadsConfig, RunConfig, flag, raise_any
 from moh_lm.cost.summary import describe_model
 from moh_lm.data.files import ShardError, read_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
@@ -33,8 +33,7 @@ FAILURES = (OSError, ShardError)
 def run(arguments):
     """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
     problems = output_problems(arguments.output)
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     named = arguments.model.name.strip(".")  # . and .. are none
     name = str(arguments.model if named else arguments.model.resolve())
     arguments.model = model_directory(arguments.model)
@@ -48,8 +47,7 @@ def run(arguments):
         problems += sample_problems(arguments, config, values)
     except ConfigError as error:
         problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     config = replace(config, vocab_size=vocab_size)
     source = Source(arguments.model)
     old, new, tokenizer = find_tokenizers(arguments, vocab_size)
@@ -106,8 +104,7 @@ def wanted_heads(arguments, values):
                 given[entry.name] = value
             except ValueError as error:
                 problems.append(f"{flag(entry.name)} {texts if isinstance(texts, str) else ' '.join(texts)}: {error}")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     if values.get("model_type") not in ARCHITECTURES:
         return HeadsConfig(head_selection="all")  # refused by ``model_config``, with all else that is wrong
     own = own_heads(values)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.vision.checks import vit_problems
 from moh_lm.vision.config import KINDS
 from moh_lm.vision.dit import DiT
@@ -34,8 +34,7 @@ def run(arguments):
     elif arguments.image_size:
         given = {"image_size": arguments.image_size}
         problems += vit_problems(kind.from_dict(kind.presets.get(arguments.preset, {}) | given).model)
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     try:
         tensors, key = state_dict(read(arguments.file), arguments.weights)
     except ConfigError as error:
@@ -44,8 +43,7 @@ def run(arguments):
     tensors.pop(POSITIONS, None)
     with torch.device("meta"):
         wanted = dict(MODELS[arguments.kind](config.model).named_parameters())
-    if problems := differences(wanted, tensors):
-        raise ConfigError([f"{arguments.file}: {problem}" for problem in problems])
+    raise_any([f"{arguments.file}: {problem}" for problem in differences(wanted, tensors)])
     parts = [Part(name, tuple(wanted[name].shape), partial(blocks, tensors[name]), key) for name in wanted]
     facts = {"source": str(arguments.file), "preset": arguments.preset, "weights": key}
     total = sum(math.prod(part.shape) for part in parts)

@@ -11,7 +11,7 @@ from moh_lm.checks.layout import layout_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
 from moh_lm.checks.run import frozen_problems, optimizer_problems, split_problems
-from moh_lm.config import BUDGETS, Config, ConfigError
+from moh_lm.config import BUDGETS, Config, ConfigError, raise_any
 from moh_lm.cost.flops import flops_per_token, muon_flops
 from moh_lm.cost.memory import cache_bytes, exchanged, layer_matrices, memory_estimate, parameter_counts, stage_shares
 from moh_lm.cost.summary import describe_cache, describe_cost, describe_flops
@@ -27,8 +27,7 @@ def run(machine):
     config = machine.config
     problems = [*model_problems(config.model), *optimizer_problems(config.optimizer)]
     problems += below(config.run, 1, "seq_length")
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
     show = show_json if machine.json else show_table
     show(config, machine, rank_layouts(config, machine))
 

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from moh_lm.checkpoint.saver import find_step
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.vision.checks import guidance_problems
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.load import load_model
@@ -56,8 +56,7 @@ def check(arguments, model):
     if not math.isfinite(arguments.cfg_scale):
         problems.append(f"--cfg-scale {arguments.cfg_scale}: must be finite, such as 4")
     problems += guidance_problems(config, arguments.cfg_scale)
-    if problems:
-        raise ConfigError(problems)
+    raise_any(problems)
 
 
 def load_vae(path, channels):
