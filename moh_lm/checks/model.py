@@ -2,14 +2,7 @@
 
 import math
 
-from moh_lm.checks.attention import (
-    head_count_problems,
-    latent_problems,
-    length_problems,
-    position_problems,
-    rope_problems,
-    width_problems,
-)
+from moh_lm.checks import attention
 from moh_lm.checks.ranges import below, divisors
 from moh_lm.config import flag
 from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
@@ -17,7 +10,7 @@ from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
 
 def model_problems(model):
     found = below(model, 1, "num_layers", "hidden_size", "intermediate_size", "vocab_size", "base_width")
-    found = found or length_problems(model) or head_count_problems(model)
+    found = found or attention.length_problems(model) or attention.head_count_problems(model)
     if found:
         return found
     heads = max(model.head_counts)
@@ -31,11 +24,11 @@ def model_problems(model):
     elif model.head_dim < 1 or (turns and (turned < 2 or turned // 1 % 2)):
         share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
-    found += latent_problems(model) + width_problems(model) + position_problems(model)
+    found += attention.latent_problems(model) + attention.width_problems(model) + attention.position_problems(model)
     for key in ("rope_theta", "rms_norm_eps"):
         if not 0 < getattr(model, key) < math.inf:
             found.append(f"{flag(key)} {getattr(model, key):g}: must be above 0")
-    found += rope_problems(model)
+    found += attention.rope_problems(model)
     found += [
         f"--window {width}: must be 0, for the whole sequence, or at least 2; with 1 a token sees itself only"
         for width in sorted({*model.window})

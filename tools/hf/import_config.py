@@ -17,24 +17,10 @@ from moh_lm.checks.model import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig, raise_any
 from moh_lm.config.fields import as_tuples
 from moh_lm.config.model import OF_LAYERS
-from tools.hf.keys import (
-    ARCHITECTURES,
-    FIXED,
-    FULL,
-    HEADS,
-    MODEL,
-    OURS,
-    PARTIAL,
-    REQUIRED,
-    ROPE,
-    ROPE_TYPES,
-    SLIDING,
-    read_head_counts,
-    read_window,
-)
+from tools.hf import keys
 
 ASSUMED = {"sliding_window": 4096, "num_key_value_heads": 8}  # by transformers of a mistral whose file is silent
-USUAL = {**FIXED, "partial_rotary_factor": 1.0}  # or absent
+USUAL = {**keys.FIXED, "partial_rotary_factor": 1.0}  # or absent
 FOREIGN = (  # of relatives of Llama, or of variants of its code
     "quantization_config", "num_experts", "num_local_experts", "clip_qkv", "qk_layernorm",
     "use_qk_norm", "logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier",
@@ -42,9 +28,9 @@ FOREIGN = (  # of relatives of Llama, or of variants of its code
 )  # fmt: skip
 FIELDS = {entry.name: entry.type for section in (ModelConfig, HeadsConfig) for entry in fields(section)}
 FIELDS |= dict.fromkeys(OF_LAYERS, int)  # one number in the file
-TYPES = {entry.key: FIELDS[entry.field] for entry in MODEL}  # of values, null aside
+TYPES = {entry.key: FIELDS[entry.field] for entry in keys.MODEL}  # of values, null aside
 TYPES |= {"max_position_embeddings": int, "sliding_window": int, "layer_types": tuple[str, ...]}
-OUR_TYPES = {entry.key: FIELDS[entry.field] for entry in (*OURS, *HEADS)}  # of values, null included
+OUR_TYPES = {entry.key: FIELDS[entry.field] for entry in (*keys.OURS, *keys.HEADS)}  # of values, null included
 OUR_TYPES |= {"layer_heads": tuple[int, ...], "layer_windows": tuple[int, ...]}
 IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -65,7 +51,7 @@ def read_config(directory):
 def type_problems(values):
     """Sentences for what is of another type than the field that it is read into, in a model that can be read."""
     kind = values.get("model_type")
-    if kind not in ARCHITECTURES:
+    if kind not in keys.ARCHITECTURES:
         return []
     types = {key: wanted for key, wanted in TYPES.items() if values.get(key) is not None}
     types |= OUR_TYPES if kind == "moh_llama" else {}
@@ -110,7 +96,7 @@ def model_config(values, heads=None, code_is_known=False):
     code computes, which is never run. Raises ConfigError with all that cannot be read.
     """
     problems = foreign(values, code_is_known)
-    needed = [entry.key for entry in MODEL if entry.absent is REQUIRED]
+    needed = [entry.key for entry in keys.MODEL if entry.absent is keys.REQUIRED]
     problems += [f"{key} is missing" for key in needed if values.get(key) is None]
     problems += [
         f"{key} is missing: transformers takes {value} for a mistral; write it into the file"
@@ -127,10 +113,10 @@ def model_config(values, heads=None, code_is_known=False):
     raise_any([f"config.json: {problem}" for problem in problems])
     try:
         model = ModelConfig(
-            **{entry.field: as_tuples(values.get(entry.key, entry.absent)) for entry in (*MODEL, *OURS)}
-            | read_head_counts(values),
+            **{entry.field: as_tuples(values.get(entry.key, entry.absent)) for entry in (*keys.MODEL, *keys.OURS)}
+            | keys.read_head_counts(values),
             heads=heads or own_heads(values),
-            window=read_window(values),
+            window=keys.read_window(values),
             **rope,
         )
         problems = model_problems(model)
@@ -145,7 +131,7 @@ def own_heads(values):
     if values["model_type"] != "moh_llama":
         return HeadsConfig(head_selection="all")
     given = {"routing": "paper"}  # to configuration_moh.py too, in a file without it
-    given |= {entry.field: values[entry.key] for entry in HEADS if entry.key in values}
+    given |= {entry.field: values[entry.key] for entry in keys.HEADS if entry.key in values}
     if values.get("head_selection") == "all":  # every head counts as shared there
         given = {"head_selection": "all"}
     choices = {entry.name: entry.metadata["choices"] for entry in fields(HeadsConfig) if "choices" in entry.metadata}
@@ -159,12 +145,12 @@ def own_heads(values):
 def foreign(values, code_is_known=False):
     """Sentences for what makes the model another one than those of ``ARCHITECTURES``."""
     kind = values.get("model_type")
-    if kind not in ARCHITECTURES:
-        return [f"model_type {kind!r}: only {', '.join(ARCHITECTURES)} can be read"]
+    if kind not in keys.ARCHITECTURES:
+        return [f"model_type {kind!r}: only {', '.join(keys.ARCHITECTURES)} can be read"]
     found = []
-    architectures = values.get("architectures") or [ARCHITECTURES[kind]]
-    if architectures != [ARCHITECTURES[kind]]:
-        found.append(f"architectures {architectures}: must be [{ARCHITECTURES[kind]!r}]")
+    architectures = values.get("architectures") or [keys.ARCHITECTURES[kind]]
+    if architectures != [keys.ARCHITECTURES[kind]]:
+        found.append(f"architectures {architectures}: must be [{keys.ARCHITECTURES[kind]!r}]")
     if kind != "moh_llama" and values.get("auto_map") and not code_is_known:
         found.append(
             "auto_map: the model has code of its own, which is not run; say what it computes, by --released "
@@ -175,11 +161,11 @@ def foreign(values, code_is_known=False):
         for key, usual in USUAL.items()
         if values.get(key) not in (None, usual)
     ]
-    names = FOREIGN if kind == "moh_llama" else (*FOREIGN, *(entry.key for entry in OURS))
+    names = FOREIGN if kind == "moh_llama" else (*FOREIGN, *(entry.key for entry in keys.OURS))
     found += [f"{key} {values[key]!r}: has no counterpart here" for key in names if values.get(key)]
     if kind == "llama" and values.get("sliding_window"):
         found.append(f"sliding_window {values['sliding_window']!r}: LlamaForCausalLM has none; a mistral has")
-    allowed = {"llama": {FULL}, "mistral": {SLIDING}}.get(kind, {FULL, SLIDING})
+    allowed = {"llama": {keys.FULL}, "mistral": {keys.SLIDING}}.get(kind, {keys.FULL, keys.SLIDING})
     types = set(values.get("layer_types") or []) - allowed
     found += [f"layer_types {name!r}: only {', '.join(sorted(allowed))} can be read" for name in sorted(types)]
     return found
@@ -202,22 +188,22 @@ def rope_fields(values):
     if rope != {**new, **old}:
         raise ConfigError([f"rope_parameters {new} and rope_theta, rope_scaling {old} contradict each other"])
     is_ours = values.get("model_type") == "moh_llama"
-    turned = rope.pop(PARTIAL.key, PARTIAL.absent) if is_ours else PARTIAL.absent
+    turned = rope.pop(keys.PARTIAL.key, keys.PARTIAL.absent) if is_ours else keys.PARTIAL.absent
     kind = rope.pop("rope_type", "default")
-    if kind not in ROPE_TYPES:
-        raise ConfigError([f"rope_type {kind!r}: only {', '.join(ROPE_TYPES)} can be read"])
-    missing = [key for key in ROPE_TYPES[kind] if not isinstance(rope.get(key), int | float)]
-    fields = {entry.key: entry.field for entry in ROPE}
+    if kind not in keys.ROPE_TYPES:
+        raise ConfigError([f"rope_type {kind!r}: only {', '.join(keys.ROPE_TYPES)} can be read"])
+    missing = [key for key in keys.ROPE_TYPES[kind] if not isinstance(rope.get(key), int | float)]
+    fields = {entry.key: entry.field for entry in keys.ROPE}
     extra = sorted(rope.keys() - fields.keys())
     if missing or extra:
         raise ConfigError([
             *(f"rope_type {kind!r} without {key}: transformers assumes one; write it into the file" for key in missing),
             *(f"{key} {rope[key]!r} of rope_type {kind!r}: has no counterpart here" for key in extra),
         ])
-    numbers = {fields[key]: rope[key] for key in ROPE_TYPES[kind]}
+    numbers = {fields[key]: rope[key] for key in keys.ROPE_TYPES[kind]}
     whole = "rope_original_length"
     numbers = {key: int(n) if key == whole else float(n) for key, n in numbers.items()}
-    return {"rope_type": kind, PARTIAL.field: turned, **numbers}
+    return {"rope_type": kind, keys.PARTIAL.field: turned, **numbers}
 
 
 def normal_rope(rope):

@@ -10,14 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from moh_lm.config import TWO_STAGE
-from moh_lm.cost.summary import (
-    describe_cache,
-    describe_norms,
-    describe_positions,
-    describe_width,
-    describe_window,
-    routing_facts,
-)
+from moh_lm.cost import summary
 from moh_lm.data.mixture import sample_counts
 from moh_lm.data.segments import tokens_read
 from moh_lm.model.attention_kinds import attention_kind
@@ -74,22 +67,22 @@ def model_facts(model, dtype, parameters, seq_length):
         "parameters": f"{parameters:,}, {str(dtype).removeprefix('torch.')}",
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"vocabulary {model.vocab_size:,}",
-        "attention": f"{words(model.num_attention_heads)} heads of {describe_width(model)}, "
+        "attention": f"{words(model.num_attention_heads)} heads of {summary.describe_width(model)}, "
         + attention_kind(model).keys_in_words(model),
-        **({"positions": positions} if (positions := describe_positions(model)) else {}),
+        **({"positions": positions} if (positions := summary.describe_positions(model)) else {}),
         **({"rotary embedding": rope} if "rotary" in model.position else {}),
-        **({"sliding window": describe_window(model)} if any(model.window) else {}),
-        "key/value cache": describe_cache(model, seq_length, dtype.itemsize),
+        **({"sliding window": summary.describe_window(model)} if any(model.window) else {}),
+        "key/value cache": summary.describe_cache(model, seq_length, dtype.itemsize),
         "head selection": heads.head_selection,
     }
-    if norms := describe_norms(model):
+    if norms := summary.describe_norms(model):
         facts["norms"] = norms
     if heads.head_selection != "all":
         facts["shared heads per layer"] = " ".join(map(str, heads.num_shared_heads))
         facts["active routed heads per layer"] = " ".join(map(str, heads.num_active_routed_heads))
     if heads.head_selection == "mixture":
         one_stage = heads.routing in TWO_STAGE and not heads.two_stage
-        facts["routing"] = ", ".join(routing_facts(model)) + ", without a1 and a2" * one_stage
+        facts["routing"] = ", ".join(summary.routing_facts(model)) + ", without a1 and a2" * one_stage
         facts["load balance"] = f"{heads.load_balance_coefficient:g}, {heads.load_balance_scope}"
     return table(facts.items())
 
