@@ -12,13 +12,11 @@ from tqdm import tqdm
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.vision.checks import vit_problems
 from moh_lm.vision.config import KINDS
-from moh_lm.vision.dit import DiT
+from moh_lm.vision.load import MODELS
 from moh_lm.vision.released import POSITIONS, sizes, state_dict
-from moh_lm.vision.transnext import TransNeXt
 from tools.hf.import_step import output_problems, write_step
 from tools.hf.import_weights import Part
 
-MODELS = {"vit": TransNeXt, "dit": DiT}
 MOST_PROBLEMS = 10
 FAILURES = OSError
 
@@ -42,7 +40,7 @@ def run(arguments):
     config = kind.from_dict({**kind.presets[arguments.preset], **sizes(arguments.kind, tensors), **given})
     tensors.pop(POSITIONS, None)
     with torch.device("meta"):
-        wanted = dict(MODELS[arguments.kind](config.model).named_parameters())
+        wanted = dict(MODELS[arguments.kind][0](config.model).named_parameters())
     raise_any([f"{arguments.file}: {problem}" for problem in differences(wanted, tensors)])
     parts = [Part(name, tuple(wanted[name].shape), partial(blocks, tensors[name]), key) for name in wanted]
     facts = {"source": str(arguments.file), "preset": arguments.preset, "weights": key}
