@@ -102,8 +102,8 @@ def describe(work, given, config, dataset, world_size):
     print("\n".join([*lines, *(wrapped(f"warning: {text}", 9) for text in warnings)]), flush=True)
 
 
-def open_dataset(config, problems, dry_run):
-    """The shards of the run; raises ConfigError with every problem of configuration and data together."""
+def open_text(config, problems, dry_run):
+    """The configuration and the shards. Raises ConfigError with every problem of both together."""
     dataset = None
     absent = config.data.data_dir and not os.path.exists(config.data.data_dir)
     if config.data.data_dir and config.run.seq_length > 0 and not (dry_run and absent):
@@ -121,7 +121,7 @@ def open_dataset(config, problems, dry_run):
     if dataset:
         for read in (Tasks, Samples):  # so that what is wrong with them is said now
             read(config, dataset.tokenizer_path)
-    return dataset
+    return config, dataset
 
 
 def train(run, config, dataset, device):
@@ -144,10 +144,6 @@ def train(run, config, dataset, device):
         leave(1)
     finally:
         watchdog.stop()
-
-
-def open_text(config, problems, dry_run):
-    return config, open_dataset(config, problems, dry_run)
 
 
 def language_warnings(config, dataset, world_size):

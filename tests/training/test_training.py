@@ -58,7 +58,7 @@ def run(flags, stop_after=None):
     config, _ = parse_config(["--run-report", "false", *flags])
     make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
-        return program.train(program.Run, config, program.open_dataset(config, [], False), start_process_group(900))
+        return program.train(program.Run, *program.open_text(config, [], False), start_process_group(900))
 
 
 def rows(directory):
