@@ -126,10 +126,6 @@ class ImageSet:
     def bytes_per_token(self):
         return {}
 
-    def loader(self, config, rank, size, pin_memory):
-        """The ``ImageLoader`` of data-parallel rank ``rank`` of ``size``."""
-        return ImageLoader(self, config, rank, size, pin_memory)
-
     def training_request(self, numbers):
         """The ``Request`` for samples int64 [b] of the run."""
         epochs, places = np.divmod(numbers, self.num_images)
@@ -150,12 +146,12 @@ class ImageSet:
 
 
 class ImageLoader:
-    """The micro-batches of one data-parallel rank. pin_memory: for a GPU."""
+    """The micro-batches of data-parallel rank ``rank`` of ``size``. pin_memory: for a GPU."""
 
-    def __init__(self, dataset, config, rank, size, pin_memory):
+    def __init__(self, dataset, rank, size, pin_memory):
         self.dataset, self.rank, self.size, self.pin_memory = dataset, rank, size, pin_memory
-        self.workers = config.data.workers
-        self.global_batch_size, self.micro_batch_size = config.run.batch_size, config.run.micro_batch_size
+        self.workers, run = dataset.config.data.workers, dataset.config.run
+        self.global_batch_size, self.micro_batch_size = run.batch_size, run.micro_batch_size
         self.samples_per_step = self.global_batch_size // size
         self.following = self.batches = None  # the step that is read next, and the iterator that reads it
         self.held_out = {}  # number of images -> DataLoader

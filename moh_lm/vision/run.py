@@ -16,6 +16,7 @@ from moh_lm.run.launch import say
 from moh_lm.run.loop import Run
 from moh_lm.vision.engine import ImageEngine
 from moh_lm.vision.load import MODELS
+from moh_lm.vision.loader import ImageLoader
 from moh_lm.vision.pictures import grid
 
 
@@ -40,7 +41,7 @@ class ImageRun(Run):
 
     def open_data(self, dataset):
         rank, size = dist.get_rank(self.groups.data), dist.get_world_size(self.groups.data)
-        self.loader = dataset.loader(self.config, rank, size, pin_memory=self.device.type == "cuda")
+        self.loader = ImageLoader(dataset, rank, size, pin_memory=self.device.type == "cuda")
 
     def evaluate(self):
         """Loss and accuracy of held-out images; of a DiT also images that it draws, in samples/step-N.png."""

@@ -19,7 +19,7 @@ from moh_lm.data.files import ShardError
 from moh_lm.vision.augment import center_crop, mix, normalized, rand_augment, random_crop, random_erasing
 from moh_lm.vision.config import DiTConfig, DiTTraining, ImageDataConfig, ImageRunConfig, ViTConfig, ViTTraining
 from moh_lm.vision.images import ImagePlace, Images
-from moh_lm.vision.loader import open_images
+from moh_lm.vision.loader import ImageLoader, open_images
 
 CLASSES, EACH, SIZE, BATCH, MICRO, REPEATS = ("cat", "dog", "fox"), 7, 32, 12, 3, 3
 SIDES = (44, 40)  # of an image in the folder
@@ -47,7 +47,7 @@ DIT = DiTConfig(input_size=8, in_channels=3, num_classes=3, class_dropout=0.3)
 
 
 def loader_of(config, rank=0, size=1):
-    return open_images(config).loader(config, rank, size, pin_memory=False)
+    return ImageLoader(open_images(config), rank, size, pin_memory=False)
 
 
 def images_in(batches):
@@ -214,7 +214,7 @@ def test_a_tar_is_read_as_its_folder(folder, tmp_path):
         tar.add(folder, arcname="train")
     one, other = open_images(training(folder)), open_images(training(tmp_path / "images.tar"))
     assert one.state() == other.state() and one.state()["segments"][0]["images"] == 21
-    batches = [images.loader(images.config, 0, 1, False).train_step(0) for images in (one, other)]
+    batches = [ImageLoader(images, 0, 1, False).train_step(0) for images in (one, other)]
     assert same(*batches)
 
 

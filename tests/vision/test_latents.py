@@ -16,7 +16,7 @@ from PIL import Image
 from moh_lm.config import ConfigError
 from moh_lm.vision.config import DiTConfig, DiTTraining, ImageDataConfig, ImageRunConfig, ViTTraining
 from moh_lm.vision.latents import LatentPlace, center_crop, pixels, quarters
-from moh_lm.vision.loader import open_images
+from moh_lm.vision.loader import ImageLoader, open_images
 from tools import encode_latents
 from tools.work import encode_latents as work
 
@@ -53,7 +53,7 @@ def training(path, **model):
 
 def steps(config, count):
     """The parts of the inputs of the first steps, end to end, and their sources and labels."""
-    loader = open_images(config).loader(config, 0, 1, False)
+    loader = ImageLoader(open_images(config), 0, 1, False)
     batches = sum((loader.train_step(step * 8) for step in range(count)), [])
     inputs = [torch.cat(parts) for parts in zip(*(batch.inputs for batch in batches), strict=True)]
     return inputs, torch.cat([batch.sources for batch in batches]), torch.cat([batch.labels for batch in batches])
@@ -141,7 +141,7 @@ def test_time_steps_classes_and_noise_have_their_distributions(place):
 def test_a_held_out_image_is_the_same_in_every_run_and_keeps_its_class(place):
     config = training(place / "fp32", class_dropout=1.0)
     other = replace(config, run=replace(config.run, seed=4))
-    first, second = (list(open_images(c).loader(c, 0, 1, False).validation(0)) for c in (config, other))
+    first, second = (list(ImageLoader(open_images(c), 0, 1, False).validation(0)) for c in (config, other))
     labels = torch.cat([batch.labels for batch in first])
     assert sorted(labels.tolist()) == [-1, -1, 0, 0, 0, 1, 1, 1]
     assert torch.equal(torch.cat([batch.inputs[2] for batch in first])[labels >= 0], labels[labels >= 0])

@@ -12,7 +12,7 @@ from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError
 from moh_lm.vision.images import Images
 from moh_lm.vision.load import load_model
-from moh_lm.vision.loader import ImageSet, name_problems
+from moh_lm.vision.loader import ImageLoader, ImageSet, name_problems
 from tools.devices import usable_device
 
 TOP = 5
@@ -33,7 +33,7 @@ def run(arguments):
     raise_any(list(image_problems(step, config.model, images)))
     data = replace(config.data, workers=arguments.workers)
     config = replace(config, data=data, run=replace(config.run, micro_batch_size=arguments.batch_size))
-    batches = ImageSet(config, images, images).loader(config, 0, 1, device != "cpu").validation(0)
+    batches = ImageLoader(ImageSet(config, images, images), 0, 1, device != "cpu").validation(0)
     try:
         top_1, top_k, loss = classify(model.to(device), tqdm(batches, leave=False, disable=None))
     except ShardError as error:
