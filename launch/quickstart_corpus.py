@@ -27,6 +27,7 @@ import tokenize
 import zstandard
 
 from moh_lm.cli.parser import Parser
+from moh_lm.data.files import publish
 from tools import command
 
 FAILURES = OSError
@@ -114,9 +115,7 @@ def write(path, texts):
         content = gzip.compress(content, mtime=0)
     elif path.suffix == ".zst":
         content = zstandard.compress(content)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    publish(path, content)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Dataset:
     ):
         self.sources: list[Source] = sources
         self.mixture: Mixture = mixture
+        self.source_names: list[str] = mixture.names
         self.data = data
         self.notes = notes
         self.segments = segments or next_segments([], self.fingerprint(), 0)
@@ -96,10 +97,6 @@ class Dataset:
         dataset = cls(sorted(sources, key=lambda source: source.name), mixture, data, notes, decay=stage)
         dataset.num_pieces = manifest["tokenizer"].get("vocab_size")
         return dataset
-
-    @property
-    def source_names(self) -> list[str]:
-        return self.mixture.names
 
     @property
     def shares(self) -> dict[str, float]:

@@ -71,9 +71,6 @@ class RouterStatistics:
         self.previous_share = self.l1 = None
         self.rows = []
 
-    def add(self, rows):
-        self.rows.append(rows)
-
     def take(self):
         """[n, 4 + E] float64: a row for each sequence of this rank since the last call, in their order."""
         rows, self.rows = torch.cat(self.rows).double(), []
@@ -99,5 +96,5 @@ class AttachLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         loss, rows = ctx.saved_tensors
-        ctx.statistics.add(rows)
+        ctx.statistics.rows.append(rows)
         return gradient, torch.ones_like(loss), None, None

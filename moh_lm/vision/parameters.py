@@ -40,8 +40,8 @@ def described(module, std=None, bound=None, value=0.0, decays=True):
     return module
 
 
-def linear(inputs, outputs, std=None, bound=None, bias=True):
-    return described(nn.Linear(inputs, outputs, bias=bias), std, bound)
+def linear(inputs, outputs, std=None, bound=None):
+    return described(nn.Linear(inputs, outputs), std, bound)
 
 
 def layer_norm(width, eps=1e-6):
