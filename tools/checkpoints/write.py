@@ -75,9 +75,8 @@ def copy_files(source, entries, target):
         damaged = find_damage(temporary)
         raise_any([f"{problem}: what was written is not what is read back" for problem in damaged])
         temporary.rename(target)
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
     flush(target.parent)
 
 
@@ -110,9 +109,8 @@ def consolidate(path, output, moments, dtype):
                     file.write(values.to(written).view(torch.uint8).numpy())
                     bar.update(values.numel() * written.itemsize)
         temporary.rename(output)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     flush(output.parent)
     return size
 

@@ -73,10 +73,8 @@ def write_step(run, config, parts, facts, tokenizer, progress):
         temporary.rename(final)
         flush(final.parent)
         point_latest(final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     finally:
+        shutil.rmtree(temporary, ignore_errors=True)
         lock.close()
     return final
 
