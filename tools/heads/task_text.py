@@ -4,14 +4,12 @@ Each column of a suite (tools/tasks/suites.py) is a domain: its prompts with the
 one after the other, each a document. Answers are not part of it.
 """
 
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 
 from tools.heads.text import Domain, windows_of
-from tools.tasks.rows import load_tasks, task_manager
+from tools.tasks.rows import load_tasks
 from tools.tasks.suites import SEED, entries_of
 
 SHORT = 8  # tokens of a prompt at least, by which the number of questions that are read is limited
@@ -24,9 +22,7 @@ def task_domains(suite, names, data, tokenizer, seq_length, num_tokens):
     read.
     """
     entries, domains = entries_of(suite, names), []
-    with tempfile.TemporaryDirectory() as scratch:
-        manager = task_manager(entries, data, Path(scratch))
-        tasks = load_tasks(manager, entries, data, Path(scratch))
+    with load_tasks(entries, data) as (_, tasks):
         for entry in entries:
             texts = prompts(tasks[entry.tasks[-1]]["tasks"].values(), entry.shots, num_tokens // SHORT)
             tokens = np.concatenate([tokenizer.encode(text).astype(np.int64) for text in texts])[:num_tokens]

@@ -12,6 +12,8 @@ path and replaces where rows come from.
 """
 
 import json
+import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import lm_eval
@@ -42,20 +44,23 @@ def task_manager(entries, data, scratch):
     return manager
 
 
-def load_tasks(manager, entries, data, scratch):
-    """{task of the harness: what ``manager.load`` gives for it}, all rows read. Raises RuntimeError if some cannot be.
+@contextmanager
+def load_tasks(entries, data):
+    """The harness's TaskManager of ``entries``, and {task: what its ``load`` gives}, all rows read, while in the block.
 
-    manager: of ``task_manager(entries, data, scratch)``.
+    Raises ConfigError, and RuntimeError if some rows cannot be read.
     """
-    loaded = {}
-    for task in (task for entry in entries for task in entry.tasks):
-        try:
-            loaded[task] = load_task(manager, task, scratch)
-        except Exception as error:  # of datasets, the client of the hub, its HTTP library, or the harness
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            remedy = "give the rows with --data, or choose other --tasks" if data is None else "mend the rows in --data"
-            raise RuntimeError(f"{task}: its rows cannot be read ({reason}); {remedy}") from error
-    return loaded
+    with tempfile.TemporaryDirectory() as folder:
+        scratch, loaded = Path(folder), {}
+        manager = task_manager(entries, data, scratch)
+        for task in (task for entry in entries for task in entry.tasks):
+            try:
+                loaded[task] = load_task(manager, task, scratch)
+            except Exception as error:  # of datasets, the client of the hub, its HTTP library, or the harness
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                remedy = "mend the rows in --data" if data else "give the rows with --data, or choose other --tasks"
+                raise RuntimeError(f"{task}: its rows cannot be read ({reason}); {remedy}") from error
+        yield manager, loaded
 
 
 def load_task(manager, task, scratch):

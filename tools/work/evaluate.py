@@ -17,7 +17,7 @@ from data_prep.report import table
 from moh_lm.config import ConfigError, raise_any
 from tools.devices import usable_device
 from tools.hf.import_config import read_config, refuse_run
-from tools.tasks.rows import load_tasks, task_manager
+from tools.tasks.rows import load_tasks
 from tools.tasks.suites import SEED, entries_of
 
 COMMAND = Path(__file__).resolve().parents[1] / "evaluate.py"
@@ -67,9 +67,7 @@ def model_problems(flag, path, max_length):
 def evaluate(arguments):
     """The table row of one model as a JSON-able dictionary."""
     entries = entries_of(arguments.suite, arguments.tasks)
-    with tempfile.TemporaryDirectory() as scratch:
-        manager = task_manager(entries, arguments.data, Path(scratch))
-        tasks = load_tasks(manager, entries, arguments.data, Path(scratch))
+    with load_tasks(entries, arguments.data) as (manager, tasks):
         model = HFLM(
             pretrained=str(arguments.model),
             trust_remote_code=is_export(arguments.model),

@@ -1,14 +1,12 @@
 """The work of tools/evaluate_prepare.py: questions of the harness as token ids."""
 
 import json
-import tempfile
-from pathlib import Path
 
 from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish, sha256_of
 from moh_lm.data.tokenizer import model_files
-from tools.tasks.rows import load_tasks, task_manager
+from tools.tasks.rows import load_tasks
 from tools.tasks.suites import SEED, entries_of
 
 FAILURES = (RuntimeError, OSError)
@@ -19,9 +17,7 @@ def run(arguments):
     encode = encoder(arguments.tokenizer)
     header = {"tokenizer": sha256_of(next(iter(model_files(arguments.tokenizer).values())))}
     lines, counts = [json.dumps(header)], {}
-    with tempfile.TemporaryDirectory() as scratch:
-        manager = task_manager(entries, arguments.data, Path(scratch))
-        tasks = load_tasks(manager, entries, arguments.data, Path(scratch))
+    with load_tasks(entries, arguments.data) as (_, tasks):
         for entry in entries:
             for name in entry.tasks:
                 for task in tasks[name]["tasks"].values():
