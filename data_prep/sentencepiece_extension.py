@@ -26,7 +26,8 @@ from data_prep.encoding import Tokenizer
 from data_prep.output import check_model_file
 from data_prep.report import table
 from data_prep.tiktoken_extension import extended_ranks
-from data_prep.training_sample import read_sample, sample_sentences, sampled_units
+from data_prep.training_sample import SAMPLED_UNIT, read_sample, sample_sentences
+from data_prep.units import plan_units
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
 from moh_lm.data.hugging_face_model import HuggingFaceModel
@@ -59,7 +60,7 @@ def run(flags) -> int:
     lines = read_sample(flags) if flags.vocab_size or flags.input or flags.source else []
     old_lines = []
     if flags.old_input:
-        units = sampled_units("--old-input ", "", flags.old_input, flags.text_key)
+        units = plan_units("--old-input ", "", flags.old_input, text_key=flags.text_key, unit_size=SAMPLED_UNIT)
         old_lines += sample_sentences(units, flags.text_key, OLD_BYTES)
     measured = {"new": lines[::HELD_OUT], "old": old_lines[::2]}
     del lines[::HELD_OUT], old_lines[::2]

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from data_prep.containers import InputError
 from data_prep.documents import HARMLESS, Piece, documents
 from data_prep.inputs import source_patterns
 from data_prep.units import Unit, plan_units
@@ -32,7 +31,7 @@ def read_sample(flags: argparse.Namespace) -> list[bytes]:
     with tqdm(total=flags.sample_bytes, desc="sampling", unit="B", unit_scale=True, leave=False, disable=None) as bar:
         for name, (weight, globs) in sources.items():
             option = "--input " if flags.input else f"--source {name or 'NAME'}="
-            units = sampled_units(option, name, globs, flags.text_key)
+            units = plan_units(option, name, globs, text_key=flags.text_key, unit_size=SAMPLED_UNIT)
             drawn[name] = []
             for sentence in sample_sentences(units, flags.text_key, flags.sample_bytes * weight / total):
                 drawn[name].append(sentence)
@@ -59,13 +58,6 @@ def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:
         problems.append(f"--data-mix {mixed}: the sources are {given}; give each of them a weight, and no other")
     raise_any(problems)
     return {name: (float(weights[name]), globs) for name, globs in patterns.items()}
-
-
-def sampled_units(option: str, name: str, globs: list[str], text_key: str) -> list[Unit]:
-    units, unreadable = plan_units(option, name, globs, text_key=text_key, unit_size=SAMPLED_UNIT, identity=None)
-    if unreadable:
-        raise InputError(unreadable[0])
-    return units
 
 
 def sample_sentences(units: list[Unit], text_key: str, sample_bytes: float) -> Iterator[bytes]:

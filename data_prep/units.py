@@ -39,15 +39,18 @@ class Unit:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-def plan_units(option, source, patterns, *, text_key, unit_size, identity) -> tuple[list[Unit], list[str]]:
-    """The units of the files that match ``patterns``, and sentences for those that cannot be read.
+def plan_units(option, source, patterns, *, text_key, unit_size) -> list[Unit]:
+    """The units of the files that match ``patterns``, to be sampled.
 
-    Raises ConfigError for a pattern without a match; ``option`` is what patterns follow on the command line.
+    Raises ConfigError for a pattern without a match, InputError for a file that cannot be read; ``option`` is what
+    patterns follow on the command line.
     """
     files = named_source(option, patterns)
     files.arrange()
-    units = divide(source, files, text_key=text_key, unit_size=unit_size, identity=identity)
-    return units, files.unreadable
+    units = divide(source, files, text_key=text_key, unit_size=unit_size, identity=None)
+    if files.unreadable:
+        raise InputError(files.unreadable[0])
+    return units
 
 
 def divide(

@@ -262,7 +262,7 @@ def test_a_worker_that_is_killed_fails_its_unit_only(model, tmp_path):
     (tmp_path / "large.jsonl").write_bytes(json_lines(["many words " * 10_000] * 200))
     (tmp_path / "small.jsonl").write_bytes(json_lines(["few words"]))
     patterns = [f"{tmp_path}/large.jsonl", f"{tmp_path}/small.jsonl"]
-    units, _ = plan_units("--source a=", "a", patterns, text_key="text", unit_size=2**30, identity=None)
+    units = plan_units("--source a=", "a", patterns, text_key="text", unit_size=2**30)
     units = [Unit("a", piece.name, (piece,)) for unit in units for piece in unit.pieces]
     (tmp_path / "out" / "a").mkdir(parents=True)
     outcome = {}

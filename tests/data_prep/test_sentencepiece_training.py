@@ -67,7 +67,7 @@ def test_a_small_vocabulary_is_not_spent_on_rare_characters(tmp_path):
 def test_the_training_sample_spreads_over_all_files_and_all_of_a_large_one(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.jsonl").write_bytes(json_lines([f"{name}{number:05d}" for number in range(1000)]))
-    units, _ = plan_units("--input ", "", [f"{tmp_path}/*"], text_key="text", unit_size=4096, identity=None)
+    units = plan_units("--input ", "", [f"{tmp_path}/*"], text_key="text", unit_size=4096)
     sample = [sentence.decode() for sentence in sample_sentences(units, "text", 3000)]
     assert 2400 < sum(map(len, sample)) <= 3000
     for name in "abc":
@@ -80,7 +80,7 @@ def test_the_training_sample_spreads_over_all_files_and_all_of_a_large_one(tmp_p
 def test_the_sample_says_which_records_it_leaves_out(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(json_lines(["good"]) + b'\n{"text": 5}\n')
     (tmp_path / "b.jsonl").write_bytes(json_lines(["fine"]) + b'{"text": 6}\n{broken\n')
-    units, _ = plan_units("--input ", "", [f"{tmp_path}/*"], text_key="text", unit_size=4096, identity=None)
+    units = plan_units("--input ", "", [f"{tmp_path}/*"], text_key="text", unit_size=4096)
     assert sorted(sample_sentences(units, "text", 3000)) == [b"fine", b"good"]
     said = capsys.readouterr().err
     assert f"left out of the sample: 2 text is not a string, the first in {tmp_path}/a.jsonl\n" in said

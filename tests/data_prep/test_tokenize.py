@@ -377,7 +377,7 @@ def test_the_room_that_is_missing_is_told_with_compression_undone(model, tmp_pat
     pack = {".jsonl": bytes, ".json.gz": gzip.compress, ".jsonl.zst": zstandard.compress}
     for number, (suffix, packed) in enumerate(pack.items()):
         (tmp_path / f"{number}{suffix}").write_bytes(packed(json_lines(texts)))
-    planned, _ = plan_units("", "a", [f"{tmp_path}/[0-9]*"], text_key="text", unit_size=10**9, identity=None)
+    planned = plan_units("", "a", [f"{tmp_path}/[0-9]*"], text_key="text", unit_size=10**9)
     tokenizer = Tokenizer(str(model))
     made = {unit: tokenize_unit(unit, tokenizer, Options(), str(tmp_path), None, lambda *_: None) for unit in planned}
     for one in planned:
@@ -417,7 +417,7 @@ def test_by_default_a_hundredth_of_the_records_or_a_certain_number_may_be_bad(mo
 
     def outcome(good, bad, limit=None):
         pattern = str(bad_lines(tmp_path / f"{good}-{bad}.jsonl", good, bad))
-        (unit,), _ = plan_units("", "a", [pattern], text_key="text", unit_size=10**9, identity=None)
+        (unit,) = plan_units("", "a", [pattern], text_key="text", unit_size=10**9)
         try:
             return tokenize_unit(unit, tokenizer, Options(), str(tmp_path), limit, lambda *_: None)["documents"]
         except InputError as error:

@@ -103,7 +103,7 @@ def test_files_that_cannot_be_told_apart_by_what_names_a_unit_are_refused(tmp_pa
         (tmp_path / directory / "a.txt").write_bytes(content + middle + content)
     patterns = [f"{tmp_path}/{directory}/*.txt" for directory in ("one", "two")]
     with pytest.raises(ConfigError, match="same name, size, first and last"):
-        plan_units("--source a=", "a", patterns, text_key="text", unit_size=10**6, identity=None)
+        plan_units("--source a=", "a", patterns, text_key="text", unit_size=10**6)
 
 
 def test_the_name_of_a_unit_changes_with_all_that_changes_its_shard(tmp_path):
