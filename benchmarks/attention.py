@@ -35,6 +35,7 @@ if __name__ == "__main__":  # the root of the checkout, not this folder, whose t
 import platform
 from datetime import date
 from functools import partial
+from itertools import product
 from statistics import median
 
 import torch
@@ -77,25 +78,21 @@ def main(options):
         if options.save and not passed:
             sys.exit("--save: nothing is written, since auto must not take kernels that failed a check (see above)")
     sparse, ratios, elements = "triton" if device.type == "cuda" else "cpu_sparse", {}, []
-    for level in options.levels:
+    for level, shape, active, length in product(options.levels, options.shapes, options.active, options.lengths):
+        batch = options.micro_batch or (max(1, 16384 // length) if device.type == "cuda" else 1)
+        documents = make_documents(options.documents, length, batch, device)
+        documents = narrow(documents, options.window, torch.empty(length, batch, device=device), masked=True)
         contestants = core if level == "core" else layer
-        for shape in options.shapes:
-            for active in options.active:
-                for length in options.lengths:
-                    batch = options.micro_batch or (max(1, 16384 // length) if device.type == "cuda" else 1)
-                    documents = make_documents(options.documents, length, batch, device)
-                    tokens = torch.empty(length, batch, device=device)
-                    documents = narrow(documents, options.window, tokens, masked=True)
-                    functions = contestants(SHAPES[shape], active, length, batch, device, dtype, documents)
-                    if options.window:
-                        functions.pop("own keys, varlen", None)  # its sequences have no window
-                    first = list(bases(documents, dtype)) if device.type == "cuda" else ["dense"]
-                    title = f"{level} {shape} {active}% T={length} b={batch}"
-                    found = report(title, functions, first, options.rounds, device)
-                    if level == "layer":
-                        row = length, active / 100
-                        ratios[row] = max(ratios.get(row, 0), worst(found, sparse, device))
-                        elements.append(length * batch * SHAPES[shape][1] * SHAPES[shape][3])
+        functions = contestants(SHAPES[shape], active, length, batch, device, dtype, documents)
+        if options.window:
+            functions.pop("own keys, varlen", None)  # its sequences have no window
+        first = list(bases(documents, dtype)) if device.type == "cuda" else ["dense"]
+        title = f"{level} {shape} {active}% T={length} b={batch}"
+        found = report(title, functions, first, options.rounds, device)
+        if level == "layer":
+            row = length, active / 100
+            ratios[row] = max(ratios.get(row, 0), worst(found, sparse, device))
+            elements.append(length * batch * SHAPES[shape][1] * SHAPES[shape][3])
     if options.save:
         rows = [[*row, round(min(value, NEVER), 3)] for row, value in sorted(ratios.items())]
         if min(ratios.values()) > NEVER:

@@ -56,11 +56,10 @@ def main(options):
     for shape in options.shapes:
         if device.type == "cuda":
             tune(SHAPES[shape], max(options.lengths), device, dtype)
-        for length in options.lengths:
-            for batch in options.batches:
-                inputs = make_inputs(SHAPES[shape], length, batch, device, dtype)
-                found = contestants(SHAPES[shape], options.active, inputs)
-                report(f"{shape} T={length} b={batch}", found, options.rounds, device)
+        for length, batch in itertools.product(options.lengths, options.batches):
+            inputs = make_inputs(SHAPES[shape], length, batch, device, dtype)
+            found = contestants(SHAPES[shape], options.active, inputs)
+            report(f"{shape} T={length} b={batch}", found, options.rounds, device)
 
 
 def make_inputs(shape, length, batch, device, dtype):
