@@ -24,16 +24,13 @@ def refuse_foreign_launcher():
 
     And where a launcher does not say which device of the machine is a rank's, or where the ranks meet.
     """
+    remedy = "start the ranks by torchrun or deepspeed"
     for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if "RANK" in os.environ and name not in os.environ:
-            raise ConfigError(
-                [f"RANK is {os.environ['RANK']} but {name} is not set: start the ranks by torchrun or deepspeed"]
-            )
+            raise ConfigError([f"RANK is {os.environ['RANK']} but {name} is not set: {remedy}"])
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
         if "RANK" not in os.environ and int(os.environ.get(name, 1)) > 1:
-            raise ConfigError(
-                [f"{name} is {os.environ[name]} but RANK is not set: start the ranks by torchrun or deepspeed"]
-            )
+            raise ConfigError([f"{name} is {os.environ[name]} but RANK is not set: {remedy}"])
 
 
 def start_process_group(timeout):

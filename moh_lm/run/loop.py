@@ -228,17 +228,15 @@ class Run:
         if self.complete():
             self.journal.add("complete", step, f"complete: {step} steps are in {run.checkpoint_dir}")
         else:
-            self.journal.add("stopped", step, self.stop_text(step))
+            reason = f" ({self.stop.reason})" if self.stop.reason else ""
+            stopped = f"stopped after step {step} of {run.train_iters}, as asked{reason}"
+            self.journal.add("stopped", step, f"{stopped}; the same command goes on")
         self.report()
 
     def report(self):
         """The page of the run, if it is wanted."""
         if self.log and self.config.run.run_report:
             report_run(self.config.run.checkpoint_dir, type(self.config))
-
-    def stop_text(self, step):
-        reason = f" ({self.stop.reason})" if self.stop.reason else ""
-        return f"stopped after step {step} of {self.config.run.train_iters}, as asked{reason}; the same command goes on"
 
 
 def due(step, interval):

@@ -12,10 +12,11 @@ weight, would depend on the number of stages. Squares added in float64 and round
 import functools
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
+
+from moh_lm.training.step_sums import reduce
 
 
 def examine_norms(optimizer, zero_stage, examine, router_limit=0.0):
@@ -181,7 +182,4 @@ def norm_of(tensors, groups):
     total = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     for tensor in tensors:
         total += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
-    for group in groups:
-        if group is not None:
-            dist.all_reduce(total, group=group)
-    return total.sqrt().float()
+    return reduce(total, *groups).sqrt().float()

@@ -63,9 +63,8 @@ class StepVerdict:
             raise NotExamined("DeepSpeed asked twice for the gradient norm of one step: its second update is unknown")
         losses = self.sums.reduce()
         scalars = torch.stack([norm.to(losses), self.largest_weight().to(losses)])
-        total, tokens, _, grad_norm, weight = torch.cat(
-            (losses.sum(0), scalars)
-        ).tolist()  # waits for the backward pass
+        numbers = torch.cat((losses.sum(0), scalars)).tolist()  # waits for the backward pass
+        total, tokens, _, grad_norm, weight = numbers
         now = time.perf_counter()
         mean = total / max(tokens, 1)  # documents of one token have no label
         code = max(self.guard.judge(mean, value) for value in (grad_norm, *self.largest(copies)))
