@@ -97,6 +97,11 @@ def words(value):
     return "none" if value in (None, "") else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def listing(items, most=8):
+    """Such as: a, b and 3 more."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if items[most:] else "")
+
+
 def by_layer(values, separator=", "):
     """Such as: layers 0-3: 8, 4-11: 6."""
     parts, first = [], 0

@@ -16,6 +16,7 @@ earlier segment: the same shards, seed, sequence length and validation fraction.
 from collections.abc import Mapping
 
 from moh_lm.data.mixture import sample_counts
+from moh_lm.quantities import listing
 
 ORDER = ("seed", "seq_length", "validation_fraction")  # what the windows of every source depend on
 NAMED = 3  # shards of a source that a sentence names
@@ -89,6 +90,5 @@ def changed_shards(source, before, now) -> list[str]:
     found = []
     for verdict, names in verdicts.items():
         if names:
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            found.append(f"source {source}: {', '.join(names[:NAMED])}{more} {verdict}, {len(now)} shards now")
+            found.append(f"source {source}: {listing(names, NAMED)} {verdict}, {len(now)} shards now")
     return found or [f"source {source}: its shards are in another order"]

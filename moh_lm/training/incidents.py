@@ -5,7 +5,7 @@ import math
 import torch
 
 from moh_lm.parallel.agreement import from_all_ranks
-from moh_lm.quantities import wrapped
+from moh_lm.quantities import listing, wrapped
 from moh_lm.training.guard import REASONS
 
 
@@ -46,8 +46,3 @@ def report(engine, loader, batches, journal, step, result):
     text = f"{what} step {step}: {'; '.join([facts['reason'], *facts['details']])} ({where})"
     journal.add("skipped" if result.skipped else "spike", step, wrapped(text, 2), **facts)
     return facts["sources"]
-
-
-def listing(items):
-    """The items, or the first eight of many."""
-    return ", ".join(map(str, items[:8])) + (f" and {len(items) - 8} more" if items[8:] else "")

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, read_json
+from moh_lm.quantities import listing
 from moh_lm.vision.images import Images, Request, ViTSamples, order
 from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents, quarters
 
@@ -81,8 +82,7 @@ def name_problems(step, images):
 
 
 def folders(names):
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"class folder {', '.join(names[:NAMED])}{more}"
+    return f"class folder {listing(names, NAMED)}"
 
 
 class ImageSet:
