@@ -147,13 +147,13 @@ class Alarms:
 
     def restore(self, state, same_data):
         """same_data: whether the sources and their shares are those of the state."""
-        kept = [row for row in state["streaks"] if same_data or row[0] != SOURCE]
-        self.streaks = {tuple(condition): number for *condition, number in kept}
-        kept = [row for row in state["ringing"] if same_data or row[0] != SOURCE]
-        self.firing = {tuple(condition): number for *condition, number in kept}
+        self.streaks = {tuple(condition): number for *condition, number in state["streaks"]}
+        self.firing = {tuple(condition): number for *condition, number in state["ringing"]}
         self.history = {tuple(key): values for *key, values in state["history"]}
         if same_data:
             self.unseen = dict(state["unseen"])
+        else:
+            self.forget(SOURCE)
 
     def forget(self, *kinds):
         """Begin anew with the alarms of these kinds: what is to come is no continuation of what was."""
