@@ -62,7 +62,7 @@ def latent_problems(model):
             for key in sizes
             if getattr(model, key) is not None
         ]
-    found = below(model, 1, *(key for key in sizes if getattr(model, key) is not None))
+    found = below(model, 1, *sizes)
     if model.qk_rope_head_dim and model.qk_rope_head_dim % 2:
         found.append(f"--qk-rope-head-dim {model.qk_rope_head_dim}: features turn in pairs; choose an even number")
     others = (

@@ -6,12 +6,12 @@ from moh_lm.config import flag
 
 
 def below(section, lowest, *keys):
-    """A sentence for each of ``keys`` whose value is not a finite number of at least ``lowest``."""
+    """A sentence for each of ``keys`` whose value is not None, nor a finite number of at least ``lowest``."""
     values = {key: getattr(section, key) for key in keys}
     return [
         f"{flag(key)} {value:g}: must be {lowest} or above"
         for key, value in values.items()
-        if not lowest <= value < math.inf
+        if value is not None and not lowest <= value < math.inf
     ]
 
 

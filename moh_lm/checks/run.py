@@ -26,8 +26,7 @@ def optimizer_problems(optimizer):
     for key in ("min_learning_rate", "warmup_init_lr") if 0 < peak < math.inf else ():
         if not 0 <= getattr(optimizer, key) <= peak:
             found.append(f"{flag(key)} {getattr(optimizer, key):g}: must be between 0 and --learning-rate {peak:g}")
-    optional = ("embedding_weight_decay", "matrix_weight_decay")
-    found += below(optimizer, 0, *(key for key in optional if getattr(optimizer, key) is not None))
+    found += below(optimizer, 0, "embedding_weight_decay", "matrix_weight_decay")
     rate = optimizer.matrix_learning_rate
     if rate is not None and not 0 < rate < math.inf:
         found.append(f"--matrix-learning-rate {rate:g}: must be above 0, such as {peak:g}")
@@ -135,8 +134,7 @@ def base_problems(run):
         found.append("--checkpoint-dir is missing: give the directory of this run")
     if run.peak_tflops is not None and not 0 < run.peak_tflops < math.inf:
         found.append(f"--peak-tflops {run.peak_tflops:g}: must be above 0, such as 989 for an H100 in bf16")
-    if run.gpu_hour_price is not None:
-        found += below(run, 0, "gpu_hour_price")
+    found += below(run, 0, "gpu_hour_price")
     if run.wandb and importlib.util.find_spec("wandb") is None:
         found.append(f"--wandb {run.wandb}: the package wandb is not installed; pip install wandb, or leave it out")
     return found
@@ -225,8 +223,7 @@ def reliability_problems(reliability):
     found += below(reliability, 1, "hang_timeout")
     if reliability.hang_timeout > YEAR:  # timers of the system overflow in centuries
         found.append(f"--hang-timeout {reliability.hang_timeout}: must be at most {YEAR}, a year; choose 1d or less")
-    if reliability.exit_after is not None:
-        found += below(reliability, 1, "exit_after")
+    found += below(reliability, 1, "exit_after")
     if reliability.max_skipped_steps >= reliability.spike_window:
         found.append(
             f"--max-skipped-steps {reliability.max_skipped_steps}: is counted over --spike-window "
