@@ -161,7 +161,19 @@ class FinalNorm(RMSNorm):
         super().__init__(config.hidden_size, config.rms_norm_eps, group, init_value=config.width_ratio)
 
 
-class CausalLM(nn.Module):
+class WholeModel(nn.Module):
+    """What the engine asks of a model on one pipeline stage besides its forward pass."""
+
+    def initialize(self, seed):
+        """Draw every parameter from a generator of (seed, name): the same whole matrix in every layout."""
+        initialize(self.named_parameters(), seed)
+
+    def tied_parameters(self):
+        """Weights with a copy in another pipeline stage: none."""
+        return ()
+
+
+class CausalLM(WholeModel):
     """The whole model on one pipeline stage.
 
     group: tensor-parallel group. micro_batches: micro-batches of a step, over which the losses of the routers are
@@ -202,14 +214,6 @@ class CausalLM(nn.Module):
     def head_cost(config):
         """Multiplications of a token in the output head."""
         return config.hidden_size * config.vocab_size
-
-    def initialize(self, seed):
-        """Draw every parameter from a generator of (seed, name): the same whole matrix in every layout."""
-        initialize(self.named_parameters(), seed)
-
-    def tied_parameters(self):
-        """Weights with a copy in another pipeline stage: none."""
-        return ()
 
 
 def compile_layers(model, backend="inductor", kind=DecoderLayer):

@@ -21,15 +21,15 @@ from torch import nn
 from moh_lm.kernels.attention import moh_attention
 from moh_lm.model.block import RoutedBlock
 from moh_lm.model.router import HeadRouter
-from moh_lm.model.transformer import loss_terms
+from moh_lm.model.transformer import WholeModel, loss_terms
 from moh_lm.vision.diffusion import Diffusion, image_noise
-from moh_lm.vision.parameters import ImageModel, describe, described, linear
+from moh_lm.vision.parameters import describe, described, linear
 
 INIT_STD = 0.02  # of tables and of the MLP of the step
 FREQUENCIES = 128  # of a step: half of its features
 
 
-class DiT(ImageModel):
+class DiT(WholeModel):
     """The whole model. config: ``DiTConfig``. micro_batches: of a step, over which the losses of routers are averaged.
 
     Parameters are left empty; ``initialize`` draws them.

@@ -6,20 +6,6 @@ rank.
 
 from torch import nn
 
-from moh_lm.model.transformer import initialize
-
-
-class ImageModel(nn.Module):
-    """What the engine asks of a model besides its forward pass."""
-
-    def initialize(self, seed):
-        """Draw every parameter from a generator of (seed, name)."""
-        initialize(self.named_parameters(), seed)
-
-    def tied_parameters(self):
-        """Weights with a copy in another pipeline stage: none."""
-        return ()
-
 
 def describe(parameter, std=None, bound=None, value=0.0, decays=True):
     """Say how a parameter begins: N(0, std), uniform within +-bound, or all ``value``. decays: whether weight decay is

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from moh_lm.model.block import RoutedBlock
-from moh_lm.model.transformer import INIT_STD, loss_terms
+from moh_lm.model.transformer import INIT_STD, WholeModel, loss_terms
 from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, convolution, to_images, to_tokens
-from moh_lm.vision.parameters import ImageModel, layer_norm, linear
+from moh_lm.vision.parameters import layer_norm, linear
 
 
 class PatchEmbedding(nn.Module):
@@ -68,7 +68,7 @@ class Block(RoutedBlock):
         return x + (mlp if kept is None else mlp * kept[1]), routed
 
 
-class TransNeXt(ImageModel):
+class TransNeXt(WholeModel):
     """The whole model. config: ``ViTConfig``. micro_batches: of a step, over which the losses of the routers are
     averaged. Parameters are left as torch makes them; ``initialize`` draws them."""
 
