@@ -43,20 +43,21 @@ class Paper:
 
     ``causal``: whether what a token uses is independent of later tokens.
     ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
+    ``has_types``: whether a second stage weighs shared experts against routed ones (Eq. 6).
     ``refuses_top_p``, ``refuses_z_loss``, ``refuses_bias``, ``refuses_noise``: why ``routing_top_p``,
     ``router_z_loss``, ``load_balance_bias_rate`` and ``router_gumbel_noise`` do not suit it, if so.
     ``balance_factor``: multiplies L_b of Eq. 7.
     ``first_score``: of a selected expert, on average, by the first weights.
     """
 
-    causal, reads_queries = True, False
+    causal, reads_queries, has_types = True, False, True
     first_score = 0.0
     refuses_top_p = refuses_z_loss = refuses_bias = refuses_noise = None
     type_scale = 1
 
     def __init__(self, layer, two_stage):
         self.layer = layer
-        self.two_stage = two_stage and layer.num_shared > 0 and layer.num_routed > 0
+        self.two_stage = two_stage and self.has_types and layer.num_shared > 0 and layer.num_routed > 0
         self.balance_factor = 1
 
     def weights(self, init_std, hidden_size):
@@ -109,11 +110,9 @@ class Released(PaperScaled):
 
 
 class Sigmoid(Paper):
+    has_types = False
     refuses_top_p = "has gates that do not compete, so that they do not say how sure it is"
     refuses_z_loss = "has gates that it would close: it is least where every score is - ln E"
-
-    def __init__(self, layer, two_stage):
-        super().__init__(layer, two_stage=False)
 
     def weights(self, init_std, hidden_size):
         found = super().weights(init_std, hidden_size)
@@ -160,12 +159,9 @@ class ExpertChoice(Sigmoid):
 
 
 class QueryNorm(Paper):
-    reads_queries = True
+    reads_queries, has_types = True, False
     refuses_top_p = "divides its scores by their deviation, so that its probabilities do not say how sure it is"
     refuses_z_loss = "divides its scores by their deviation, so that nothing can make them small"
-
-    def __init__(self, layer, two_stage):
-        super().__init__(layer, two_stage=False)
 
     def weights(self, init_std, hidden_size):
         return {}
