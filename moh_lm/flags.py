@@ -8,6 +8,7 @@ the flags of a file, in its place. All unknown flags and unreadable values are c
 import argparse
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import yaml
 
@@ -270,8 +271,12 @@ def value_parser(entry):
         return duration
     if entry.name in MIXES:
         return name_and_weight
-    parse = entry.metadata.get("parse", entry.type)
-    return {bool: boolean, int: integer, float: real}.get(parse, parse)
+    return {bool: boolean, int: integer, float: real, str: str}[type_of(entry)]
+
+
+def type_of(entry):
+    """Of one value: int of ``int | None`` and of ``tuple[int, ...]``."""
+    return next(iter(get_args(entry.type)), entry.type)
 
 
 def boolean(text):
@@ -298,7 +303,7 @@ def placeholder(entry):
         return "NAME=WEIGHT"
     if "metavar" in entry.metadata:
         return entry.metadata["metavar"]
-    return {str: "PATH", float: "X"}.get(entry.metadata.get("parse", entry.type), "N")
+    return {str: "PATH", float: "X"}.get(type_of(entry), "N")
 
 
 def help_text(entry):

@@ -22,7 +22,7 @@ def raise_any(problems: list[str]):
 
 
 def option(default, help, **metadata):
-    """A dataclass field with its help; moh_lm.flags reads choices, parse, binary, metavar, replaces of ``metadata``."""
+    """A dataclass field with its help; moh_lm.flags reads choices, binary, duration, metavar and replaces."""
     return field(default=default, metadata={"help": help, **metadata})
 
 

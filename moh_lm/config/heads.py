@@ -18,15 +18,15 @@ class HeadsConfig:
         choices=("all", "mixture", "static", "gated"),
     )
     num_shared_heads: tuple[int, ...] = option(
-        (), "heads that are always on: one number, or one per layer (default: half of the heads)", parse=int
+        (), "heads that are always on: one number, or one per layer (default: half of the heads)"
     )
     num_active_routed_heads: tuple[int, ...] = option(
-        (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)", parse=int,
+        (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)",
         replaces="head_budget",
     )
     head_budget: float | None = option(
         None, "share of the heads that a token uses, of all layers; sets K, and shared heads if they are not given; of "
-        "this flag and --num-active-routed-heads the later one counts", parse=float,
+        "this flag and --num-active-routed-heads the later one counts",
         replaces="num_active_routed_heads",
     )
     head_budget_slope: float = option(0.0, "of --head-budget: share in the last layer minus that in the first")
@@ -51,9 +51,7 @@ class HeadsConfig:
         "fp32", "in which scores are ranked; bf16: as in MoH-LLaMA3, equal ones by torch.topk", choices=("fp32", "bf16")
     )
     routing_top_p: float | None = option(
-        None,
-        "select the fewest routed heads whose probabilities add up to this, at most K (default: always K)",
-        parse=float,
+        None, "select the fewest routed heads whose probabilities add up to this, at most K (default: always K)"
     )
     routing_entropy_coefficient: float = option(1e-4, "of the mean entropy of the routers, with --routing-top-p")
     two_stage: bool = option(

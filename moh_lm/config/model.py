@@ -17,30 +17,27 @@ class ModelConfig(HeadsOfLayers):
     num_layers: int = option(12, "decoder layers")
     hidden_size: int = option(768, "width of the residual stream")
     intermediate_size: int = option(2048, "width of the SwiGLU MLP")
-    num_attention_heads: tuple[int, ...] = option((12,), "query heads: one number, or one per layer", parse=int)
+    num_attention_heads: tuple[int, ...] = option((12,), "query heads: one number, or one per layer")
     num_key_value_heads: tuple[int, ...] = option(
-        (), "key/value heads: one number, or one per layer (default: one per query head)", parse=int
+        (), "key/value heads: one number, or one per layer (default: one per query head)"
     )
-    head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)", parse=int)
-    head_dims: tuple[int, ...] = option(
-        (), "or the width of each head of a layer, shared heads first", parse=int, metavar="N"
-    )
+    head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)")
+    head_dims: tuple[int, ...] = option((), "or the width of each head of a layer, shared heads first", metavar="N")
     attention: str = option(
         "heads",
         "keys and values of each head, or of heads that share them; or latent: made of one short vector of a token, "
         "which is what a cache keeps (DeepSeek-V2)",
         choices=("heads", "latent"),
     )
-    kv_lora_rank: int | None = option(None, "of latent: features of that vector (default: 4 heads)", parse=int)
+    kv_lora_rank: int | None = option(None, "of latent: features of that vector (default: 4 heads)")
     q_lora_rank: int | None = option(
-        None, "of latent: features of a vector that queries are made of (default: of the input itself)", parse=int
+        None, "of latent: features of a vector that queries are made of (default: of the input itself)"
     )
     qk_rope_head_dim: int | None = option(
-        None, "of latent: features that turn, beside the --head-dim others (default: half of them)", parse=int
+        None, "of latent: features that turn, beside the --head-dim others (default: half of them)"
     )
     base_width: int | None = option(
-        None, "hidden size at which learning rates and first weights are as given; others follow (default: this one)",
-        parse=int,
+        None, "hidden size at which learning rates and first weights are as given; others follow (default: this one)"
     )
     vocab_size: int = option(65_536, "rows of the embedding; at least the tokenizer's pieces")
     position: tuple[str, ...] = option(
@@ -48,10 +45,9 @@ class ModelConfig(HeadsOfLayers):
         "where tokens are: by rotary embeddings, by counts of the keys that matter (CoPE), by a learned table, or by "
         "nothing but the causal mask; one kind, or one per layer (default: rotary)",
         choices=("rotary", "cope", "learned", "none"),
-        parse=str,
     )
     cope_max_position: int = option(64, "of cope: the largest position")
-    learned_positions: int | None = option(None, "of learned: rows of the table, for tokens of a sequence", parse=int)
+    learned_positions: int | None = option(None, "of learned: rows of the table, for tokens of a sequence")
     rotary_fraction: float = option(1.0, "of rotary: share of the features of a head that turn, which are the first")
     rope_theta: float = option(10_000.0, "base of the rotary frequencies")
     rope_type: str = option(
@@ -59,15 +55,14 @@ class ModelConfig(HeadsOfLayers):
         "rotary frequencies as they are, divided by --rope-factor, as in LLaMA 3.1, or by YaRN",
         choices=("default", "linear", "llama3", "yarn"),
     )
-    rope_factor: float | None = option(None, "how much slower rotary embeddings turn, at most", parse=float)
-    rope_low_freq_factor: float | None = option(None, "of llama3: waves longer than L / this are slower", parse=float)
-    rope_high_freq_factor: float | None = option(None, "of llama3: waves shorter than L / this stay", parse=float)
-    rope_original_length: int | None = option(None, "L of llama3, yarn: sequence length before it", parse=int)
+    rope_factor: float | None = option(None, "how much slower rotary embeddings turn, at most")
+    rope_low_freq_factor: float | None = option(None, "of llama3: waves longer than L / this are slower")
+    rope_high_freq_factor: float | None = option(None, "of llama3: waves shorter than L / this stay")
+    rope_original_length: int | None = option(None, "L of llama3, yarn: sequence length before it")
     window: tuple[int, ...] = option(
         (),
         "keys that a token sees, its own the last of them (Mistral's sliding window: token i sees i-W+1 to i); one "
         "number, or one per layer; 0: the whole sequence (default: 0)",
-        parse=int,
     )
     rms_norm_eps: float = option(1e-5, "epsilon under the root of RMSNorm")
     tie_embeddings: bool = option(False, "use the embedding matrix as output head")

@@ -29,13 +29,13 @@ class DataConfig:
 
     data_dir: str = option("", "directory written by data_prep/tokenize.py")
     data_mix: tuple[tuple[str, str], ...] = option(
-        (), "NAME=WEIGHT of each source, weights of any sum (default: in proportion to tokens)", parse=str
+        (), "NAME=WEIGHT of each source, weights of any sum (default: in proportion to tokens)"
     )
     validation_fraction: float = option(0.001, "share of every source that is held out for validation")
     reset_at_documents: bool = option(False, "attend to, and predict, tokens of the same document only")
     allow_data_change: bool = option(False, "go on with other shards or another mix than those of the checkpoint")
     decay_mix: tuple[tuple[str, str], ...] = option(
-        (), "NAME=WEIGHT from the beginning of the decay of --schedule wsd on (default: no other mix)", parse=str
+        (), "NAME=WEIGHT from the beginning of the decay of --schedule wsd on (default: no other mix)"
     )
 
 
@@ -52,13 +52,13 @@ class OptimizerConfig:
         "after the warm-up: cosine to the end of the run; wsd: stable, then a decay at its end",
         choices=("cosine", "wsd"),
     )
-    decay_iters: int | None = option(None, "last iterations, in which wsd decays (default: a tenth)", parse=int)
+    decay_iters: int | None = option(None, "last iterations, in which wsd decays (default: a tenth)")
     decay_shape: str = option(
         "linear", "of wsd's decay: a line, 1 - sqrt, or half a cosine", choices=("linear", "sqrt", "cosine")
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms have none")
     embedding_weight_decay: float | None = option(
-        None, "of the embedding, the output head and tables of positions (default: --weight-decay)", parse=float
+        None, "of the embedding, the output head and tables of positions (default: --weight-decay)"
     )
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.95, "decay of the second moment")
@@ -84,10 +84,10 @@ class OptimizerConfig:
     )
     muon_momentum: float = option(0.95, "decay of Muon's momentum, which is Nesterov's")
     matrix_learning_rate: float | None = option(
-        None, "peak learning rate of Muon, which follows the same schedule (default: --learning-rate)", parse=float
+        None, "peak learning rate of Muon, which follows the same schedule (default: --learning-rate)"
     )
     matrix_weight_decay: float | None = option(
-        None, "decoupled weight decay of Muon's matrices (default: --weight-decay)", parse=float
+        None, "decoupled weight decay of Muon's matrices (default: --weight-decay)"
     )
 
     def decay(self, train_iters):
@@ -101,8 +101,7 @@ class RunBase:
 
     micro_batch_size: int = option(1, "sequences per rank in one forward pass")
     train_iters: int | None = option(
-        None, "budget in iterations; if --train-tokens is given too, the later flag counts", parse=int,
-        replaces="train_tokens",
+        None, "budget in iterations; if --train-tokens is given too, the later flag counts", replaces="train_tokens"
     )
     precision: str = option(
         "bf16", "bf16: bf16 weights with fp32 masters, moments and gradient sums", choices=("bf16", "fp32")
@@ -115,10 +114,10 @@ class RunBase:
     eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
     log_interval: int = option(10, "iterations per line of the log")
     peak_tflops: float | None = option(
-        None, "of one device in this precision, for the MFU (default: of the GPUs that are known)", parse=float
+        None, "of one device in this precision, for the MFU (default: of the GPUs that are known)"
     )
     gpu_hour_price: float | None = option(
-        None, "price of an hour of one device, for what --dry-run and tools/plan.py estimate", parse=float
+        None, "price of an hour of one device, for what --dry-run and tools/plan.py estimate"
     )
     wandb: str = option("", "project of Weights & Biases that gets the log too")
     run_report: bool = option(True, "write report.html, a page on the run, when it is complete or stops")
@@ -143,7 +142,7 @@ class RunConfig(RunBase):
     eval_samples: int = option(128, "held-out sequences evaluated per source")
     eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")
     sample_prompts: tuple[str, ...] = option(
-        (), "texts that every evaluation continues, most likely token by token", parse=str, metavar="TEXT"
+        (), "texts that every evaluation continues, most likely token by token", metavar="TEXT"
     )
     sample_tokens: int = option(40, "tokens of each of these samples")
     window_strategy: str = option(

@@ -24,9 +24,9 @@ class ImageHeadsConfig(HeadsConfig):
         "mixture", "all: ordinary attention; mixture: shared heads and a router's top-K", choices=("all", "mixture")
     )
     num_shared_heads: tuple[int, ...] = option(
-        (), "heads that are always on: one number, one per stage of a ViT, or one per layer", parse=int
+        (), "heads that are always on: one number, one per stage of a ViT, or one per layer"
     )
-    num_active_routed_heads: tuple[int, ...] = option((), "K, routed heads per token, in the same form", parse=int)
+    num_active_routed_heads: tuple[int, ...] = option((), "K, routed heads per token, in the same form")
     routing: str = option(
         "released",
         "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; 2 sigmoid "
@@ -102,16 +102,14 @@ class ViTConfig(ImageModelConfig):
     image_size: int = option(224, "pixels of a side, a multiple of 32")
     in_channels: int = option(3, "of an image: 3 for RGB, 1 for grey")
     num_classes: int = option(1000, "classes; as many folders of images")
-    hidden_sizes: tuple[int, ...] = option(VIT["S"]["hidden_sizes"], "width of each stage", parse=int, metavar="N")
-    depths: tuple[int, ...] = option(VIT["S"]["depths"], "layers of each stage", parse=int, metavar="N")
-    num_attention_heads: tuple[int, ...] = option(
-        VIT["S"]["num_attention_heads"], "heads of each stage", parse=int, metavar="N"
-    )
+    hidden_sizes: tuple[int, ...] = option(VIT["S"]["hidden_sizes"], "width of each stage", metavar="N")
+    depths: tuple[int, ...] = option(VIT["S"]["depths"], "layers of each stage", metavar="N")
+    num_attention_heads: tuple[int, ...] = option(VIT["S"]["num_attention_heads"], "heads of each stage", metavar="N")
     mlp_ratios: tuple[int, ...] = option(
-        (8, 8, 4, 4), "of each stage: MLP width over width, before its 2/3", parse=int, metavar="N"
+        (8, 8, 4, 4), "of each stage: MLP width over width, before its 2/3", metavar="N"
     )
     sr_ratios: tuple[int, ...] = option(
-        (8, 4, 2, 1), "of each stage: by how much keys are pooled; 1: attention to all tokens", parse=int, metavar="N"
+        (8, 4, 2, 1), "of each stage: by how much keys are pooled; 1: attention to all tokens", metavar="N"
     )
     drop_path: float = option(0.45, "of the last layer: share of images that leave it out; grows linearly from 0")
     heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)
@@ -161,11 +159,9 @@ class DiTConfig(ImageModelConfig):
     hidden_size: int = option(DIT["S"]["hidden_size"], "width")
     num_layers: int = option(DIT["S"]["num_layers"], "layers")
     num_attention_heads: tuple[int, ...] = option(
-        DIT["S"]["num_attention_heads"], "heads: one number, or one per layer", parse=int
+        DIT["S"]["num_attention_heads"], "heads: one number, or one per layer"
     )
-    head_dim: int | None = option(
-        None, "features of a head (default: --hidden-size over the heads of the first layer)", parse=int
-    )
+    head_dim: int | None = option(None, "features of a head (default: --hidden-size over the heads of the first layer)")
     mlp_ratio: float = option(4.0, "MLP width over width")
     class_dropout: float = option(0.1, "share of images that are trained without their class")
     diffusion_steps: int = option(1000, "steps of the linear noise schedule")
@@ -222,11 +218,9 @@ class ImageRunConfig(RunBase):
 
     batch_size: int = option(1024, "images per iteration, all ranks")
     micro_batch_size: int = option(128, "images per rank in one forward pass")
-    epochs: float | None = option(
-        None, "budget in passes over the training images", parse=float, replaces="train_iters"
-    )
+    epochs: float | None = option(None, "budget in passes over the training images", replaces="train_iters")
     train_iters: int | None = option(
-        None, "budget in iterations; of this flag and --epochs the later one counts", parse=int, replaces="epochs"
+        None, "budget in iterations; of this flag and --epochs the later one counts", replaces="epochs"
     )
     ema_decay: float = option(0.0, "of the moving average of the weights, which is evaluated and exported; 0: none")
     eval_images: int = option(0, "held-out images evaluated; 0: all")
