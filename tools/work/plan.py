@@ -50,14 +50,13 @@ def legal_variants(config, machine):
             spread = with_degrees(config, dict(zip(DEGREES, degrees, strict=True)), machine.values)
             if split_problems(spread) or frozen_problems(spread):
                 continue
-            for zero in (1, 2, 3):
+            sizes = [2**n for n in range(7) if 2**n <= config.run.global_batch_size]
+            for zero, micro_batch, recompute in product((1, 2, 3), sizes, (False, True)):
                 parallel = replace(spread.parallel, zero_stage=zero)
-                for micro_batch in (2**n for n in range(7) if 2**n <= config.run.global_batch_size):
-                    for recompute in (False, True):
-                        run = replace(config.run, micro_batch_size=micro_batch, recompute=recompute)
-                        variant = replace(spread, parallel=parallel, run=run)
-                        if not layout_problems(variant, gpus):
-                            yield variant
+                run = replace(config.run, micro_batch_size=micro_batch, recompute=recompute)
+                variant = replace(spread, parallel=parallel, run=run)
+                if not layout_problems(variant, gpus):
+                    yield variant
 
 
 def with_degrees(config, degrees, given):
