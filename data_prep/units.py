@@ -121,7 +121,6 @@ def by_folder(pieces: Iterable[Piece]) -> list[list[Piece]]:
 
 
 def without(pieces: list[Piece], groups: list[list[Piece]]) -> list[Piece]:
-    """Those of ``pieces`` that are in none of ``groups``."""
     taken = {piece for group in groups for piece in group}
     return [piece for piece in pieces if piece not in taken]
 

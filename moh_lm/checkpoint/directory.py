@@ -95,7 +95,6 @@ def remove_leftovers(directory):
 
 
 def point_latest(step):
-    """Make ``latest`` name ``step``."""
     latest, name = step.with_name("latest"), f"{step.name}\n".encode()
     if latest.is_file() and latest.read_bytes() == name:
         return

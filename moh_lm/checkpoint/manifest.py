@@ -81,7 +81,6 @@ def describe(path, progress=lambda: None):
 
 
 def write_manifest(directory, entries):
-    """Write ``directory``/manifest.json to the disk."""
     content = {"block_bytes": BLOCK_BYTES, "files": entries, "sha256": hash_of(entries)}
     write_json(directory / "manifest.json", content)
 

@@ -336,6 +336,5 @@ class PipelineEngine(Engine):
 
 
 def make_engine(config, groups, device, num_sources):
-    """The engine of the layout that ``config`` asks for."""
     engine = Engine if config.parallel.pipeline_parallel_size == 1 else PipelineEngine
     return engine(config, groups, device, num_sources)

@@ -162,7 +162,6 @@ def divide(optimizer, parameter_groups):
 
 
 def without(tensors, others):
-    """The ``tensors`` that are not among ``others``."""
     known = {id(other) for other in others}
     return [tensor for tensor in tensors if id(tensor) not in known]
 

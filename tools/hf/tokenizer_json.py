@@ -55,7 +55,6 @@ def special_ids(proto):
 
 
 def tokenizer_json(proto):
-    """Content of tokenizer.json."""
     special = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
     pieces = enumerate(proto.pieces)
     return content_of(
