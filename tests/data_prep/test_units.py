@@ -92,7 +92,7 @@ def test_empty_files_of_one_name_are_copies(tmp_path):
         (tmp_path / directory).mkdir()
         write(tmp_path / directory, {"a.txt": "", "b.txt": ""})
     patterns = [f"{tmp_path}/{directory}/*" for directory in ("one", "two")]
-    found, _ = plan_units("--source a=", "a", patterns, text_key="text", unit_size=10**6, identity=None)
+    found = plan_units("--source a=", "a", patterns, text_key="text", unit_size=10**6)
     assert names(found) == [["a.txt"], ["b.txt"]]
 
 
