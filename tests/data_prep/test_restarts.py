@@ -90,11 +90,16 @@ def test_files_that_come_later_leave_the_shards_of_others_untouched(many, model,
     assert sorted(decoded(tmp_path / "out", "a", model)) == sorted(expected)
 
 
+def write_texts(directory, number):
+    """Files too small for shards of their own: 00.txt holds "text 00", and so on."""
+    directory.mkdir()
+    for index in range(number):
+        (directory / f"{index:02d}.txt").write_text(f"text {index:02d}")
+
+
 def test_part_of_the_files_that_share_a_shard_is_refused_and_nothing_is_lost(model, tmp_path, monkeypatch):
     monkeypatch.setattr(units_module, "MANY", 1)
-    (tmp_path / "in").mkdir()
-    for number in range(12):
-        (tmp_path / f"in/{number:02d}.txt").write_text(f"text {number:02d}")
+    write_texts(tmp_path / "in", 12)
     tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
     before = files(tmp_path / "out")
     _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/0*", code=2)
@@ -107,9 +112,7 @@ def test_part_of_the_files_that_share_a_shard_is_refused_and_nothing_is_lost(mod
 
 
 def test_a_file_of_a_shared_shard_that_can_no_longer_be_read_fails_alone_and_its_text_stays(model, tmp_path):
-    (tmp_path / "in").mkdir()
-    for number in range(18):
-        (tmp_path / f"in/{number:02d}.txt").write_text(f"text {number:02d}")
+    write_texts(tmp_path / "in", 18)
     tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
     before = files(tmp_path / "out")
     (tmp_path / "in/07.txt").write_bytes(b"%PDF-")
@@ -124,9 +127,7 @@ def test_a_file_of_a_shared_shard_that_can_no_longer_be_read_fails_alone_and_its
 
 
 def test_a_file_with_the_text_of_one_in_a_shared_shard_is_named(model, tmp_path):
-    (tmp_path / "in").mkdir()
-    for number in range(18):
-        (tmp_path / f"in/{number:02d}.txt").write_text(f"text {number:02d}")
+    write_texts(tmp_path / "in", 18)
     tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*")
     (tmp_path / "x.txt").write_text("text 07")
     _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/x.txt", code=2)
