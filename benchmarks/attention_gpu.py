@@ -147,7 +147,7 @@ def tune(new, shape, length, device, dtype):
     for kernel, call in {"forward": forward, "query": backward, "key": backward}.items():
         wanted = expected[:1] if call is forward else expected[1:]
         found = []
-        usual = triton_attention.tiles(kernel, dtype, length, shape[3], torch.cuda.get_device_capability(device))
+        usual = triton_attention.tiles(kernel, dtype, shape[3], torch.cuda.get_device_capability(device))
         for choice in dict.fromkeys([tuple(usual), *CANDIDATES[kernel]]):
             break_even.keep(new._replace(tiles=[*new.tiles, [kernel, length, shape[3], choice]]))
             try:

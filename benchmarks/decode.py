@@ -40,6 +40,7 @@ from benchmarks.attention import budgets, describe
 from benchmarks.flags import SHAPES
 from benchmarks.timing import in_turns, ratio, recorded, seconds, set_up, stopwatch
 from moh_lm.kernels import decode
+from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 from moh_lm.kernels.decode import decode_attention
 from moh_lm.model.own_cache import OwnKeys
 from moh_lm.model.router import select
@@ -170,7 +171,7 @@ def tune(shape, length, device, dtype):
 
 
 def use(triton_decode, dtype, tile, programs):
-    triton_decode.TILES[min(dtype.itemsize, 4)] = triton_decode.Tiles(*tile)
+    triton_decode.TILES[min(dtype.itemsize, 4)] = {max(TRITON_HEAD_DIMS): triton_decode.Tiles(*tile)}
     triton_decode.PROGRAMS_PER_MULTIPROCESSOR = programs
 
 

@@ -168,7 +168,7 @@ def hugging_face(config, length, compiled):
 
 
 def hugging_face_loss(model, tokens):
-    return model(input_ids=tokens[:, :-1], labels=tokens[:, :-1], shift_labels=tokens[:, 1:]).loss
+    return model(input_ids=tokens[:, :-1], labels=tokens[:, :-1], shift_labels=tokens[:, 1:].contiguous()).loss
 
 
 if __name__ == "__main__":

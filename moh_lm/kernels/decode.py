@@ -5,8 +5,7 @@
     dense    every head by scaled dot-product attention, times the gate: the reference
     triton   own kernels, which read the keys and values of the selected heads only (CUDA)
     loops    loops over rows and selected heads, which touch no other memory (CPU)
-    auto     on a CPU loops, where what they need not read was measured to be worth it, or dense; on a GPU dense, since
-             no GPU was timed
+    auto     loops or dense on a CPU, triton or dense on a GPU, as was measured
 
 Shapes: b rows, h query heads, k key/value heads, T room for tokens, e head dimension.
 """
@@ -15,6 +14,8 @@ from itertools import groupby
 
 import torch
 import torch.nn.functional as F
+
+from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
 
 try:
     from moh_lm.kernels import triton_decode
@@ -26,6 +27,9 @@ BACKENDS = ("auto", "dense", "loops", "triton")
 # Numbers of the keys that a row need not read, and their share of all, from which on loops are faster than dense by
 # more than noise. By benchmarks/decode.py (docs/benchmarks.md): equal at 200,000 to 330,000, slower at 0.22.
 WORTH_IT, SHARE = 2**19, 0.24
+# Bytes of the keys and values of a layer from which on triton is faster than dense on an H200, by the same program.
+# With fewer, both wait for the host.
+WORTH_A_KERNEL = 2**27
 
 
 def decode_attention(query, keys, values, lengths, active, gates=None, backend="auto", used=None, added=None):
@@ -43,13 +47,15 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
     if used is not None and backend == "triton":
         raise RuntimeError("attention backend triton: cannot leave out keys of a cache; choose auto or dense")
     backend = backend if added is None else "dense"
+    if backend == "auto" and query.is_cuda:
+        backend = "triton" if used is None and triton_decode and worth_a_kernel(keys, gates) else "dense"
     if backend == "triton":
         if triton_decode is None:
             raise RuntimeError("attention backend triton: the package triton is not installed; install it, or auto")
         return triton_decode.decode_selected_heads(query, keys, values, lengths, active, gates)
     if backend == "loops" and query.device.type != "cpu":
         raise RuntimeError(f"attention backend loops: the tensors are on {query.device}, not on a CPU; choose auto")
-    if backend == "auto" and query.device.type == "cpu":
+    if backend == "auto":
         backend = "loops" if worth_looping(keys, lengths, active) else "dense"
         keys, values = (cache[:, :, : lengths.max()] for cache in (keys, values))
     if backend == "loops" and used is None:
@@ -57,6 +63,12 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
     else:
         context = attend_all(query, keys, values, lengths, active, used, added)
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
+
+
+def worth_a_kernel(keys, gates):
+    """Whether triton is faster than dense on a GPU: with bf16 or fp16, where a token may leave out heads."""
+    fits = keys.dtype.itemsize == 2 and keys.shape[3] in TRITON_HEAD_DIMS
+    return fits and gates is not None and 2 * keys.nbytes >= WORTH_A_KERNEL
 
 
 def worth_looping(keys, lengths, active):

@@ -32,49 +32,47 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-ANY = 2**31  # length
-
-# Chosen so that registers do not spill, products wait for nothing (tests/kernels/test_triton_compiled.py), and few
-# tiles are computed in vain: blocks of 128 slots halve what is read of keys and values, but are too coarse for short
-# sequences.
-# Of GPUs that were not measured. {length up to: {head dimension up to: tiles}}: for Hopper, for other tensor cores, for
-# fp32 (which spills from 96 on).
+# Of GPUs that have not measured their own: {head dimension up to: tiles}. Those of Hopper were within 6% of the fastest
+# of an H200, with 1024 to 8192 tokens (docs/benchmarks.md). The others were chosen so that registers do not spill (in
+# fp32 they do from 96 on) and products wait for nothing.
 HOPPER = {
-    "forward": {
-        1024: {128: Tiles(64, 64, 4, 3)},
-        ANY: {64: Tiles(128, 64, 4, 2), 96: Tiles(128, 128, 8, 2), 128: Tiles(128, 64, 8, 3)},
-    },
-    "query": {ANY: {128: Tiles(64, 64, 4, 2)}},
+    "forward": {128: Tiles(64, 64, 4, 3)},
+    "query": {96: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2)},
     "key": {
-        ANY: {32: Tiles(64, 64, 4, 2), 48: Tiles(32, 64, 4, 2), 64: Tiles(64, 64, 4, 2), 128: Tiles(32, 128, 8, 2)},
+        32: Tiles(64, 64, 4, 2),
+        48: Tiles(32, 64, 4, 2),
+        64: Tiles(32, 64, 4, 3),
+        96: Tiles(64, 64, 4, 2),
+        128: Tiles(32, 64, 4, 3),
     },
 }
 AMPERE = {
-    "forward": {ANY: {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)}},
-    "query": {ANY: {128: Tiles(64, 64, 8, 2)}},
-    "key": {ANY: {64: Tiles(32, 64, 4, 2), 128: Tiles(32, 64, 8, 2)}},
+    "forward": {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 32, 4, 3)},
+    "query": {128: Tiles(64, 64, 8, 2)},
+    "key": {64: Tiles(32, 64, 4, 2), 128: Tiles(32, 64, 8, 2)},
 }
-FP32 = {kernel: {ANY: {128: Tiles(32, 32, 4, 1)}} for kernel in ("forward", "query", "key")}
+FP32 = dict.fromkeys(("forward", "query", "key"), {128: Tiles(32, 32, 4, 1)})
 
 
-def tiles(kernel, dtype, length, head_dim, capability):
+def tiles(kernel, dtype, head_dim, capability):
     """``Tiles`` of "forward", "query" (dQ) or "key" (dK/dV). capability: of the GPU, (9, 0); None: interpreted."""
     if capability is None:
         table = HOPPER
     else:
         table = FP32 if dtype.itemsize >= 4 else HOPPER if capability[0] in (9, 10) else AMPERE
-    return up_to(head_dim, up_to(length, table[kernel]))
+    return up_to(head_dim, table[kernel])
 
 
 def fastest_tiles(kernel, query):
     """Those that were measured on the GPU of ``query`` [s, ..., e], or those chosen without."""
-    case = (query.shape[0], query.shape[-1])
-    measured = measured_tiles(query.device, query.dtype, kernel, *case)
-    return Tiles(*measured) if measured else tiles(kernel, query.dtype, *case, get_device_capability(query.device))
+    measured = measured_tiles(query.device, query.dtype, kernel, query.shape[0], query.shape[-1])
+    if measured:
+        return Tiles(*measured)
+    return tiles(kernel, query.dtype, query.shape[-1], get_device_capability(query.device))
 
 
-def up_to(size, choices):
-    return next(choice for limit, choice in choices.items() if size <= limit)
+def up_to(head_dim, choices):
+    return next(choice for limit, choice in choices.items() if head_dim <= limit)
 
 
 def triton_heads(query, key, value, gates, selected, documents=None):
@@ -241,7 +239,7 @@ def launch(kernel, name, query, key, value, gates, positions, after, starts, end
     result: one that it writes."""
     length, batch, heads, head_dim = query.shape
     kv_heads = key.shape[2]
-    tile = fastest_tiles(name, query) if query.is_cuda else tiles(name, query.dtype, length, head_dim, None)
+    tile = fastest_tiles(name, query) if query.is_cuda else tiles(name, query.dtype, head_dim, None)
     by_keys = name == "key"
     blocks = triton.cdiv(length, tile.block_n if by_keys else tile.block_m)
     strides = [*query.stride()[:3], *key.stride()[:3], *gates.stride()[:2]]

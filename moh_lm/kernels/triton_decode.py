@@ -26,12 +26,13 @@ import torch
 import triton
 import triton.language as tl
 
-from moh_lm.kernels.triton_attention import Tiles, check_runs, constants, index_type, wide
+from moh_lm.kernels.triton_attention import Tiles, check_runs, constants, index_type, up_to, wide
 from moh_lm.kernels.triton_forward import attend_keys, load_rows, store_rows
 
-# Chosen so that registers do not spill at e = 64, 96, 128 (test_triton_compiled.py); no GPU has been timed.
-TILES = {2: Tiles(16, 32, 4, 4), 4: Tiles(16, 32, 8, 3)}  # by bytes of a number; block_n: tokens of the cache
-PROGRAMS_PER_MULTIPROCESSOR = 8  # four fit with their tiles at e = 128; where half of the heads are off, half return
+# {bytes of a number: {head dimension up to: tiles}}; block_n: tokens of the cache. Those of 2 bytes were within 1% of
+# the fastest of an H200 (docs/benchmarks.md). Those of 4 were chosen so that registers do not spill.
+TILES = {2: {96: Tiles(16, 128, 8, 2), 128: Tiles(16, 32, 4, 3)}, 4: {128: Tiles(16, 32, 8, 3)}}
+PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_SPLITS = 64  # which the second kernel holds in registers
 COMBINE_WARPS = 4
 
@@ -57,7 +58,7 @@ def decode_selected_heads(
         strides = f"{keys.stride()} and {values.stride()}"
         raise ValueError(f"attention backend triton: strides of keys and values {strides}; allocate both alike")
     (batch, heads, head_dim), (kv_heads, room) = query.shape, keys.shape[1:3]
-    tile = tiles(query.dtype)
+    tile = tiles(query.dtype, head_dim)
     num_splits = num_splits or choose_splits(batch * kv_heads, triton.cdiv(room, tile.block_n), query.device)
     query, lengths, active = query.contiguous(), lengths.contiguous(), active.contiguous()
     gates = gates if gates is None else gates.contiguous()
@@ -87,8 +88,8 @@ def _(query, keys, values, lengths, active, gates=None, num_splits=None):
     return query.new_empty(query.shape)
 
 
-def tiles(dtype):
-    return TILES[min(dtype.itemsize, 4)]
+def tiles(dtype, head_dim):
+    return up_to(head_dim, TILES[min(dtype.itemsize, 4)])
 
 
 def choose_splits(programs, tiles, device):

@@ -32,3 +32,10 @@ def test_the_gpu_that_is_named_is_the_current_one_while_a_step_is_timed(name, cu
 def test_a_backend_that_cannot_train_on_the_device_is_refused(device, flags, words):
     with pytest.raises(ConfigError, match=words):
         step.check_backend(step_flags(flags.split()), torch.device(device))
+
+
+def test_several_sequences_take_a_step_of_every_contestant():
+    arguments = step_flags("--shape tiny --micro-batch-size 2 --contestants dense moh-50 hf".split())
+    tokens = torch.randint(1024, (2, 17), generator=torch.Generator().manual_seed(0))
+    losses = [step.make(name, arguments, 16, torch.device("cpu"))[0](tokens) for name in arguments.contestants]
+    assert all(loss.isfinite() for loss in losses)

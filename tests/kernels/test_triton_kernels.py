@@ -59,8 +59,7 @@ def small_tiles():
     from moh_lm.kernels import triton_attention
 
     plain = triton_attention.HOPPER.copy()
-    tiles = {128: triton_attention.Tiles(16, 16, 4, 1)}
-    triton_attention.HOPPER.update(dict.fromkeys(plain, {triton_attention.ANY: tiles}))
+    triton_attention.HOPPER.update(dict.fromkeys(plain, {128: triton_attention.Tiles(16, 16, 4, 1)}))
     try:
         yield
     finally:
