@@ -49,13 +49,13 @@ def balance_loss(probability, selected, group, previous_share=None, together=Fal
 
 
 def make_rows(losses, a1, gates, selections, copies):
-    """The rows [b, 4 + E]. losses: [b]. a1: [s/tp, b, 1], or no tensor without the second stage. gates: [s/tp, b, n].
+    """The rows [b, 4 + E]. losses: [b]. a1: [s/tp, b, 1], or None without the second stage. gates: [s/tp, b, n].
     selections: [b, E]. copies: ranks that have the same tokens, if these are not divided."""
-    weights = a1.detach().sum(0) if isinstance(a1, torch.Tensor) else torch.zeros_like(losses)[:, None]  # [b, 1]
+    weights = a1.detach().sum(0) if a1 is not None else torch.zeros_like(losses)[:, None]  # [b, 1]
     gates = gates.detach()
-    sums = torch.stack((gates.sum((0, 2)), gates.square().sum((0, 2))), dim=1)  # [b, 2]
-    counted = torch.cat((weights, sums, selections), dim=1)
-    return torch.cat((losses.detach()[:, None], counted / copies if copies > 1 else counted), dim=1)
+    sums = [part.sum((0, 2))[:, None] for part in (gates, gates.square())]
+    row = [losses.detach()[:, None], weights, *sums, selections]
+    return torch.cat([row[0], *(part / copies for part in row[1:])] if copies > 1 else row, dim=1)
 
 
 class RouterStatistics:

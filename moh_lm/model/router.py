@@ -121,9 +121,11 @@ class HeadRouter(nn.Module):
         probability = self.form.probability(scores)
         selected = self.select(self.ranking(scores, probability), recall)  # [s/tp, b, E]
         gates, a1 = self.form.routed_gates(scores, probability, selected), None
-        if self.layer.num_shared:
+        if self.form.two_stage:
             a1, a2 = self.form.type_weights(kinds)
-            gates = torch.cat((shared * a1, gates * a2), dim=-1)  # [s/tp, b, n]
+            shared, gates = shared * a1, gates * a2
+        if self.layer.num_shared:
+            gates = torch.cat((shared, gates), dim=-1)  # [s/tp, b, n]
         loss, rows = self.loss(scores, probability, selected, gates, a1)
         return self.per_head(gates), Routed(loss, rows, selected)
 
@@ -232,15 +234,16 @@ def select(scores, k, top_p=None, in_bf16=False):
     top_p: only for the fewest of them whose softmax, which runs over all scores, adds up to it; or for all k. in_bf16:
     by the softmax of the scores in bf16, where many are equal: torch.topk decides, as in the released MoH-LLaMA3.
     """
-    expert = torch.arange(scores.shape[-1], device=scores.device)
     if in_bf16:
         best = scores.bfloat16().softmax(-1).topk(k).indices
+        expert = torch.arange(scores.shape[-1], device=scores.device)
         return (best.unsqueeze(-1) == expert).any(-2).to(scores.dtype)
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    order, ones = scores.sort(dim=-1, descending=True, stable=True).indices, 1.0
     if top_p is not None:
         probability = scores.softmax(-1).gather(-1, order[..., :k])
         before = F.pad(probability.cumsum(-1)[..., :-1], (1, 0))  # of the larger scores; 0 for the largest
-        k = (before < top_p).sum(-1, keepdim=True)
+        ones = (before < top_p).to(scores.dtype)
     if torch.compiler.is_compiling():  # inductor of torch 2.13 lets what reads a scatter, as Recall does, run before it
+        k = k if top_p is None else ones.sum(-1, keepdim=True)
         return (order.argsort(-1) < k).to(scores.dtype)
-    return torch.zeros_like(scores).scatter(-1, order, (expert < k).to(scores.dtype).expand_as(scores))
+    return torch.zeros_like(scores).scatter(-1, order[..., :k], ones)

@@ -82,9 +82,7 @@ class Paper:
         return probability * selected
 
     def type_weights(self, scores):
-        """W_h x [., 2] -> [a1, a2] of Eq. 6, each [., 1]; 1 without the second stage."""
-        if not self.two_stage:
-            return 1, 1
+        """W_h x [., 2] -> [a1, a2] of Eq. 6, each [., 1]."""
         weights = scores.softmax(-1)
         return (weights * self.type_scale if self.type_scale != 1 else weights).split(1, dim=-1)
 
@@ -205,7 +203,7 @@ def layer_gates(model, index):
     layer, zeros = model.routed_layer(index), torch.zeros
     form = FORMS[model.heads.routing](layer, model.heads.two_stage)
     scores = torch.full((layer.num_routed,), form.first_score)
-    a1, a2 = form.type_weights(zeros(2))
+    a1, a2 = form.type_weights(zeros(2)) if form.two_stage else (1, 1)
     selected = (torch.arange(layer.num_routed) < layer.num_active).float()
     shared = form.shared_gates(zeros(layer.num_shared)) * a1
     routed = form.routed_gates(scores, form.probability(scores), selected) * a2
