@@ -104,6 +104,8 @@ REPLACED = (
     ("runs/llm-b-dense", "runs/small"),
     (" --datatrove PYTHON", ""),
     ("--threads N", "--threads 1"),
+    (" --backend triton", ""),
+    (" dense-compiled moh-75-compiled moh-50-compiled", ""),
 )
 DIFFERENT = "diff runs/small/checkpoints/step-150"  # ends with 1, as diff does
 
