@@ -150,6 +150,14 @@ def test_the_page_needs_nothing_else_and_is_well_formed(runs):
     assert len(ids) == len(set(ids)) and len(pictures) == len(list(runs.first.glob("report.*.png"))) >= 8
 
 
+def test_a_run_that_stopped_before_its_first_interval_has_a_page(runs, tmp_path):
+    (tmp_path / "config.json").write_bytes((runs.first / "config.json").read_bytes())
+    evaluation = {"step": 0, "evaluation": {"web": 8.3}, "evaluation_mean": 8.3}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(evaluation) + "\n")
+    assert run_report.main([str(tmp_path)]) == 0
+    assert "8.3" in (tmp_path / "report.html").read_text()
+
+
 def test_runs_are_compared_by_what_differs(runs, tmp_path):
     assert run_report.main([str(runs.first), str(runs.second), "--output", str(tmp_path / "new" / "both.html")]) == 0
     text = (tmp_path / "new" / "both.html").read_text()

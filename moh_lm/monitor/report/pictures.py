@@ -36,13 +36,13 @@ def lines(series, label, marks=(), logarithmic=False, floor=None):
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axis = figure.subplots()
-        last = max((steps[-1] for steps, values, _ in series.values() if len(values)), default=1)
+        last = max((steps[-1] for steps, values, _ in series.values() if len(values)), default=0) or 1
         for index, (name, (steps, values, style)) in enumerate(series.items()):
             usual = {"label": name, "color": COLOURS[index % len(COLOURS)], "marker": "o" if len(values) == 1 else None}
             axis.plot(steps, values, clip_on=len(values) > FEW, **usual | style)
         mark(axis, marks)
         late = [values[steps > last / 20] if len(values) > FEW else values for steps, values, _ in series.values()]
-        late = np.concatenate([values for values in late if len(values)] or [np.ones(1)])
+        late = np.concatenate([values for values in late if len(values)] or [np.zeros(1)])
         if logarithmic and late.min() > 0:
             axis.set_yscale("log")
         else:
