@@ -152,8 +152,8 @@ def test_the_page_needs_nothing_else_and_is_well_formed(runs):
 
 def test_a_run_that_stopped_before_its_first_interval_has_a_page(runs, tmp_path):
     (tmp_path / "config.json").write_bytes((runs.first / "config.json").read_bytes())
-    evaluation = {"step": 0, "evaluation": {"web": 8.3}, "evaluation_mean": 8.3}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(evaluation) + "\n")
+    rows = [{"step": step, "evaluation": {"web": 8.3}, "evaluation_mean": 8.3} for step in (0, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     stopped = {"time": "2026-01-01T00:00:00Z", "event": "stopped", "step": 1}
     (tmp_path / "events.jsonl").write_text(json.dumps(stopped) + "\n")
     assert run_report.main([str(tmp_path)]) == 0
