@@ -139,7 +139,8 @@ def make(name, arguments, length, device):
         chosen = arguments.backend
         if chosen == "auto":
             queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
-            chosen = fastest(device, dtype, queries, share) if kind == name or device.type == "cuda" else "dense"
+            by_rows = kind != name and device.type == "cpu"  # which cannot be compiled
+            chosen = "dense" if by_rows else fastest(device, dtype, queries, share, kind != name)
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)

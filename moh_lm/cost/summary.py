@@ -161,6 +161,7 @@ def describe_attention(config):
             of.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, width),
             kind != "cope",
             model.own_keys(index),
+            run.compile,
         )
         for index, (of, width, kind) in enumerate(layers)
     ]

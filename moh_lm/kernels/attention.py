@@ -109,18 +109,20 @@ def dense_heads(query, key, value, gates=None, documents=None, causal=True, own=
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 
-def choose_backend(backend, device, dtype, shape, active_share, causal=True, own_keys=False):
+def choose_backend(
+    backend, device, dtype, shape, active_share, causal=True, own_keys=False, compiled=False
+):  # fmt: skip
     """The backend that computes queries of ``shape`` [s, b, heads, head_dim]: never ``auto``.
 
     active_share: share of the heads that a token uses, by which ``auto`` chooses. own_keys: see ``moh_attention``.
-    Raises as ``check_backend``.
+    compiled: whether torch.compile makes the layer. Raises as ``check_backend``.
     """
     if not causal:
         return "dense"
     if backend == "auto":
-        if device.type == "cpu" and torch.compiler.is_compiling():
+        if device.type == "cpu" and compiled:
             return "dense"  # the graph would break at cpu_sparse
-        chosen = fastest(device, dtype, tuple(shape), active_share)
+        chosen = fastest(device, dtype, tuple(shape), active_share, compiled)
         return "dense" if chosen == "triton" and (triton_attention is None or own_keys) else chosen
     check_backend(backend, device)
     return backend

@@ -27,7 +27,8 @@ class Measurement(NamedTuple):
     machine: name of the GPU or processor. device: "cpu" or "cuda". dtype: "float32" and so on. num_threads: of torch
     on a CPU, 0 for a GPU. conditions: date, versions, command. elements: of the queries [s, b, heads, e] in the
     smallest call. ratios: [sequence length, share of its heads that a token uses, sparse / dense, the largest of the
-    shapes]. tiles: [kernel, sequence length, head dimension, ``Tiles`` of moh_lm.kernels.triton_attention].
+    shapes]; of a GPU that of calls, then that of CUDA graphs, which do not wait for the host. tiles: [kernel, sequence
+    length, head dimension, ``Tiles`` of moh_lm.kernels.triton_attention].
     """
 
     machine: str
@@ -58,13 +59,14 @@ TRITON_HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)  # what moh_lm.kernels.triton_a
 WORTH_IT = 0.96  # a ratio above is within the noise of the measurement
 
 
-def fastest(device, dtype, shape, active_share):
+def fastest(device, dtype, shape, active_share, compiled=False):
     """"triton" (GPU), "cpu_sparse" or "dense" for queries of ``shape`` [s, b, heads, head_dim]: by the longest length
-    not above theirs that was measured, and the least activation not below ``active_share``."""
+    not above theirs that was measured, and the least activation not below ``active_share``. compiled: whether the layer
+    is, so that a GPU hardly waits for the host."""
     found = measurement(device, dtype)
     if found is None or math.prod(shape) < found.elements:
         return "dense"
-    like = [(length, -share, ratio) for length, share, ratio in found.ratios if length <= shape[0]]
+    like = [(row[0], -row[1], row[-1] if compiled else row[2]) for row in found.ratios if row[0] <= shape[0]]
     like = [row for row in like if -row[1] >= active_share]
     if not like or max(like)[2] > WORTH_IT:
         return "dense"

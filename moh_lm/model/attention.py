@@ -143,7 +143,8 @@ class Attention(AttentionCost, nn.Module):
         shape = (length, x.shape[1], self.heads.num_heads // self.ranks, self.query_dim)  # of the queries
         share = (1.0 if self.rests() else self.active_share) * share_of_scores(length, self.window)
         in_a_range = self.causal and self.cope is None  # else the backend is dense
-        return choose_backend(self.backend, x.device, x.dtype, shape, share, in_a_range, self.own_keys)
+        compiled = torch.compiler.is_compiling()
+        return choose_backend(self.backend, x.device, x.dtype, shape, share, in_a_range, self.own_keys, compiled)
 
     def whole_sequences(self, projected):
         """``Projected`` of this rank's tokens and all heads -> of all tokens and its share of the heads."""

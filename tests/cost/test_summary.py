@@ -68,7 +68,7 @@ def test_heads_by_layer_and_widths_of_heads_are_told_as_such(dry_run):
     ("--num-attention-heads 8 16 --head-dim 8 --num-shared-heads 4 8 --num-active-routed-heads 2 4", 16),
 ])  # fmt: skip
 def test_the_backend_of_each_layer_is_that_of_its_own_heads_and_keys(flags, heads, monkeypatch):
-    monkeypatch.setattr(attention, "fastest", lambda _1, _2, shape, _3: "triton" if shape[2] == heads else "dense")
+    monkeypatch.setattr(attention, "fastest", lambda _1, _2, shape, *_: "triton" if shape[2] == heads else "dense")
     monkeypatch.setattr(attention, "triton_attention", attention)  # as if it were there
     config = parse_config([*SCRIPT.split(), *PLAN, "--num-layers", "2", *flags.split()])[0]
     assert "dense in 1 of 2 layers, triton in 1 of 2 layers" in next(describe_attention(config))

@@ -17,8 +17,8 @@ def measured(monkeypatch):
     break_even.measured_tiles.cache_clear()
 
 
-def chosen(device, dtype, length, share, batch=1, head_dim=64):
-    return break_even.fastest(torch.device(device), dtype, (length, batch, 12, head_dim), share)
+def chosen(device, dtype, length, share, batch=1, head_dim=64, compiled=False):
+    return break_even.fastest(torch.device(device), dtype, (length, batch, 12, head_dim), share, compiled)
 
 
 def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_measured(measured, monkeypatch):
@@ -50,6 +50,14 @@ def test_a_gpu_goes_by_its_own_figures_and_not_below_the_size_that_was_measured(
     assert chosen("cuda", torch.float16, 1024, 0.5, batch=4) == "dense"
     assert chosen("cuda", torch.bfloat16, 1024, 0.5, batch=4, head_dim=112) == "dense"  # no kernels for it
     assert chosen("cpu", torch.bfloat16, 1024, 0.5, batch=4) == "dense"
+
+
+@pytest.mark.parametrize("called, replayed", [(1.2, 0.9), (0.9, 1.2), (0.9, 0.9)])
+def test_a_gpu_goes_by_its_graphs_where_layers_are_compiled_and_by_calls_elsewhere(measured, called, replayed):
+    rows = [[1024, 0.5, called, replayed]]
+    break_even.keep(break_even.Measurement("here", "cuda", "bfloat16", 0, "", 0, rows, []))
+    found = [chosen("cuda", torch.bfloat16, 1024, 0.5, compiled=compiled) for compiled in (False, True)]
+    assert found == ["triton" if ratio < 1 else "dense" for ratio in (called, replayed)]
 
 
 def test_a_run_says_what_auto_takes_and_how_to_measure_where_it_cannot_know(measured, monkeypatch):
