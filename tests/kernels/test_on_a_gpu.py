@@ -19,7 +19,9 @@ from tests.attention_cases import (
 )
 from tests.kernels import test_triton_decode as decoding
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
 
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 0.03}
 SHAPE = (300, 2, 4, 2, 64, 2)  # length, batch, heads, key/value heads, head dimension, shared heads
