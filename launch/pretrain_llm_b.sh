@@ -14,6 +14,7 @@
 #     --routing paper                                               the paper's gates, Eq. 5 (docs/atlas.md has the cost)
 #     --head-selection all                                          the dense baseline
 #     --train-tokens 200B                                           the paper's longer run
+#     --compile                                                     faster steps on a GPU, after a first one of a minute
 #     --dry-run                                                     show what the run would do
 #
 # The file is bash and Python at once, because the deepspeed launcher and torchrun start their target with Python on

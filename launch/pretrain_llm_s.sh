@@ -13,6 +13,7 @@
 #     --num-shared-heads 3 --num-active-routed-heads 3              MoH with 50% of the heads
 #     --routing paper                                               the paper's gates, Eq. 5 (docs/atlas.md has the cost)
 #     --head-selection all                                          the dense baseline
+#     --compile                                                     faster steps on a GPU, after a first one of a minute
 #     --dry-run                                                     show what the run would do
 #
 # How the file can be bash and Python at once is told in pretrain_llm_b.sh.
