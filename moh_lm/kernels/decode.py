@@ -30,6 +30,7 @@ WORTH_IT, SHARE = 2**19, 0.24
 # Bytes of the keys and values of a layer from which on triton is faster than dense on an H200, by the same program.
 # With fewer, both wait for the host.
 WORTH_A_KERNEL = 2**27
+CAPABILITY = (8, 0)  # of a GPU on which the kernels are compiled in the tests, at least
 
 
 def decode_attention(query, keys, values, lengths, active, gates=None, backend="auto", used=None, added=None):
@@ -48,7 +49,8 @@ def decode_attention(query, keys, values, lengths, active, gates=None, backend="
         raise RuntimeError("attention backend triton: cannot leave out keys of a cache; choose auto or dense")
     backend = backend if added is None else "dense"
     if backend == "auto" and query.is_cuda:
-        backend = "triton" if used is None and triton_decode and worth_a_kernel(keys, gates) else "dense"
+        able = triton_decode is not None and torch.cuda.get_device_capability(query.device) >= CAPABILITY
+        backend = "triton" if able and used is None and worth_a_kernel(keys, gates) else "dense"
     if backend == "triton":
         if triton_decode is None:
             raise RuntimeError("attention backend triton: the package triton is not installed; install it, or auto")
