@@ -134,13 +134,15 @@ def end_stuck_launcher(patience=PATIENCE):
     """To be called before this rank leaves: see to it that its torchrun ends too.
 
     Where the machine of the rendezvous froze, torchrun waits in a read without a limit, deaf to signals. It then does
-    not even collect its dead ranks: a process of its own looks for that ``patience`` seconds from now, and kills it.
+    not even collect its dead ranks. A process of its own waits until this one is dead, and ``patience`` seconds more.
+    If it is still not collected then, that process kills torchrun.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    launcher = os.getppid()
+    launcher, own = os.getppid(), f'"$(cat /proc/{os.getpid()}/stat 2>&1)"'
     script = (
-        f'sleep {patience}; case "$(cat /proc/{os.getpid()}/stat 2>&1)" in *") Z {launcher} "*) '
+        f'while case {own} in *") Z "*) false;; *") "?" {launcher} "*) true;; *) false;; esac; do sleep 0.2; done; '
+        f'sleep {patience}; case {own} in *") Z {launcher} "*) '
         f"echo torchrun, process {launcher}, waits for a machine that does not answer: "
         f"it is ended >&2; kill -KILL {launcher};; esac"
     )

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -255,7 +256,13 @@ def test_the_ranks_of_another_run_at_the_same_port_are_not_joined(meeting_place,
 
 LAUNCHER = """
 import os, subprocess, sys
-leave = "import os; from moh_lm.run.watchdog import end_stuck_launcher; end_stuck_launcher(0.1); os._exit(69)"
+leave = '''
+import os, time
+from moh_lm.run.watchdog import end_stuck_launcher
+end_stuck_launcher(0.1)
+time.sleep(0.5)  # a process of much memory takes its time to end
+os._exit(69)
+'''
 rank = subprocess.Popen([sys.executable, "-c", leave], env={**os.environ, "TORCHELASTIC_RUN_ID": "1"}, stderr=2)
 if sys.argv[1] == "alive":
     code = rank.wait()
@@ -271,9 +278,12 @@ sys.stdin.read()
 def test_a_torchrun_that_does_not_collect_its_dead_rank_is_ended_and_no_other(state, code):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, state], **pipes)
+    limit = threading.Timer(120, launcher.kill)
+    limit.start()
     said = launcher.stdout.read().decode()  # to its end: the helper has it open too
     launcher.stdin.close()
     assert launcher.wait() == code
+    limit.cancel()
     assert ("waits for a machine that does not answer" in said) == (state == "stuck")
 
 
