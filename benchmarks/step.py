@@ -32,7 +32,7 @@ from benchmarks.flags import MODELS, checked
 from benchmarks.timing import seconds
 from moh_lm.config import HeadsConfig, ModelConfig, raise_any
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.kernels.break_even import fastest
+from moh_lm.kernels.attention import choose_backend
 from moh_lm.model.transformer import CausalLM, compile_layers
 from moh_lm.run.heap import keep_freed_memory
 from tools.devices import usable_device
@@ -139,8 +139,7 @@ def make(name, arguments, length, device):
         chosen = arguments.backend
         if chosen == "auto":
             queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
-            by_rows = kind != name and device.type == "cpu"  # which cannot be compiled
-            chosen = "dense" if by_rows else fastest(device, dtype, queries, share, kind != name)
+            chosen = choose_backend("auto", device, dtype, queries, share, compiled=kind != name)
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)

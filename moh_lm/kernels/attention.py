@@ -109,9 +109,7 @@ def dense_heads(query, key, value, gates=None, documents=None, causal=True, own=
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 
-def choose_backend(
-    backend, device, dtype, shape, active_share, causal=True, own_keys=False, compiled=False
-):  # fmt: skip
+def choose_backend(backend, device, dtype, shape, active_share, causal=True, own_keys=False, compiled=False):
     """The backend that computes queries of ``shape`` [s, b, heads, head_dim]: never ``auto``.
 
     active_share: share of the heads that a token uses, by which ``auto`` chooses. own_keys: see ``moh_attention``.

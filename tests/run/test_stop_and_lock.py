@@ -282,8 +282,9 @@ def test_a_torchrun_that_does_not_collect_its_dead_rank_is_ended_and_no_other(st
     limit.start()
     said = launcher.stdout.read().decode()  # to its end: the helper has it open too
     launcher.stdin.close()
-    assert launcher.wait() == code
+    ended = launcher.wait()
     limit.cancel()
+    assert ended == code
     assert ("waits for a machine that does not answer" in said) == (state == "stuck")
 
 
