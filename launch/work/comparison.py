@@ -75,11 +75,13 @@ class Comparison:
     def __init__(self, flags):
         self.flags, self.table, self.others, self.begun = flags, flags.table, flags.others, time.monotonic()
         self.sizes = [size for size in self.table.sizes if size.name in flags.sizes]
+        tuned = self.table.sizes[:1] if len(flags.rates) > 1 else ()
+        self.trained = list(dict.fromkeys((*tuned, *self.sizes)))  # sizes that have runs
         self.refused, self.variants = {}, []
         chosen = [each for each in self.table.variants if {each.name, each.table} & {*flags.variants}]
         for variant in chosen:
             try:
-                configs = [self.config(size, variant) for size in self.sizes]
+                configs = [self.config(size, variant) for size in self.trained]
                 problems = [problem for config in configs for problem in config_problems(config, self.flags.ranks)]
             except ConfigError as error:
                 problems = error.problems
@@ -184,7 +186,7 @@ class Comparison:
 
     def measure_speeds(self):
         """Know the dense model's tokens per second at every size: from runs that are there, or from a few steps."""
-        for size in dict.fromkeys((self.table.sizes[0], *self.sizes)):
+        for size in self.trained:
             if self.speed(size) is None:
                 probe = self.probe(size)
                 shutil.rmtree(probe.directory, ignore_errors=True)  # of other flags or threads

@@ -122,10 +122,17 @@ def test_a_plan_before_the_tuning_does_not_count_what_is_complete(tmp_path, caps
     assert "planned: 3 runs" in said and "complete already: 1 runs" in said
 
 
+@pytest.mark.parametrize(
+    "given, sizes",
+    [
+        ("--ranks 2 --tensor-parallel-size 2 --schedule wsd --decay-iters 100 --warmup-iters 50 --sizes s", "s"),
+        ("--micro-batch-size 16 --rates 0.5 --sizes m l", "ml"),  # s has half as many sequences in a batch
+        ("--sizes l", "sl"),  # rates are tuned at s
+    ],
+)
 def test_the_first_steps_that_tell_the_speed_have_the_layout_of_the_runs_and_room_for_their_schedule(
-    tmp_path, monkeypatch
+    given, sizes, tmp_path, monkeypatch
 ):
-    given = "--ranks 2 --tensor-parallel-size 2 --schedule wsd --decay-iters 100 --warmup-iters 50 --sizes s"
     flags = [str(tmp_path), "--data-dir", "data", "--variants", "dense", *given.split()]
     plan, started = comparison.Comparison(command.parse_arguments(flags)), []
 
@@ -137,7 +144,13 @@ def test_the_first_steps_that_tell_the_speed_have_the_layout_of_the_runs_and_roo
 
     monkeypatch.setattr(comparison, "train_all", trained)
     plan.measure_speeds()
-    assert started == ["the first steps of size s"] and not plan.refused
+    assert started == [f"the first steps of size {size}" for size in sizes] and not plan.refused
+
+
+def test_flags_that_the_size_of_the_tuning_does_not_allow_are_refused(tmp_path):
+    flags = "--data-dir data --variants dense --sizes l --micro-batch-size 16"
+    plan = comparison.Comparison(command.parse_arguments([str(tmp_path), *flags.split()]))
+    assert "--batch-tokens 2048" in plan.refused["dense"]
 
 
 def test_speeds_are_measured_as_the_runs_are_trained_and_again_where_that_changes(tmp_path, monkeypatch):
