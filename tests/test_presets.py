@@ -8,6 +8,7 @@ from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.flags import parse_config
+from moh_lm.model.routing import gates_of_one
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -17,7 +18,7 @@ def test_a_preset_has_the_parameters_of_its_name_and_can_start(size):
     tolerance = 0.13 if size == "100K" else 0.06  # it has few layers to choose from
     assert counts["total"] - counts["embedding"] == pytest.approx(parameters(size), rel=tolerance)
     assert config.run.train_tokens == 20 * parameters(size) and not config_problems(config, world_size=1)
-    assert 0.69 < config.model.active_share() < 0.84 and config.model.heads.routing == "paper_scaled"
+    assert 0.69 < config.model.active_share() < 0.84 and gates_of_one(config.model)
 
 
 def test_a_width_that_a_preset_cannot_cut_into_heads_is_refused_with_one_that_it_can():
@@ -35,7 +36,6 @@ def test_flags_beside_a_preset_win_wherever_they_stand_and_the_rest_follows_from
     assert (optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_iters) == (1e-2, 1e-3, 4)
     assert config.run.train_iters == 100 and config.run.train_tokens == 100 * config.run.batch_tokens
     assert parse_config(["--preset", "1M"])[0].optimizer.min_learning_rate == 1.5e-4
-    assert parse_config("--preset 1M --head-selection gated".split())[0].model.heads.routing == "sigmoid"
 
 
 def test_a_run_that_goes_on_keeps_its_model_beside_a_preset(monkeypatch):

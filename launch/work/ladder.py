@@ -31,9 +31,18 @@ def run(flags):
         if problems := schedule_problems(configs[run.directory]):
             raise ConfigError([f"{run.name}: {problems[0]}"])
     check_flags(runs, flags.out)
+    check_gates([run for size in rungs.keys() & {"widths", *flags.rungs} for run in rungs[size]], configs, flags.out)
     codes = train_all(lambda busy, codes: next_run(rungs, configs, flags, busy, codes), jobs_of(flags), flags.ranks)
     report.write_widths(flags.out) if flags.widths else report.write(flags.out)
     return exit_code(codes)
+
+
+def check_gates(runs, configs, out):
+    """Raise ConfigError if some of ``runs`` have begun with other gates than the rest will have: those of a former
+    preset. A law is of one form."""
+    forms = {configs[run.directory].model.heads.routing for run in runs}
+    if len(forms) > 1:
+        raise ConfigError([f"{out}: its runs would have the gates of {' and of '.join(sorted(forms))}; choose another OUT"])
 
 
 def iterations(arguments, size, flags):

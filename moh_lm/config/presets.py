@@ -9,7 +9,7 @@ head come on top. A value that is given by a flag stays, and those below it foll
     MLP                8/3 d in steps of 64, SwiGLU's share (Shazeer 2020)
     heads              four below 1M, where d is a multiple of 8; else of 32, and of 64 from 30M on
     head split         half of them shared, a quarter routed, in whole heads: MoH's 75%, but 83% at 3M and 70% at 10M
-    routing            paper_scaled: its gates begin at 1 at every width, which width transfer needs
+    routing            the default, sigmoid: its gates begin at 1 at every width, which width transfer needs
     vocabulary         4096 (N / 1M)^0.43 to the next power of two: V d in proportion to N^0.83 (Tao et al. 2024, arXiv
                        2407.13623)
     sequence           1024 tokens at every size, so that losses compare
@@ -52,8 +52,6 @@ def preset(size, given):
     if "head_budget" not in given:
         choose("num_shared_heads", tuple(n // 2 for n in heads))
         choose("num_active_routed_heads", tuple(max(1, round(n / 4)) for n in heads))
-    if values.get("head_selection") != "gated":  # whose gates begin at 1 too
-        choose("routing", "paper_scaled")
     choose("vocab_size", 2 ** round(math.log2(4096 * scale**0.43)))
     length = choose("seq_length", 1024)
     batch = choose("batch_tokens", 2 ** round(math.log2(16 * 1024 * scale**0.6)))

@@ -94,6 +94,18 @@ def test_a_warm_up_that_leaves_a_branch_no_room_is_told_before_anything_is_train
     assert "1M/tokens-5: --decay-iters 62: must be between 0 and 10" in capsys.readouterr().err
 
 
+def test_runs_with_the_gates_of_a_former_preset_are_not_continued_with_others(tmp_path, monkeypatch, capsys):
+    model = parse_config("--preset 1M --routing paper_scaled".split())[0].model
+    monkeypatch.setattr(
+        "moh_lm.flags.newest_model", lambda run, kind: (run, model if "/1M/" in str(run) else None)
+    )
+    flags = [str(tmp_path), "--data-dir", "data", "--num-layers", "1", "--rungs", "1M"]
+    assert command.main([*flags, "3M"]) == 2
+    assert f"{tmp_path}: its runs would have the gates of paper_scaled and of sigmoid" in capsys.readouterr().err
+    monkeypatch.setattr(ladder, "train_all", lambda *_: {})
+    assert command.main(flags) == 0  # all that is there is of one form
+
+
 def test_a_branch_that_cannot_be_made_ends_the_command(tmp_path, monkeypatch, capsys):
     flags, rungs, configs = make(tmp_path)
     stable, branch, *_ = rungs["1M"]
