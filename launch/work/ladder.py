@@ -40,9 +40,9 @@ def run(flags):
 def check_gates(runs, configs, out):
     """Raise ConfigError if some of ``runs`` have begun with other gates than the rest will have: those of a former
     preset. A law is of one form."""
-    forms = {configs[run.directory].model.heads.routing for run in runs}
+    forms = sorted({configs[run.directory].model.heads.routing for run in runs})
     if len(forms) > 1:
-        raise ConfigError([f"{out}: its runs would have the gates of {' and of '.join(sorted(forms))}; choose another OUT"])
+        raise ConfigError([f"{out}: its runs would have the gates of {' and of '.join(forms)}; choose another OUT"])
 
 
 def iterations(arguments, size, flags):
