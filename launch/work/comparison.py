@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import launch.work.report as report
 from launch.comparison import TUNING_SEED, Size, Variant, factor
-from launch.work.results import final_evaluation, metrics
+from launch.work.results import factor_and_seed, final_evaluation, metrics
 from launch.work.runs import DIVERGED, Run, as_flags, check_flags, differs, exit_code, had_place, jobs_of, train_all
 from moh_lm.checks import config_problems
 from moh_lm.checks.run import schedule_problems
@@ -147,8 +147,7 @@ class Comparison:
             losses = final_evaluation(path, steps)
             if losses or path in diverged:
                 bad = not losses or None in losses.values()
-                factor = float(path.name.removeprefix("rate-").partition("-seed-")[0])
-                found[factor] = math.inf if bad else mean(losses.values())
+                found[factor_and_seed(path)[0]] = math.inf if bad else mean(losses.values())
         return found
 
     def next_run(self, busy, codes):
@@ -179,8 +178,8 @@ class Comparison:
         """The trials of the table, at the sizes that are asked for, that have begun."""
         for size, variant in itertools.product(self.sizes, self.table.variants):
             for path in sorted((self.flags.out / "runs" / size.name / variant.name).glob("rate-*-seed-*/")):
-                factor, _, seed = path.name.removeprefix("rate-").partition("-seed-")
-                yield Trial(size, variant, float(factor), int(seed))
+                if named := factor_and_seed(path):
+                    yield Trial(size, variant, *named)
 
     # --- What it costs ---
 

@@ -74,9 +74,10 @@ def finish(figure, axes, path):
 
 
 def curve(runs):
-    """{step: mean over ``runs`` and sources of the validation loss}."""
-    steps = set.intersection(*(set(run["evaluations"]) for run in runs))
-    return {step: mean(mean(run["evaluations"][step].values()) for run in runs) for step in sorted(steps)}
+    """{step: mean over ``runs`` and sources of the validation loss} where it is finite in all of them."""
+    finite = ({step for step, of in run["evaluations"].items() if None not in of.values()} for run in runs)
+    steps = sorted(set.intersection(*finite))
+    return {step: mean(mean(run["evaluations"][step].values()) for run in runs) for step in steps}
 
 
 def draw_multipliers(path, multipliers):

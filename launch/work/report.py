@@ -1,6 +1,7 @@
 """The report of a table of runs: REPORT.md with its tables, and the pictures of pictures.py.
 
-Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N; runs that are not complete are left out. L is the validation loss at the
+Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N; runs that are not complete are left out. So are those that diverged, or
+have other tokens or sources than most: the report names them. L is the validation loss at the
 end of a run, nats per token, mean over sources. The multiplier of a form is T_dense(L) / T: the tokens with which the
 dense model ends at the form's loss, over the form's own. docs/atlas.md says how T_dense is interpolated. The interval
 of a multiplier is that of its logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the heads that
@@ -8,61 +9,100 @@ tokens use.
 """
 
 import math
+from collections import Counter
 from itertools import pairwise
 from statistics import mean
 
 from launch.comparison import TUNING_SEED
 from launch.work import results
 from launch.work.pictures import draw
-from launch.work.results import differences, final_loss, flops, interval, read_run, results_table, told_apart
+from launch.work.results import (
+    differences,
+    factor_and_seed,
+    final_loss,
+    final_losses,
+    flops,
+    has_diverged,
+    interval,
+    read_run,
+    results_table,
+    told_apart,
+)
 from moh_lm.cost.memory import parameter_counts
+from moh_lm.model.routing import is_causal
 
 DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
 
 
 def write(out, table):
     """Write OUT/REPORT.md and its pictures. table: a ``Table``."""
-    found, forms = read_runs(out / "runs", table), {variant.name: variant.form for variant in table.variants}
+    found, left_out = read_runs(out / "runs", table)
+    forms = {variant.name: variant.form for variant in table.variants}
     tuned = tuning_losses(found.get(table.sizes[0].name, {}))
     of_form = {forms[name]: losses for name, losses in reversed(tuned.items())}  # the first of a form is tuned
     best = {name: of_form.get(form, {}) for name, form in forms.items()}
-    sizes = {size: compared(variants, best) for size, variants in found.items()}
+    sizes = {size: alike(compared(variants, best), left_out.setdefault(size, [])) for size, variants in found.items()}
     sizes = {size: variants for size, variants in sizes.items() if variants}
     factors = {size: multipliers(variants) for size, variants in sizes.items()}
-    text = markdown(sizes, factors, table, tuned)
+    text = markdown(sizes, factors, table, tuned, left_out)
     (out / "REPORT.md").write_text(text, encoding="utf-8")
     print(text)
     draw(out, sizes, table.variants, factors)
 
 
 def read_runs(directory, table):
-    """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the table."""
-    found = {}
+    """{size: {variant: {factor of the learning rate: {seed: run}}}} of the complete runs, in the order of the table.
+
+    And {size: [words on a run that diverged]}, but for those that tune.
+    """
+    found, diverged = {}, {}
     for size in table.sizes:
         for variant in table.variants:
             for path in sorted((directory / size.name / variant.name).glob("rate-*-seed-*/config.json")):
-                run, (factor, seed) = read_run(path.parent), path.parent.name.removeprefix("rate-").split("-seed-")
+                factor, seed = factor_and_seed(path.parent) or (None, TUNING_SEED)
+                run = read_run(path.parent) if factor else None
                 if run:
                     factors = found.setdefault(size.name, {}).setdefault(variant.name, {})
-                    factors.setdefault(float(factor), {})[int(seed)] = run
-    return found
+                    factors.setdefault(factor, {})[seed] = run
+                elif seed != TUNING_SEED and has_diverged(path.parent):
+                    diverged.setdefault(size.name, []).append(f"{variant.name}, seed {seed}: diverged")
+    return found, diverged
 
 
 def compared(variants, tuned):
     """{variant: {seed: run}} of the seeds that are compared, at the factor that its form was tuned to.
 
     tuned: {variant: {factor: loss}} of the tuning of its form. A variant without a run at the best factor is compared
-    at the one that has most seeds; of as many, at the better one.
+    at the one that has most seeds; of as many, at the better one, or else at that which most variants have.
     """
-    found = {}
+    found, common = {}, Counter(factor for of in variants.values() for factor in of if {*of[factor]} - {TUNING_SEED})
     for name, factors in variants.items():
         losses = tuned.get(name, {})
         seeds = {factor: {seed: runs[seed] for seed in runs if seed != TUNING_SEED} for factor, runs in factors.items()}
         factor = min(losses, key=losses.get, default=None)
         if not seeds.get(factor):
-            factor = max(seeds, key=lambda factor: (len(seeds[factor]), -losses.get(factor, math.inf)))
+            factor = max(seeds, key=lambda each: (len(seeds[each]), -losses.get(each, math.inf), common[each]))
         found[name] = seeds[factor]
     return {name: dict(sorted(seeds.items())) for name, seeds in found.items() if seeds}
+
+
+def alike(variants, left_out):
+    """{variant: {seed: run}} without runs whose tokens are not those of most of their variant, or whose sources are not
+    those of most of the size; words on them join ``left_out``."""
+    found, sources = {}, usual(frozenset(final_losses(run)) for runs in variants.values() for run in runs.values())
+    for name, runs in variants.items():
+        tokens = usual(map(tokens_of, runs.values()))
+        for seed, run in runs.items():
+            if (tokens_of(run), {*final_losses(run)}) == (tokens, sources):
+                found.setdefault(name, {})[seed] = run
+            else:
+                left_out.append(f"{name}, seed {seed}: has other tokens or sources than most")
+    return found
+
+
+def usual(values):
+    """The most frequent one; None of none."""
+    return next((value for value, _ in Counter(values).most_common(1)), None)
 
 
 def tuning_losses(variants):
@@ -113,14 +153,17 @@ def multipliers(variants):
     return found
 
 
-def markdown(sizes, factors, table, tuned):
+def markdown(sizes, factors, table, tuned, left_out):
     """The whole report. sizes: {size: {variant: {seed: run}}}. factors: {size: ``multipliers``}."""
+    heads = {size.name: size.heads for size in table.sizes}
     told = any(factors.values())
     lines = ["# Report", "", *([] if sizes else ["Nothing is compared yet.", ""])]
     lines += [*summary(sizes, factors), ""] if told else []
     for size, variants in sizes.items():
-        lines += [*size_section(size, variants, factors[size]), ""]
+        lines += [*size_section(size, heads[size], variants, factors[size]), ""]
         lines += answers(variants, table.questions)
+    named = [f"- size {size}, {words}" for size, of in left_out.items() for words in of]
+    lines += ["Left out. A form whose runs diverge is worse than its row says.", "", *named, ""] if named else []
     lines += [
         "Loss: validation, nats per token, at the end; mean and standard deviation over seeds. FLOPs: of training on a",
         "token with the heads that it uses; with top-p or ReLU those of the last interval. To dense, to static: mean",
@@ -143,7 +186,8 @@ def summary(sizes, factors):
     """Of each form and size, the difference to dense and the multiplier in tokens."""
     rows = []
     for name in dict.fromkeys(name for variants in sizes.values() for name in variants if name not in LENGTHS):
-        rows.append([name])
+        run = next(run for variants in sizes.values() for run in variants.get(name, {}).values())
+        rows.append([name if is_causal(run["config"].model) else f"{name}, not causal"])
         for size, variants in sizes.items():
             rows[-1].append(difference(variants.get(name, {}), variants.get(DENSE, {})))
             rows[-1].append(shown(factors[size][name], 1) if name in factors[size] else "")
@@ -159,7 +203,7 @@ def answers(variants, questions):
     return [*results.write_table(["", "against", "", "seeds", "difference", ""], rows), ""] if rows else []
 
 
-def size_section(size, variants, found):
+def size_section(size, heads, variants, found):
     first = next(iter(next(iter(variants.values())).values()))
     model, dense = first["config"].model, variants.get(DENSE, {})
     whole = [flops(run) for run in dense.values()][:1]
@@ -183,7 +227,7 @@ def size_section(size, variants, found):
     if found:
         after |= {"tokens x": lambda name, runs: shown(found[name], 1) if name in found else "", "FLOPs x": in_flops}
     yield (
-        f"## Size {size}: {model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads of "
+        f"## Size {size}: {model.num_layers} layers, width {model.hidden_size}, {heads} heads of "
         f"{model.head_dim}, {sum(map(len, variants.values()))} runs"
     )
     yield ""
@@ -199,7 +243,8 @@ def static_of(variants, name):
 def difference(runs, against):
     """The difference of the losses seed by seed, in words; empty if no seed is in both."""
     found = differences(runs, against)
-    return ", ".join(told_apart(found)) if found else ""
+    pairs = f" ({len(found)} of {len(runs)} seeds)" if len(found) < len(runs) else ""
+    return ", ".join(told_apart(found)) + pairs if found else ""
 
 
 def shown(found, factor):

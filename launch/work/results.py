@@ -1,7 +1,7 @@
 """What complete runs say: their losses, differences seed by seed, and tables of them in Markdown.
 
-A run that is not complete, or whose last losses are not finite, is left out. With d the difference of the final
-validation losses of two variants for one seed, mean over sources, and n seeds,
+A run that is not complete is left out. So is one whose last losses are not finite, and the report names it. With d the
+difference of the final validation losses of two variants for one seed, mean over sources, and n seeds,
 
     difference = mean(d) +- t(n - 1) * s(d) / sqrt(n)
 
@@ -10,6 +10,7 @@ with a confidence of 90%, seeds being all that varies.
 """
 
 import math
+import re
 from statistics import mean, stdev
 
 from moh_lm.config import Config
@@ -41,6 +42,23 @@ def read_run(directory):
     }
 
 
+def factor_and_seed(directory):
+    """(factor of the learning rate, seed) of the directory of a run, rate-FACTOR-seed-N; None of any other."""
+    found = re.fullmatch(r"rate-([\d.e+-]+)-seed-(\d+)", directory.name)
+    return found and (float(found[1]), int(found[2]))
+
+
+def has_diverged(directory):
+    """Whether the run gave up, or its last losses are not finite."""
+    final = final_evaluation(directory, Config.load(directory / "config.json").run.train_iters)
+    return None in final.values() if final else events(directory)[-1:] == ["failed"]
+
+
+def events(run):
+    """The names of all events of a run, in order."""
+    return [row["event"] for _, row in complete_rows(run / "events.jsonl")]
+
+
 def metrics(run):
     """The rows of metrics.jsonl; none if there is no such file."""
     return [row for _, row in complete_rows(run / "metrics.jsonl")]
@@ -54,7 +72,7 @@ def final_evaluation(run, iterations):
 
 def final_losses(run):
     """{source: validation loss at the end}."""
-    return run["evaluations"][max(run["evaluations"])]
+    return run["evaluations"][run["config"].run.train_iters]
 
 
 def final_loss(run):

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from launch.work.results import final_evaluation
+from launch.work.results import events, final_evaluation
 from moh_lm.config import Config, ConfigError
-from moh_lm.monitor.journal import complete_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
@@ -115,7 +114,7 @@ def train_all(next_run, jobs, ranks=1):
     try:
         while True:
             while free and (run := next_run({run.directory for _, run, *_ in busy.values()}, codes)):
-                share, before = free.pop(0), len(events(run))
+                share, before = free.pop(0), len(events(run.directory))
                 process = start(run, ranks, share)
                 busy[process.pid] = process, run, share, before
                 print(f"started {run.name}", flush=True)
@@ -128,7 +127,7 @@ def train_all(next_run, jobs, ranks=1):
             free.append(share)
             code = os.waitstatus_to_exitcode(status)
             if ranks > 1 and code == 1:
-                code = OF_EVENTS.get(next(reversed(events(run)[before:]), None), code)
+                code = OF_EVENTS.get(next(reversed(events(run.directory)[before:]), None), code)
             process.returncode = codes[run.directory] = code
             words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: the same command goes on"}
             print(words.get(process.returncode, f"failed {run.name} (exit code {process.returncode})"), flush=True)
@@ -137,11 +136,6 @@ def train_all(next_run, jobs, ranks=1):
             process.terminate()
         for process, *_ in busy.values():
             process.wait()
-
-
-def events(run):
-    """The names of all events of a run, in order."""
-    return [row["event"] for _, row in complete_rows(run.directory / "events.jsonl")]
 
 
 def exit_code(codes):

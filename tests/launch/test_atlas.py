@@ -1,24 +1,21 @@
-"""The atlas: its text, its plan and the statistics of its report, each against figures made by hand or by scipy."""
+"""The atlas: its forms, its plan, and the runs that it starts."""
 
 import json
 import math
 import os
 import shutil
 import subprocess
-import zipfile
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from launch import atlas as command
-from launch import atlas_corpus
-from launch.atlas_forms import SIZES, TABLE, VARIANTS
-from launch.work import comparison, report, results, runs
+from launch.atlas_forms import SIZES, VARIANTS
+from launch.work import comparison, runs
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
-from tests.launch.written_runs import write_run
 
 START = {"a": 4.0}
 
@@ -34,9 +31,6 @@ def make(out, *more):
 def write_rows(directory, *rows):
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-# --- Forms and plan ---
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
@@ -321,146 +315,3 @@ def test_a_schedule_is_held_against_the_runs_of_the_plan(tmp_path):
     plan.check_flags()
     with pytest.raises(ConfigError, match="s/dense/rate-1-seed-1: --decay-iters 100000: must be between 0 and"):
         make(tmp_path, *given, "--decay-iters", "100000").check_flags()
-
-
-# --- Statistics ---
-
-
-def test_the_tokens_of_the_dense_model_are_found_on_a_line_in_the_logarithm():
-    points = {tokens: 5 - 0.3 * math.log(tokens) for tokens in (50, 100, 200)}
-    for tokens, inside in ((50, True), (80, True), (170, True), (200, True), (30, False), (400, False)):
-        found, lies_inside = report.tokens_of_dense(points, 5 - 0.3 * math.log(tokens))
-        assert found == pytest.approx(tokens) and lies_inside == inside
-    bent = {50: 4.0, 100: 3.0, 200: 2.8}
-    assert report.tokens_of_dense(bent, 2.9)[0] == pytest.approx(100 * math.sqrt(2))
-    assert report.tokens_of_dense({50: 4.0}, 3.5) is None
-    assert report.tokens_of_dense({50: 4.0, 100: 4.1}, 3.5) is None
-
-
-def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
-    stats = pytest.importorskip("scipy.stats")
-    dense, form = (3.0, 3.2, 3.1), (2.93, 3.14, 3.06)
-    for seed, (theirs, mine) in enumerate(zip(dense, form, strict=True), 1):
-        for name, steps, more in (("dense", 10, 0), ("dense-half", 5, 0.2), ("dense-double", 20, -0.1)):
-            losses = {0: START, steps: {"a": theirs + more}}
-            write_run(tmp_path, f"s/{name}/rate-1-seed", seed, losses, [90], iterations=steps)
-        write_run(tmp_path, "s/released-50/rate-2-seed", seed, {0: START, 10: {"a": mine}}, [90])
-    write_run(tmp_path, "s/released-50/rate-2-seed", 0, {0: START, 10: {"a": 1.0}}, [90])  # tunes, is not compared
-    write_run(tmp_path, "s/released-50/rate-1-seed", 0, {0: START, 10: {"a": 1.5}}, [90])
-    write_run(tmp_path, "s/released-50/rate-2-seed", 4, {0: START, 5: {"a": 1.0}}, [90])  # stopped at half
-    found = report.read_runs(tmp_path / "runs", TABLE)["s"]
-    table = report.compared(found, {})
-    assert set(table["released-50"]) == {1, 2, 3}
-    few = {"released-50": {1: {1: 3.0}, 2: {1: 3.0, 2: 3.0}}}  # more seeds at the rate that is not the best
-    assert report.compared(few, {"released-50": {1: 2.9, 2: 2.8}}) == {"released-50": {1: 3.0, 2: 3.0}}
-    assert report.compared(few, {"released-50": {1: 2.8, 2: 2.9}}) == {"released-50": {1: 3.0}}
-    assert report.compared(few, {"released-50": {4: 2.8, 2: 2.9}}) == {"released-50": {1: 3.0, 2: 3.0}}
-    paired = stats.ttest_rel(form, dense).confidence_interval(0.9)
-    center, width = results.interval(results.differences(table["released-50"], table["dense"]))
-    assert (center - width, center + width) == pytest.approx(tuple(paired), abs=2e-5)
-    # The dense model gains 0.1 by doubling its tokens: a lead of d is worth a factor of 2 ** (d / 0.1).
-    leads = [math.log(2) * (theirs - mine) / 0.1 for theirs, mine in zip(dense, form, strict=True)]
-    wide = stats.t.interval(0.9, 2, sum(leads) / 3, stats.sem(leads))
-    factor, low, high, inside = report.multipliers(table)["released-50"]
-    expected = [math.exp(value) for value in (wide[0], sum(leads) / 3, wide[1])]
-    assert [low, factor, high] == pytest.approx(expected, rel=1e-3) and inside
-    assert report.tuning_losses(found) == {"released-50": {1: 1.5, 2: 1.0}}
-    points = [stats.t.ppf(0.95, degrees) for degrees in range(1, 16)]
-    assert list(results.STUDENT) == pytest.approx(points, abs=5e-4)
-
-
-def test_a_form_is_compared_at_the_rate_that_its_tuning_found_best(tmp_path):
-    for factor, loss, tuning in ((0.5, 3.2, 3.1), (1, 3.0, 2.9), (2, 3.1, 3.0)):
-        for variant, seeds in (("dense", (0, 1, 2)), ("dense-half", (1, 2))):
-            for seed in seeds:
-                last = {0: START, 10: {"a": loss if seed else tuning}}
-                write_run(tmp_path, f"s/{variant}/rate-{factor}-seed", seed, last, [90], head_selection="all")
-    report.write(tmp_path, TABLE)
-    lines = (tmp_path / "REPORT.md").read_text().splitlines()
-    assert [line.split("|")[9].strip() for line in lines if line.startswith("| dense") and "all 8" in line] == [
-        "**3.0000 ± 0.0000**"
-    ] * 2
-
-
-def test_the_report_says_what_is_told_apart(tmp_path):
-    static = {"head_selection": "static", "num_shared_heads": (2, 2), "num_active_routed_heads": (2, 2)}
-    for seed in (1, 2, 3):
-        dense, half, paper = ({0: START, 10: {"a": loss}} for loss in (3 + seed / 10, 3.2 + seed / 9, 2.7 + seed / 8))
-        write_run(tmp_path, "s/dense/rate-1-seed", seed, dense, [90], head_selection="all")
-        write_run(tmp_path, "s/static-50/rate-1-seed", seed, half, [90], **static)
-        write_run(tmp_path, "s/paper-50/rate-1-seed", seed, paper, [90])
-    last, half = {0: START, 10: {"a": 3.0}}, {"num_shared_heads": (2, 2), "num_active_routed_heads": (2, 2)}
-    write_run(tmp_path, "s/relu-50/rate-1-seed", 1, last, [90], [3.0, 6.0], routing="relu", **half)
-    write_run(tmp_path, "s/mosa-50/rate-1-seed", 1, last, [90], routing="expert_choice", **half)
-    report.write(tmp_path, TABLE)
-    lines = (tmp_path / "REPORT.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
-    rows = {row[1]: row for row in cells}
-    told = {name: [cell.rpartition(", ")[2] for cell in row[10:12]] for name, row in rows.items()}
-    assert told["static-50"] == ["worse", ""] and told["paper-50"] == ["better", "better"] and told["dense"] == ["", ""]
-    assert rows["static-50"][2] == "4 of 8" and rows["dense"][7] == "3"
-    assert rows["relu-50"][2] == "2 + about 2 of 6, 4.5 in all" and rows["mosa-50"][2] == "2 + 2 of 6, not causal"
-    # One source, so the mean is its own: 3.2 + 1/9, 2/9, 3/9.
-    assert rows["static-50"][9] == f"**{3.2 + 2 / 9:.4f} ± {1 / 9:.4f}**"
-    assert (tmp_path / "curves.png").exists()
-
-
-# --- Text ---
-
-
-def test_no_text_of_a_module_is_in_two_kinds(tmp_path):
-    path = tmp_path / "module.py"
-    path.write_text(
-        '"""What it is."""\n# A comment that reads as a sentence, and goes on for long enough to be kept\n'
-        "# on two lines.\n"
-        'def f():\n    """What it does."""\n    # x = 1\n    return """\n# no comment\n"""  # beside\n'
-    )
-    parts = atlas_corpus.module_parts(path)
-    assert parts == {
-        "docstrings": "What it is.\n\nWhat it does.",
-        "prose": "A comment that reads as a sentence, and goes on for long enough to be kept\non two lines.",
-        "code": 'def f():\n    return """\n# no comment\n"""  # beside\n',
-    }
-
-
-def test_wheels_are_read_as_one_folder(tmp_path):
-    modules = {"a/one.py": "x = 1\n" * 99, "b/two.py": "y = 2\n" * 99, "b/tests/three.py": "z = 3\n" * 99}
-    (tmp_path / "wheels").mkdir()
-    for name, text in modules.items():
-        with zipfile.ZipFile(tmp_path / "wheels" / f"{Path(name).stem}-1.0-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(name, text)
-    atlas_corpus.unpack(tmp_path / "wheels", tmp_path / "packages")
-    documents, unread = atlas_corpus.read_packages(tmp_path / "packages")
-    assert documents == {"docstrings": [], "prose": [], "code": ["x = 1\n" * 99, "y = 2\n" * 99]} and unread == 0
-
-
-def test_packages_that_pip_does_not_find_end_the_command(tmp_path, monkeypatch, capsys):
-    packages = tmp_path / "packages.txt"
-    packages.write_text(f"no-such-package==1.0 --hash=sha256:{'0' * 64}\n")
-    monkeypatch.setattr(atlas_corpus, "PACKAGES", packages)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    assert atlas_corpus.main([str(tmp_path / "corpus")]) == 1
-    message = capsys.readouterr().err
-    assert f"pip could not download the packages of {packages}" in message and "no-such-package" in message
-    assert "--data-dir" in message and not list((tmp_path / "corpus").iterdir())
-
-
-def test_copies_and_text_that_is_no_english_are_left_out(tmp_path):
-    story = "".join(f"This is sentence number {number} of a page.\n" for number in range(20))
-    other = "".join(f"Here the sentences are others, {number} in all.\n" for number in range(20))
-    pages = {
-        "a/README.md": story,
-        "b/LICENSE": story + "One line more than the page before has.\n",
-        "c/notes.rst": other,
-        "c/table.txt": "1.25 0.50 8.75\n" * 100,
-        "c/greek.md": "Ἄνδρα μοι ἔννεπε, Μοῦσα, πολύτροπον\n" * 20,
-        "c/tests/page.md": "Pages of tests are not read, whatever they say.\n" * 20,
-        "c/broken.py": "def f(:\n",
-    }
-    for name, text in pages.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    documents, unread = atlas_corpus.read_packages(tmp_path)
-    own = [text for text in documents["prose"] if text in pages.values()]
-    assert own == [story, pages["b/LICENSE"], other] and unread == 1
-    assert sorted(atlas_corpus.without_copies([*own, "brief", "brief"])) == sorted([story, other, "brief"])
