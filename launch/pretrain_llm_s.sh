@@ -3,20 +3,14 @@
 #
 # MoH-LLM-S of the paper: 186M parameters, 100B tokens.
 #
-#     deepspeed launch/pretrain_llm_s.sh                            every device of this machine
-#     bash launch/pretrain_llm_s.sh                                 the same
-#     HOSTFILE=hosts bash launch/pretrain_llm_s.sh                  every device of every machine in the file `hosts`
-#     torchrun --nproc-per-node 8 launch/pretrain_llm_s.sh          or by torchrun
+#     deepspeed launch/pretrain_llm_s.sh                            or as told in pretrain_llm_b.sh
 #
-# Flags of moh_lm.pretrain that follow the script win over the values here, for example:
+# Here stands what differs from MoH-LLM-B, whose other values hold. Flags of moh_lm.pretrain that follow the script win
+# over both, for example:
 #
 #     --num-shared-heads 3 --num-active-routed-heads 3              MoH with 50% of the heads
-#     --routing paper                                               the paper's gates, Eq. 5 (docs/atlas.md has the cost)
 #     --head-selection all                                          the dense baseline
-#     --compile                                                     faster steps on a GPU, after a first one of a minute
 #     --dry-run                                                     show what the run would do
-#
-# How the file can be bash and Python at once is told in pretrain_llm_b.sh.
 
 # Without RANK_PYTHON this is not yet a rank: start one per device. (Not every launcher sets LOCAL_RANK for its ranks.)
 [[ $RANK_PYTHON ]] || exec python "$(dirname -- "$0")/ranks.py" "$0" "$@"
@@ -26,62 +20,24 @@ MODEL=(
     --hidden-size 768
     --intermediate-size 2048
     --num-attention-heads 12
-    --vocab-size 65536 # the paper names LLaMA2's tokenizer, which has 32,000 pieces: train one of 65,536
 )
-HEADS=( # 75%: of 12 heads 6 are always on, and 3 of the other 6 are chosen for each token. The paper gives no split
-    # for this model: this is the split of its LLaMA3-8B.
-    --head-selection mixture
+HEADS=( # 75%: of 12 heads 6 are always on, and 3 of the other 6 are chosen for each token
     --num-shared-heads 6
     --num-active-routed-heads 3
-    --load-balance-coefficient 0.01
-)
-PARALLEL=(
-    --tensor-parallel-size 1
-    --pipeline-parallel-size 1
-    --zero-stage 1
-)
-DATA=( # weights in percent, as the paper gives them
-    --data-dir data/llm
-    --data-mix
-    redpajama-books=4.24
-    redpajama-wikipedia=3.50
-    redpajama-arxiv=4.37
-    redpajama-stackexchange=3.19
-    redpajama-c4=10.94
-    dolma=61.28
-    pile=12.48
 )
 OPTIMIZER=(
     --learning-rate 3e-4
     --min-learning-rate 3e-5
-    --warmup-init-lr 1e-7
     --warmup-iters 2000
-    --weight-decay 0.1
-    --adam-beta1 0.9 # the paper gives no betas: those usual for language models
-    --adam-beta2 0.95
-    --gradient-clipping 1.0
 )
 TRAINING=(
-    --seq-length 2048
-    --batch-tokens 4M # 2048 sequences
     --micro-batch-size 16 # sequences per device; with 8 devices 16 micro-batches make a batch
-    --train-tokens 100B # 23,842 iterations
-    --precision bf16
     --eval-interval 1000
-    --eval-samples 256 # of each source
-    --log-interval 10
+    --save-interval 1000 # about 2 GB each: fp32 weights and both moments
     --checkpoint-dir runs/llm-s
 )
-RELIABILITY=(
-    --save-interval 1000 # about 2 GB each: fp32 weights and both moments
-    --keep-last 2
-    --keep-every 5000
-    --spike-sigmas 6 # above the mean of the last 128 losses or gradient norms
-    --on-spike report
-)
-exec "$RANK_PYTHON" -u -m moh_lm.pretrain \
-    "${MODEL[@]}" "${HEADS[@]}" "${PARALLEL[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" \
-    "${TRAINING[@]}" "${RELIABILITY[@]}" --script "$0" "$@"
+exec bash "$(dirname -- "$0")/pretrain_llm_b.sh" \
+    "${MODEL[@]}" "${HEADS[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" --script "$0" "$@"
 '''
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # ranks.py blocks them

@@ -51,17 +51,13 @@ class HashedFile:
             used = self.size % BLOCK_BYTES
             if not used:
                 self.hashes.append(hashlib.sha256())
-            part, view = view[: BLOCK_BYTES - used], view[BLOCK_BYTES - used :]
-            self.write_all(part)
-            self.hashes[-1].update(part)
-            self.size += len(part)
-
-    def write_all(self, view):
-        while view:
             try:
-                view = view[self.file.write(view) :]
+                written = self.file.write(view[: BLOCK_BYTES - used])
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
+            self.hashes[-1].update(view[:written])
+            self.size += written
+            view = view[written:]
 
 
 def describe(path, progress=lambda: None):

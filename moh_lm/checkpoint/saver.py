@@ -53,10 +53,6 @@ class NonFiniteState(CheckpointError):
     """The state to be saved holds NaN or infinity."""
 
 
-def ignore(*_):
-    """Nobody listens."""
-
-
 class Saver:
     """Writes the checkpoints of a run below ``directory``. Every rank calls its methods together.
 
@@ -66,8 +62,9 @@ class Saver:
     """
 
     def __init__(
-        self, directory, *, keep_last=0, keep_every=0, background=False, verified=(), on_saved=ignore, progress=ignore
-    ):
+        self, directory, *, keep_last=0, keep_every=0, background=False, verified=(), on_saved=lambda *_: None,
+        progress=lambda *_: None,
+    ):  # fmt: skip
         self.directory = Path(directory)
         self.keep_last = keep_last
         self.keep_every = keep_every

@@ -76,13 +76,19 @@ class HeadsConfig:
 
 class HeadsOfLayers:
     """What a model says of the heads of its layers. Subclasses have ``heads``, ``num_layers``, ``head_counts`` (one
-    number for all layers, or one each), ``active_heads(layer)`` and ``routed_layer(layer)``.
+    number for all layers, or one each) and ``routed_layer(layer)``.
     """
 
     def after(self, step):
         """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""
         warming_up = self.heads.head_selection == "mixture" and step < self.heads.dense_warmup_iters
         return replace(self, heads=replace(self.heads, head_selection="all")) if warming_up else self
+
+    def active_heads(self, layer):
+        """Heads of ``layer`` that a token uses."""
+        if self.heads.head_selection == "all":
+            return self.head_counts[layer if len(self.head_counts) > 1 else 0]
+        return self.heads.num_shared_heads[layer] + self.heads.num_active_routed_heads[layer]
 
     def active_share(self):
         """Share of the heads of all layers that a token uses, at most."""

@@ -149,13 +149,6 @@ class ModelConfig(HeadsOfLayers):
         routed = heads.num_active_routed_heads[layer] if heads.head_selection == "static" else 0
         return heads.num_shared_heads[layer] + routed
 
-    def active_heads(self, layer):
-        """Heads of ``layer`` that a token uses."""
-        heads = self.heads
-        if heads.head_selection == "all":
-            return self.of_layer(layer).num_attention_heads
-        return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
-
     @property
     def heads_per_expert(self):
         """Heads that a router selects together: one, or all that share a key/value head."""

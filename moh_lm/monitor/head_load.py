@@ -1,14 +1,6 @@
 """Figures about heads, from the sums of an interval: how evenly they are used, by whom, with what gates, at what price.
 
-The heads are key/value groups with --routing-unit key_value_group. With n_i the tokens, of all T, that selected routed
-head i of a layer's E, and K heads per token:
-
-    load_i = n_i / T             fair is K / E; the mean load where K is no fixed number, with --routing-top-p and
-                                 --routing relu
-    entropy = - sum_i p_i ln p_i / ln E with p_i = n_i / sum_j n_j: 1 if all heads are used alike, ln K / ln E if always
-              the same K are
-
-a1 is the mean weight of the shared heads (Eq. 6), balance_loss the mean of L_b (Eq. 7). All are in docs/monitoring.md.
+The heads are key/value groups with --routing-unit key_value_group. docs/monitoring.md has the formulas.
 """
 
 import math

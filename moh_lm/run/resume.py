@@ -220,21 +220,15 @@ def contradictions(config, dry_run=False):
 
 def program_of(directory):
     """The command of the run in a directory; None if there is none. Raises ConfigError for what cannot be read."""
-    paths = [*(step / "config.json" for step in steps_of(directory)), Path(directory) / "config.json"]
-    for path in paths:
-        try:
+    path = Path(directory) / "checkpoints"
+    try:
+        steps = list_steps(path)
+        for path in [*(step / "config.json" for step in steps), Path(directory) / "config.json"]:
             with contextlib.suppress(*NO_SUCH_FILE, ValueError, RecursionError, AttributeError):
                 return read_json(path).get("program", Config.program)
-        except OSError as error:
-            raise ConfigError([f"{path}: cannot be read ({error.strerror}); make it readable"]) from error
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read ({error.strerror}); make it readable"]) from error
     return None
-
-
-def steps_of(directory):
-    try:
-        return list_steps(Path(directory) / "checkpoints")
-    except OSError:
-        return []  # ``newest_model`` says so
 
 
 def sound_step(directory, journal, progress):

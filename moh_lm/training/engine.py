@@ -26,7 +26,7 @@ from moh_lm.parallel.context import own_stretch
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding, make_parameter
 from moh_lm.training.deepspeed_config import deepspeed_config
-from moh_lm.training.frozen import FrozenWeights, freeze
+from moh_lm.training.frozen import FrozenWeights
 from moh_lm.training.guard import DIVERGENCE, BadNumbers, Guard
 from moh_lm.training.optimizer import MOMENTS, Fragment, ShardedOptimizer, largest, make_optimizer
 from moh_lm.training.replicas import replica_differences
@@ -97,7 +97,8 @@ class Engine:
         self.windows = None
         if config.run.window_strategy == "entropy":
             self.windows = EntropyWindows(self.model, config, groups, device)
-        freeze(self.named_parameters(), config.optimizer.train_only)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(config.optimizer.train_only == "all" or ".router." in name)
         names = {parameter: name for name, parameter in self.named_parameters()}
         mpu = groups if groups.tensor is not None and groups.pipeline is None else None  # PipelineModule brings its own
         with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
@@ -186,7 +187,7 @@ class Engine:
 
     def largest_weight(self):
         """Largest magnitude of a master, or of a frozen weight, of this rank, []; NaN if one is."""
-        sizes = [self.optimizer.largest_master(), *map(largest, self.frozen.weights().values())]
+        sizes = map(largest, [*self.optimizer.masters(), *self.frozen.weights().values()])
         return torch.stack([size.to(self.device, torch.float64) for size in sizes]).max()
 
     def absurd_weights(self):

@@ -11,12 +11,6 @@ import torch.distributed as dist
 from moh_lm.parallel.groups import group_rank, group_size
 
 
-def freeze(named_parameters, train_only):
-    """Let only those be trained that ``train_only`` names: of --train-only."""
-    for name, parameter in named_parameters:
-        parameter.requires_grad_(train_only == "all" or ".router." in name)
-
-
 class FrozenWeights:
     """The frozen ones among ``parameters``. group: of the data-parallel ranks. Made when DeepSpeed has its model."""
 

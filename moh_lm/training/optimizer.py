@@ -109,10 +109,6 @@ class ShardedOptimizer:
             for flat in (self.masters()[number], self.optimizer.fp16_partitioned_groups_flat[number]):
                 flat.data[offset + owned : offset + size] = 0
 
-    def largest_master(self):
-        """Largest magnitude of a master weight of this rank, []; NaN if one is."""
-        return torch.stack([largest(master) for master in self.masters()]).max()
-
     def set_learning_rates(self, rate, router_rate):
         """router_rate: of the routers."""
         for group in self.optimizer.param_groups:

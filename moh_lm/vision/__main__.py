@@ -6,14 +6,10 @@
 Exit codes are those of moh_lm.pretrain.
 """
 
-import functools
-import importlib
 import sys
 
+from moh_lm import pretrain
 from moh_lm.cli.output import open_closed_streams
-from moh_lm.config import ConfigError
-from moh_lm.flags import changes, make_parser, parse_flags
-from moh_lm.run.problems import tell
 from moh_lm.vision.config import KINDS
 
 
@@ -24,14 +20,7 @@ def main():
     if name not in KINDS:
         print(__doc__ if name in ("-h", "--help") else f"moh_lm.vision {name}: give vit or dit first".strip())
         sys.exit(0 if name in ("-h", "--help") else 2)
-    kind = KINDS[name]
-    try:
-        given = parse_flags(make_parser(kind), arguments, kind)
-        given.changes = functools.partial(changes, arguments, kind)
-    except ConfigError as error:
-        tell(error.problems, program=kind.program)
-        sys.exit(2)
-    importlib.import_module("moh_lm.vision.program").main(given)
+    pretrain.main(arguments, KINDS[name], "moh_lm.vision.program")
 
 
 if __name__ == "__main__":

@@ -82,12 +82,6 @@ class ImageModelConfig(HeadsOfLayers):
         stride = self.tokens // self.tokens_of(index)
         return RoutedLayer(index, shared, self.head_counts[index] - shared, active, stride=stride)
 
-    def active_heads(self, layer):
-        heads = self.heads
-        if heads.head_selection == "all":
-            return self.head_counts[layer]
-        return heads.num_shared_heads[layer] + heads.num_active_routed_heads[layer]
-
     def layer(self, index):
         """The ``ImageLayer`` of a layer."""
         routed = self.routed_layer(index) if self.heads.head_selection == "mixture" else None

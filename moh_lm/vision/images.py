@@ -34,10 +34,23 @@ from moh_lm.vision.augment import (
     random_erasing,
     soft_targets,
 )
-from moh_lm.vision.batches import ImageBatch
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 ORDER, SAMPLE, MIXED, HELD_OUT = range(4)  # what random numbers are for
+
+
+class ImageBatch(NamedTuple):
+    """What an image model reads in one forward pass.
+
+    inputs: the arguments of the pass, the first dimension of each of them is b. labels: int64 [b], the class of each
+    image; -1 is filler. sources: int64 [b], see ``source_names`` of the data set. samples: int64 [b], the numbers of
+    the images in the run; None of held-out ones.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    labels: torch.Tensor
+    sources: torch.Tensor
+    samples: torch.Tensor | None = None
 
 
 class ImagePlace(NamedTuple):

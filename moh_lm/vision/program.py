@@ -77,12 +77,9 @@ def describe_images(config, images):
         yield f"data       {config.data.data_dir}, which does not exist yet"
         return
     number, held_out = images.num_images, images.num_validation
-    yield f"data       {config.data.data_dir}: {number:,} images, seen {epochs(config, number)}; held out: {held_out:,}"
+    seen = f"seen {config.run.train_iters * config.run.batch_size / number:.3g} times"
+    yield f"data       {config.data.data_dir}: {number:,} images, {seen}; held out: {held_out:,}"
     yield from (f"  {note}" for note in images.notes)
-
-
-def epochs(config, number):
-    return f"{config.run.train_iters * config.run.batch_size / number:.3g} times"
 
 
 def describe_heads(model):

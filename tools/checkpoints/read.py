@@ -71,13 +71,6 @@ class Step:
         """Those that the step holds of a parameter."""
         return KINDS if name in self.reader.averaged else KINDS[:-1]
 
-    def layout(self):
-        return layout(self.config, self.entries)
-
-    def elements(self):
-        """Of all parameters."""
-        return sum(map(math.prod, self.shapes.values()))
-
     def bytes(self):
         """fp32 bytes of all parameters, moments and averages."""
         return 4 * sum(len(self.kinds(name)) * math.prod(shape) for name, shape in self.shapes.items())

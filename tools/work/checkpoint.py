@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 
 import torch
@@ -125,7 +126,7 @@ def run_show(arguments):
         "path": str(step.path),
         "step": state["step"],
         "written": when(step.path / "manifest.json"),
-        "layout": step.layout(),
+        "layout": read.layout(step.config, step.entries),
         "consumed_samples": state["consumed_samples"],
         "tokens": tokens_read(step.segments, state["consumed_samples"], run.seq_length),
         "optimizer_steps": state["optimizer_steps"],
@@ -136,7 +137,7 @@ def run_show(arguments):
         "config": step.config.to_dict(),
         "files": {name: entry["bytes"] for name, entry in sorted(step.entries.items())},
         "num_parameters": len(step.shapes),
-        "elements": step.elements(),
+        "elements": sum(map(math.prod, step.shapes.values())),
     }
     if arguments.parameters:
         content["parameters"] = read.norms(step)

@@ -7,7 +7,7 @@ run and the number of the image. With u_in the share of the tokens of image n th
     load        of a head: the mean of u_in over the images of a class, or of all; by tenths over these steps; 1 for
                 shared heads
     gate        mean over the tokens that use the head; gate_rms their root mean square
-    entropy     of the loads of routed heads, as in moh_lm/monitor/head_load.py
+    entropy     of the loads of routed heads, as in docs/monitoring.md
     difference  sqrt(mean over routed i of V_i), V_i = variance over classes of their load - v_i mean of 1 / n_c, where
                 v_i is the variance of u_in within classes and n_c the images of class c: that few images of a class are
                 not like all of them does not count

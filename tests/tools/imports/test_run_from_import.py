@@ -123,17 +123,17 @@ def test_a_run_whose_import_is_lost_or_was_cut_short_is_not_started_with_random_
 
 
 def test_a_write_that_fails_leaves_no_step_and_the_import_can_be_repeated(tool, imported, llama, tmp_path, monkeypatch):
-    left, write_all = 30_000, HashedFile.write_all
+    left, write = 30_000, HashedFile.write
 
-    def failing(file, view):
+    def failing(file, data):
         nonlocal left
-        left -= len(view)
+        left -= memoryview(data).nbytes
         if left < 0:
             raise OSError(errno.ENOSPC, "No space left on device", str(file.path))
-        write_all(file, view)
+        write(file, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(HashedFile, "write_all", failing)
+        patch.setattr(HashedFile, "write", failing)
         code, _, errors = tool("import_hf", "--model", llama[0], "--output", tmp_path / "run")
     assert code == 2 and "no space left on device" in errors
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
