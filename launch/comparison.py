@@ -145,6 +145,9 @@ def read_flags(parser, texts, program, instead):
         try:
             known = parse_flags(make_parser(), flags.others)
             given |= {*map(flag, known.values), *(["--preset"] if known.preset else [])}  # of a file of --config too
+            for name in ("eval_interval", "eval_samples", "validation_fraction"):
+                if known.values.get(name) == 0:
+                    problems.append(f"{flag(name)} 0: runs are compared by their held-out text; leave it out")
             if known.dry_run:
                 problems.append("--dry-run: there are many runs; --plan says which")
         except ConfigError as error:

@@ -8,6 +8,7 @@
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
+from_here "${@:2}"
 begin quickstart "${1:-}"
 out=${out#"$root/"} # paths below the root are shown, and can be given, relative to it
 
@@ -56,7 +57,8 @@ export HF_HUB_OFFLINE=1
 make_data 4096 "$out"
 
 step "Pretraining"
-run python -m moh_lm.pretrain "${MODEL[@]}" "${HEADS[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" "${@:2}"
+run python -m moh_lm.pretrain "${MODEL[@]}" "${HEADS[@]}" "${DATA[@]}" "${OPTIMIZER[@]}" "${TRAINING[@]}" \
+    ${given[@]+"${given[@]}"} # none: bash before 4.4
 
 step "Export to Hugging Face form"
 up_to_date "$out/hf/config.json" "$out/run/checkpoints/latest" ||

@@ -9,13 +9,13 @@
 # curve: the share of the dense model's quality regained against tokens (Fig. 2 of the paper).
 #
 # OUT (default: runs/quickstart-continue) receives everything; SEED (default: 1234) draws the weights and the order of
-# the samples. FLAGS of moh_lm.pretrain win over the values here, in all four trainings. A repetition goes on where the
-# one before ended.
+# the samples. FLAGS of moh_lm.pretrain win over the values here, in all four trainings. A repetition, with the same SEED
+# and FLAGS, goes on where the one before ended.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
 seed=${2:-1234}
-flags=("${@:3}")
+from_here "${@:3}"
 if [[ ! $seed =~ ^[0-9]+$ ]]; then
     echo "usage: bash launch/quickstart_continue.sh [OUT [SEED [FLAGS]]]; got $*" >&2
     exit 2
@@ -23,6 +23,14 @@ fi
 begin quickstart_continue "${1:-$root/runs/quickstart-continue}"
 out=${out#"$root/"} # paths below the root are shown, and can be given, relative to it
 steps_total=9
+
+# What is complete is kept, so a repetition needs the flags that it was made with.
+settings="$seed ${given[*]-}"
+if [[ -e $out/settings && $(<"$out/settings") != "$settings" ]]; then
+    echo "launch/quickstart_continue.sh: $out has SEED and FLAGS $(<"$out/settings"); give these, or another OUT" >&2
+    exit 2
+fi
+echo "$settings" >"$out/settings"
 
 MODEL=( # 1.3M parameters; grouped keys and values as in LLaMA3
     --num-layers 4
@@ -56,7 +64,7 @@ MIXTURE=(--head-selection mixture --routing query_norm --num-shared-heads 4 --nu
 # train RUN ITERATIONS FLAG...: unless the run is complete.
 train() {
     up_to_date "$1/checkpoints/step-$2" ||
-        run python -m moh_lm.pretrain --checkpoint-dir "$1" "${@:3}" ${flags[@]+"${flags[@]}"} # none: bash before 4.4
+        run python -m moh_lm.pretrain --checkpoint-dir "$1" "${@:3}" ${given[@]+"${given[@]}"} # none: bash before 4.4
 }
 
 # export_model RUN HF_DIR, import_model HF_DIR RUN FLAG...: unless it was done.

@@ -9,6 +9,7 @@
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/quickstart_functions.sh"
+from_here "${@:2}"
 begin quickstart_vision "${1:-}"
 out=${out#"$root/"}
 
@@ -89,14 +90,14 @@ last=$out/digits/train/8/1796.png # written last
 up_to_date "$last" || run python -m launch.quickstart_images make "$out/digits"
 
 step "MoH-ViT: 76% of the heads"
-train vit vit "${VIT[@]}" --num-shared-heads 2 4 2 3 --num-active-routed-heads 0 0 4 8 "${@:2}"
+train vit vit "${VIT[@]}" --num-shared-heads 2 4 2 3 --num-active-routed-heads 0 0 4 8 ${given[@]+"${given[@]}"}
 
 step "The same classifier with all heads"
-train vit vit-dense "${VIT[@]}" --head-selection all "${@:2}"
+train vit vit-dense "${VIT[@]}" --head-selection all ${given[@]+"${given[@]}"}
 run python -m launch.quickstart_images compare "$out/vit" "$out/vit-dense"
 
 step "MoH-DiT: 75% of the heads"
-train dit dit "${DIT[@]}" "${@:2}"
+train dit dit "${DIT[@]}" ${given[@]+"${given[@]}"}
 
 step "Which heads the digits use"
 for model in vit dit; do

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 
 if "--help" in sys.argv:  # at once, without a launcher
@@ -26,6 +27,8 @@ def main(script, *flags):
     hostfile, level = os.environ.get("HOSTFILE"), os.environ.get("DEEPSPEED_LOG_LEVEL", "critical")
     port, devices = os.environ.get("MASTER_PORT"), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     several = bool(hostfile) or os.path.isfile(runner.DLTS_HOSTFILE)
+    launcher, start = [], subprocess.Popen
+    subprocess.Popen = lambda *words, **more: launcher.append(start(*words, **more)) or launcher[-1]
     try:
         if hostfile and not os.path.isfile(hostfile):  # the launcher would go on with this machine only
             raise ValueError("there is no such file; name one with a line `NODE slots=DEVICES` for each node")
@@ -41,6 +44,10 @@ def main(script, *flags):
                 signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
         places = [*(["--hostfile", hostfile] if hostfile else []), *(["--master_port", port] if port else [])]
         runner.main([*places, "--log_level", level, script, *flags])
+        if launcher and launcher[-1].returncode < 0:  # to which the runner says nothing
+            name = signal.Signals(-launcher[-1].returncode).name
+            print(f"{script}: {name} ended the launcher; its ranks may go on, so look for them", file=sys.stderr)
+            return 128 - launcher[-1].returncode
     except (RuntimeError, ValueError) as error:  # as for a line that is none, or a node that does not answer
         print(f"{script}: {f'HOSTFILE {hostfile}: ' if hostfile else ''}{error}", file=sys.stderr)
         return 2

@@ -118,7 +118,10 @@ def idle_flags(given, config):
     gated = ("routing", "routing_unit", "dense_warmup_iters", *ROUTER_ONLY)
     unit = ("routing_unit",) if config.model.heads.head_budget is not None else ()  # of which a budget has whole ones
     used = {"all": (), "static": (*BUDGETS, *SPREAD, *unit), "gated": gated}.get(selection)
+    run, spikes = config.run, config.reliability.spike_sigmas
     idle = {"--schedule cosine": ["decay_shape"] if config.optimizer.schedule == "cosine" else []}
+    idle["a run without --spike-sigmas"] = [] if spikes else ["on_spike"]
+    idle["a run without --sample-prompts"] = [] if run.sample_prompts else ["sample_tokens"]
     if used is None:
         form, top_p = config.model.heads.routing, config.model.heads.routing_top_p
         idle[f"--routing {form}"] = [] if form in TWO_STAGE else ["two_stage"]

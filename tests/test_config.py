@@ -192,6 +192,9 @@ def test_flags_of_a_mixture_before_those_of_a_dense_baseline_are_named():
     assert note("--routing-entropy-coefficient 1") == entropy
     assert note("--routing paper --routing-top-p 0.5 --routing-entropy-coefficient 1") == ""
     assert note("--schedule wsd --decay-shape linear") == ""
+    assert note("--on-spike skip") == "note: a run without --spike-sigmas makes no use of --on-spike"
+    assert note("--sample-tokens 9") == "note: a run without --sample-prompts makes no use of --sample-tokens"
+    assert note("--on-spike skip --spike-sigmas 6 --sample-tokens 9 --sample-prompts a") == ""
     assert note("--two-stage false") == "note: --routing sigmoid makes no use of --two-stage"
     found = note("--num-shared-heads 3 --router-gumbel-noise 1 --head-selection all --router-gradient-clipping 1")
     assert found.startswith("note: --head-selection all makes no use of --num-shared-heads, --router-gumbel-noise, ")

@@ -5,7 +5,7 @@
 RUN is a run directory; the run may be going on. The page is one file that needs no other. Without --output it is
 RUN/report.html; of several runs it is report.html in the current directory. --png writes every picture beside it.
 
-Exit codes: 0; 1 the page cannot be written; 2 an argument has to be mended.
+Exit codes: 0; 2 an argument has to be mended, or the page cannot be written.
 """
 
 import os

@@ -10,7 +10,18 @@ from typing import NamedTuple
 import launch.work.report as report
 from launch.comparison import TUNING_SEED, Size, Variant, factor
 from launch.work.results import factor_and_seed, final_evaluation, metrics
-from launch.work.runs import DIVERGED, Run, as_flags, check_flags, differs, exit_code, had_place, jobs_of, train_all
+from launch.work.runs import (
+    DIVERGED,
+    Run,
+    as_flags,
+    check_flags,
+    differs,
+    exit_code,
+    had_place,
+    jobs_of,
+    lock_directory,
+    train_all,
+)
 from moh_lm.checks import config_problems
 from moh_lm.checks.run import schedule_problems
 from moh_lm.config import ConfigError
@@ -50,6 +61,7 @@ def run(flags):
         comparison.describe_plan()
     if flags.plan:
         return 0
+    _lock = lock_directory(flags.out)
     codes = train_all(comparison.next_run, jobs_of(flags), flags.ranks)
     report.write(flags.out, flags.table)
     return exit_code(codes)

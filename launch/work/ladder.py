@@ -1,5 +1,6 @@
 """The work of launch/ladder.py: its runs and branches, in their order, and what is predicted between them."""
 
+import itertools
 import math
 import shlex
 import subprocess
@@ -7,8 +8,9 @@ import sys
 
 import launch.work.ladder_report as report
 from launch.atlas_forms import COMMON
-from launch.work.runs import ROOT, Run, as_flags, check_flags, exit_code, jobs_of, train_all
-from moh_lm.checks.run import schedule_problems
+from launch.work.runs import ROOT, Run, as_flags, check_flags, exit_code, jobs_of, lock_directory, train_all
+from moh_lm.checkpoint.directory import list_steps
+from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.flags import make_parser, parse_config, parse_flags
@@ -26,21 +28,24 @@ def run(flags):
     configs = {run.directory: parse_config(run.arguments)[0] for runs in rungs.values() for run in runs}
     if flags.dry_run:
         return max(dry_run(runs[0]) for size, runs in rungs.items() if size in ("widths", *flags.rungs))
-    runs = [run for runs in rungs.values() for run in runs]
-    for run in runs:
-        if problems := schedule_problems(configs[run.directory]):
+    asked = [run for size, runs in rungs.items() for run in runs if size in ("widths", *flags.rungs)]
+    for run in asked:
+        if problems := config_problems(configs[run.directory], flags.ranks):
             raise ConfigError([f"{run.name}: {problems[0]}"])
+    others = [size for size in SIZES if (flags.out / "runs" / size).exists()]  # the law takes them into account too
+    runs = [*asked, *itertools.chain(*rungs_of(flags, others).values())]
     check_flags(runs, flags.out)
-    check_gates([run for size in rungs.keys() & {"widths", *flags.rungs} for run in rungs[size]], configs, flags.out)
+    check_gates(runs, flags.out)
+    _lock = lock_directory(flags.out)
     codes = train_all(lambda busy, codes: next_run(rungs, configs, flags, busy, codes), jobs_of(flags), flags.ranks)
     report.write_widths(flags.out) if flags.widths else report.write(flags.out)
     return exit_code(codes)
 
 
-def check_gates(runs, configs, out):
+def check_gates(runs, out):
     """Raise ConfigError if some of ``runs`` have begun with other gates than the rest will have: those of a former
     preset. A law is of one form."""
-    forms = sorted({configs[run.directory].model.heads.routing for run in runs})
+    forms = sorted({parse_config(run.arguments)[0].model.heads.routing for run in runs})
     if len(forms) > 1:
         raise ConfigError([f"{out}: its runs would have the gates of {' and of '.join(forms)}; choose another OUT"])
 
@@ -57,10 +62,11 @@ def make_run(name, arguments, steps, schedule, flags):
     return Run(name, directory, steps, [*arguments, *as_flags(own)])
 
 
-def rungs_of(flags):
-    """{size: [its stable run, which is its largest budget, and the branches of the others]}, and of one size more."""
+def rungs_of(flags, sizes=None):
+    """{size: [its stable run, which is its largest budget, and the branches of the others]}; by default of the rungs
+    that are asked for, and of one size more."""
     rungs, given = {}, parse_flags(make_parser(), flags.others).values
-    for size in [*flags.rungs, *SIZES[SIZES.index(flags.rungs[-1]) + 1 :][:1]]:
+    for size in sizes if sizes is not None else [*flags.rungs, *SIZES[SIZES.index(flags.rungs[-1]) + 1 :][:1]]:
         arguments = ["--preset", size, *COMMON, "--micro-batch-size", "16", "--schedule", "wsd", *flags.others]
         whole = iterations(arguments, size, flags)
         usual = {"warmup_iters": whole // 25, "eval_interval": whole, "save_interval": whole // DECAY, "keep_last": 0}
@@ -113,7 +119,7 @@ def next_run(rungs, configs, flags, busy, codes):
 
 def make_branch(run, stable, config):
     """Copy the checkpoint of the ``stable`` run at which the decay of ``run`` begins."""
-    if not (run.directory / "checkpoints").exists():
+    if not list_steps(run.directory / "checkpoints"):
         decay = config.optimizer.decay_iters
         where = {"at": run.iterations - decay, "decay-iters": decay, "output": run.directory}
         command = [sys.executable, "tools/branch.py", stable.directory, *as_flags(where)]

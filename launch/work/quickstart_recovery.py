@@ -29,6 +29,8 @@ def run(arguments):
 def evaluations(run):
     """{step: {source, and "mean": validation loss}} of a run."""
     rows = [row for row in metrics(run) if "evaluation" in row]
+    if any(row["evaluation_mean"] is None for row in rows):
+        raise ConfigError([f"{run}: has diverged: a validation loss is not finite; give a run that has not"])
     return {row["step"]: {"mean": row["evaluation_mean"], **row["evaluation"]} for row in rows}
 
 

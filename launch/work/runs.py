@@ -2,13 +2,15 @@
 
 The directories are all that is remembered. A run is complete if its metrics.jsonl has an evaluation after the last
 iteration; one that was stopped goes on from its last checkpoint. DIRECTORY.log beside the directory begins with the
-flags of the run, so that none goes on with others, and with what else its speed depends on. Runs at the same time have
-GPUs or threads of their own.
+flags of the run and a hash of what it reads, so that none goes on with others, and with what else its speed depends on.
+Runs at the same time have GPUs or threads of their own.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +18,12 @@ import torch
 
 from launch.work.results import events, final_evaluation
 from moh_lm.config import Config, ConfigError
+from moh_lm.run.directory import lock_run_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
 STOPPED = 75  # asked to stop, and has saved
+INPUTS = b"\nreads: sha256 "
 OF_EVENTS = {"failed": DIVERGED, "stopped": STOPPED}  # torchrun makes 1 of either; the run's last event tells
 
 
@@ -45,11 +49,24 @@ def as_flags(values):
 
 
 def check_flags(runs, out):
-    """Raise ConfigError if one of ``runs`` was begun with other flags than it would have now."""
+    """Raise ConfigError if one of ``runs`` was begun with other flags, or other text, than it would have now."""
     for run in runs:
         if differs(run, out):
             advice = "which stand in its first line; choose another OUT"
             raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
+        begun = run.log.read_bytes() if run.log.exists() else b""
+        if INPUTS in begun and inputs(run) not in begun:
+            changed = "what --data-dir or --config names has changed since its run began"
+            raise ConfigError([f"{run.log}: {changed}; choose another OUT"])
+
+
+def inputs(run):
+    """A line with a hash of what the run reads: the manifest of its text, and the file of --config."""
+    texts = [part for text in run.arguments for part in text.split("=", 1)]
+    named = {name: Path(value) for name, value in pairwise(texts) if name in ("--config", "--data-dir")}
+    files = [path / "manifest.json" if name == "--data-dir" else path for name, path in sorted(named.items())]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists()))
+    return INPUTS + digest.hexdigest().encode() + b"\n"
 
 
 def differs(run, out):
@@ -72,6 +89,15 @@ def is_former_default(run, begun, flags):
     if b"--routing " in begun or begun != flags.replace(b"--routing paper ", b"", 1) or not config.exists():
         return False
     return Config.load(config).model.heads.routing == "paper"
+
+
+def lock_directory(out):
+    """Hold OUT until this program ends. Raises ConfigError if another command trains there.
+
+    Each would empty the logs of the other's runs.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    return lock_run_directory(out, "OUT")
 
 
 def jobs_of(flags):
@@ -155,6 +181,6 @@ def start(run, ranks, share):
         program = [*torchrun, str(ranks), "-m", "moh_lm.pretrain"]
     with open(run.log, "w", encoding="utf-8") as file:
         print(*run.arguments, file=file)
-        print(place(ranks, share), file=file, flush=True)
+        print(place(ranks, share), inputs(run).decode(), sep="", end="", file=file, flush=True)
         program, own = [*program, *run.arguments], os.environ | share
         return subprocess.Popen(program, cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT)

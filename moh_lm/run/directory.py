@@ -34,16 +34,17 @@ def make_run_directory(path, keep=True):
         raise ConfigError([f"--checkpoint-dir {path}: cannot be written ({reason}); give another directory"])
 
 
-def lock_run_directory(path):
+def lock_run_directory(path, called="--checkpoint-dir"):
     """Hold the run directory until this process ends, however it ends. The lock's file says who holds it.
 
-    Raises ConfigError if another run holds it, with what is known of that run, or if there can be no lock.
+    called: the argument that named it. Raises ConfigError if another run holds it, with what is known of that run, or
+    if there can be no lock.
     """
     name = Path(path) / ".lock"
     try:
         lock = open(name, "a+", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
     except OSError as error:
-        raise ConfigError([f"--checkpoint-dir {path}: {name}: {error.strerror}; mend this"]) from error
+        raise ConfigError([f"{called} {path}: {name}: {error.strerror}; mend this"]) from error
     for attempt in range(LOCK_SECONDS + 1):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,7 +58,7 @@ def lock_run_directory(path):
             break
     else:
         more = describe_holder(name)
-        raise ConfigError([f"--checkpoint-dir {path}: another run is writing to it{more}; or give another directory"])
+        raise ConfigError([f"{called} {path}: another run is writing to it{more}; or give another directory"])
     with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
         lock.truncate(0)
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

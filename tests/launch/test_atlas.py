@@ -246,8 +246,14 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
         others.check_flags()
     make(tmp_path, "--variants", "paper-50", "--rates", "0.5", "--sizes", "m").check_flags()
     run = plan.next_run(set(), {})
-    log.write_text(" ".join(run.arguments) + "\nand what the run says\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").write_text("one text")
+    log.write_text(" ".join(run.arguments) + f"\nprocesses: 1{runs.inputs(run).decode()}and what the run says\n")
     plan.check_flags()
+    (tmp_path / "data" / "manifest.json").write_text("another")
+    with pytest.raises(ConfigError, match="what --data-dir or --config names has changed since its run began"):
+        plan.check_flags()
+    (tmp_path / "data" / "manifest.json").write_text("one text")
     scaled = make(tmp_path, "--variants", "paper-50", "--rates", "1")
     begun = scaled.next_run(set(), {})
     begun.log.parent.mkdir(parents=True)
@@ -285,6 +291,7 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
         (["--sizes", "s", "s"], "--sizes s: is given twice"),
         (["--rates", "0.5", "1", "0.5"], "--rates 0.5: is given twice"),
         (["--train-iters", "5"], "the atlas sets it"),
+        (["--eval-samples", "0"], "--eval-samples 0: runs are compared by their held-out text"),
         (["--num-attention-heads", "4"], "the atlas sets it; give --sizes"),
         (["--config", str(file)], "--learning-rate: the atlas sets it; give --rates"),
     ]:

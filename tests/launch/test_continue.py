@@ -66,6 +66,13 @@ def test_a_run_that_is_to_continue_a_model_does_not_begin_without_one(tmp_path):
     assert contradictions(parse_config(flags[1:])[0]) == []
 
 
+def test_a_repetition_of_the_quickstart_with_another_seed_is_refused(tmp_path):
+    (tmp_path / "settings").write_text("1234 --train-iters 9\n")
+    script = ROOT / "launch/quickstart_continue.sh"
+    code, output, _ = run(["bash", script, tmp_path, "7", "--train-iters", "9"], tmp_path)
+    assert code == 2 and f"{tmp_path} has SEED and FLAGS 1234 --train-iters 9; give these" in output
+
+
 # --- The recovery curve ---
 
 MIXTURE = {0: {"prose": 5.0, "code": 4.0}, 10: {"prose": 3.5, "code": 3.2}, 20: {"prose": 3.2, "code": 3.0}}
@@ -110,3 +117,11 @@ def test_the_shares_regained_are_those_computed_by_hand(tmp_path, capsys):
 def test_runs_that_were_evaluated_at_other_steps_are_not_compared(tmp_path, capsys):
     recovery(tmp_path, MIXTURE, {step: row for step, row in CONTROL.items() if step < 20}, code=2)
     assert "same steps" in capsys.readouterr().err
+
+
+def test_a_run_that_diverged_has_no_curve(tmp_path, capsys):
+    runs = [write_run(tmp_path / "mixture", MIXTURE), write_run(tmp_path / "control", CONTROL)]
+    log = runs[1] / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"evaluation_mean": 2.8', '"evaluation_mean": null'))
+    assert quickstart_recovery.main(["--mixture", str(runs[0]), "--control", str(runs[1])]) == 2
+    assert "control: has diverged" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 
 from launch import ladder as command
 from launch.ladder import parse_arguments
-from launch.work import ladder, ladder_report
+from launch.work import ladder, ladder_report, runs
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
 from moh_lm.data.files import write_json
@@ -95,7 +95,7 @@ def test_a_warm_up_that_leaves_a_branch_no_room_is_told_before_anything_is_train
 
 
 def test_runs_with_the_gates_of_a_former_preset_are_not_continued_with_others(tmp_path, monkeypatch, capsys):
-    model = parse_config("--preset 1M --routing paper_scaled".split())[0].model
+    model = parse_config("--preset 1M --num-layers 1 --routing paper_scaled".split())[0].model
     monkeypatch.setattr(
         "moh_lm.flags.newest_model", lambda run, kind: (run, model if "/1M/" in str(run) else None)
     )
@@ -104,6 +104,24 @@ def test_runs_with_the_gates_of_a_former_preset_are_not_continued_with_others(tm
     assert f"{tmp_path}: its runs would have the gates of paper_scaled and of sigmoid" in capsys.readouterr().err
     monkeypatch.setattr(ladder, "train_all", lambda *_: {})
     assert command.main(flags) == 0  # all that is there is of one form
+
+
+def test_a_rung_begins_with_the_flags_of_all_that_are_there_and_with_none_that_a_later_one_refuses(tmp_path, capsys):
+    given = [str(tmp_path), "--data-dir", "data", "--num-layers", "1", "--rungs"]
+    (run, *_), *_ = ladder.rungs_of(parse_arguments([*given, "1M"])).values()
+    run.directory.mkdir(parents=True)
+    run.log.write_text(" ".join(run.arguments) + "\n")
+    assert command.main([*given, "3M", "--weight-decay", "0.7"]) == 2  # the law would be of both
+    assert "1M/tokens-20.log: its run has other flags" in capsys.readouterr().err
+    assert command.main([*given, "1M", "3M", "--num-key-value-heads", "4"]) == 2  # 3M has six heads
+    assert "3M/tokens-20: --num-key-value-heads 4: must divide" in capsys.readouterr().err
+
+
+def test_two_commands_do_not_train_in_one_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("moh_lm.run.directory.LOCK_SECONDS", 0)
+    with runs.lock_directory(tmp_path):
+        assert command.main([str(tmp_path), "--data-dir", "data", "--rungs", "1M"]) == 2
+    assert f"OUT {tmp_path}: another run is writing to it" in capsys.readouterr().err
 
 
 def test_a_branch_that_cannot_be_made_ends_the_command(tmp_path, monkeypatch, capsys):

@@ -183,6 +183,13 @@ def test_an_ssh_that_fails_is_not_taken_for_a_signal(trainer, programs):
     assert (code, output.count("\n")) == (255, 1) and "ssh to a node failed or broke" in output
 
 
+def test_a_launcher_that_a_signal_ended_is_no_success(tmp_path):
+    killed = "lambda _: ranks.subprocess.Popen(['sh', '-c', 'kill -KILL $$']).wait()"
+    code = f"import sys; from launch import ranks; ranks.runner.main = {killed}; sys.exit(ranks.main('a.sh'))"
+    done = run([sys.executable, "-c", code], ROOT)
+    assert done[0] == 128 + signal.SIGKILL and "a.sh: SIGKILL ended the launcher" in done[1]
+
+
 def test_bash_does_not_go_on_without_its_hostfile(trainer, programs):
     code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), HOSTFILE="my hosts")
     assert (code, output.count("\n")) == (2, 1) and "HOSTFILE my hosts: there is no such file" in output

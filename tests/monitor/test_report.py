@@ -124,6 +124,11 @@ def test_what_a_resume_undid_is_not_marked_and_neighbouring_skips_are_one_row(ru
     assert rows[2][3].startswith("2 steps up to step 951; the last: ")
 
 
+def test_the_facts_of_an_event_name_layer_0_too():
+    event = {"time": "t", "event": "alarm over", "step": 3, "alarm": "gate drift", "layer": 0, "source": None}
+    assert page.facts_of(event) == "alarm: gate drift; layer: 0"
+
+
 def test_a_page_that_cannot_be_written_is_one_line(runs, capsys):
     assert run_report.main([str(runs.first), "--output", "/proc/x.html"]) == 2
     assert capsys.readouterr().err.startswith("run_report: --output /proc/x.html: cannot be written")
@@ -136,8 +141,8 @@ def test_its_command_leads_to_the_same_configuration(runs):
 
 
 def test_the_page_needs_nothing_else_and_is_well_formed(runs):
-    assert run_report.main([str(runs.first), "--png"]) == 0
-    text = (runs.first / "report.html").read_text()
+    assert run_report.main([str(runs.first), "--png", "--output", str(runs.first / "rate-0.5")]) == 0
+    text = (runs.first / "rate-0.5").read_text()
     assert "<td>305</td><td>skipped</td><td>why: &lt;i&gt;</td>" in text and "<td>saved</td>" not in text
     assert "<td>&lt;b&gt;</td>" not in text and "<b>" not in text and "<i>" not in text
     for attribute in ("src=", "http-equiv", "@import", "<script"):
@@ -147,7 +152,7 @@ def test_the_page_needs_nothing_else_and_is_well_formed(runs):
     for picture in pictures:
         root = xml.fromstring("<svg" + picture.partition("</svg>")[0] + "</svg>")
         ids += [element.get("id") for element in root.iter() if element.get("id")]
-    assert len(ids) == len(set(ids)) and len(pictures) == len(list(runs.first.glob("report.*.png"))) >= 8
+    assert len(ids) == len(set(ids)) and len(pictures) == len(list(runs.first.glob("rate-0.5.*.png"))) >= 8
 
 
 def test_a_run_that_stopped_before_its_first_interval_has_a_page(runs, tmp_path):

@@ -57,6 +57,7 @@ def test_a_branch_is_the_run_that_was_to_end_there(data_dir, tmp_path, capsys):
     whole, stable, made = tmp_path / "whole", tmp_path / "stable", tmp_path / "branch"
     run_ranks(run, 1, arguments(data_dir, whole, *WSD, *mix, "--train-iters", "4", "--decay-iters", "2"))
     run_ranks(run, 1, arguments(data_dir, stable, *WSD, "--train-iters", "8", "--decay-iters", "2"), 3)
+    (made / "checkpoints" / "copy-step-2.tmp").mkdir(parents=True)  # of a command that was killed
     assert branch.main([str(stable), "--at", "2", "--decay-iters", "2", "--output", str(made)]) == 0
     flags = capsys.readouterr().out.splitlines()[-1].split()
     assert flags[0] == "--checkpoint-dir"

@@ -57,8 +57,11 @@ def copy(path, destination):
 
 
 def copy_files(source, entries, target):
-    """Copy the files under a temporary name, hashing what is read, then what was written; then give it its name."""
-    temporary = target.with_name(f"{target.name}.tmp")
+    """Copy the files under a temporary name, hashing what is read, then what was written; then give it its name.
+
+    The temporary name is not that of a save: a run must not take what a killed copy left for one, and start afresh.
+    """
+    temporary = target.with_name(f"copy-{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:

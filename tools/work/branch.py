@@ -31,7 +31,7 @@ def run(arguments):
         raise ConfigError([f"--at {arguments.at}: the branch would end in the run's {warmup}; give a later step"])
     if checkpoints.resolve() in (arguments.output / "checkpoints").resolve().parents:
         raise ConfigError([f"--output {arguments.output}: lies among the checkpoints of RUN; give another directory"])
-    if (arguments.output / "checkpoints").exists():
+    if list_steps(arguments.output / "checkpoints"):
         raise ConfigError([f"--output {arguments.output}: has checkpoints already; give another directory"])
     print(f"copied to {copy(step, arguments.output / 'checkpoints')}; the run's own command goes on with")
     end, place = arguments.at + arguments.decay_iters, shlex.quote(str(arguments.output))

@@ -49,7 +49,8 @@ def write_page(directories, output, kind=Config, with_png=False):
     )
     files = {Path(output): page.encode()}
     if with_png:
-        files |= {Path(output).with_suffix(f".{name}.png"): pictures.png(of) for name, (_, of) in figures.items()}
+        stem = Path(output).name.removesuffix(".html")  # a name such as rate-0.5 has no other ending
+        files |= {Path(output).with_name(f"{stem}.{name}.png"): pictures.png(of) for name, (_, of) in figures.items()}
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
         publish(path, content)
@@ -200,5 +201,6 @@ def event_rows(events):
 
 def facts_of(event):
     """Such as "reason: spike"."""
-    facts = {key: rounded(value) for key, value in event.items() if key not in ("time", "event", "step") and value}
+    told = {key: value for key, value in event.items() if key not in ("time", "event", "step")}
+    facts = {key: rounded(value) for key, value in told.items() if value not in (None, "", [], {})}
     return "; ".join(f"{key}: {written(value)}" for key, value in facts.items())
