@@ -29,7 +29,8 @@ from moh_lm.data.shards import TOKENIZER_FILES
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FIRST_RECORDS = 100  # of which one must tell the corpus
 NO_DATA = re.compile(
-    r"(?i)(^|/)(\.[^/]*|urls|(readme|licen[cs]e|sha256sums?|md5sums?|urls|dataset_infos?|dataset_dict|state)(\.[a-z]+)?)(/|$)"
+    r"(?i)(^|/)(\.[^/]*|urls)(/|$)"
+    r"|(^|/)(readme|licen[cs]e|sha256sums?|md5sums?|urls|dataset_infos?|dataset_dict|state)(\.(txt|rst|html|json))?$"
     r"|\.(md|py|sh|sha256|md5|lock)$"
 )
 UNFINISHED = re.compile(r"\.(part|partial|incomplete|crdownload|aria2|download|tmp)$")

@@ -41,7 +41,20 @@ def check_model_file(path: Path):
     """Raise ConfigError if no model can be written to ``path``."""
     if path.is_dir():
         raise ConfigError([f"--output {path}: is a directory; give a file name such as {path / 'tokenizer.model'}"])
+    if path.name in TOKENIZER_FILES and (path.parent / "manifest.json").exists():
+        raise ConfigError([f"--output {path}: is the tokenizer of the shards in its directory; give another file"])
     writable_directory(path.parent)
+
+
+def check_tokenizer_files(output: Path, tokenizer: Tokenizer):
+    """Raise ConfigError if ``output`` is no data directory yet, but holds files of another tokenizer."""
+    if (output / "manifest.json").exists() or any(output.glob("[!.]*/*.json")):
+        return
+    for name in TOKENIZER_FILES:
+        mine = tokenizer.files.get(name)
+        if (output / name).exists() and (mine is None or mine.read_bytes() != (output / name).read_bytes()):
+            problem = f"has {name}, of another tokenizer; remove it, or choose another directory"
+            raise ConfigError([f"--output {output}: {problem}"])
 
 
 @contextmanager

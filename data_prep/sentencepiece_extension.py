@@ -7,7 +7,8 @@ OLD is a SentencePiece BPE model, or LLaMA-3's tiktoken file (data_prep/tiktoken
 further BPE training joins in the new text (data_prep/bpe_continuation.py), after the frequent ones of its characters
 that are no tokens yet; characters and neighbours that are as frequent in text of the old kind are left alone. Or they
 are listed in FILE, a line each, and the beginnings are added that they are joined from. The command prints the tokens
-before and after, in lines of both kinds of text that it has not used, and how many of these lines change.
+before and after, in lines of both kinds of text, and how many of these lines change. They are not used, but for other
+copies of lines that a mix repeats.
 """
 
 import os

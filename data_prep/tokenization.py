@@ -51,6 +51,7 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
         failures[name] += source.unreadable
     replaced = data_directory.replaced_shards(output, sources, units, tokenizer)
     finished = finished_sidecars(output, units)
+    data_directory.check_tokenizer_files(output, tokenizer)
     for name in TOKENIZER_FILES:
         if name in tokenizer.files:
             publish(output / name, tokenizer.files[name].read_bytes())

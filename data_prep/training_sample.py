@@ -91,17 +91,17 @@ def good_texts(piece: Piece, text_key: str, bad: dict[str, Counter]) -> Iterator
 def sentences(text: str) -> Iterator[bytes]:
     """The lines of a text that SentencePiece can train on, long ones cut at spaces."""
     for line in text.split("\n"):
-        line = line.replace("\0", "").encode()
-        while len(line) > LONGEST_SENTENCE:
-            cut = line.rfind(b" ", 1, LONGEST_SENTENCE)
+        line, start = line.replace("\0", "").encode(), 0
+        while len(line) - start > LONGEST_SENTENCE:
+            cut = line.rfind(b" ", start + 1, start + LONGEST_SENTENCE)
             if cut < 0:
-                cut = LONGEST_SENTENCE
+                cut = start + LONGEST_SENTENCE
                 while line[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
                     cut -= 1
-            yield line[:cut]
-            line = line[cut:]
-        if line:
-            yield line
+            yield line[start:cut]
+            start = cut
+        if start < len(line):
+            yield line[start:]
 
 
 def by_weight(drawn: dict[str, list[bytes]], shares: dict[str, float]) -> list[bytes]:

@@ -121,9 +121,8 @@ make_english() {
             --sample-bytes 24M --vocab-size 4096 --output "$out/tokenizer.model"
 
     step "Shards: the documents as tokens"
-    up_to_date "$out/data/manifest.json" "$out/tokenizer.model" ||
-        run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" \
-            --workers "$OMP_NUM_THREADS" "${sources[@]}"
+    run python data_prep/tokenize.py --tokenizer "$out/tokenizer.model" --output "$out/data" \
+        --workers "$OMP_NUM_THREADS" "${sources[@]}"
 }
 
 # compare PROGRAM MAKE MIX [OUT] [FLAGS]: python -m launch.PROGRAM on the MIX of what the command MAKE makes in OUT, or

@@ -18,7 +18,7 @@ import signal
 from dataclasses import replace
 
 from moh_lm.cli.parser import Parser
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, flag
 from moh_lm.flags import add_config_flags, config_of, parse_flags
 from moh_lm.quantities import at_least
 from tools.command import run
@@ -46,7 +46,13 @@ def parse_arguments(texts):
     arguments = parse_flags(parser, texts)
     if arguments.state and arguments.sample is None:
         raise ConfigError([f"--state {arguments.state}: goes with --sample; add it, or leave this flag out"])
+    if arguments.state and arguments.values:
+        raise ConfigError([f"--state {arguments.state}: has the flags of its run; leave out those of moh_lm.pretrain"])
     config = config_of(arguments)
+    planned = config.run.train_iters is not None and not (arguments.document or arguments.verify)
+    if arguments.values and arguments.sample is None and not planned:
+        used = "are used by --sample, or with a budget such as --train-tokens 1B"
+        raise ConfigError([f"{flag(next(iter(arguments.values)))}: flags of moh_lm.pretrain {used}; leave it out"])
     arguments.config = replace(config, data=replace(config.data, data_dir=arguments.directory))
     return arguments
 

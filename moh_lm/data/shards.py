@@ -50,8 +50,8 @@ def tokenizer_files(directory: str | Path) -> list[Path]:
 class ShardWriter:
     """Writes one shard: ``with ShardWriter(prefix, vocab_size) as shard: shard.add(ids); ...; shard.commit(facts)``.
 
-    Nothing appears under a final name before ``commit``; leaving the block without it leaves no file. An older sidecar
-    is removed first, so that at no moment a sidecar describes other bytes.
+    Nothing appears under a final name before ``commit``; leaving the block without it leaves an older shard as it was.
+    Then an older sidecar is removed first, so that at no moment a sidecar describes other bytes.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int):
@@ -63,7 +63,6 @@ class ShardWriter:
         self.description = files.Description()
 
     def __enter__(self):
-        files.beside(self.prefix, ".json").unlink(missing_ok=True)
         self.temporary = files.temporary_name(files.beside(self.prefix, ".bin"))
         self.file = open(self.temporary, "wb")  # noqa: SIM115 (closed by __exit__)
         return self
@@ -105,6 +104,7 @@ class ShardWriter:
             "bin": self.description.facts(),
             "idx": files.Description(index).facts(),
         }
+        files.beside(self.prefix, ".json").unlink(missing_ok=True)
         os.replace(self.temporary, files.beside(self.prefix, ".bin"))
         files.publish(files.beside(self.prefix, ".idx"), index)
         files.publish(files.beside(self.prefix, ".json"), files.seal(files.json_bytes(sidecar)))

@@ -21,7 +21,8 @@ def output_of_rows(layer, x, gates, selected, documents):
     x = gather_sequence(x, layer.group)  # [s, b, d]
     documents = layer.sees(documents, x, "cpu_sparse")
     by_rows = layer.own_keys and not layer.key_runs and layer.k_proj.weight.shape == layer.q_proj.weight.shape
-    groups = first = layer.heads.num_leading  # key/value heads of shared heads alone, and their query heads
+    # Key/value heads of shared heads alone, and their query heads. Runs differ between ranks, and q_norm is collective.
+    groups = first = 0 if layer.key_runs else layer.heads.num_leading
     if not by_rows:
         key, value, table = layer.keys_and_values(x)
         groups = groups * key.shape[2] // gates.shape[2]

@@ -20,6 +20,8 @@ class FrozenWeights:
         for parameter in parameters:
             if not parameter.requires_grad:
                 start, weight = self.owned(parameter)
+                if hasattr(parameter, "ds_tensor"):
+                    parameter.ds_tensor.detach()[len(weight) :] = 0  # ZeRO-3 pads with what the memory held
                 self.masters[parameter] = start, weight if weight.dtype == torch.float32 else weight.float().cpu()
 
     def owned(self, parameter):

@@ -36,6 +36,9 @@ def image_problems(config, world_size):
     if run.samples and run.sampling_steps > most:
         given = f"--sampling-steps {run.sampling_steps}"
         found.append(f"{given}: the model has {most} --diffusion-steps; give at most so many")
+    if config.optimizer.train_only != "all" and run.ema_decay:
+        given = f"--train-only {config.optimizer.train_only}"
+        found.append(f"{given}: the average of frozen weights would be lost; give --ema-decay 0, or train all")
     if run.samples and config.kind == "dit":
         found += guidance_problems(model, run.cfg_scale)
     return found

@@ -67,8 +67,8 @@ class ImagePlace(NamedTuple):
             with open(self.file, "rb") as file:
                 file.seek(self.start)
                 image = Image.open(io.BytesIO(file.read(self.size)))
-            if image.mode == "F":
-                raise ValueError("its pixels are floating-point numbers of any range")
+            if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
+                raise ValueError("its pixels are numbers of any range")
             if image.mode.startswith("I"):  # 16 bits; Pillow would cut off what is above 255
                 pixels = np.asarray(image)
                 if pixels.min() < 0 or pixels.max() >= 2**16:
@@ -96,7 +96,7 @@ class Images:
         self.in_tar = os.path.isfile(path)
         files, links = tar_files(self.path) if self.in_tar else (folder_files(self.path), [])
         self.notes = [
-            f"{path}: {len(links)} symbolic links are left out, such as {link}; pack with tar -h" for link in links[:1]
+            f"{path}: {len(links)} links are left out, such as {link}; pack with tar -h" for link in links[:1]
         ]
         files = sorted(entry for entry in files if is_image(entry[0]))
         if not any("/" in entry[0] for entry in files):
@@ -125,16 +125,23 @@ class Images:
 
 
 def folder_files(path):
-    """(name, 0, -1) of all files below a directory; a link that leads back up is not followed. Raises ConfigError."""
+    """(name, 0, -1) of all files below a directory. Raises ConfigError.
+
+    A link is not followed if it leads back up, or to a folder in which the walk is already.
+    """
+    walked = {path: set()}  # the folders above each that is to come
     for folder, folders, names in os.walk(path, onerror=refuse_folder, followlinks=True):
         here, real = os.path.realpath(folder), {name: os.path.realpath(os.path.join(folder, name)) for name in folders}
-        folders[:] = [name for name in folders if os.path.commonpath((here, real[name])) != real[name]]
+        above = walked.pop(folder) | {here}
+        up = {name for name in folders if os.path.commonpath((here, real[name])) == real[name]}
+        folders[:] = [name for name in folders if name not in up and real[name] not in above]
+        walked |= {os.path.join(folder, name): above for name in folders}
         inside = folder[len(path) :].strip("/")
         yield from ((os.path.join(inside, name), 0, -1) for name in names)
 
 
 def tar_files(path):
-    """(name, first byte, bytes) of all files in a tar, and the names of symbolic links.
+    """(name, first byte, bytes) of all files in a tar, and the names of links that name no file before them.
 
     Of a name that is there twice, the last counts as when unpacked.
     """
@@ -143,15 +150,21 @@ def tar_files(path):
         with tarfile.open(path, "r:") as tar:
             for file in tar:
                 name = unpacked(file.name)
+                if file.issparse():
+                    raise tarfile.ReadError(f"{name} is stored with holes; pack without --sparse")
                 if file.isfile():
                     spans[name] = file.offset_data, file.size
                 elif file.islnk() and (other := unpacked(file.linkname)) in spans:  # of a file before it
                     spans[name] = spans[other]
-                elif file.issym():
+                elif file.issym() or file.islnk():
                     links.append(name)
             tar.fileobj.seek(tar.offset)
-            if tar.fileobj.read(tarfile.BLOCKSIZE).strip(tarfile.NUL):  # tarfile takes a damaged header for the end
+            end = tar.fileobj.read(tarfile.BLOCKSIZE)
+            if len(end) < tarfile.BLOCKSIZE or end.strip(tarfile.NUL):  # tarfile takes a damaged header for the end
                 raise tarfile.ReadError(f"damaged or cut off at byte {tar.offset}")
+            while rest := tar.fileobj.read(1 << 20):
+                if rest.strip(tarfile.NUL):
+                    raise tarfile.ReadError("something follows its end, such as another tar")
     except tarfile.ReadError as error:
         text = f"is no whole tar without compression ({error}); give one, or a directory"
         raise ConfigError([f"{path}: {text}"]) from error

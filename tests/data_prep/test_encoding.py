@@ -16,6 +16,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from data_prep import segment_cache
 from data_prep.encoding import BATCH, CHECKED, Tokenizer
+from data_prep.output import check_model_file
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
@@ -306,6 +307,18 @@ def test_a_directory_stands_for_its_tokenizer_model_and_keeps_no_other_tokenizer
         tokenize(given, tmp_path / "out", f"a={tmp_path}/a.jsonl")
         assert {path.name for path in (tmp_path / "out").glob("tokenizer*")} == names
         shutil.rmtree(tmp_path / "out/a")
+
+
+def test_files_of_another_tokenizer_are_not_replaced_where_there_are_no_shards(tmp_path, capsys):
+    directory, model = hugging_face_tokenizer(tmp_path / "hf", "bytes"), train_model(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(TEXTS))
+    before = {path: path.read_bytes() for path in directory.iterdir()}
+    with pytest.raises(AssertionError, match="hf: has tokenizer.json, of another tokenizer"):
+        tokenize(model, directory, f"a={tmp_path}/a.jsonl")
+    assert {path: path.read_bytes() for path in directory.iterdir()} == before
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
+    with pytest.raises(ConfigError, match="out/tokenizer.model: is the tokenizer of the shards in its directory"):
+        check_model_file(tmp_path / "out/tokenizer.model")
 
 
 def test_what_is_no_usable_tokenizer_of_hugging_face_is_refused(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from data_prep.documents import documents
-from data_prep.inputs import recognized_sources
+from data_prep.inputs import NO_DATA, recognized_sources
 from moh_lm.config import ConfigError
 from moh_lm.data.shards import read_manifest
 from tests.tokenizing import ROOT, decoded, shards, tokenize, train_model
@@ -338,6 +338,13 @@ def test_documentation_hidden_and_empty_files_are_left_out_aloud(model, tmp_path
     (tmp_path / "in/x.jsonl").unlink()
     _, stderr = tokenize(model, tmp_path / "none", recognize=tmp_path / "in", code=2)
     assert f"--recognize {tmp_path}/in: holds no file with data" in stderr and not (tmp_path / "none").exists()
+
+
+def test_data_in_a_folder_or_file_that_is_called_state_or_licence_is_data():
+    for name in ("a/state/data.jsonl", "license.jsonl", "readme/x.parquet", "state.jsonl.gz"):
+        assert not NO_DATA.search(name)
+    for name in ("README", "a/readme.md", "LICENSE.txt", "state.json", ".cache/x.jsonl", "urls/x.txt"):
+        assert NO_DATA.search(name)
 
 
 def test_only_chooses_among_what_is_found_and_says_what_is_not(model, tmp_path, capsys):

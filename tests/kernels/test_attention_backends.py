@@ -95,7 +95,12 @@ def test_two_tensor_parallel_ranks_with_a_sparse_backend_compute_the_dense_model
 
 @pytest.mark.parametrize(
     "name, heads, key_value_heads, world_size, backend",
-    [("paper", 8, 1, 2, "cpu_sparse"), ("paper", 12, 2, 4, "dense"), ("own keys", 8, 2, 4, "cpu_sparse")],
+    [
+        ("paper", 8, 1, 2, "cpu_sparse"),
+        ("paper", 16, 2, 4, "dense"),
+        ("paper", 16, 2, 4, "cpu_sparse"),
+        ("own keys", 8, 2, 4, "cpu_sparse"),
+    ],
 )
 def test_fewer_key_value_heads_than_ranks_are_held_by_all_of_them(name, heads, key_value_heads, world_size, backend):
     expected = compute(name, "dense", heads, key_value_heads)

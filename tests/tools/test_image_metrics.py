@@ -12,9 +12,20 @@ from tools import evaluate_vision
 pytest.importorskip("torch_fidelity", reason="the extra fid is not installed")
 
 from moh_lm.vision import packages  # noqa: E402, F401 - before torch-fidelity
+from tools.work import image_metrics  # noqa: E402
 
 # isort: split
 from torch_fidelity import feature_extractor_inceptionv3 as inception  # noqa: E402
+
+
+def test_a_directory_of_pngs_is_read_as_images_are_in_training(tmp_path):
+    (tmp_path / "there").mkdir()
+    deep = np.full((8, 8), 200 * 257, dtype=np.uint16)  # 16 bits
+    for name in [*(f"{number}.png" for number in range(9)), "a.PNG", "there/b.png"]:
+        Image.fromarray(deep).save(tmp_path / name)
+    (tmp_path / "link").symlink_to("there")
+    images = image_metrics.Pictures("--samples", tmp_path)
+    assert len(images) == 12 and all((image == 200).all() for image in images)
 
 
 @pytest.fixture(scope="module")

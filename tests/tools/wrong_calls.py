@@ -178,6 +178,9 @@ TOOLS = {
         DATA --document evn:0 | --document evn:0: write SOURCE:N, such as even:0
         DATA --document even:9999 | --document even:9999: source even has 120 documents
         DATA --verify --sample 0 | --sample: excludes --verify
+        DATA --seq-length 32 | --seq-length: flags of moh_lm.pretrain are used by --sample, or with a budget
+        DATA --verify --train-iters 9 | --train-iters: flags of moh_lm.pretrain are used by --sample
+        DATA --sample 0 --state x --seed 7 | --state x: has the flags of its run; leave out those of
         DATA --document even:0 --sample 0 | --sample: excludes --document
         DATA --state imported/state.json | --state imported/state.json: goes with --sample; add it, or leave
         DATA --verfy | flag --verfy is unknown: did you mean --verify?

@@ -6,6 +6,7 @@ The storage of every weight that is given up is filled with NaN first, so that n
 
 import functools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import moh_lm.training.engine
 from moh_lm.model.transformer import compile_layers
+from moh_lm.training.frozen import FrozenWeights
 from tests.distributed import run_ranks
 from tests.training.test_training import arguments, losses, parameters, rows, run
 
@@ -102,3 +104,10 @@ def test_what_pads_weights_that_the_ranks_do_not_divide_reaches_no_number(data_d
     run_ranks(run_with_memory_full_of_nan, 3, arguments(data_dir, tmp_path / "three", *flags, "--zero-stage", "3"))
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     assert [row["skipped_steps"] for row in rows(tmp_path / "three") if "loss" in row] == [0, 0]
+
+
+def test_what_pads_a_frozen_weight_is_no_difference_between_replicas():
+    parts = torch.full((4,), 7.0)  # of which three are the weight's
+    weight = Mock(requires_grad=False, ds_tensor=parts, ds_numel=3, partition_numel=lambda: 4)
+    (part,) = FrozenWeights([weight], group=None).masters.values()
+    assert part[1].tolist() == [7, 7, 7] and parts.tolist() == [7, 7, 7, 0]

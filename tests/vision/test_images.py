@@ -5,6 +5,7 @@ import io
 import os
 import random
 import shutil
+import subprocess
 import tarfile
 from dataclasses import replace
 from unittest.mock import Mock
@@ -238,7 +239,7 @@ def test_symbolic_links_of_a_tar_are_told_and_a_name_written_in_two_ways_is_one_
         tar.add(tmp_path / "train", arcname="./train")
         tar.add(folder / "fox/20.png", arcname="train/cat/03.png")
     images = open_images(training(tmp_path / "images.tar"))
-    left_out = "1 symbolic links are left out, such as train/dog/link.png; pack with tar -h"
+    left_out = "1 links are left out, such as train/dog/link.png; pack with tar -h"
     assert images.notes == [f"{tmp_path}/images.tar: {left_out}"] and images.num_images == 21
     assert Images(tmp_path / "images.tar").place(3).read(3).tobytes() == Images(folder).place(20).read(3).tobytes()
 
@@ -249,8 +250,12 @@ def test_a_tar_that_was_cut_off_or_cannot_be_read_is_refused(folder, tmp_path, m
         tar.add(folder, arcname="train")
         header, data = [(file.offset, file.offset_data) for file in tar if file.isfile()][-1]
     whole = path.read_bytes()
-    for end in (header + 100, data + 10):
-        path.write_bytes(whole[:end])
+    (tmp_path / "holes").mkdir()
+    with open(tmp_path / "holes/a.bmp", "wb") as file:
+        file.truncate(1 << 20)
+    subprocess.run(["tar", "--sparse", "-cf", path, "-C", tmp_path, "holes"], check=True)
+    for tar in (path.read_bytes(), whole + whole, *(whole[:end] for end in (header, header + 100, data + 10))):
+        path.write_bytes(tar)
         with pytest.raises(ConfigError, match="images.tar: is no whole tar without compression"):
             Images(path)
     monkeypatch.setattr(tarfile, "open", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
@@ -273,6 +278,11 @@ def test_a_link_to_a_folder_is_a_class_and_one_that_leads_back_is_none(folder, t
     (tmp_path / "train/vixen").symlink_to(tmp_path / "train/fox")
     images = Images(tmp_path / "train")
     assert images.classes == ["cat", "dog", "fox", "vixen"] and len(images.labels) == 28
+    (tmp_path / "train/cat/all").unlink()
+    for one, other in (("cat", "dog"), ("dog", "cat")):  # to each other
+        (tmp_path / f"train/{one}/link").symlink_to(f"../{other}")
+    cats, dogs = (len(list(folder.glob(f"{name}/*.png"))) for name in ("cat", "dog"))
+    assert len(Images(tmp_path / "train").labels) == 28 + cats + dogs
 
 
 def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch):
@@ -286,6 +296,13 @@ def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch):
     monkeypatch.setattr(os, "scandir", closed)
     with pytest.raises(ConfigError, match="dog: this folder cannot be read .permission denied.; make it readable"):
         Images(folder)
+
+
+def test_pixels_of_any_range_are_refused(tmp_path):
+    for number, kind in enumerate((np.float32, np.int32)):
+        Image.fromarray(np.full((16, 16), 200, dtype=kind)).save(tmp_path / f"{number}.tif")
+        with pytest.raises(ShardError, match="its pixels are numbers of any range"):
+            ImagePlace(str(tmp_path / f"{number}.tif"), "", 0, -1).read(3)
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "CMYK", "RGBA", "I;16", "1"])

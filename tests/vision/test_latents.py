@@ -102,6 +102,11 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
     assert not (place / "stopped" / "latents.partial").exists()
     assert encode_latents.main(call(place, **flags)) == 0
     assert capsys.readouterr().out.endswith("is complete: 6 images\n")
+    np.save(place / "stopped" / "latents.npy", np.load(place / "fp32" / "latents.npy")[:4])
+    for facts in ((place / "stopped" / "latents.json").read_text(), "[]"):
+        (place / "stopped" / "latents.json").write_text(facts)
+        assert encode_latents.main(call(place, **flags)) == 2
+        assert "stopped: is damaged (" in capsys.readouterr().err
 
 
 def test_latents_that_do_not_fit_on_the_disk_are_refused_before_any_is_made(place, monkeypatch, capsys):

@@ -211,6 +211,7 @@ WRONG = {
     "vit --epochs 1 --dense-warmup-iters 9": "--dense-warmup-iters 9: the mixture would never be trained",
     "dit --sampling-steps 60": "--sampling-steps 60: the model has 50 --diffusion-steps; give at most so many",
     "dit --class-dropout 0": "--cfg-scale 4: guidance compares with images of no class, which --class-dropout 0 never",
+    "dit --train-only router --ema-decay 0.9": "--train-only router: the average of frozen weights would be lost; give",
     "dit --ema-decay 1": "--ema-decay 1: must be at least 0 and below 1, such as 0.9999",
 }
 

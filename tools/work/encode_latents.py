@@ -13,6 +13,7 @@ import torch
 from diffusers import AutoencoderKL
 from tqdm import tqdm
 
+from data_prep.output import only_run
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, read_json, sha256_of, write_json
 from moh_lm.vision.images import Images
@@ -39,6 +40,11 @@ def run(arguments):
         "vae": directory_hash(arguments.vae),
     }
     output.mkdir(parents=True, exist_ok=True)
+    with only_run(output):
+        encode_all(images, vae, output, facts, arguments)
+
+
+def encode_all(images, vae, output, facts, arguments):
     done = images_done(output, facts)
     if done is None:
         print(f"{output} is complete: {facts['images']:,} images")
@@ -87,8 +93,13 @@ def images_done(output, facts):
     """How many images an earlier start has encoded; None: all. Raises ConfigError if it was of something else."""
     for name in (FACTS, PARTIAL):
         if (output / name).exists():
-            found = read_json(output / name)
-            done = found.pop("done", None)
+            try:
+                found = read_json(output / name)
+                done = found.pop("done", None)
+                if len(np.load(output / LATENTS, mmap_mode="r")) != found["images"]:
+                    raise ValueError(f"{LATENTS} has another number of images")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError([f"--output {output}: is damaged ({error}); remove it, to encode again"]) from error
             if found != facts:
                 other = ", ".join(key for key in facts if found.get(key) != facts[key])
                 raise ConfigError([f"--output {output}: has latents of other {other}; give another directory"])

@@ -1,14 +1,16 @@
 """How near drawn images are to real ones, by the features of Inception: what torch-fidelity computes."""
 
 import contextlib
+import os
 import zipfile
 
 import numpy as np
 import torch
-from PIL import Image
 
 from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError
 from moh_lm.vision import packages  # noqa: F401 - before torch-fidelity
+from moh_lm.vision.images import ImagePlace, folder_files
 from tools.work.import_vision import read
 
 # isort: split
@@ -27,7 +29,7 @@ class Pictures(torch.utils.data.Dataset):
     def __init__(self, flag, path):
         self.flag = flag
         try:
-            self.images = sorted(path.rglob("*.png")) if path.is_dir() else np.load(path)["arr_0"]
+            self.images = pngs(path) if path.is_dir() else np.load(path)["arr_0"]
         except (OSError, ValueError, KeyError, EOFError, TypeError, IndexError, zipfile.BadZipFile) as error:
             raise ConfigError([f"{flag} {path}: no .npz with arr_0 and no directory of PNGs ({error})"]) from error
         if len(self.images) < FEWEST:
@@ -43,10 +45,16 @@ class Pictures(torch.utils.data.Dataset):
         image = self.images[index]
         if not isinstance(image, np.ndarray):
             try:
-                image = np.asarray(Image.open(image).convert("RGB"))
-            except Exception as error:  # a damaged file may raise anything
-                raise ConfigError([f"{self.flag} {image}: cannot be read as an image; remove or restore it"]) from error
+                image = np.asarray(ImagePlace(image, "", 0, -1).read(3))
+            except ShardError as error:
+                raise ConfigError([f"{self.flag} {error}"]) from error
         return torch.from_numpy(image.copy()).permute(2, 0, 1)
+
+
+def pngs(directory):
+    """Paths of the PNGs below a directory, sorted."""
+    names = sorted(name for name, *_ in folder_files(str(directory)) if name.lower().endswith(".png"))
+    return [os.path.join(directory, name) for name in names]
 
 
 def compare(arguments, device):

@@ -43,6 +43,8 @@ def inspect(arguments, config):
         ]
         return {"samples": samples}, []
     sources, problems = open_directory(arguments.directory)
+    if arguments.document and problems:
+        return {}, problems  # a number would be that of another document
     if arguments.document:
         decode = decoder(arguments)
         return {"documents": [read_document(sources, text, decode) for text in arguments.document]}, problems
