@@ -121,6 +121,8 @@ def idle_flags(given, config):
     run, spikes = config.run, config.reliability.spike_sigmas
     idle = {"--schedule cosine": ["decay_shape"] if config.optimizer.schedule == "cosine" else []}
     idle["a run without --spike-sigmas"] = [] if spikes else ["on_spike"]
+    turns = "rotary" in getattr(config.model, "position", ("rotary",))
+    idle["a model without rotary positions"] = [] if turns else ["rope_theta"]
     idle["a run without --sample-prompts"] = [] if run.sample_prompts else ["sample_tokens"]
     if used is None:
         form, top_p = config.model.heads.routing, config.model.heads.routing_top_p

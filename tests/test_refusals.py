@@ -104,6 +104,15 @@ def test_a_refusal_is_one_line_with_the_value_and_the_remedy(flags, capsys, monk
     assert all(part in problem for part in REFUSALS[flags]), problem
 
 
+def test_widths_that_need_not_be_even_are_taken_where_nothing_turns():
+    for flags in (
+        "--hidden-size 50 --num-attention-heads 4 --head-dim 12",
+        "--head-dims 3 5 4 4 --num-attention-heads 4 --position none",
+        "--attention latent --head-dim 6 --num-attention-heads 4 --position none",
+    ):
+        assert model_problems(parse(*flags.split()).model) == [], flags
+
+
 def test_a_share_of_features_that_is_no_number_is_refused_beside_widths_of_heads():
     model = parse(*"--head-dims 16 32 --num-attention-heads 2 --rotary-fraction nan".split()).model
     assert "--rotary-fraction nan: must be above 0 and at most 1, such as 0.5" in model_problems(model)

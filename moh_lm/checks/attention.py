@@ -63,7 +63,7 @@ def latent_problems(model):
             if getattr(model, key) is not None
         ]
     found = below(model, 1, *sizes)
-    if model.qk_rope_head_dim and model.qk_rope_head_dim % 2:
+    if "rotary" in model.position and model.qk_rope_head_dim and model.qk_rope_head_dim % 2:
         found.append(f"--qk-rope-head-dim {model.qk_rope_head_dim}: features turn in pairs; choose an even number")
     others = (
         ("--num-key-value-heads", model.num_key_value_heads, model.num_attention_heads, "heads share no keys"),
@@ -86,7 +86,8 @@ def width_problems(model):
     found = [
         f"{given} {width}: the first {turned} of its features would turn, in pairs; choose an even number, 2 or above"
         for width in sorted({*widths})
-        if 0 < model.rotary_fraction <= 1 and ((turned := int(width * model.rotary_fraction)) < 2 or turned % 2)
+        if "rotary" in model.position and 0 < model.rotary_fraction <= 1
+        if (turned := int(width * model.rotary_fraction)) < 2 or turned % 2
     ]
     others = (
         ("--head-dim", model.head_dim, max(widths), "it is the widest"),

@@ -16,12 +16,12 @@ def model_problems(model):
     heads = max(model.head_counts)
     turns = "rotary" in model.position and model.attention != "latent"  # whose features are checked below
     turned = (model.rotary_dim or 0) * model.rotary_fraction
-    if model.hidden_size % heads and model.head_dim == model.hidden_size // heads:
-        found.append(
+    if model.head_dim is None:
+        return [
             f"--num-attention-heads {heads}: does not divide --hidden-size {model.hidden_size}; "
             f"choose one of {divisors(model.hidden_size, 64)}, or give --head-dim"
-        )
-    elif model.head_dim < 1 or (turns and (turned < 2 or turned // 1 % 2)):
+        ]
+    if model.head_dim < 1 or (turns and (turned < 2 or turned // 1 % 2)):
         share = f" and --rotary-fraction {model.rotary_fraction:g}" * (model.rotary_fraction != 1)
         found.append(f"--head-dim {model.head_dim}{share}: rotary embeddings pair features; choose an even number")
     found += attention.latent_problems(model) + attention.width_problems(model) + attention.position_problems(model)

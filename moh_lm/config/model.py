@@ -82,7 +82,7 @@ class ModelConfig(HeadsOfLayers):
             object.__setattr__(self, "head_dim", max(self.head_dims))
         if self.base_width is None:
             object.__setattr__(self, "base_width", self.hidden_size)
-        if self.head_dim is None and heads > 0:
+        if self.head_dim is None and heads > 0 and self.hidden_size % heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
         if self.attention == "latent" and self.head_dim:
             for key, default in (("kv_lora_rank", 4 * self.head_dim), ("qk_rope_head_dim", self.head_dim // 2)):

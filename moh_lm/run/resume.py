@@ -126,7 +126,7 @@ def refuse_changes(step, saved, before, config, dataset):
         changes = [*of_data(config, before), *dataset.changes(saved["data"], saved["consumed_samples"])]
         found += [f"{change} (--allow-data-change goes on all the same)" for change in changes]
     trained_only = before["train_only"], config.optimizer.train_only
-    was_muon = before["optimizer"] == "muon" and trained_only != ("router", "router")
+    was_muon = before["optimizer"] == "muon" and trained_only == ("all", "all")  # else moments begin anew
     if saved["step"] and was_muon and config.optimizer.optimizer != "muon":
         found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
     if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:

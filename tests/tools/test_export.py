@@ -117,6 +117,14 @@ def test_a_missing_second_stage_is_said_of_a_form_that_could_have_it(routing, sa
     assert f"| routing | {routing}" in text and ("without a1 and a2" in text) == said
 
 
+def test_the_log_is_found_from_among_the_checkpoints(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints" / "step-9").mkdir(parents=True)
+    row = {"step": 9, "loss": 3.25, "source_loss": {"a": 3.25}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.chdir(tmp_path / "checkpoints")
+    assert "3.25" in model_card.loss_facts(Path("step-9"), 9)
+
+
 def test_the_model_card_has_the_facts_of_the_run(run, tokenizer, tmp_path, export, without_transformers):
     shutil.copytree(run, tmp_path / "run")
     rows = [

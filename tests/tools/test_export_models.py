@@ -162,6 +162,13 @@ def test_a_letter_that_was_added_to_a_tokenizer_is_no_padding(tmp_path):
     (directory / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "out").mkdir()
     assert write_tokenizer(directory, tmp_path / "out", 64)["pad"] == 0  # <unk>, a special token
+    chat = json.dumps(content).replace("<unk>", "<|im_start|>")
+    (directory / "tokenizer.json").write_text(chat)
+    assert "pad" not in write_tokenizer(directory, tmp_path / "out", 64)  # a marker that texts have
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "unk_token": settings["eos_token"]}))
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    assert write_tokenizer(directory, tmp_path / "out", 64)["pad"] == 0  # and not EOS, which GPT-2 has for unknown text
 
 
 def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16_with_more_norms_and_a_base_width(tmp_path, export):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.checkpoint.saver import Saver, find_step
-from moh_lm.config import ConfigError, flag
+from moh_lm.config import Config, ConfigError, flag
 from moh_lm.flags import config_of, make_parser, parse_flags
 from moh_lm.run import program as runs
 from moh_lm.run.directory import make_run_directory
@@ -221,6 +221,8 @@ def test_a_run_of_the_other_kind_is_no_run_to_go_on_with(images):
         config = parsed(kind, arguments(kind, images, whole(other, images)))
         assert f"holds a run of moh_lm.vision {other}; use that command" in contradictions(config)[0]
         assert contradictions(parsed(other, arguments(other, images, whole(other, images)))) == []
+        with pytest.raises(ConfigError, match=f"is of a run of moh_lm.vision {other}; give one of moh_lm.pretrain"):
+            Config.load(whole(other, images) / "config.json")
 
 
 def test_a_classifier_is_not_judged_by_folders_of_other_names(images, tmp_path, capsys):

@@ -1,9 +1,11 @@
 """A tokenizer of Hugging Face that a model was trained with -> the files of its export, equal in ids.
 
 As tools/hf/tokenizer_json.py has it: nothing is added to a text, special tokens that are spelled out in it stay text,
-and EOS is declared as BOS too.
+and EOS is declared as BOS too. Padding is the tokenizer's own, or the piece for unknown text, or a special token whose
+name says that it has no other use; else there is none.
 """
 
+import re
 from pathlib import Path
 
 from moh_lm.data.files import read_json
@@ -26,9 +28,10 @@ def write_tokenizer(step, directory, max_length):
         del tokens["pad"]
     added = tokenizer.get("added_tokens", [])  # letters too: those that are not special
     others = [token["content"] for token in added if token.get("special") and token["content"] != tokens["eos"]]
-    spare = tokens.get("unk") or next(iter(others), None)
-    if spare and spare != tokens["eos"]:
-        tokens.setdefault("pad", spare)
+    unused = [token for token in others if re.search("pad|unk|reserved|unused", token, re.IGNORECASE)]
+    spare = [token for token in (tokens.get("unk"), *unused) if token not in (None, tokens["eos"])]
+    if spare:
+        tokens.setdefault("pad", spare[0])
     adds_nothing = {"truncation": None, "padding": None, "post_processor": None}
     write_files(directory, {**tokenizer, **adds_nothing},
                 config_with({f"{name}_token": token for name, token in tokens.items()}, max_length))  # fmt: skip

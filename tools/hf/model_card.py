@@ -143,7 +143,8 @@ def data_facts(state, seq_length):
 
 def loss_facts(step, number):
     """The last training interval and the last evaluation up to step ``number`` in metrics.jsonl of the run."""
-    rows = [row for _, row in complete_rows(step.parent.parent / "metrics.jsonl") if row["step"] <= number]
+    log = step.resolve().parent.parent / "metrics.jsonl"
+    rows = [row for _, row in complete_rows(log) if row["step"] <= number]
     training = next((row for row in reversed(rows) if row.get("loss") is not None), None)
     evaluation = next((row for row in reversed(rows) if "evaluation" in row), None)
     if not training and not evaluation:
