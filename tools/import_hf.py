@@ -53,7 +53,7 @@ def parse_arguments(texts):
     add("--sample-tokens", type=quantity(1024), default=16384, metavar="N", help="read of it (default: 16K)")
     add("--extend-vocab", type=at_least(1), metavar="N", help="rows of the vocabulary, old and new")
     add("--tokenizer", type=Path, metavar="MODEL", help="of the data to come (default: the model's, if there is one)")
-    add("--old-tokenizer", type=Path, metavar="MODEL", help="of the model, to spell new tokens (default: the same)")
+    add("--old-tokenizer", type=Path, metavar="MODEL", help="of the model, to spell new tokens (default: its own)")
     add("--seed", type=at_least(0), default=1234, metavar="N", help="of routers and new rows (default: %(default)s)")
     add("--dry-run", action="store_true", help="print what would be read and written, and exit")
     return parser.parse_args(texts)

@@ -39,7 +39,7 @@ class Config:
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     presets, preset = SIZES, staticmethod(preset)
-    of_presets = "sizes, gates, batch, budget and rate that no other flag gives"
+    of_presets = "sizes, numbers of heads, batch, budget and rate that no other flag gives"
     program, unit = "moh_lm.pretrain", "nats per token"  # of its command, and of its losses
     about = "Pretrain a Mixture-of-Head language model. The scripts in launch/ hold the paper's values."
     refused = ()  # fields that this kind of model does not know: --help leaves them out
