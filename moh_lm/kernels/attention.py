@@ -31,9 +31,7 @@ try:
 except ModuleNotFoundError:
     triton_attention = None  # no Triton on this machine; asked for by name, it is an error
 
-# Narrower heads are computed as wide as this on a CPU, in fp32. Without it, torch's fp32 kernel takes 1.2 times as long
-# with 12 features and 1.8 times with 10; its bf16 kernel 1.5 times at 256 tokens, 1.2 at 512 and 0.9 at 1,024.
-CPU_WIDTH = 16
+CPU_WIDTH = 16  # torch's fp32 kernel for CPUs takes longer for narrower heads: 1.2 times with 12, 1.8 times with 10
 
 
 def moh_attention(
@@ -89,13 +87,11 @@ def dense_heads(query, key, value, gates=None, documents=None, causal=True, own=
     mask, head_dim, width = None, query.shape[-1], value.shape[-1]
     if own is not None:
         query, key, value = with_marks(query, key, value, own)
-    dtype = query.dtype
-    if query.device.type == "cpu" and dtype != torch.float64 and query.shape[-1] < CPU_WIDTH:
+    if query.device.type == "cpu" and query.dtype == torch.float32 and query.shape[-1] < CPU_WIDTH:
         # features of zero change no score
-        query, key, value = (F.pad(part.float(), (0, CPU_WIDTH - part.shape[-1])) for part in (query, key, value))
+        query, key, value = (F.pad(part, (0, CPU_WIDTH - part.shape[-1])) for part in (query, key, value))
     if documents is not None:
         mask = document_mask(documents.starts) if documents.mask is None else documents.mask
-        mask = mask.to(query.dtype) if mask.is_floating_point() else mask
     repeats = query.shape[2] // key.shape[2]
     if repeats > 1 and query.is_cuda and (mask is not None or query.dtype == torch.float32):
         # no fused kernel but cuDNN's takes such masks with shared keys: the scores of all heads would be in memory
@@ -109,7 +105,7 @@ def dense_heads(query, key, value, gates=None, documents=None, causal=True, own=
         scale=head_dim**-0.5,
         enable_gqa=query.shape[2] != key.shape[2],
     )
-    context = context.permute(2, 0, 1, 3)[..., :width].to(dtype)  # [s, b, heads, width]
+    context = context.permute(2, 0, 1, 3)[..., :width]  # [s, b, heads, width]
     return context if gates is None else context * gates.unsqueeze(-1).to(context.dtype)
 
 

@@ -12,7 +12,7 @@ from moh_lm.kernels import attention, flex, varlen
 from moh_lm.kernels.attention import choose_backend, dense_heads, moh_attention
 from moh_lm.kernels.compaction import compact
 from moh_lm.kernels.cpu_sparse import SelectedRows, add_up
-from moh_lm.kernels.documents import Boundaries, boundaries, mean_keys, narrow
+from moh_lm.kernels.documents import boundaries, mean_keys, narrow
 from tests.attention_cases import (
     DOCUMENTS,
     ROUTINGS,
@@ -239,26 +239,14 @@ def test_sparse_results_in_lower_precision_stay_near_the_reference(dtype, tolera
     assert_all_close(got, expected, tolerance)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("head_dim", [3, 10, 16])
 @pytest.mark.parametrize("own_keys", [False, True])
-def test_narrow_heads_in_lower_precision_stay_near_the_reference(head_dim, own_keys, dtype, tolerance):
-    *tensors, upstream, selected = make_inputs(60, 2, 6, 3, head_dim, dtype=dtype)
+def test_narrow_heads_in_single_precision_stay_near_the_reference(head_dim, own_keys):
+    *tensors, upstream, selected = make_inputs(60, 2, 6, 3, head_dim, dtype=torch.float32)
     wide = [tensor.double() for tensor in (*tensors, upstream)]
     expected = with_gradients(lambda *t: reference(*t, selected, 2, own_keys=own_keys), *wide)
     got = with_gradients(lambda *t: moh_attention(*t, selected, 2, own_keys=own_keys), *tensors, upstream)
-    assert [tensor.dtype for tensor in got] == [dtype] * 5
-    assert_all_close(got, expected, tolerance)
-
-
-def test_narrow_heads_add_a_mask_of_scores_in_the_precision_of_the_others():
-    """As contextual positions do."""
-    query, key, value = torch.randn(3, 5, 2, 4, 6).bfloat16().unbind()
-    mask = torch.randn(2, 4, 5, 5).bfloat16()
-    got = dense_heads(query, key, value, documents=Boundaries(None, None, mask))
-    scores = torch.einsum("qbhe,kbhe->bhqk", query.double(), key.double()) / 6**0.5 + mask
-    expected = torch.einsum("bhqk,kbhe->qbhe", scores.softmax(-1), value.double())
-    torch.testing.assert_close(got.double(), expected, rtol=0.01, atol=0.01)
+    assert_all_close(got, expected, 2e-6)
 
 
 def test_values_of_latent_heads_keep_their_width():
