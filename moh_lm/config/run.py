@@ -119,7 +119,7 @@ class RunBase:
     gpu_hour_price: float | None = option(
         None, "price of an hour of one device, for what --dry-run and tools/plan.py estimate"
     )
-    wandb: str = option("", "project of Weights & Biases that gets the log too", metavar="PROJECT")
+    wandb: str = option("", "project of Weights & Biases that gets the log too")
     run_report: bool = option(True, "write report.html, a page on the run, when it is complete or stops")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")
     compile: bool = option(False, "have torch.compile make the kernels of each layer; the first step takes a minute")
