@@ -65,8 +65,15 @@ with socket.socket(socket.AF_UNIX) as server:
     request = repr((arguments, dict(os.environ), os.getcwd(), files)).encode()
     socket.send_fds(server, [len(request).to_bytes(8, "little")], files)
     server.sendall(request)
+
+    def pass_on(number, frame):
+        try:
+            server.sendall(bytes([number]))
+        except OSError:
+            pass  # the child has ended
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
+        signal.signal(number, pass_on)
     code = int.from_bytes(server.recv(4) or b"\\1", "little", signed=True)
 if code < 0:
     if code != -signal.SIGKILL:
