@@ -19,7 +19,7 @@ with documents, which it cannot mask) and CUDNN, as far as they run. benchmarks/
 ``unfused`` is attention in separate operations, against which the paper may have measured. The micro-batch is 1 on a
 CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch`` says another.
 
-With ``--save`` training goes by the figures of this machine from then on (moh_lm/kernels/break_even.py): its tiles, and
+With ``--save`` training goes by the figures of this machine from then on (moh_lm/kernels/choose.py): its tiles, and
 its layers, by which ``--attention-backend auto`` chooses. Nothing else should run meanwhile.
 """
 
@@ -45,13 +45,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.flags import SHAPES
 from benchmarks.timing import in_turns, ratio, set_up, stopwatch
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.kernels import break_even
-from moh_lm.kernels.attention import moh_attention
+from moh_lm.kernels import choose
 from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
-from moh_lm.kernels.documents import boundaries, narrow
+from moh_lm.kernels.gated_attention import moh_attention
+from moh_lm.kernels.masks import boundaries, narrow
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import RouterStatistics, attach_loss
-from moh_lm.run.heap import keep_freed_memory
+from moh_lm.supervise.malloc import keep_freed_memory
 
 TILE = 64
 PARTS = ("forward", "both")
@@ -69,7 +69,7 @@ def main(options):
     if device.type == "cpu":
         keep_freed_memory()  # as training does
     print(conditions := describe(device, dtype))
-    new = break_even.Measurement(*break_even.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
+    new = choose.Measurement(*choose.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
     if device.type == "cuda":
         from benchmarks.attention_gpu import check_and_tune
 
@@ -98,12 +98,12 @@ def main(options):
         rows = [[*row, *(round(min(value, NEVER), 3) for value in values)] for row, values in sorted(ratios.items())]
         if min(map(min, ratios.values())) > NEVER:
             sys.exit(f"--save: nothing is written, since no layer ran both by {sparse} and by a base (see above)")
-        break_even.save(new._replace(elements=min(elements), ratios=rows))
-        print(f"written to {break_even.FILE}")
+        choose.save(new._replace(elements=min(elements), ratios=rows))
+        print(f"written to {choose.FILE}")
 
 
 def make_documents(mean, length, batch, device):
-    """``Boundaries`` of documents that end after each token with a probability of 1 / mean."""
+    """``AttentionMask`` of documents that end after each token with a probability of 1 / mean."""
     if mean is None:
         return None
     token = torch.arange(length)
@@ -115,10 +115,10 @@ def make_documents(mean, length, batch, device):
 def describe(device, dtype):
     """The machine, the versions and the command."""
     if device.type == "cuda":
-        machine = f"{break_even.machine(device)}, cuDNN {torch.backends.cudnn.version()}"
+        machine = f"{choose.machine(device)}, cuDNN {torch.backends.cudnn.version()}"
     else:
         load = f"{torch.get_num_threads()} threads, load of the machine {os.getloadavg()[0]:.1f}"
-        machine = f"{break_even.machine(device)}, {os.cpu_count()} cores, {load}"
+        machine = f"{choose.machine(device)}, {os.cpu_count()} cores, {load}"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}"
     return f"{machine}; {versions}\n$ python {' '.join(sys.argv)}"
 

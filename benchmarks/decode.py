@@ -39,10 +39,10 @@ import torch.nn.functional as F
 from benchmarks.attention import budgets, describe
 from benchmarks.flags import SHAPES
 from benchmarks.timing import in_turns, ratio, recorded, seconds, set_up, stopwatch
-from moh_lm.kernels import decode
-from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
-from moh_lm.kernels.decode import decode_attention
-from moh_lm.model.own_cache import OwnKeys
+from moh_lm.inference import decode
+from moh_lm.inference.decode import decode_attention
+from moh_lm.inference.selected_kv_cache import SelectedKVCache
+from moh_lm.kernels.choose import TRITON_HEAD_DIMS
 from moh_lm.model.router import select
 
 CACHES_BYTES = 256 * 2**20  # more than a processor's cache, or an H200's of 50 MB
@@ -126,11 +126,11 @@ def contestants(shape, percents, inputs):
 
 
 def own_keys(shape, percent, unit, inputs, active, gates):
-    """The same from ``OwnKeys``; every token of a cache has a routing of its own."""
+    """The same from ``SelectedKVCache``; every token of a cache has a routing of its own."""
     query, caches, lengths = inputs
     _, _, kv_heads, head_dim = shape
     used, _ = route(shape, percent, int(lengths[0]), query.device, unit, seed=1)
-    kept = [OwnKeys(len(query), kv_heads, head_dim, query) for _ in caches]
+    kept = [SelectedKVCache(len(query), kv_heads, head_dim, query) for _ in caches]
     for own, cache in zip(kept, caches, strict=True):
         for row, (keys, values) in enumerate(zip(*cache, strict=True)):
             own.add(row, keys.transpose(0, 1), values.transpose(0, 1), used)

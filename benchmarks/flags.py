@@ -4,10 +4,10 @@ import os
 import sys
 from pathlib import Path
 
+from moh_lm.cli.command import device
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.quantities import above_0, at_least
-from tools.command import device
+from moh_lm.units import above_0, at_least
 
 SHAPES = {  # hidden size, query heads, key/value heads, head dimension
     "llm-s": (768, 12, 12, 64),

@@ -30,12 +30,12 @@ import torch
 from benchmarks.attention import budgets
 from benchmarks.flags import MODELS, checked
 from benchmarks.timing import seconds
+from moh_lm.cli.devices import usable_device
 from moh_lm.config import HeadsConfig, ModelConfig, raise_any
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.kernels.attention import choose_backend
+from moh_lm.kernels.gated_attention import choose_backend
 from moh_lm.model.transformer import CausalLM, compile_layers
-from moh_lm.run.heap import keep_freed_memory
-from tools.devices import usable_device
+from moh_lm.supervise.malloc import keep_freed_memory
 from tools.hf.keys import written
 
 VOCAB = {"tiny": 1024}

@@ -2,11 +2,11 @@
 
 import os
 
+from moh_lm.cli.command import output_path
 from moh_lm.cli.parser import Parser, nearest
 from moh_lm.config import ConfigError
 from moh_lm.flags import name_and_weight
-from moh_lm.quantities import at_least, quantity, real
-from tools.command import output_path
+from moh_lm.units import at_least, quantity, real
 
 
 def tokenize_flags(texts):

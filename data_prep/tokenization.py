@@ -64,7 +64,7 @@ def fill(output: Path, sources: dict[str, Source], tokenizer: Tokenizer, flags, 
         print(plan_line(name, source, [unit in finished for unit in units if unit.source == name]), flush=True)
 
     make_shards(units, finished, failures, flags, options)
-    absent = judge(units, finished, failures, flags)
+    absent = classify(units, finished, failures, flags)
     nothing = [output / unit.source / f"{unit.name}.json" for unit in units if unit.source in absent]
     incomplete = {unit.source for unit in units if unit not in finished} | {name for name in sources if failures[name]}
     doubled = data_directory.doubled_shards([path for path in replaced if path.parent.name in incomplete], finished)
@@ -156,7 +156,7 @@ def make_shards(units, finished, failures, flags, options):
         failures[""].append(f"{no_room}; {outlook(units, finished)}")
 
 
-def judge(units, finished, failures, flags) -> list[str]:
+def classify(units, finished, failures, flags) -> list[str]:
     """Enter in ``failures`` what is wrong with finished shards; returns the sources of which mixed files hold none."""
     for unit, sidecar in finished.items():
         if problem := too_many_bad(sidecar["dropped"], sidecar["documents"], flags.max_bad_fraction):

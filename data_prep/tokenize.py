@@ -17,7 +17,7 @@ if __name__ == "__main__":  # the root of the checkout, not this folder, whose t
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from data_prep.flags import extend_flags, tokenize_flags, train_flags
-from tools.command import run
+from moh_lm.cli.command import run
 
 COMMANDS = {
     "train": (train_flags, "data_prep.sentencepiece_training"),

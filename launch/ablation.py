@@ -18,10 +18,10 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.comparison import FLAGS, Size, Table, Variant, add_comparison_flags, read_flags
+from moh_lm.cli.command import GOES_ON, run
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.quantities import above_0, at_least
-from tools.command import GOES_ON, run
+from moh_lm.units import above_0, at_least
 
 COMMON = (
     "--hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "

@@ -17,9 +17,9 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from launch.atlas_forms import SIZES, TABLE, VARIANTS
 from launch.comparison import FLAGS, add_comparison_flags, read_flags
+from moh_lm.cli.command import GOES_ON, run
 from moh_lm.cli.parser import Parser
-from moh_lm.quantities import above_0
-from tools.command import GOES_ON, run
+from moh_lm.units import above_0
 
 
 def main(texts):

@@ -30,8 +30,8 @@ import zipfile
 from email import message_from_string
 
 from launch.quickstart_corpus import size, split_docstrings, write
+from moh_lm.cli import command
 from moh_lm.cli.parser import Parser
-from tools import command
 
 FAILURES = (OSError, RuntimeError)
 PACKAGES = Path(__file__).with_name("atlas_packages.txt")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from moh_lm.config import ConfigError, flag, raise_any
 from moh_lm.flags import make_parser, parse_flags
-from moh_lm.quantities import above_0, at_least
+from moh_lm.units import above_0, at_least
 
 FLAGS = "and the flags of python -m moh_lm.pretrain --help, which win over those of the table"  # the end of --help
 TUNING_SEED = 0  # chooses learning rates, so it takes no part in the comparison

@@ -26,9 +26,9 @@ import tokenize
 
 import zstandard
 
+from moh_lm.cli import command
 from moh_lm.cli.parser import Parser
 from moh_lm.data.files import publish
-from tools import command
 
 FAILURES = OSError
 FILES = {"topics": "topics.jsonl", "docstrings": "docstrings.jsonl.zst", "library": "library.json.gz"}

@@ -13,8 +13,8 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from moh_lm.cli.command import run
 from moh_lm.cli.parser import Parser
-from tools.command import run
 
 
 def main(texts):

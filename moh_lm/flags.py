@@ -15,7 +15,7 @@ import yaml
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.cli.parser import Parser, nearest
 from moh_lm.config import BUDGETS, SPREAD, TWO_STAGE, Config, ConfigError, HeadsConfig, flag, raise_any, walk
-from moh_lm.quantities import duration, integer, quantity, real, words, wrapped
+from moh_lm.units import duration, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
 ROUTER_ONLY = ("router_learning_rate_scale", "router_gradient_clipping")  # of the optimizer

@@ -12,7 +12,7 @@ import sys
 from moh_lm.cli.output import open_closed_streams
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import changes, make_parser, parse_flags
-from moh_lm.run.problems import tell
+from moh_lm.supervise.errors import report_errors
 
 
 def main(arguments=None, kind=Config, work="moh_lm.run.program"):
@@ -23,7 +23,7 @@ def main(arguments=None, kind=Config, work="moh_lm.run.program"):
         given = parse_flags(make_parser(kind), arguments, kind)
         given.changes = functools.partial(changes, arguments, kind)
     except ConfigError as error:
-        tell(error.problems, program=kind.program)
+        report_errors(error.problems, program=kind.program)
         sys.exit(2)
     importlib.import_module(work).main(given)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from moh_lm.kernels.documents import boundaries, narrow
+from moh_lm.kernels.masks import boundaries, narrow
 
 
 def reference(query, key, value, gates, selected, num_shared=0, lengths=None, window=0, own_keys=False):
@@ -115,7 +115,7 @@ DOCUMENTS = {  # name -> lengths of the documents of each sequence, in turn; wha
 
 
 def make_boundaries(lengths, length, batch, masked=False, window=0):
-    """``Boundaries`` of sequences with documents of these ``lengths``, a list for each sequence in turn, or None, seen
+    """``AttentionMask`` of sequences with documents of these ``lengths``, a list for each in turn, or None, seen
     through a ``window``."""
     if window:
         documents = lengths and make_boundaries(lengths, length, batch)

@@ -15,9 +15,9 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from moh_lm.cli.command import GOES_ON, output_path, run
 from moh_lm.cli.parser import Parser
-from moh_lm.quantities import at_least
-from tools.command import GOES_ON, output_path, run
+from moh_lm.units import at_least
 
 
 def main(texts):

@@ -20,10 +20,10 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 import re
 
+from moh_lm.cli.command import device, output_path, run
 from moh_lm.cli.parser import Parser
 from moh_lm.config import raise_any
-from moh_lm.quantities import at_least
-from tools.command import device, output_path, run
+from moh_lm.units import at_least
 from tools.tasks.flags import add_task_flags, task_problems
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from moh_lm.cli.command import output_path, run
 from moh_lm.cli.parser import Parser
 from moh_lm.config import raise_any
-from tools.command import output_path, run
 from tools.tasks.flags import add_task_flags, task_problems
 
 

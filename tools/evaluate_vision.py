@@ -20,10 +20,10 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from moh_lm.cli.command import device, run
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.quantities import at_least
-from tools.command import device, run
+from moh_lm.units import at_least
 
 INCEPTION = "github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
 

@@ -19,8 +19,8 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import re
 from decimal import Decimal
 
+from moh_lm.cli.command import output_path, run
 from moh_lm.cli.parser import Parser
-from tools.command import output_path, run
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

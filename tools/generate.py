@@ -4,8 +4,8 @@
     python tools/generate.py --model DIR --prompt A --prompt B ... --temperature 0.8 --top-p 0.95 --seed 1
     python tools/generate.py --model DIR < FILE                 the file is the prompt
 
-The model is the trainer's own with a key/value cache (moh_lm/model/generation.py). Text goes to standard output, tokens
-per second to standard error. --json prints an object for each prompt instead.
+The model is the trainer's own with a key/value cache (moh_lm/inference/generate.py). Text goes to standard output,
+tokens per second to standard error. --json prints an object for each prompt instead.
 
 Exit codes: 0; 2 an argument has to be mended.
 """
@@ -18,10 +18,10 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 import math
 
+from moh_lm.cli.command import device, run
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
-from moh_lm.quantities import at_least, integer, share
-from tools.command import device, run
+from moh_lm.units import at_least, integer, share
 
 
 def main(texts):

@@ -20,11 +20,11 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from dataclasses import fields
 
+from moh_lm.cli.command import output_path, run
 from moh_lm.cli.parser import Parser
 from moh_lm.config import HeadsConfig, flag
 from moh_lm.flags import is_list, placeholder
-from moh_lm.quantities import at_least, quantity
-from tools.command import output_path, run
+from moh_lm.units import at_least, quantity
 
 
 def main(texts):

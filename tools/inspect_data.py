@@ -17,11 +17,11 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 import signal
 from dataclasses import replace
 
+from moh_lm.cli.command import run
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, flag
 from moh_lm.flags import add_config_flags, config_of, parse_flags
-from moh_lm.quantities import at_least
-from tools.command import run
+from moh_lm.units import at_least
 
 USAGE = "%(prog)s DIR [flags]"
 

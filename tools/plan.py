@@ -25,10 +25,10 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from moh_lm.cli.command import run
 from moh_lm.cli.parser import Parser
 from moh_lm.flags import add_config_flags, config_of, parse_flags
-from moh_lm.quantities import above_0, at_least, share
-from tools.command import run
+from moh_lm.units import above_0, at_least, share
 
 
 def main(texts):

@@ -29,7 +29,7 @@ from launch.work.results import (
     told_apart,
 )
 from moh_lm.cost.memory import parameter_counts
-from moh_lm.model.routing import is_causal
+from moh_lm.model.gates import is_causal
 
 DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
 

@@ -15,8 +15,8 @@ from statistics import mean, stdev
 
 from moh_lm.config import Config
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.model.routing import is_causal
-from moh_lm.monitor.journal import complete_rows
+from moh_lm.model.gates import is_causal
+from moh_lm.monitor.events import complete_rows
 
 # 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
 STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)

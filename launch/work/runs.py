@@ -18,7 +18,7 @@ import torch
 
 from launch.work.results import events, final_evaluation
 from moh_lm.config import Config, ConfigError
-from moh_lm.run.directory import lock_run_directory
+from moh_lm.supervise.run_directory import lock_run_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped

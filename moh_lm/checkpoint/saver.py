@@ -36,7 +36,7 @@ from moh_lm.checkpoint.writing import Writing, describe_failure, free_bytes, ran
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush
 from moh_lm.data.shards import tokenizer_files
-from moh_lm.parallel.agreement import by_rank_0, from_all_ranks, problems_of_all_ranks, together
+from moh_lm.parallel.consensus import all_ranks_or_raise, from_all_ranks, on_rank_zero, problems_of_all_ranks
 
 FILE_OVERHEAD = 1 << 20  # bytes that a rank's files may take besides its tensors and the tokenizer, generously
 
@@ -197,7 +197,7 @@ class Saver:
     def newest(self):
         """Words for what there is to go on from."""
         try:
-            steps = by_rank_0(lambda: [str(step) for step in list_steps(self.directory)])
+            steps = on_rank_zero(lambda: [str(step) for step in list_steps(self.directory)])
         except ConfigError as error:
             return f"which checkpoints there are is not known: {error.problems[0]}"
         return f"the last checkpoint is {steps[0]}" if steps else "there is no checkpoint"
@@ -244,15 +244,15 @@ def check_space(directory, fragments, tokenizer):
     And unless every rank can write there.
     """
     need = needed_bytes(fragments, tokenizer)
-    steps, free = by_rank_0(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
+    steps, free = on_rank_zero(lambda: ([step.name for step in list_steps(directory)], free_bytes(directory)))
     copies = 1 if any(step != "step-0" for step in steps) else 2  # step 0 stays
     if free < copies * need:
         raise ConfigError([
             f"--checkpoint-dir {Path(directory).parent}: no space left: {free:,} bytes are free, and {copies} "
             f"checkpoints of {need:,} bytes need room; make room, or give a directory on a larger disk"
         ])
-    by_rank_0(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
-    together(lambda: write_a_byte(directory))
+    on_rank_zero(lambda: Path(directory).mkdir(parents=True, exist_ok=True))
+    all_ranks_or_raise(lambda: write_a_byte(directory))
 
 
 def write_a_byte(directory):

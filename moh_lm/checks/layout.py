@@ -4,7 +4,7 @@ import math
 
 from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
-from moh_lm.model.routing import is_causal
+from moh_lm.model.gates import is_causal
 
 
 def layout_problems(config, world_size):

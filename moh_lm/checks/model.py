@@ -5,7 +5,7 @@ import math
 from moh_lm.checks import attention
 from moh_lm.checks.ranges import below, divisors
 from moh_lm.config import flag
-from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
+from moh_lm.model.gates import FORMS, gates_of_one, layer_gates
 
 
 def model_problems(model):

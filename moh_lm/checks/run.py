@@ -11,8 +11,8 @@ from moh_lm.checks.attention import length_problems
 from moh_lm.checks.ranges import below
 from moh_lm.config import OptimizerConfig, RunConfig, flag
 from moh_lm.kernels import varlen
-from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
-from moh_lm.model.routing import FORMS
+from moh_lm.kernels.choose import TRITON_HEAD_DIMS
+from moh_lm.model.gates import FORMS
 
 YEAR = 365 * 86400  # seconds
 

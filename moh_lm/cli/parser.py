@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 from moh_lm.config import ConfigError, raise_any
-from moh_lm.quantities import integer, real
+from moh_lm.units import integer, real
 
 
 class Parser(argparse.ArgumentParser):

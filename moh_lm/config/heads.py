@@ -167,7 +167,7 @@ class RoutedLayer(NamedTuple):
         return self.by_sign or self.top_p is not None
 
     @property
-    def fair_share(self):
+    def uniform_load(self):
         """The share of the tokens that each routed expert has if all have the same; 0 without routed experts."""
         return self.num_active / self.num_routed if self.num_routed else 0.0
 

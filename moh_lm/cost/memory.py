@@ -14,12 +14,12 @@ from itertools import pairwise
 
 import torch
 
+from moh_lm.build import attention_kind
 from moh_lm.cost.flops import block_matrices
-from moh_lm.model.attention_kinds import attention_kind
 from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM, DecoderLayer
-from moh_lm.parallel.context import keys_of_ranks, order_of_ranks
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
+from moh_lm.parallel.ulysses import keys_of_ranks, order_of_ranks
 from moh_lm.training.deepspeed_config import REDUCE_BUCKET
 
 
@@ -78,7 +78,7 @@ def stage_memory(config, world_size):
         in_flight = min(pp - stage, micro_batches)  # 1F1B: what stage 0 has started before its first backward pass
         share = model.position.count("cope") / model.num_layers  # with --recompute one such layer decides
         counted = run.seq_length * (share > 0 if run.recompute else share)
-        layer_bytes = tokens * DecoderLayer.kept_bytes(exchanged(model, tp, cp), width, tp, counted)
+        layer_bytes = tokens * DecoderLayer.activation_bytes(exchanged(model, tp, cp), width, tp, counted)
         input_bytes = tokens * width * model.hidden_size / tp
         kept = blocks * input_bytes * in_flight + layer_bytes if run.recompute else blocks * layer_bytes * in_flight
         is_last = stage == pp - 1

@@ -5,14 +5,14 @@ from itertools import groupby
 
 import torch
 
+from moh_lm.build import attention_kind
 from moh_lm.config import walk
 from moh_lm.cost.flops import LIKELY_MFU, flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
-from moh_lm.kernels.attention import choose_backend
-from moh_lm.kernels.break_even import machine, measurement
+from moh_lm.kernels.choose import machine, measurement
+from moh_lm.kernels.gated_attention import choose_backend
 from moh_lm.model.attention import share_of_scores
-from moh_lm.model.attention_kinds import attention_kind
-from moh_lm.quantities import by_layer, gibibytes, short, time_left, words, wrapped
+from moh_lm.units import by_layer, gibibytes, short, time_left, words, wrapped
 
 LARGEST_GPU = 288 * 2**30  # bytes of memory
 
@@ -46,7 +46,7 @@ def describe_configuration(config):
 
 
 def describe_model(model):
-    counts, keys = parameter_counts(model), attention_kind(model).keys_in_words(model)
+    counts, keys = parameter_counts(model), attention_kind(model).describe_kv(model)
     yield (
         f"model      {model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"{words(model.num_attention_heads)} heads x {describe_width(model)}, {keys}, "

@@ -16,7 +16,7 @@ earlier segment: the same shards, seed, sequence length and validation fraction.
 from collections.abc import Mapping
 
 from moh_lm.data.mixture import sample_counts
-from moh_lm.quantities import listing
+from moh_lm.units import listing
 
 ORDER = ("seed", "seq_length", "validation_fraction")  # what the windows of every source depend on
 NAMED = 3  # shards of a source that a sentence names

@@ -46,7 +46,7 @@ def compact(selected):
 
 def key_blocks(compaction, block_m, block_n, starts=None):
     """(begin, inner, full, end), int32 [b, heads, blocks]: the key blocks of ``block_n`` that ``block_m`` slots attend
-    to. starts: of ``Boundaries``, or None.
+    to. starts: of ``AttentionMask``, or None.
 
     Those in [inner, full) are visible to every selected row, the others of [begin, end) to some; no row: all are 0.
     """
@@ -68,7 +68,7 @@ def key_blocks(compaction, block_m, block_n, starts=None):
 
 def slot_blocks(compaction, block_m, block_n, ends=None):
     """How many blocks of ``block_m`` slots attend to every block of ``block_n`` keys, counted from the first such slot:
-    int32 [b, heads, key blocks]. ends: of ``Boundaries``, or None."""
+    int32 [b, heads, key blocks]. ends: of ``AttentionMask``, or None."""
     after = compaction.after
     first = 0
     if ends is not None:

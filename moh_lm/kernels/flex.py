@@ -50,7 +50,7 @@ def compiled(backend="inductor"):
 
 def block_mask(compaction, starts=None):
     """``BlockMask`` in which slots attend to the keys up to their position, from the start of their document on; the
-    sequence is a multiple of BLOCK. starts: of ``Boundaries``, or None."""
+    sequence is a multiple of BLOCK. starts: of ``AttentionMask``, or None."""
     # [b, heads, n], descending over the blocks with selected slots
     begin, inner, full, end = key_blocks(compaction, BLOCK, BLOCK, starts)
     positions, after = compaction

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 from torch.cuda import get_device_capability
 
-from moh_lm.kernels.break_even import TRITON_HEAD_DIMS, measured_tiles
+from moh_lm.kernels.choose import TRITON_HEAD_DIMS, measured_tiles
 from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel
 from moh_lm.kernels.triton_compaction import compact
 from moh_lm.kernels.triton_forward import forward_kernel
@@ -128,7 +128,7 @@ def head_sparse_attention(
 
     query: [s, b, heads, e]. key, value: [s, b, key_value_heads, e]. gates: fp32 [s, b, heads]. selected: [s, b, heads],
     bool or 0 and 1. context: H_i of the first heads [s, b, first, e], which share no keys with others; None: of no
-    head. starts, ends: of ``Boundaries``, or None. Only the first result has a gradient; those of ``query``, ``key``
+    head. starts, ends: of ``AttentionMask``, or None. Only the first result has a gradient; those of ``query``, ``key``
     and ``value`` are not written where the heads of ``context`` are.
     """
     check_runs(forward_kernel, query)

@@ -9,7 +9,7 @@ What differs from FlashAttention-2:
 2. Causality. Positions descend over the slots, and skip: the block that is not filled is the one with the fewest keys.
    Keys up to the position of the last row need no mask, those up to the position of the first row do; dK/dV ends at the
    last slot that is not before its keys.
-3. Documents and windows. ``starts`` and ``ends`` (``moh_lm.kernels.documents``) bound the keys and the slots from the
+3. Documents and windows. ``starts`` and ``ends`` (``moh_lm.kernels.masks``) bound the keys and the slots from the
    other side too. Keys that all rows see then lie between two masked ranges, which one loop takes together; a block
    with parts of several documents is masked throughout. Without, they are None, and nothing of this is compiled.
 4. Stores. The slots are a permutation of the sequence, so every row of ``out``, dQ and dGates is written once: results

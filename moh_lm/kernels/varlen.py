@@ -35,7 +35,7 @@ def stock_kernel():
 def varlen_heads(query, key, value, gates, used, documents=None):
     """g_i H_i [s, b, h, e], zero where a token does not use the head; see ``moh_attention``, with its own keys.
 
-    used: [s, b, h], bool or 0 and 1. documents: ``Boundaries`` without windows, or None.
+    used: [s, b, h], bool or 0 and 1. documents: ``AttentionMask`` without windows, or None.
     """
     length, _, heads, _ = query.shape
     rows = (used != 0).permute(1, 2, 0).flatten().nonzero()[:, 0]  # of [b, h, s]

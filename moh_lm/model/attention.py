@@ -11,7 +11,7 @@ generation and the tools that look at heads share:
 
 The layer answers for itself: what it costs, what it keeps for the backward pass, what a cache of it holds. It is tensor
 parallel by heads: every rank holds the same share of the shared and of the routed heads, so that none computes more
-than another. Files keep the canonical order, shared heads first; ``LocalHeads`` maps one to the other.
+than another. Files keep the canonical order, shared heads first; ``HeadPartition`` maps one to the other.
 
 Shapes: s sequence, b batch, tp tensor-parallel ranks, h query heads, kv key/value heads, d hidden size, e head
 dimension, E routed experts.
@@ -24,31 +24,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moh_lm.kernels.attention import choose_backend, moh_attention
-from moh_lm.kernels.documents import Boundaries, document_mask, mean_keys, narrow
-from moh_lm.model.attention_cost import AttentionCost
+from moh_lm.cost.attention import AttentionCost
+from moh_lm.extras.cpu_rows import output_of_rows
+from moh_lm.kernels.gated_attention import choose_backend, moh_attention
+from moh_lm.kernels.masks import AttentionMask, document_mask, mean_keys, narrow
 from moh_lm.model.positions import ContextualPositions
 from moh_lm.model.rotary import rotary_of
-from moh_lm.model.router import HeadRouter, Routed
-from moh_lm.model.row_path import output_of_rows
-from moh_lm.parallel.context import HeadExchange
+from moh_lm.model.router import HeadRouter, RouterOutput
 from moh_lm.parallel.groups import group_size
+from moh_lm.parallel.head_partition import HeadPartition
 from moh_lm.parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
-from moh_lm.parallel.local_heads import LocalHeads
 from moh_lm.parallel.mappings import gather_heads, gather_sequence, replicate
+from moh_lm.parallel.ulysses import UlyssesExchange
 
 
 class Projected(NamedTuple):
     """What tokens ask, are asked and bring. query: [s, b, h/tp, e], key and value [s, b, kv/tp, e], both at their
     positions. gates: [s, b, h/tp], or None for 1. selected: [s, b, h/tp], 0 or 1, the heads in use, or None for all.
-    routed: ``Routed``, or None."""
+    routed: ``RouterOutput``, or None."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     gates: torch.Tensor | None
     selected: torch.Tensor | None
-    routed: Routed | None
+    routed: RouterOutput | None
 
     def in_use(self):
         """The heads in use, bool [s, b, h/tp]."""
@@ -80,12 +80,12 @@ class Attention(AttentionCost, nn.Module):
         self.positions = positions or rotary_of(config, layer_index)
         self.causal = causal
         self.window = config.window[layer_index]
-        self.index, self.entropy = layer_index, None  # of moh_lm.training.windows, where it is measured
+        self.index, self.entropy = layer_index, None  # of moh_lm.extras.entropy_windows, where it is measured
         self.selection, self.own_keys = config.heads.head_selection, config.own_keys(layer_index)
         self.group = group
-        self.heads = LocalHeads(config.num_attention_heads, config.leading_heads(layer_index), group)
+        self.heads = HeadPartition(config.num_attention_heads, config.leading_heads(layer_index), group)
         local = config.num_attention_heads // group_size(group), self.heads.num_leading
-        self.exchange = HeadExchange(*local, context) if context else None
+        self.exchange = UlyssesExchange(*local, context) if context else None
         self.ranks = group_size(group) * (self.exchange.size if context else 1)  # that share a sequence
         self.num_leading = (self.exchange or self.heads).num_leading  # of the heads whose scores this rank makes
         cope = config.position[layer_index] == "cope"
@@ -105,7 +105,7 @@ class Attention(AttentionCost, nn.Module):
         d, e = config.hidden_size, self.head_dim
         shared_by = config.num_attention_heads // config.num_key_value_heads
         few_keys = config.num_key_value_heads < group_size(self.group)  # every rank holds all of them
-        self.key_runs = self.heads.key_runs(shared_by) if few_keys else None
+        self.kv_replication = self.heads.kv_replication(shared_by) if few_keys else None
         keys = None if few_keys else self.heads.partition(0, e, queries_per_key=shared_by)
         self.q_proj = ColumnParallelLinear(d, config.num_attention_heads * e, init_std, self.heads.partition(0, e))
         self.k_proj = ColumnParallelLinear(d, config.num_key_value_heads * e, init_std, keys)
@@ -118,16 +118,16 @@ class Attention(AttentionCost, nn.Module):
         """The rows or columns of this rank's heads, in values and outputs; None on one rank."""
         return self.heads.partition(dim, self.head_dim)
 
-    def forward(self, x, documents=None, recall=None):
-        """x: [s/tp, b, d], normalised -> [s/tp, b, d], and the ``Routed`` of the router, or None.
+    def forward(self, x, documents=None, replay=None):
+        """x: [s/tp, b, d], normalised -> [s/tp, b, d], and the ``RouterOutput`` of the router, or None.
 
-        documents: ``Boundaries`` that no token sees beyond, or None. recall: ``Recall``, or None.
+        documents: ``AttentionMask`` that no token sees beyond, or None. replay: ``SelectionReplay``, or None.
         """
         backend = self.chosen_backend(x)
         if backend == "cpu_sparse" and self.selects_first and not self.rests() and self.entropy is None:
-            gates, selected, routed = self.route(x, recall)
+            gates, selected, routed = self.route(x, replay)
             return output_of_rows(self, x, gates, selected, documents), routed
-        projected = self.project(x, recall=recall, needs_selection=self.own_keys or backend != "dense")
+        projected = self.project(x, replay=replay, needs_selection=self.own_keys or backend != "dense")
         if self.exchange is None:
             return self.output(self.attend(projected, documents, backend)), projected.routed
         attended = self.attend(self.whole_sequences(projected), documents, backend)
@@ -154,7 +154,7 @@ class Attention(AttentionCost, nn.Module):
         gates, selected = (*per_head, None, None)[:2]
         return Projected(query, key, value, gates, selected, projected.routed)
 
-    def project(self, x, positions=None, length=None, recall=None, needs_selection=True):
+    def project(self, x, positions=None, length=None, replay=None, needs_selection=True):
         """``Projected`` of x [s/tp, b, d], normalised.
 
         positions: int64 [s] or [1, b], all below ``length``; None: 0 to s - 1. Without ``needs_selection`` the heads
@@ -162,7 +162,7 @@ class Attention(AttentionCost, nn.Module):
         """
         gates = selected = routed = None
         if self.router is not None and not self.reads_queries:
-            gates, selected, routed = self.route(x, recall, needs_selection)
+            gates, selected, routed = self.route(x, replay, needs_selection)
         x = gather_sequence(x, self.group)  # [s, b, d], or with context parallelism [s/cp, b, d]
         if self.exchange and positions is None:
             first, length = self.exchange.context.rank() * len(x), self.exchange.size * len(x)
@@ -173,15 +173,15 @@ class Attention(AttentionCost, nn.Module):
             gates = selected = self.static_gates(query)
         elif self.reads_queries:
             norms = self.heads.in_canonical_order(gather_heads(self.router.norms(query), self.group))  # [s, b, h]
-            gates, routed = self.router(x, recall, norms)
+            gates, routed = self.router(x, replay, norms)
             gates = self.heads.take(gates)  # [s, b, h/tp]
             if routed is not None and self.router.layer.num_routed:
                 selected = self.heads.take(self.router.heads_in_use(routed.selection))
         return Projected(self.turned(query, table), key, value, gates, selected, routed)
 
-    def route(self, x, recall, needs_selection=True):
-        """Gates [s, b, h/tp], heads in use [s, b, h/tp] or None for all, and ``Routed``, by weights of the router."""
-        gates, routed = self.router(x, recall)  # [s/tp, b, h]
+    def route(self, x, replay, needs_selection=True):
+        """Gates [s, b, h/tp], heads in use [s, b, h/tp] or None for all, and ``RouterOutput``, by the router."""
+        gates, routed = self.router(x, replay)  # [s/tp, b, h]
         gates, selected = self.heads.take(gather_sequence(gates, self.group)), None
         if routed is not None and needs_selection and self.router.layer.num_routed:
             selection = gather_sequence(routed.selection, self.group)  # [s, b, E]
@@ -199,13 +199,14 @@ class Attention(AttentionCost, nn.Module):
     def keys_and_values(self, x, positions=None, length=None):
         """Keys at their positions and values [s, b, kv/tp, e] of x [s, b, d], and the table of the positions.
 
-        With fewer key/value heads than ranks there is one for each of ``key_runs``, or for each query head.
+        With fewer key/value heads than ranks there is one for each of ``kv_replication``, or for each query head.
         """
-        product = self.whole if self.key_runs else None  # the ranks use the same weight for other heads
+        product = self.whole if self.kv_replication else None  # the ranks use the same weight for other heads
         key, value = (self.split_heads(project(x, product)) for project in (self.k_proj, self.v_proj))
-        if self.key_runs:
+        if self.kv_replication:
+            runs = self.kv_replication
             key, value = (
-                torch.cat([part[:, :, key : key + 1].expand(-1, -1, count, -1) for key, count in self.key_runs], dim=2)
+                torch.cat([part[:, :, key : key + 1].expand(-1, -1, count, -1) for key, count in runs], dim=2)
                 for part in (key, value)
             )
         table = self.positions.table(length or x.shape[0], x.dtype, x.device, positions)
@@ -216,7 +217,7 @@ class Attention(AttentionCost, nn.Module):
         return F.linear(x, replicate(weight, self.group))
 
     def attend(self, projected, documents=None, backend="dense"):
-        """g_i H_i of every head: [s, b, h/tp, e]. documents: ``Boundaries``, or None. backend: any but ``auto``."""
+        """g_i H_i of every head: [s, b, h/tp, e]. documents: ``AttentionMask``, or None. backend: any but ``auto``."""
         seen = self.sees(documents, projected.query, backend, projected.key)
         if self.entropy is not None and self.training:
             self.entropy += entropy_sums(projected.query, projected.key, seen)
@@ -224,7 +225,7 @@ class Attention(AttentionCost, nn.Module):
         return moh_attention(*projected[:5], self.num_leading, seen, backend, self.causal, own_keys)
 
     def sees(self, documents, x, backend, key=None):
-        """``Boundaries`` of what tokens x [s, b, ...] see of ``documents`` in the window of the layer, or None.
+        """``AttentionMask`` of what tokens x [s, b, ...] see of ``documents`` in the window of the layer, or None.
 
         Where positions are counted, x is their queries, and the mask what is added to the scores.
         """
@@ -265,10 +266,10 @@ class Attention(AttentionCost, nn.Module):
 def entropy_sums(query, key, seen):
     """Entropies of the attention weights of all queries and heads, in nats: their sum and their number, float64 [2].
 
-    query: [s, b, h, e], key: [s, b, k, e]. seen: ``Boundaries``, or None. A sequence at a time.
+    query: [s, b, h, e], key: [s, b, k, e]. seen: ``AttentionMask``, or None. A sequence at a time.
     """
     wide, total = torch.promote_types(query.dtype, torch.float32), query.new_zeros((), dtype=torch.float64)
-    seen = seen or Boundaries(query.new_zeros(1, len(query)), None, None)
+    seen = seen or AttentionMask(query.new_zeros(1, len(query)), None, None)
     masks = document_mask(seen.starts) if seen.mask is None else seen.mask
     key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
     for row in range(query.shape[1]):

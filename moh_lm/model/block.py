@@ -6,12 +6,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moh_lm.model.balance import attach_loss
-from moh_lm.model.router import Recall
+from moh_lm.model.router import SelectionReplay
 
 
 class RoutedBlock(nn.Module):
-    """Subclasses have ``router()``, a ``HeadRouter`` or None, and ``block``(x, *arguments, recall) on x [s, b, d]. It
-    gives the output and a ``Routed`` or None. recall: a ``Recall``, or None.
+    """Subclasses have ``router()``, a ``HeadRouter`` or None, and ``block``(x, *arguments, replay) on x [s, b, d]. It
+    gives the output and a ``RouterOutput`` or None. replay: a ``SelectionReplay``, or None.
 
     ``recompute`` keeps the input of the layer only and computes the rest again in the backward pass, except for the
     selection of heads: it is kept, so that rounding can never select others the second time.
@@ -32,13 +32,13 @@ class RoutedBlock(nn.Module):
     def recomputed(self, x, arguments):
         """``run`` under a checkpoint: its second pass uses the selection of the first."""
         router = self.router()
-        recall = None if router is None else router.no_recall(x)
+        replay = None if router is None else router.no_replay(x)
 
         def run_and_remember(x):
-            nonlocal recall
-            x, routed = self.run(self, x, *arguments, recall)
+            nonlocal replay
+            x, routed = self.run(self, x, *arguments, replay)
             if routed is not None:
-                recall = Recall(routed.selection.new_ones((), dtype=torch.bool), routed.selection)
+                replay = SelectionReplay(routed.selection.new_ones((), dtype=torch.bool), routed.selection)
             return x, routed
 
         return checkpoint(run_and_remember, x, use_reentrant=False, preserve_rng_state=False)

@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 
-from moh_lm.kernels.documents import Documents
+from moh_lm.kernels.masks import Documents
 from moh_lm.model.positions import LearnedPositions
 from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, FinalNorm, initialize, loss_terms
 from moh_lm.parallel.cross_entropy import linear_cross_entropy

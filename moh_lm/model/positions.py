@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moh_lm.kernels.documents import Boundaries, document_mask
+from moh_lm.kernels.masks import AttentionMask, document_mask
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import make_parameter
 from moh_lm.parallel.mappings import replicate
 
 
 class ContextualPositions(nn.Module):
-    """What the positions of keys add to the scores of a layer. heads: its ``LocalHeads``. exchange: its
-    ``HeadExchange``, or None."""
+    """What the positions of keys add to the scores of a layer. heads: its ``HeadPartition``. exchange: its
+    ``UlyssesExchange``, or None."""
 
     def __init__(self, config, init_std, heads, exchange=None):
         super().__init__()
@@ -49,9 +49,9 @@ class ContextualPositions(nn.Module):
         return added.masked_fill(~visible, -torch.inf).to(query.dtype)
 
     def narrow(self, query, key, seen):
-        """``seen``, ``Boundaries`` or None, with what is added to the scores as the mask. query: [s, b, h, e], key:
+        """``seen``, ``AttentionMask`` or None, with what is added to the scores as the mask. query: [s, b, h, e], key:
         [s, b, k, e]."""
-        seen = seen or Boundaries(query.new_zeros(1, len(query)), None, None)
+        seen = seen or AttentionMask(query.new_zeros(1, len(query)), None, None)
         visible = document_mask(seen.starts) if seen.mask is None else seen.mask
         return seen._replace(mask=self(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), visible))
 

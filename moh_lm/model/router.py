@@ -2,7 +2,7 @@
 
 The first n_s experts are shared: every token uses them. Of the E others a token uses the K with the largest scores;
 equal scores: the lower index first. What the scores are and how they become gates is the routing form's
-(moh_lm/model/routing.py, Eq. 5, 6, 9, 10). The balance loss is in moh_lm/model/balance.py (Eq. 7, 8).
+(moh_lm/model/gates.py, Eq. 5, 6, 9, 10). The balance loss is in moh_lm/model/balance.py (Eq. 7, 8).
 
 Some things go beyond the paper. With ``routing_unit`` key_value_group the r heads that share a key/value head are one
 expert, and the gate of a group is that of each of its heads. With ``routing_top_p`` P, K is only the most: a token
@@ -31,7 +31,7 @@ from torch import nn
 
 from moh_lm.kernels.wide_linear import wide_linear
 from moh_lm.model.balance import RouterStatistics, balance_loss, make_rows
-from moh_lm.model.routing import FORMS
+from moh_lm.model.gates import FORMS
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import make_parameter
 from moh_lm.parallel.mappings import replicate
@@ -40,7 +40,7 @@ WEIGHTS = ("w_shared", "w_routed", "w_type")
 BIAS = "bias_steps"  # n: counts, so that neither a precision nor an order of sums can change the selection
 
 
-class Routed(NamedTuple):
+class RouterOutput(NamedTuple):
     """What a router says besides the gates: the loss, a scalar whose terms add up over the tp ranks; the rows of
     moh_lm/model/balance.py, [b, 4 + E]; the selection of routed experts, 0 or 1 [s/tp, b, E]."""
 
@@ -49,7 +49,7 @@ class Routed(NamedTuple):
     selection: torch.Tensor
 
 
-class Recall(NamedTuple):
+class SelectionReplay(NamedTuple):
     """The selection of an earlier pass over the same tokens, [s/tp, b, E], to be used where ``use``, a bool scalar.
 
     A pass that computes activations again must not select other heads because of its rounding. Both passes are one
@@ -101,11 +101,11 @@ class HeadRouter(nn.Module):
             parameter = make_parameter((rows, config.hidden_size), deviation) if rows else None
             self.register_parameter(name, parameter)
 
-    def forward(self, x, recall=None, query_norms=None):
-        """Gates [s/tp, b, h], fp32 or wider, and a ``Routed``; None in its place while the router rests.
+    def forward(self, x, replay=None, query_norms=None):
+        """Gates [s/tp, b, h], fp32 or wider, and a ``RouterOutput``; None in its place while the router rests.
 
         x: [s/tp, b, d], the normalised input of the attention layer. query_norms: [s, b, h], for forms that read
-        queries. recall: a ``Recall``.
+        queries. replay: a ``SelectionReplay``.
         """
         if self.resting:
             return self.gates_at_rest(x if query_norms is None else query_norms), None
@@ -119,7 +119,7 @@ class HeadRouter(nn.Module):
         if self.layer.num_routed == 0:
             return self.per_head(shared), self.nothing_routed(shared)
         probability = self.form.probability(scores)
-        selected = self.select(self.ranking(scores, probability), recall)  # [s/tp, b, E]
+        selected = self.select(self.ranking(scores, probability), replay)  # [s/tp, b, E]
         gates, a1 = self.form.routed_gates(scores, probability, selected), None
         if self.form.two_stage:
             a1, a2 = self.form.type_weights(kinds)
@@ -127,7 +127,7 @@ class HeadRouter(nn.Module):
         if self.layer.num_shared:
             gates = torch.cat((shared, gates), dim=-1)  # [s/tp, b, n]
         loss, rows = self.loss(scores, probability, selected, gates, a1)
-        return self.per_head(gates), Routed(loss, rows, selected)
+        return self.per_head(gates), RouterOutput(loss, rows, selected)
 
     def gates_at_rest(self, x):
         """1 for every head, [s/tp, b, h]. The weights get gradients of 0, which every engine understands."""
@@ -154,7 +154,7 @@ class HeadRouter(nn.Module):
         affinity = self.form.affinity(scores, probability)
         return affinity + self.bias_rate * self.bias_steps.to(affinity)
 
-    def select(self, ranking, recall):
+    def select(self, ranking, replay):
         if not self.form.causal:
             tokens = max(1, round(len(ranking) * self.layer.num_active / self.layer.num_routed))
             selected = select(ranking.transpose(0, -1), tokens).transpose(0, -1)
@@ -162,7 +162,7 @@ class HeadRouter(nn.Module):
             selected = (ranking > 0).to(ranking)
         else:
             selected = select(ranking, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)
-        return selected if recall is None else torch.where(*recall, selected)
+        return selected if replay is None else torch.where(*replay, selected)
 
     def loss(self, scores, probability, selected, gates, a1):
         """beta L_b + gamma H + zeta Z of this rank's tokens, [], and their rows."""
@@ -171,7 +171,7 @@ class HeadRouter(nn.Module):
         if self.scope == "global_batch":
             previous = self.statistics.previous_share
             if previous is None:
-                previous = selected.new_full((self.layer.num_routed,), self.layer.fair_share)
+                previous = selected.new_full((self.layer.num_routed,), self.layer.uniform_load)
         together = self.scope == "micro_batch"
         losses, selections = balance_loss(probability, selected, self.slices, previous, together)  # Eq. 7
         if self.form.balance_factor != 1:
@@ -186,10 +186,10 @@ class HeadRouter(nn.Module):
         return loss, make_rows(losses, a1, gates, selections, self.copies)
 
     def nothing_routed(self, gates):
-        """The ``Routed`` of a layer whose heads are all shared: no loss, and a row with the sums of its gates."""
+        """The ``RouterOutput`` of a layer whose heads are all shared: no loss, and a row with the sums of its gates."""
         selection = gates.new_zeros((*gates.shape[:2], 0))
         losses = gates.new_zeros(gates.shape[1])
-        return Routed(losses.sum(), make_rows(losses, None, gates, selection.sum(0), self.copies), selection)
+        return RouterOutput(losses.sum(), make_rows(losses, None, gates, selection.sum(0), self.copies), selection)
 
     def move_bias(self, counts):
         """Move the bias by its rate, up where the load is below the mean. counts: [E], selections of a whole step."""
@@ -201,12 +201,12 @@ class HeadRouter(nn.Module):
         dtype = torch.bfloat16 if self.ranked_in_bf16 else torch.promote_types(query.dtype, torch.float32)
         return query.to(dtype).norm(dim=-1)
 
-    def no_recall(self, x):
-        """The ``Recall`` of the first pass over x [s/tp, b, d]: nothing to recall yet."""
+    def no_replay(self, x):
+        """The ``SelectionReplay`` of the first pass over x [s/tp, b, d]: nothing to recall yet."""
         tokens = x.shape[0] * (group_size(self.group) if self.form.reads_queries else 1)
         shape = (tokens, x.shape[1], self.layer.num_routed)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return Recall(x.new_zeros((), dtype=torch.bool), x.new_zeros(shape, dtype=wide))
+        return SelectionReplay(x.new_zeros((), dtype=torch.bool), x.new_zeros(shape, dtype=wide))
 
     def per_head(self, experts):
         """What is said of experts [..., n], for each of their heads: [..., h]."""

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moh_lm.kernels.break_even import fastest
-from moh_lm.kernels.documents import Documents
-from moh_lm.model.attention_kinds import attention_kind
+from moh_lm.build import attention_kind
+from moh_lm.kernels.choose import fastest
+from moh_lm.kernels.masks import Documents
 from moh_lm.model.block import RoutedBlock
 from moh_lm.model.positions import LearnedPositions
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
@@ -52,7 +52,7 @@ class MLP(nn.Module):
         return 3 * config.hidden_size * config.intermediate_size
 
     @staticmethod
-    def kept_bytes(config, width, tp):
+    def activation_bytes(config, width, tp):
         """Bytes that autograd keeps for a token on one rank: the gathered input; of the rank's columns gate, up, silu
         and their product."""
         return width * (4 * config.intermediate_size / tp + config.hidden_size)
@@ -108,8 +108,8 @@ class DecoderLayer(RoutedBlock):
         return {kind: value + mlp for kind, value in attention.items()}
 
     @staticmethod
-    def kept_bytes(config, width, tp, counted=0):
-        """Bytes that autograd keeps for a token on one rank; width, counted: as of ``Attention.kept_bytes``.
+    def activation_bytes(config, width, tp, counted=0):
+        """Bytes that autograd keeps for a token on one rank; width, counted: as of ``Attention.activation_bytes``.
 
         Besides those of attention and MLP, of the slice of the sequence: the inputs of both norms in fp32, and
         normalised.
@@ -117,8 +117,8 @@ class DecoderLayer(RoutedBlock):
         norms = (2 * 4 + 2 * width) * config.hidden_size / tp
         kind = attention_kind(config)
         layers = [config.of_layer(layer) for layer in range(len(config.head_counts))]  # their mean
-        attention = sum(kind.kept_bytes(layer, width, tp, counted) for layer in layers) / len(layers)
-        return norms + attention + MLP.kept_bytes(config, width, tp)
+        attention = sum(kind.activation_bytes(layer, width, tp, counted) for layer in layers) / len(layers)
+        return norms + attention + MLP.activation_bytes(config, width, tp)
 
 
 class Decoder(nn.Module):

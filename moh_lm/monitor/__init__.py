@@ -1,1 +1,1 @@
-"""What a run says of itself: intervals, head load, log, boards, alarms, tasks, journal."""
+"""What a run says of itself: metrics, head load, log, writers, alarms, tasks, events."""

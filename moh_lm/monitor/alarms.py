@@ -37,7 +37,7 @@ class Alarms:
     def check(self, interval, figures, ranks=()):
         """[(text, facts for the journal)] of the alarms that begin, and of those that end, with ``interval``.
 
-        figures: of its heads, or None. ranks: ``waits_and_memory`` of moh_lm.monitor.interval.
+        figures: of its heads, or None. ranks: ``waits_and_memory`` of moh_lm.monitor.accumulator.
         """
         held = dict(self.dead_sources(interval))
         if interval.timed_tokens:

@@ -14,7 +14,7 @@ ALWAYS = 0.95  # a load that no token's choice explains any more, where all but 
 
 def fair_load(layer, load):
     """The load of each head if all had the same: load is that of each, [E]."""
-    return sum(load) / len(load) if layer.varies and len(load) else layer.fair_share
+    return sum(load) / len(load) if layer.varies and len(load) else layer.uniform_load
 
 
 def high_load(fair, high):
@@ -27,9 +27,9 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
     """{"layer": [number of each layer], "load": [[E] of each], "entropy", ..., "source_load"}.
 
     layers: ``RoutedLayer``s. sums: [sources, sum of (4 + E)], of ``RouterStatistics``, float64. sequences: [sources],
-    summed over, each of ``seq_length`` tokens. ``evenness`` and balance_loss are None in layers without routed heads,
-    a1 in those without the second stage. source_load: {source that was seen: [[E] of each layer]}, source_gate_rms:
-    {source that was seen: [of each layer]}.
+    summed over, each of ``seq_length`` tokens. ``load_evenness`` and balance_loss are None in layers without
+    routed heads, a1 in those without the second stage. source_load: {source that was seen: [[E] of each layer]},
+    source_gate_rms: {source that was seen: [of each layer]}.
     """
     figures, source_load, source_rms = {"layer": [layer.index for layer in layers]}, {}, {}
     parts = np.split(sums, np.cumsum([row_width(layer) for layer in layers])[:-1], axis=1)
@@ -41,7 +41,7 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
         in_use = tokens * layer.num_shared + counts.sum()  # gates that are not those of heads left out
         found = {
             "load": load.tolist(),
-            **evenness(layer, counts, load, high, parallel),
+            **load_evenness(layer, counts, load, high, parallel),
             "a1": float(a1 / tokens) or None,
             "balance_loss": float(balance / sum(sequences)) if layer.num_routed else None,
             "gate_mean": float(part[:, GATES].sum() / in_use),
@@ -60,7 +60,7 @@ def head_figures(layers, sums, names, sequences, seq_length, high, parallel):
     return figures | {"source_load": source_load, "source_gate_rms": source_rms}
 
 
-def evenness(layer, counts, load, high, parallel):
+def load_evenness(layer, counts, load, high, parallel):
     """How evenly the routed heads of a layer are used; None of a layer without any. counts, load: [E].
 
     tensor_parallel_imbalance and context_parallel_imbalance: with several such ranks only.

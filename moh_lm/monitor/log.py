@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 from moh_lm.data.files import write_json
-from moh_lm.monitor.boards import Boards
+from moh_lm.monitor.events import Rows
 from moh_lm.monitor.head_map import head_map
-from moh_lm.monitor.journal import Rows
-from moh_lm.monitor.row import bits_per_byte, finite, keep_rows, rounded
-from moh_lm.quantities import time_left, wrapped
+from moh_lm.monitor.record import bits_per_byte, finite, keep_rows, rounded
+from moh_lm.monitor.writers import Boards
+from moh_lm.units import time_left, wrapped
 
 SHOWN_HEADS = (
     "entropy", "unused", "overused", "a1", "balance_loss", "gate_mean", "gate_rms", "active_heads",
@@ -41,7 +41,7 @@ class RunLog:
         self.boards = Boards(directory, first_step, config.run.wandb, config.to_dict())
 
     def training(self, row, figures):
-        """Log an interval. row: ``training_row``. figures: ``head_figures``, or None."""
+        """Log an interval. row: ``training_record``. figures: ``head_figures``, or None."""
         step = row["step"]
         self.write(row)
         runtime = row["runtime"]

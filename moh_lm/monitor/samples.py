@@ -9,7 +9,7 @@ import re
 
 from moh_lm.config import ConfigError
 from moh_lm.data.tokenizer import continuation, read_model
-from moh_lm.model.routing import check_causal
+from moh_lm.model.gates import check_causal
 from moh_lm.monitor.tasks import labelled_rows
 from moh_lm.parallel.cross_entropy import MOST_LIKELY
 

@@ -24,7 +24,7 @@ import torch
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import sha256_of
 from moh_lm.data.loader import MicroBatch
-from moh_lm.model.routing import check_causal
+from moh_lm.model.gates import check_causal
 from moh_lm.parallel.cross_entropy import IGNORED
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from moh_lm.parallel.context import ContextGroups
+from moh_lm.parallel.ulysses import ContextGroups
 
 
 def group_size(group):

@@ -1,1 +1,1 @@
-"""The life of a run: launch, resume, watchdog."""
+"""The run: its program, loop, state, and resumption."""

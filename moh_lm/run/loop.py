@@ -14,20 +14,20 @@ from moh_lm.checkpoint.saver import Saver, check_space
 from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.loader import Loader
+from moh_lm.monitor.accumulator import MetricsAccumulator, waits_and_memory
 from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms
-from moh_lm.monitor.interval import Interval, waits_and_memory
-from moh_lm.monitor.journal import Journal
+from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.log import RunLog
+from moh_lm.monitor.record import training_record
 from moh_lm.monitor.report import report_run
-from moh_lm.monitor.row import training_row
 from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Tasks
-from moh_lm.parallel.agreement import by_rank_0, set_on_any_rank, together
+from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.run.directory import check_nodes
-from moh_lm.run.launch import say
 from moh_lm.run.resume import resume
 from moh_lm.run.state import RunState
+from moh_lm.supervise.processes import log_rank0
+from moh_lm.supervise.run_directory import check_nodes
 from moh_lm.training.engine import make_engine
 from moh_lm.training.guard import BadNumbers
 from moh_lm.training.incidents import report
@@ -46,7 +46,7 @@ def run_steps(kind, config, dataset, device, stop, watchdog):
     run = kind(config, dataset, device, stop, watchdog)
     if run.complete():
         iterations = config.run.train_iters
-        say(f"the run is complete: {run.state.step} of {iterations} steps are in {config.run.checkpoint_dir}")
+        log_rank0(f"the run is complete: {run.state.step} of {iterations} steps are in {config.run.checkpoint_dir}")
         return True
     run.prepare()
     while not run.complete() and not run.stopping:
@@ -58,7 +58,7 @@ def run_steps(kind, config, dataset, device, stop, watchdog):
 class Run:
     """One start of a run on this rank. ``state`` is where it stands, ``stopping`` whether it was asked to stop.
 
-    make_engine: of (config, groups, device, number of sources). flops: as of ``training_row``.
+    make_engine: of (config, groups, device, number of sources). flops: as of ``training_record``.
     """
 
     make_engine, flops = staticmethod(make_engine), staticmethod(flops_per_token)
@@ -78,9 +78,9 @@ class Run:
         self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # of each micro-batch
         watchdog.progress()
         watchdog.limit_groups()
-        self.interval = Interval(dataset.source_names, layers, device)
+        self.interval = MetricsAccumulator(dataset.source_names, layers, device)
         self.alarms = Alarms(config.alarms, layers, dataset.shares)
-        self.journal = Journal(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
+        self.journal = EventLog(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
         self.state = RunState(config, dataset, self.engine, self.interval, self.alarms)
         resume(self.state, self.journal, watchdog.progress)
         self.engine.begin(self.state.step)
@@ -104,7 +104,7 @@ class Run:
             progress=self.watchdog.progress,
         )
         first = dist.get_rank() == 0
-        self.log = together(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
+        self.log = all_ranks_or_raise(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
         if step == 0:
             self.evaluate()
             if self.log:
@@ -168,7 +168,7 @@ class Run:
             self.saver.finish()
             text = f"step {state.step}: {error}; {self.saver.newest()}"
             self.journal.add("failed", state.step)  # said when the rank ends
-            by_rank_0(self.report)  # the others wait: a rank that has left would be named as the cause
+            on_rank_zero(self.report)  # the others wait: a rank that has left would be named as the cause
             raise BadNumbers(text) from error
         self.interval.add(result, data_seconds, run.tokens_per_iteration, bad_sources)
         self.engine.begin(state.step)
@@ -185,7 +185,7 @@ class Run:
                 figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel)
             dataset, norm = self.state.dataset, result.grad_norm
             self.log.training(
-                training_row(config, dataset, interval, step, rate, norm, figures, ranks, self.device, self.flops),
+                training_record(config, dataset, interval, step, rate, norm, figures, ranks, self.device, self.flops),
                 figures,
             )
             for text, facts in self.alarms.check(interval, figures, ranks):

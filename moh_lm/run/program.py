@@ -20,16 +20,16 @@ from moh_lm.data.files import ShardError
 from moh_lm.flags import config_of, idle_flags, save_config
 from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Tasks
-from moh_lm.quantities import wrapped
-from moh_lm.run.directory import lock_run_directory, make_run_directory
-from moh_lm.run.launch import leave, refuse_foreign_launcher, start_process_group
 from moh_lm.run.loop import Run, run_steps
-from moh_lm.run.meeting import NotMet, refuse
-from moh_lm.run.problems import tell, tell_torchrun
 from moh_lm.run.resume import contradictions
-from moh_lm.run.stop import INTERRUPTED, StopRequest
-from moh_lm.run.watchdog import MARGIN, UNAVAILABLE, Watchdog
+from moh_lm.supervise.errors import report_errors, report_to_torchrun
+from moh_lm.supervise.processes import exit_process, refuse_foreign_launcher, start_process_group
+from moh_lm.supervise.rendezvous import RendezvousError, refuse
+from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
+from moh_lm.supervise.stop import INTERRUPTED, StopRequest
+from moh_lm.supervise.watchdog import MARGIN_S, UNAVAILABLE, Watchdog
 from moh_lm.training.guard import BadNumbers
+from moh_lm.units import wrapped
 
 COMPLETE, WRONG, BROKEN, NOT_WRITTEN, STOPPED = 0, 2, 70, 74, 75  # 70, 74, 75: EX_SOFTWARE, EX_IOERR, EX_TEMPFAIL
 
@@ -73,23 +73,23 @@ def work_on(given, work):
             print(f"wrote {given.save_config}", flush=True)
         if not dry_run:
             lock = lock_run_directory(config.run.checkpoint_dir) if rank == 0 else None  # noqa: F841 - held to the end
-            device = start_process_group(config.reliability.hang_timeout + MARGIN)
+            device = start_process_group(config.reliability.hang_timeout + MARGIN_S)
             code = COMPLETE if train(work.run, config, dataset, device) else STOPPED
     except ConfigError as error:
         code, problems, speaker = WRONG, error.problems, error.local_rank
-        alone = not (given.dry_run or dist.is_initialized() or isinstance(error, NotMet))
+        alone = not (given.dry_run or dist.is_initialized() or isinstance(error, RendezvousError))
     except (NonFiniteState, BadNumbers) as error:
         code, problems = BROKEN, str(error).splitlines()
     except CheckpointError as error:
         code, problems = NOT_WRITTEN, error.problems
     except KeyboardInterrupt:  # before the training, which stops by itself
         code = INTERRUPTED
-    tell(problems, speaker, given.kind.program)
+    report_errors(problems, speaker, given.kind.program)
     if alone:
         refuse()
     if code == STOPPED:
-        tell_torchrun(["stopped as asked; the same command goes on"])
-    leave(code, together=code in (COMPLETE, STOPPED))
+        report_to_torchrun(["stopped as asked; the same command goes on"])
+    exit_process(code, together=code in (COMPLETE, STOPPED))
 
 
 def describe(work, given, config, dataset, world_size):
@@ -135,13 +135,13 @@ def train(run, config, dataset, device):
     except ShardError as error:  # found by the rank that reads there; the others see it leave
         remedy = "" if "; " in str(error) else "; restore the file"
         print(f"{config.program}: rank {dist.get_rank()}: {error}{remedy}", file=sys.stderr, flush=True)
-        leave(WRONG)
+        exit_process(WRONG)
     except Exception:
         trace = traceback.format_exc()
-        if watchdog.blame():  # then the trace would only show where this rank was waiting
-            leave(UNAVAILABLE)
+        if watchdog.report_unresponsive():  # then the trace would only show where this rank was waiting
+            exit_process(UNAVAILABLE)
         print(trace, file=sys.stderr, end="")
-        leave(1)
+        exit_process(1)
     finally:
         watchdog.stop()
 

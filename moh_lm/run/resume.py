@@ -22,13 +22,13 @@ from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.segments import tokens_read
 from moh_lm.data.shards import TOKENIZER_FILES
-from moh_lm.model.routing import gates_of_one
+from moh_lm.model.gates import gates_of_one
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
-from moh_lm.monitor.boards import first_drawn
-from moh_lm.monitor.row import last_step
-from moh_lm.parallel.agreement import by_rank_0, problems_of_all_ranks, together
-from moh_lm.run.launch import say
+from moh_lm.monitor.record import last_step
+from moh_lm.monitor.writers import first_drawn
+from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, problems_of_all_ranks
 from moh_lm.run.state import read_state
+from moh_lm.supervise.processes import log_rank0
 
 SPEED = (  # fields that change how many tokens a device computes in a second
     *(entry.name for _, entry in walk(ParallelConfig())), "micro_batch_size", "seq_length", "precision", "recompute",
@@ -42,32 +42,32 @@ def resume(state, journal, progress):
     progress: called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
     """
     config, directory = state.config, Path(state.config.run.checkpoint_dir)
-    by_rank_0(lambda: tidy(directory))
+    on_rank_zero(lambda: tidy(directory))
     step = sound_step(directory / "checkpoints", journal, progress)
     if step is None:
         return
-    saved = together(lambda: read_state(step))
-    before, now = together(lambda: type(config).load(step / "config.json")).to_dict(), config.to_dict()
+    saved = all_ranks_or_raise(lambda: read_state(step))
+    before, now = all_ranks_or_raise(lambda: type(config).load(step / "config.json")).to_dict(), config.to_dict()
     if config.run.window_strategy == "entropy":
         before["window"] = now["window"]  # where the windows of a run began; state.json has those of now
-    together(lambda: refuse_changes(step, saved, before, config, state.dataset))
+    all_ranks_or_raise(lambda: refuse_changes(step, saved, before, config, state.dataset))
     begins = saved["step"] == 0
     for key in now:
         if before[key] != now[key] and not begins:
-            say(f"resuming with another {key}: {now[key]} instead of {before[key]}")
+            log_rank0(f"resuming with another {key}: {now[key]} instead of {before[key]}")
     changes = differing(names_of(config.model), before, now)
     losses = {} if begins else differing(config.of_loss, before, now)
     for event, fields in (("routing changed", changes), ("loss changed", losses)):
         if fields:
             journal.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
-    together(lambda: load(step, state.engine.fragments(), progress))
+    all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
     changed = state.restore(saved, of_data(config, before))
     if changed:
         journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
     if changed or changes or losses or before["train_only"] != now["train_only"]:
         state.engine.guard.forget()  # of other data, another routing or other weights, loss and norm are others
         state.alarms.forget(BALANCE, DRIFT)
-    if differing(SPEED, before, now) or together(lambda: ranks_of(step)) != dist.get_world_size():
+    if differing(SPEED, before, now) or all_ranks_or_raise(lambda: ranks_of(step)) != dist.get_world_size():
         state.alarms.forget(THROUGHPUT)
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
         state.interval.clear()  # its steps have no figures of heads, and those to come have
@@ -238,18 +238,18 @@ def sound_step(directory, journal, progress):
     if there were checkpoints and none is sound, or if a file cannot be read.
     """
     damaged = {}
-    for step in by_rank_0(lambda: list_steps(directory)):
-        problems = problems_of_all_ranks(together(lambda step=step: damage(step, progress)))
+    for step in on_rank_zero(lambda: list_steps(directory)):
+        problems = problems_of_all_ranks(all_ranks_or_raise(lambda step=step: damage(step, progress)))
         if not problems:
-            by_rank_0(lambda step=step: settle(step, damaged, journal))
+            on_rank_zero(lambda step=step: settle(step, damaged, journal))
             return step
         damaged[step] = problems
         for problem in problems:
-            say(f"DAMAGED CHECKPOINT: {problem}")
+            log_rank0(f"DAMAGED CHECKPOINT: {problem}")
     if damaged:
         advice = "no checkpoint of this run is sound: restore one, or choose a new --checkpoint-dir"
         raise ConfigError([*chain(*damaged.values()), advice])
-    lost = by_rank_0(lambda: trace_of_checkpoints(directory, journal))
+    lost = on_rank_zero(lambda: trace_of_checkpoints(directory, journal))
     if lost:
         raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started afresh"])
     return None

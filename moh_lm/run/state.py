@@ -8,7 +8,7 @@
     l1_steps                  with routing relu: n of the coefficient that holds its gates down
     windows                   with --window-strategy entropy: windows and entropies of the layers
     guard                     the skipped steps, and the window in which spikes are looked for (moh_lm.training.guard)
-    interval                  sums since the last line of the log (moh_lm.monitor.interval)
+    interval                  sums since the last line of the log (moh_lm.monitor.accumulator)
     alarms                    what has fired (moh_lm.monitor.alarms)
     data                      what was read of which shards (moh_lm.data.segments)
     imported                  only of a run that began with an imported model: what the import said of it
@@ -95,7 +95,7 @@ def first_state(model, imported):
         "step": 0,
         "consumed_samples": 0,
         "optimizer_steps": 0,
-        "router_shares": [[layer.fair_share] * layer.num_routed for layer in layers],
+        "router_shares": [[layer.uniform_load] * layer.num_routed for layer in layers],
         "guard": Guard(ReliabilityConfig()).state(),
         "interval": None,
         "alarms": None,

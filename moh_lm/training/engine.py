@@ -17,23 +17,23 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import set_z3_leaf_modules
 
-from moh_lm.model.gumbel import GumbelNoise
+from moh_lm.extras.entropy_windows import EntropyWindows
+from moh_lm.extras.gumbel import GumbelNoise
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.router import BIAS, routers_of
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
-from moh_lm.parallel.agreement import problems_of_all_ranks
-from moh_lm.parallel.context import own_stretch
+from moh_lm.parallel.consensus import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding, make_parameter
+from moh_lm.parallel.ulysses import local_shard
 from moh_lm.training.deepspeed_config import deepspeed_config
 from moh_lm.training.frozen import FrozenWeights
 from moh_lm.training.guard import DIVERGENCE, BadNumbers, Guard
 from moh_lm.training.optimizer import MOMENTS, Fragment, ShardedOptimizer, largest, make_optimizer
 from moh_lm.training.replicas import replica_differences
 from moh_lm.training.sinks import Sinks, with_numbers
+from moh_lm.training.step_check import StepCheck
 from moh_lm.training.step_sums import RouterSums, StepSums
-from moh_lm.training.verdict import StepVerdict
-from moh_lm.training.windows import EntropyWindows
 
 
 class StepResult(NamedTuple):
@@ -154,7 +154,7 @@ class Engine:
         self.optimizer.set_learning_rates(learning_rate, 0.0 if self.resting else learning_rate * scale)
         self.sums = StepSums(self.num_sources, self.groups, self.device)
         compare = self.compare_replicas if check_replicas else None
-        self.step_verdict = StepVerdict(self.sums, self.guard, self.largest_weight, compare)
+        self.step_verdict = StepCheck(self.sums, self.guard, self.largest_weight, compare)
         self.step(self.own_tokens(micro_batches))
         examined = self.step_verdict.result()
         skipped = self.guard.skips(examined.code)
@@ -177,7 +177,7 @@ class Engine:
 
     def refuse_lasting_faults(self, code):
         """Raise what is wrong with the masters themselves, after a step that was skipped with this ``code``."""
-        absurd = problems_of_all_ranks(self.absurd_weights())
+        absurd = problems_of_all_ranks(self.out_of_range_weights())
         if absurd:
             more = [f"and {len(absurd) - 3} more"] if len(absurd) > 3 else []
             raise BadNumbers("; ".join(absurd[:3] + more))
@@ -190,7 +190,7 @@ class Engine:
         sizes = map(largest, [*self.optimizer.masters(), *self.frozen.weights().values()])
         return torch.stack([size.to(self.device, torch.float64) for size in sizes]).max()
 
-    def absurd_weights(self):
+    def out_of_range_weights(self):
         """Sentences for the weights of this rank that cannot come from training: masters, or else frozen ones."""
         masters = {fragment.name: fragment.tensors["master"] for fragment in self.fragments()}
         # not the biases of routers: counts, which grow with the steps
@@ -240,7 +240,7 @@ class Engine:
         """The micro-batches with the tokens and labels that this rank has of their sequences."""
         context = self.groups.context
         return [
-            batch._replace(tokens=own_stretch(batch.tokens, context), labels=own_stretch(batch.labels, context))
+            batch._replace(tokens=local_shard(batch.tokens, context), labels=local_shard(batch.labels, context))
             for batch in micro_batches
         ]
 

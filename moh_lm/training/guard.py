@@ -39,7 +39,7 @@ class Guard:
         self.history = {"loss": [], "gradient norm": []}
         self.skipped = []
 
-    def judge(self, loss, grad_norm):
+    def classify(self, loss, grad_norm):
         """A code of ``REASONS`` for the mean ``loss`` and the gradient norm of a step."""
         if not math.isfinite(loss):
             return LOSS

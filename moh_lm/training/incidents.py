@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from moh_lm.parallel.agreement import from_all_ranks
-from moh_lm.quantities import listing, wrapped
+from moh_lm.parallel.consensus import from_all_ranks
 from moh_lm.training.guard import REASONS
+from moh_lm.units import listing, wrapped
 
 
 def report(engine, loader, batches, journal, step, result):

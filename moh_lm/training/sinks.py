@@ -38,17 +38,17 @@ class Sinks:
             for layer, run in zip(self.layers, ran, strict=True):
                 layer.run = run
 
-    def run(self, layer, x, boundaries, recall):
+    def run(self, layer, x, boundaries, replay):
         """In place of ``DecoderLayer.block``."""
 
-        def attend(x, boundaries, recall):
+        def attend(x, boundaries, replay):
             self.add(layer, x, boundaries)
-            return layer.self_attn(x, boundaries, recall)
+            return layer.self_attn(x, boundaries, replay)
 
-        return layer.block(x, boundaries, recall, attend=attend)
+        return layer.block(x, boundaries, replay, attend=attend)
 
     def add(self, layer, x, boundaries):
-        """x: [s/tp, b, d], normalised. boundaries: ``Boundaries`` of its documents, or None."""
+        """x: [s/tp, b, d], normalised. boundaries: ``AttentionMask`` of its documents, or None."""
         attention = layer.self_attn
         projected = attention.project(x)
         if attention.exchange:

@@ -61,7 +61,7 @@ class RouterSums:
         self.groups = groups
         self.device = device
         self.shares = [
-            torch.full((layer.num_routed,), layer.fair_share, dtype=torch.float64, device=device)
+            torch.full((layer.num_routed,), layer.uniform_load, dtype=torch.float64, device=device)
             for layer in layers
             if layer.num_routed
         ]

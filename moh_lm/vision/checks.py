@@ -6,7 +6,7 @@ from moh_lm.checks import run as checks
 from moh_lm.checks.model import form_problems, warmup_problems
 from moh_lm.checks.ranges import below
 from moh_lm.config import flag, walk
-from moh_lm.quantities import words
+from moh_lm.units import words
 from moh_lm.vision.augment import STRONGEST
 
 DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moh_lm.kernels.attention import moh_attention
+from moh_lm.kernels.gated_attention import moh_attention
 from moh_lm.model.block import RoutedBlock
 from moh_lm.model.router import HeadRouter
 from moh_lm.model.transformer import WholeModel, loss_terms
@@ -97,10 +97,10 @@ class DiTBlock(RoutedBlock):
     def router(self):
         return self.attn.router
 
-    def block(self, x, c, recall):
-        """x [s, b, d] and c [b, d] -> [s, b, d], and ``Routed`` or None."""
+    def block(self, x, c, replay):
+        """x [s, b, d] and c [b, d] -> [s, b, d], and ``RouterOutput`` or None."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(c).chunk(6, dim=-1)
-        attention, routed = self.attn(modulated(x, shift, scale), recall)
+        attention, routed = self.attn(modulated(x, shift, scale), replay)
         x = x + gate * attention
         inner = F.gelu(self.mlp.fc1(modulated(x, mlp_shift, mlp_scale)), approximate="tanh")
         return x + mlp_gate * self.mlp.fc2(inner), routed
@@ -124,9 +124,9 @@ class Attention(nn.Module):
                 if weight.init_std:  # those of ``sigmoid`` begin with 0
                     describe(weight, bound=xavier(*weight.shape))
 
-    def forward(self, x, recall):
-        """x [s, b, d] -> [s, b, d], and ``Routed`` or None."""
-        gates, routed = (None, None) if self.router is None else self.router(x, recall)
+    def forward(self, x, replay):
+        """x [s, b, d] -> [s, b, d], and ``RouterOutput`` or None."""
+        gates, routed = (None, None) if self.router is None else self.router(x, replay)
         query, key, value = self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(2)  # [s, b, h, e]
         return self.proj(moh_attention(query, key, value, gates, causal=False).flatten(2)), routed
 

@@ -53,10 +53,9 @@ class CosineAttention(nn.Module):
     def make_projections(self, width):
         self.qkv = linear(width, 3 * width, INIT_STD)
 
-    def forward(self, x, recall=None):
-        """x: [s, b, d], normalised -> [s, b, d], and the ``Routed`` of the router, or None. recall: ``Recall``, or
-        None."""
-        gates, routed = (None, None) if self.router is None else self.router(x, recall)
+    def forward(self, x, replay=None):
+        """x: [s, b, d], normalised -> [s, b, d], and the ``RouterOutput``, or None. replay: ``SelectionReplay``."""
+        gates, routed = (None, None) if self.router is None else self.router(x, replay)
         context = self.attend(x)
         if gates is not None:
             context = context * gates.unsqueeze(-1).to(context.dtype)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, read_json
-from moh_lm.quantities import listing
+from moh_lm.units import listing
 from moh_lm.vision.images import Images, Request, ViTSamples, order
 from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents, quarters
 

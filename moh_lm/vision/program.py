@@ -9,8 +9,8 @@ import torch
 from moh_lm.checks.run import schedule_problems
 from moh_lm.config import flag, raise_any, walk
 from moh_lm.cost.summary import describe_layout
-from moh_lm.quantities import by_layer, short, wrapped
 from moh_lm.run import program
+from moh_lm.units import by_layer, short, wrapped
 from moh_lm.vision.checks import image_problems
 from moh_lm.vision.load import MODELS
 from moh_lm.vision.loader import open_images

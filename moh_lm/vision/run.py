@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.cost.flops import BACKWARD
-from moh_lm.run.launch import say
 from moh_lm.run.loop import Run
+from moh_lm.supervise.processes import log_rank0
 from moh_lm.vision.engine import ImageEngine
 from moh_lm.vision.load import MODELS
 from moh_lm.vision.loader import ImageLoader
@@ -32,7 +32,7 @@ class ImageRun(Run):
         step, _ = newest_model(self.config.run.checkpoint_dir, type(self.config))
         keeps = self.config.run.ema_decay > 0
         if step and self.state.step and keeps != bool(FragmentReader(step).averaged):
-            say(f"{'a' if keeps else 'the'} moving average of the weights {'begins' if keeps else 'ends'} here")
+            log_rank0(f"{'a' if keeps else 'the'} moving average of the weights {'begins' if keeps else 'ends'} here")
 
     def flops(self, model, seq_length, measured):
         """FLOPs of training for each token of the first layer: every head is computed."""

@@ -60,9 +60,9 @@ class Block(RoutedBlock):
     def router(self):
         return self.attn.router
 
-    def block(self, x, kept, recall):
+    def block(self, x, kept, replay):
         """x: [s, b, d]. kept: [2, b, 1], what attention and MLP of each image are multiplied with, or None for 1."""
-        attention, routed = self.attn(self.norm1(x), recall)
+        attention, routed = self.attn(self.norm1(x), replay)
         x = x + (attention if kept is None else attention * kept[0])
         mlp = self.mlp(self.norm2(x))
         return x + (mlp if kept is None else mlp * kept[1]), routed

@@ -31,7 +31,7 @@ from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel import cross_entropy
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.parallel.layers import even_partition
-from moh_lm.run.launch import start_process_group
+from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import make_engine
 from tests.distributed import run_ranks
 
@@ -167,7 +167,7 @@ def test_zero_3_needs_room_for_the_whole_model_at_its_start():
 def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
     config = parse(LLAMA3_8B, "--pipeline-parallel-size", "8")
     stages = stage_memory(config, world_size=8)
-    per_layer = 8192 * DecoderLayer.kept_bytes(config.model, 2, 1)
+    per_layer = 8192 * DecoderLayer.activation_bytes(config.model, 2, 1)
     assert stages[0]["activations"] == 4 * per_layer * 8  # four layers, eight micro-batches in flight
     assert stages[-1]["loss"] > 0 and all(stage["loss"] == 0 for stage in stages[:-1])
     total = sum(stage["weights"] for stage in stages)
@@ -192,7 +192,7 @@ def test_the_activation_estimate_is_what_autograd_keeps(flags, dtype):
     model.initialize(1)
     counted = 128 * ("cope" in config.position)
     kept = kept_by_second_layer(model, tokens=torch.randint(0, 64, (2, 128)))
-    assert kept / 256 == pytest.approx(DecoderLayer.kept_bytes(config, dtype.itemsize, 1, counted), rel=0.03)
+    assert kept / 256 == pytest.approx(DecoderLayer.activation_bytes(config, dtype.itemsize, 1, counted), rel=0.03)
 
 
 def kept_of_a_context(config):
@@ -211,7 +211,7 @@ def kept_of_a_context(config):
 def test_the_activation_estimate_knows_what_ranks_exchange(flags, ranks):
     sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
     config = parse(f"{sizes} --num-shared-heads 4 --num-active-routed-heads 2 {flags}").model
-    estimate = DecoderLayer.kept_bytes(exchanged(config, 1, ranks).of_layer(1), 4, 1)
+    estimate = DecoderLayer.activation_bytes(exchanged(config, 1, ranks).of_layer(1), 4, 1)
     kept = run_ranks(kept_of_a_context, ranks, config)
     assert [size / 256 * ranks for size in kept] == pytest.approx([estimate] * ranks, rel=0.03)
 

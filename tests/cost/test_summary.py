@@ -14,7 +14,7 @@ from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import memory_estimate
 from moh_lm.cost.summary import describe_attention, describe_configuration, describe_heads, memory_warnings
 from moh_lm.flags import changes, parse_config
-from moh_lm.kernels import attention
+from moh_lm.kernels import gated_attention
 
 SCRIPT = """--num-layers 4 --hidden-size 64 --intermediate-size 96 --num-attention-heads 8 --num-shared-heads 4
     --num-active-routed-heads 2 --vocab-size 64 --seq-length 16 --batch-tokens 64 --train-tokens 100M --warmup-iters 4
@@ -68,8 +68,8 @@ def test_heads_by_layer_and_widths_of_heads_are_told_as_such(dry_run):
     ("--num-attention-heads 8 16 --head-dim 8 --num-shared-heads 4 8 --num-active-routed-heads 2 4", 16),
 ])  # fmt: skip
 def test_the_backend_of_each_layer_is_that_of_its_own_heads_and_keys(flags, heads, monkeypatch):
-    monkeypatch.setattr(attention, "fastest", lambda _1, _2, shape, *_: "triton" if shape[2] == heads else "dense")
-    monkeypatch.setattr(attention, "triton_attention", attention)  # as if it were there
+    monkeypatch.setattr(gated_attention, "fastest", lambda _1, _2, shape, *_: ("dense", "triton")[shape[2] == heads])
+    monkeypatch.setattr(gated_attention, "triton_attention", gated_attention)  # as if it were there
     config = parse_config([*SCRIPT.split(), *PLAN, "--num-layers", "2", *flags.split()])[0]
     assert "dense in 1 of 2 layers, triton in 1 of 2 layers" in next(describe_attention(config))
 

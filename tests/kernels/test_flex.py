@@ -5,10 +5,10 @@ import torch
 import torch._dynamo as dynamo
 from torch.nn.attention.flex_attention import create_block_mask
 
+from moh_lm.extras.cpu_sparse import SelectedRows
 from moh_lm.kernels import flex
 from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
-from moh_lm.kernels.cpu_sparse import SelectedRows
-from moh_lm.kernels.documents import mean_keys, narrow
+from moh_lm.kernels.masks import mean_keys, narrow
 from tests.attention_cases import ROUTINGS, everything, make_boundaries, make_inputs, random_routing
 
 FLEX_DOCUMENTS = [[[1000]], [[100, 300, 1000], [1, 140, 200, 1000]], [[128, 256, 1000], [127, 2, 1000]], [[3] * 200]]

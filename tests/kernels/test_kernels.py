@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from moh_lm.kernels import attention, flex, varlen
-from moh_lm.kernels.attention import choose_backend, dense_heads, moh_attention
+from moh_lm.extras.cpu_sparse import SelectedRows, add_up
+from moh_lm.kernels import flex, gated_attention, varlen
 from moh_lm.kernels.compaction import compact
-from moh_lm.kernels.cpu_sparse import SelectedRows, add_up
-from moh_lm.kernels.documents import boundaries, mean_keys, narrow
+from moh_lm.kernels.gated_attention import choose_backend, dense_heads, moh_attention
+from moh_lm.kernels.masks import boundaries, mean_keys, narrow
 from tests.attention_cases import (
     DOCUMENTS,
     ROUTINGS,
@@ -104,7 +104,7 @@ def test_a_stock_kernel_without_windows_is_none(monkeypatch):
     monkeypatch.setattr(varlen, "stock_kernel", varlen.stock_kernel.__wrapped__)
     assert varlen.stock_kernel() is None
     with pytest.raises(RuntimeError, match="no varlen_attn with window_size; choose auto"):
-        attention.check_backend("varlen", torch.device("cpu"))
+        gated_attention.check_backend("varlen", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("shape, routing, lengths, window", OWN_KEYS.values(), ids=OWN_KEYS)
@@ -291,7 +291,7 @@ def test_everything_but_the_triton_backend_works_where_triton_is_not_installed()
     code = """
 import sys
 sys.modules["triton"] = None  # importing it raises ModuleNotFoundError
-from moh_lm.kernels.attention import triton_attention
+from moh_lm.kernels.gated_attention import triton_attention
 import moh_lm.model.transformer
 assert triton_attention is None
 """
@@ -300,7 +300,7 @@ assert triton_attention is None
 
 def test_a_backend_that_cannot_run_says_so(monkeypatch):
     *tensors, _, selected = make_inputs(20, 1, 4, 4, 8)
-    monkeypatch.setattr(attention, "triton_attention", None)
+    monkeypatch.setattr(gated_attention, "triton_attention", None)
     with pytest.raises(RuntimeError, match="triton is not installed"):
         moh_attention(*tensors, selected, backend="triton")
     with pytest.raises(RuntimeError, match="flex: has no backward pass on the CPU"):

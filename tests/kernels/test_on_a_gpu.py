@@ -6,8 +6,8 @@ Elsewhere the kernels run in Triton's interpreter. On an H200 124 such cases pas
 import pytest
 import torch
 
-from moh_lm.kernels.attention import moh_attention
-from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
+from moh_lm.kernels.choose import TRITON_HEAD_DIMS
+from moh_lm.kernels.gated_attention import moh_attention
 from tests.attention_cases import (
     DOCUMENTS,
     ROUTINGS,
@@ -17,7 +17,7 @@ from tests.attention_cases import (
     reference,
     with_gradients,
 )
-from tests.kernels import test_triton_decode as decoding
+from tests.inference import test_triton_decode as decoding
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)

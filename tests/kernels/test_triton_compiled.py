@@ -12,7 +12,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from moh_lm.kernels import triton_attention, triton_decode  # noqa: E402
+from moh_lm.inference import triton_decode  # noqa: E402
+from moh_lm.kernels import triton_attention  # noqa: E402
 from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel  # noqa: E402
 from moh_lm.kernels.triton_compaction import TOKENS, compact_kernel  # noqa: E402
 from moh_lm.kernels.triton_forward import forward_kernel  # noqa: E402

@@ -48,7 +48,7 @@ def multiply_bf16():
 
 
 def attention(*arguments, **options):
-    from moh_lm.kernels.attention import moh_attention
+    from moh_lm.kernels.gated_attention import moh_attention
 
     return moh_attention(*arguments, **options, backend="triton")
 
@@ -432,7 +432,7 @@ def test_recomputed_layers_compute_with_the_kernels_what_dense_ones_do(interpret
 
 
 def test_without_a_gpu_the_backend_says_so():
-    from moh_lm.kernels.attention import moh_attention
+    from moh_lm.kernels.gated_attention import moh_attention
 
     *tensors, _, selected = make_inputs(20, 1, 4, 4, 16)
     with pytest.raises(RuntimeError, match="triton: the tensors are on cpu, not on a GPU; choose auto"):

@@ -118,7 +118,7 @@ def test_a_rung_begins_with_the_flags_of_all_that_are_there_and_with_none_that_a
 
 
 def test_two_commands_do_not_train_in_one_directory(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("moh_lm.run.directory.LOCK_SECONDS", 0)
+    monkeypatch.setattr("moh_lm.supervise.run_directory.LOCK_SECONDS", 0)
     with runs.lock_directory(tmp_path):
         assert command.main([str(tmp_path), "--data-dir", "data", "--rungs", "1M"]) == 2
     assert f"OUT {tmp_path}: another run is writing to it" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from launch.quickstart_corpus import split_docstrings
 from moh_lm.checks import config_problems
 from moh_lm.flags import parse_config
-from moh_lm.run.problems import tell_torchrun
+from moh_lm.supervise.errors import report_to_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["launch/pretrain_llm_s.sh", "launch/pretrain_llm_b.sh"]
@@ -224,9 +224,9 @@ def test_torchrun_runs_the_script_on_two_ranks(trainer):
 
 def test_torchrun_ends_with_what_a_rank_found_wrong(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    tell_torchrun(["--nosuch: no flag", "--seed banana: no number"])
+    report_to_torchrun(["--nosuch: no flag", "--seed banana: no number"])
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
-    tell_torchrun(["a full disk does not keep it from the console"])
+    report_to_torchrun(["a full disk does not keep it from the console"])
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
     lines = str(ChildFailedError("script", {0: failure})).splitlines()
     assert [line.split(" : ")[-1].strip() for line in lines[-3:-1]] == ["--nosuch: no flag", "--seed banana: no number"]

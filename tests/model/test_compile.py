@@ -18,8 +18,8 @@ import moh_lm.training.engine
 from moh_lm.checks import config_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
-from moh_lm.kernels import break_even
-from moh_lm.kernels.attention import choose_backend
+from moh_lm.kernels import choose
+from moh_lm.kernels.gated_attention import choose_backend
 from moh_lm.model.router import routers_of
 from moh_lm.model.transformer import CausalLM, compile_layers
 from tests.distributed import run_ranks
@@ -148,8 +148,8 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
 
 
 def test_auto_is_dense_in_a_graph_where_a_plain_layer_takes_the_sparse_backend(counters, monkeypatch):
-    key = break_even.key_of(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(break_even, "MEASURED", [break_even.Measurement(*key, "", 0, [[1, 1.0, 0.5]], [])])
+    key = choose.key_of(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(choose, "MEASURED", [choose.Measurement(*key, "", 0, [[1, 1.0, 0.5]], [])])
     assert choose_backend("auto", torch.device("cpu"), torch.float32, (16, 1, 4, 8), 0.5) == "cpu_sparse"
     model = make_model(**HEADS["paper"]).float()
     compile_layers(model, backend="aot_eager")

@@ -8,11 +8,11 @@ import torch
 from moh_lm.checks.layout import tensor_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.config import TWO_STAGE, HeadsConfig, ModelConfig
+from moh_lm.extras.gumbel import GumbelNoise
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import BALANCE
-from moh_lm.model.gumbel import GumbelNoise
-from moh_lm.model.router import HeadRouter, Recall, select
-from moh_lm.model.routing import FORMS, gates_of_one, layer_gates
+from moh_lm.model.gates import FORMS, gates_of_one, layer_gates
+from moh_lm.model.router import HeadRouter, SelectionReplay, select
 from moh_lm.model.transformer import initialize
 from tests.model.test_router import BATCH, CASES, HEAD_DIM, LENGTH, D, make_attention, make_config
 
@@ -44,8 +44,8 @@ def test_top_p_selects_the_fewest_heads_whose_probabilities_add_up_to_it(top_p, 
 def test_a_kept_selection_is_used_again_whatever_the_input(case):
     router = make_attention(make_config(**CASES[case]), beta=0).router
     x, other = torch.randn(2, LENGTH, BATCH, D, dtype=torch.double, generator=torch.Generator().manual_seed(1))
-    first, routed = router(x, router.no_recall(x))
-    second, _ = router(other, Recall(torch.tensor(True), routed.selection))
+    first, routed = router(x, router.no_replay(x))
+    second, _ = router(other, SelectionReplay(torch.tensor(True), routed.selection))
     assert first.equal(router(x)[0])
     assert torch.equal(first > 0, second > 0) and not torch.equal(first > 0, router(other)[0] > 0)
 

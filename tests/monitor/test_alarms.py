@@ -17,8 +17,8 @@ from moh_lm.config import AlarmConfig, ParallelConfig, RoutedLayer
 from moh_lm.data.mixture import Mixture
 from moh_lm.flags import parse_config
 from moh_lm.model.router import HeadRouter
+from moh_lm.monitor.accumulator import MetricsAccumulator
 from moh_lm.monitor.alarms import Alarms
-from moh_lm.monitor.interval import Interval
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 from tests.monitor.logged import events_of
@@ -37,7 +37,7 @@ def figures(load=None, balance_loss=(0.25, 1.0), gate_mean=(0.2, 1.0)):
 
 def interval(sequences=(3, 1), loss=2.0, seconds=1.0, tokens=64, not_finite=()):
     """One step with so many sequences of the sources a and b, at 64 tokens per sequence and ``loss`` per token."""
-    made = Interval(["a", "b"], [], torch.device("cpu"))
+    made = MetricsAccumulator(["a", "b"], [], torch.device("cpu"))
     losses = torch.tensor([[loss * n * tokens, n * tokens, n] for n in sequences], dtype=torch.float64)
     parts = {"forward_backward": seconds * 0.8, "optimizer": seconds * 0.1}
     result = SimpleNamespace(losses=losses, routers=made.routers, skipped=bool(not_finite), seconds=parts)
@@ -190,7 +190,7 @@ def test_thresholds_at_which_a_healthy_run_rings_are_refused(data_dir, tmp_path)
 
 
 def test_an_interval_goes_on_from_a_checkpoint_that_has_other_sums_of_routers():
-    made, layout = Interval(["a"], LAYERS, torch.device("cpu")), ParallelConfig()
+    made, layout = MetricsAccumulator(["a"], LAYERS, torch.device("cpu")), ParallelConfig()
     result = SimpleNamespace(losses=torch.ones(1, 3), routers=torch.ones(1, 14), skipped=False, seconds={})
     made.restore(json.loads(json.dumps(made.state() | {"routers": [[]]})))  # saved between two intervals
     made.add(result, 0.0, 64)

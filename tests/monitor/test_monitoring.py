@@ -19,10 +19,10 @@ from moh_lm.checks import config_problems
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.flags import parse_config
-from moh_lm.monitor.boards import Boards
+from moh_lm.monitor.events import Rows, complete_rows
 from moh_lm.monitor.head_map import colours
-from moh_lm.monitor.journal import Rows, complete_rows
-from moh_lm.monitor.row import rounded
+from moh_lm.monitor.record import rounded
+from moh_lm.monitor.writers import Boards
 from tests.distributed import run_ranks
 from tests.monitor.logged import NAMES, ROUNDING, SHORT, cells, events_of, read_rows
 from tests.training.test_training import arguments, run

@@ -22,7 +22,7 @@ EVENTS = (("saved", 100), ("skipped", 305), ("resumed", 400), ("alarm", 700))
 SINK = {"web": [0.2, None], "<b>": [0.4, 0.1]}
 
 
-def training_row(step):
+def training_record(step):
     return {
         "step": step, "loss": 3 + 1 / step, "learning_rate": 1e-3, "grad_norm": 1.0 if step != 500 else None,
         "tokens": 4096 * step, "source_loss": {"web": 3 + 1 / step, "<b>": 4.0}, "tokens_per_second": 2048.0,
@@ -45,7 +45,7 @@ def runs(tmp_path_factory):
         run.mkdir()
         config, _ = parse_config([*FLAGS.split(), *more])
         (run / "config.json").write_text(json.dumps(config.to_dict()))
-        rows = [json.dumps(training_row(step)) for step in range(1, STEPS)]
+        rows = [json.dumps(training_record(step)) for step in range(1, STEPS)]
         rows.insert(800, json.dumps({"step": 800, "evaluation": {"web": 3.5}, "evaluation_mean": 3.5, "sink": SINK}))
         (run / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step": 1001, "lo')
         events = [*EVENTS, ("complete", STEPS - 1)] if more else EVENTS

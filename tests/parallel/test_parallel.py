@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
 from moh_lm.model.router import routers_of
 from moh_lm.model.transformer import CausalLM
-from moh_lm.parallel import agreement, cross_entropy, local_heads
+from moh_lm.parallel import consensus, cross_entropy, head_partition
 from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
 from tests.distributed import run_ranks
@@ -107,23 +107,23 @@ def held_heads():
 
 @pytest.mark.parametrize("file", ["run/config.json", None])
 def test_a_file_that_fails_a_rank_is_named_unless_the_system_does_not_say_which(file, monkeypatch):
-    monkeypatch.setattr(agreement, "problems_of_all_ranks", list)
+    monkeypatch.setattr(consensus, "problems_of_all_ranks", list)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
 
     def write():
         raise OSError(28, "No space left on device", file)
 
     with pytest.raises(ConfigError) as raised:
-        agreement.together(write)
+        consensus.all_ranks_or_raise(write)
     (problem,) = raised.value.problems
     assert problem.startswith(("run/config.json: " if file else "") + "no space left on device (rank 3 on ")
 
 
 def test_a_rank_holds_every_feature_of_its_keys_whatever_a_head_s_width_over_the_heads_that_share_it(monkeypatch):
-    monkeypatch.setattr(local_heads, "group_size", lambda group: 2)
+    monkeypatch.setattr(head_partition, "group_size", lambda group: 2)
     for rank, rows in enumerate([(0, 936), (936, 1872)]):  # in floating point 27 * (104 / 3) is below 936
-        monkeypatch.setattr(local_heads, "group_rank", lambda group, rank=rank: rank)
-        keys = local_heads.LocalHeads(54, 0, "two ranks").partition(0, 104, queries_per_key=3)
+        monkeypatch.setattr(head_partition, "group_rank", lambda group, rank=rank: rank)
+        keys = head_partition.HeadPartition(54, 0, "two ranks").partition(0, 104, queries_per_key=3)
         assert (keys.size, keys.ranges) == (1872, (rows,))
 
 

@@ -157,17 +157,17 @@ def test_the_guard_finds_what_is_so_many_deviations_above_the_mean_of_a_full_win
     guard = Guard(ReliabilityConfig(spike_sigmas=3.0, spike_window=4))
     window = [2.0, 2.5, 2.25, 2.75]
     for step, loss in enumerate(window, 1):
-        assert guard.judge(1000.0, 1.0) == FINE  # not full yet
+        assert guard.classify(1000.0, 1.0) == FINE  # not full yet
         guard.record(step, loss, 1.0, skipped=False)
     limit = statistics.fmean(window) + 3 * statistics.pstdev(window)
-    assert guard.judge(limit, 1.0) == FINE and guard.judge(limit * (1 + 1e-12), 1.0) == SPIKE
-    assert guard.judge(2.0, 1.0 + 1e-12) == SPIKE  # a norm that never varied
-    assert guard.judge(math.nan, 1.0) == LOSS and guard.judge(2.0, math.inf) == GRADIENT
+    assert guard.classify(limit, 1.0) == FINE and guard.classify(limit * (1 + 1e-12), 1.0) == SPIKE
+    assert guard.classify(2.0, 1.0 + 1e-12) == SPIKE  # a norm that never varied
+    assert guard.classify(math.nan, 1.0) == LOSS and guard.classify(2.0, math.inf) == GRADIENT
     guard.record(5, 9.0, 1.0, skipped=True)  # leaves the window as it is
     restored = Guard(guard.settings)
     restored.restore(json.loads(json.dumps(guard.state())))
     assert restored.state() == guard.state()
-    assert restored.judge(limit * (1 + 1e-12), 1.0) == SPIKE
+    assert restored.classify(limit * (1 + 1e-12), 1.0) == SPIKE
 
 
 @pytest.mark.parametrize("on_spike", ["skip", "report"])

@@ -13,8 +13,8 @@ from moh_lm.checkpoint import manifest
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import parse_config
-from moh_lm.monitor.boards import Boards
-from moh_lm.monitor.journal import Journal
+from moh_lm.monitor.events import EventLog
+from moh_lm.monitor.writers import Boards
 from moh_lm.parallel.layers import make_parameter
 from moh_lm.run.resume import budget_problems, contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
 from moh_lm.training.optimizer import Fragment
@@ -39,7 +39,7 @@ def fail(number, path=None):
 
 def find_with_errors(run):
     """[problems] of ``sound_step`` on this rank, with one error after the other; what it finds without."""
-    checkpoints, journal = run / "checkpoints", Journal(run, writes=dist.get_rank() == 0)
+    checkpoints, journal = run / "checkpoints", EventLog(run, writes=dist.get_rank() == 0)
     writer = Saver(checkpoints)
     fragment = Fragment("w", make_parameter((4, 4)), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
     for step in (1, 2):
@@ -90,7 +90,7 @@ def test_a_configuration_that_cannot_be_read_is_a_sentence_and_a_broken_one_says
     for broken in ("{", "[]", "[" * 100_000, '{"save_interval": "often"}'):
         path.write_text(broken)
         assert contradictions(config) == []
-        assert trace_of_checkpoints(tmp_path / "checkpoints", Journal(tmp_path, writes=True)) is None
+        assert trace_of_checkpoints(tmp_path / "checkpoints", EventLog(tmp_path, writes=True)) is None
     path.unlink()
     path.symlink_to(path)
     with pytest.raises(ConfigError) as error:
@@ -99,7 +99,7 @@ def test_a_configuration_that_cannot_be_read_is_a_sentence_and_a_broken_one_says
 
 
 def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_taken_for_a_new_one(tmp_path):
-    checkpoints, journal = tmp_path / "checkpoints", Journal(tmp_path, writes=True)
+    checkpoints, journal = tmp_path / "checkpoints", EventLog(tmp_path, writes=True)
     boards = Boards(tmp_path, 0)
     (tmp_path / "config.json").write_text(json.dumps(Config().to_dict()))
     boards.scalars({"loss_validation/a": 3.0}, 0)

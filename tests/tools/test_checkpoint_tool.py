@@ -18,7 +18,7 @@ from safetensors.torch import load_file as load_torch_file
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, describe, verify, write_manifest
 from moh_lm.config import Config
 from moh_lm.model.transformer import CausalLM
-from moh_lm.run import directory as run_directory
+from moh_lm.supervise import run_directory
 from tests.checkpoint.damage import (
     Canary,
     add_a_rank,

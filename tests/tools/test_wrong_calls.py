@@ -11,11 +11,11 @@ import torch
 
 from moh_lm import pretrain
 from moh_lm.cli import console
+from moh_lm.cli.command import output_path
 from moh_lm.config import Config
 from tests.tokenizing import ROOT
 from tests.tools.wrong_calls import TOOLS
 from tests.tools.wrong_training_calls import TRAINING
-from tools.command import output_path
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("matplotlib")
@@ -186,6 +186,6 @@ def test_an_installed_command_runs_the_script_that_it_is_named_after(monkeypatch
 
 def test_every_command_is_in_the_table():
     files = {str(path.relative_to(ROOT)) for folder in ("tools", "launch") for path in (ROOT / folder).glob("*.py")}
-    parts = {"tools/command.py", "tools/devices.py"}
+    parts = {"moh_lm/cli/command.py", "moh_lm/cli/devices.py"}
     parts |= {"launch/atlas_forms.py", "launch/comparison.py", "launch/ranks.py", "launch/quickstart_images.py"}
     assert files - parts <= CALLS.keys()

@@ -33,9 +33,9 @@ from moh_lm.checkpoint.saver import Saver
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.model.transformer import CausalLM
-from moh_lm.parallel.agreement import from_rank_0
+from moh_lm.parallel.consensus import from_rank_zero
 from moh_lm.parallel.groups import ParallelGroups, group_rank
-from moh_lm.run.launch import leave, say, start_process_group
+from moh_lm.supervise.processes import exit_process, log_rank0, start_process_group
 from moh_lm.training.engine import make_engine
 
 FLAGS = """--num-layers 4 --hidden-size 128 --intermediate-size 352 --num-attention-heads 8 --vocab-size 260
@@ -64,16 +64,16 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     arguments, flags = parser.parse_known_args()
     bench = Bench(flags, start_process_group(600))
-    directory = Path(from_rank_0(tempfile.mkdtemp() if dist.get_rank() == 0 else None))
+    directory = Path(from_rank_zero(tempfile.mkdtemp() if dist.get_rank() == 0 else None))
     try:
         bench.train(directory, arguments.steps)
         for step, columns in bench.distances(directory, (0, arguments.steps)).items():
-            say(f"\nafter {step} steps\n" + "\n".join(table(columns)))
+            log_rank0(f"\nafter {step} steps\n" + "\n".join(table(columns)))
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(directory)
-    leave(0, together=True)
+    exit_process(0, together=True)
 
 
 class Bench:
@@ -128,7 +128,7 @@ class Bench:
             fragment.tensors["exp_avg"].zero_()
         engine.adopt(0, [[0.0] * layer.num_routed for layer in config.model.routed_layers()])
         self.step(engine, 0, 0.0)
-        folder = Path(from_rank_0(tempfile.mkdtemp() if dist.get_rank() == 0 else None))
+        folder = Path(from_rank_zero(tempfile.mkdtemp() if dist.get_rank() == 0 else None))
         saver = Saver(folder)
         saver.save(1, engine.fragments(), config, {}, None)
         saver.close()

@@ -15,17 +15,17 @@ from tests.training.test_training import arguments
 
 def test_a_value_is_absurd_above_so_many_medians_of_the_last_good_steps_and_medians_below_1_count_as_1():
     guard = Guard(ReliabilityConfig(absurd_factor=1000.0, spike_window=3))
-    assert guard.judge(1000.0, 1000.0) == FINE  # no step yet
-    assert guard.judge(1000.1, 1.0) == ABSURD and guard.judge(1.0, 1000.1) == ABSURD
+    assert guard.classify(1000.0, 1000.0) == FINE  # no step yet
+    assert guard.classify(1000.1, 1.0) == ABSURD and guard.classify(1.0, 1000.1) == ABSURD
     for step, (loss, norm) in enumerate([(9.0, 0.1), (8.0, 5.0), (7.0, 3.0), (0.5, 0.2)], 1):
         guard.record(step, loss, norm, skipped=False)  # the first has left the window
     restored = Guard(guard.settings)
     restored.restore(json.loads(json.dumps(guard.state())))
     for one in (guard, restored):
-        assert one.judge(7000.0, 3000.0) == FINE
-        assert one.judge(7000.1, 1.0) == ABSURD and one.judge(1.0, 3000.1) == ABSURD
+        assert one.classify(7000.0, 3000.0) == FINE
+        assert one.classify(7000.1, 1.0) == ABSURD and one.classify(1.0, 3000.1) == ABSURD
         assert one.absurdities(1.0, 3e38) == ["gradient norm 3e+38 is above --absurd-factor 1000 times 3"]
-    assert Guard(ReliabilityConfig(absurd_factor=0.0)).judge(1e30, 3e38) == FINE
+    assert Guard(ReliabilityConfig(absurd_factor=0.0)).classify(1e30, 3e38) == FINE
 
 
 def norms_of_a_run(generator, steps):
@@ -47,7 +47,7 @@ def test_10_000_honest_steps_with_heavy_tails_are_all_taken(seed):
     for step, norm in enumerate(norms_of_a_run(generator, 10_000), 1):
         largest = max(largest, norm)
         loss = 11 * generator.paretovariate(2)
-        assert guard.judge(loss, norm) == FINE, (step, loss, norm)
+        assert guard.classify(loss, norm) == FINE, (step, loss, norm)
         guard.record(step, loss, norm, skipped=False)
     assert largest > 100  # the tails are there
 

@@ -12,7 +12,7 @@ import torch
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.run.launch import start_process_group
+from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import make_engine
 from moh_lm.training.muon import newton_schulz
 from tests.distributed import run_ranks

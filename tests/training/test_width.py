@@ -9,7 +9,7 @@ from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.run.launch import start_process_group
+from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import make_engine
 from moh_lm.training.muon import Blocks, scale_of
 from moh_lm.training.parameter_groups import parameter_groups, rule_of

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from moh_lm.model.balance import BALANCE
-from moh_lm.model.router import Recall, routers_of
+from moh_lm.model.router import SelectionReplay, routers_of
 from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import ImageHeadsConfig, ViTConfig
 from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, to_images, to_tokens
@@ -214,7 +214,7 @@ def test_the_second_pass_of_a_layer_uses_the_selection_of_the_first():
     block = make_model().block4[0]
     x = torch.randn(1, BATCH, 24, dtype=torch.float64)
     other = 1 - block.block(x, None, None)[1].selection
-    _, again = block.block(x, None, Recall(torch.tensor(True), other))
+    _, again = block.block(x, None, SelectionReplay(torch.tensor(True), other))
     assert torch.equal(again.selection, other)
 
 

@@ -20,9 +20,9 @@ from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.config import Config, ConfigError, flag
 from moh_lm.flags import config_of, make_parser, parse_flags
 from moh_lm.run import program as runs
-from moh_lm.run.directory import make_run_directory
-from moh_lm.run.launch import start_process_group
 from moh_lm.run.resume import contradictions, of_data
+from moh_lm.supervise.processes import start_process_group
+from moh_lm.supervise.run_directory import make_run_directory
 from moh_lm.vision import program
 from moh_lm.vision.checks import vit_problems
 from moh_lm.vision.config import KINDS, ViTConfig

@@ -13,7 +13,7 @@ from moh_lm.checkpoint.saver import free_bytes
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush
 from moh_lm.model.router import stored_dtype
-from moh_lm.run.directory import lock_run_directory
+from moh_lm.supervise.run_directory import lock_run_directory
 from moh_lm.training.optimizer import MOMENTS
 from tools.checkpoints.read import Step, find_damage, locate, progress
 

@@ -21,7 +21,7 @@ from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError, DataConfig, HeadsConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
-from moh_lm.kernels.documents import Documents
+from moh_lm.kernels.masks import Documents
 from moh_lm.model.transformer import DecoderLayer
 from tools.hf.import_weights import EMBEDDING, POSITIONS
 

@@ -36,9 +36,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moh_lm.kernels.attention import dense_heads
-from moh_lm.kernels.documents import Boundaries
-from moh_lm.model.generation import wide
+from moh_lm.inference.generate import wide
+from moh_lm.kernels.gated_attention import dense_heads
+from moh_lm.kernels.masks import AttentionMask
 from tools.heads.importance import written_sizes
 
 FEWEST = 20  # queries that a measure needs
@@ -49,7 +49,7 @@ ROWS = 64  # of the test texts that go through the model together
 
 class Heads(NamedTuple):
     """The heads of a layer over a batch. query [s, b, h, e] and key [s, b, k, e] with rotary, output [s, b, h, e]
-    before the gates, gates [s, b, h] (1 in a dense model), used bool [s, b, h]. seen: ``Boundaries``, or None.
+    before the gates, gates [s, b, h] (1 in a dense model), used bool [s, b, h]. seen: ``AttentionMask``, or None.
     own_keys: whether heads see the tokens only that use them."""
 
     query: torch.Tensor
@@ -57,7 +57,7 @@ class Heads(NamedTuple):
     output: torch.Tensor
     gates: torch.Tensor
     used: torch.Tensor
-    seen: Boundaries | None
+    seen: AttentionMask | None
     own_keys: bool
 
     def weighted(self):

@@ -17,9 +17,9 @@ from moh_lm.checkpoint.directory import point_latest, remove_leftovers
 from moh_lm.checkpoint.fragments import safetensors_header
 from moh_lm.checkpoint.manifest import HashedFile, write_manifest
 from moh_lm.data.files import flush, json_bytes
-from moh_lm.monitor.journal import Journal
-from moh_lm.run.directory import lock_run_directory, make_run_directory
+from moh_lm.monitor.events import EventLog
 from moh_lm.run.state import first_state
+from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
 from moh_lm.training.optimizer import MOMENTS
 from tools.checkpoints.write import refuse_without_room
 from tools.hf.export_files import plan_shards
@@ -53,7 +53,7 @@ def write_step(run, config, parts, facts, tokenizer, progress):
     final = run / "checkpoints" / "step-0"
     temporary = final.with_name("step-0.tmp")
     # A run that finds this, and no step, does not start from weights drawn at random.
-    Journal(run, writes=True).add("import", 0, f"importing {facts['source']} as {final}", **facts)
+    EventLog(run, writes=True).add("import", 0, f"importing {facts['source']} as {final}", **facts)
     try:
         remove_leftovers(final.parent)
         temporary.mkdir(parents=True)

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import read_json
-from moh_lm.model.routing import layer_gates
+from moh_lm.model.gates import layer_gates
 from moh_lm.model.transformer import CausalLM, initialize, saved_tensors
 from moh_lm.parallel.layers import make_parameter
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from moh_lm.config import ConfigError
-from moh_lm.quantities import at_least
+from moh_lm.units import at_least
 from tools.tasks.suites import SUITES, entries_of
 
 

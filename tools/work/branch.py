@@ -4,7 +4,7 @@ import shlex
 
 from moh_lm.checkpoint.directory import list_steps
 from moh_lm.config import Config, ConfigError
-from moh_lm.monitor.journal import complete_rows
+from moh_lm.monitor.events import complete_rows
 from tools.checkpoints.write import copy
 
 FAILURES = OSError

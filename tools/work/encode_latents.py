@@ -14,11 +14,11 @@ from diffusers import AutoencoderKL
 from tqdm import tqdm
 
 from data_prep.output import only_run
+from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, read_json, sha256_of, write_json
 from moh_lm.vision.images import Images
 from moh_lm.vision.latents import FACTS, LABELS, LATENTS, PARTIAL, center_crop, pixels
-from tools.devices import usable_device
 
 FAILURES = (OSError, ShardError)
 AHEAD = 4  # batches that are read before they are encoded

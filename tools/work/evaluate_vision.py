@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from moh_lm.checkpoint.saver import find_step
+from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError
 from moh_lm.vision.images import Images
 from moh_lm.vision.load import load_model
 from moh_lm.vision.loader import ImageLoader, ImageSet, name_problems
-from tools.devices import usable_device
 
 TOP = 5
 FAILURES = (OSError, ValueError, RuntimeError)

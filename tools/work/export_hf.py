@@ -16,8 +16,8 @@ from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import read_json, write_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import is_tiktoken
+from moh_lm.model.gates import check_causal
 from moh_lm.model.router import stored_dtype
-from moh_lm.model.routing import check_causal
 from moh_lm.model.transformer import INIT_STD, CausalLM, saved_tensors
 from tools.hf import hugging_face_tokenizer, tiktoken_json
 from tools.hf.export_check import ExportError, check_export

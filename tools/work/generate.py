@@ -9,16 +9,16 @@ import time
 import torch
 
 from data_prep.encoding import Tokenizer
+from moh_lm.build import attention_kind
 from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.checkpoint.saver import find_step
+from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.tokenizer import continuation
-from moh_lm.kernels.break_even import TRITON_HEAD_DIMS
-from moh_lm.model.attention_kinds import attention_kind
-from moh_lm.model.generation import generate
-from moh_lm.model.routing import check_causal
+from moh_lm.inference.generate import generate
+from moh_lm.kernels.choose import TRITON_HEAD_DIMS
+from moh_lm.model.gates import check_causal
 from moh_lm.model.transformer import CausalLM, saved_tensors
-from tools.devices import usable_device
 from tools.hf.export_files import exported_files
 from tools.hf.import_config import model_config, read_config
 

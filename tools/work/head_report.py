@@ -10,7 +10,7 @@ from tqdm import tqdm
 from data_prep.output import writable_directory
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
-from moh_lm.model.uneven import UnevenAttention
+from moh_lm.extras.heterogeneous_heads import UnevenAttention
 from tools.heads import findings
 from tools.heads.ablation import measure_ablation, measure_pruning
 from tools.heads.changes import measure_changes, rare_against_others

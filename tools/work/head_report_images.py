@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from data_prep.output import writable_directory
 from moh_lm.checkpoint.saver import find_step
+from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish
 from moh_lm.model.router import routers_of
@@ -34,7 +35,6 @@ from moh_lm.vision.diffusion import image_noise
 from moh_lm.vision.images import order
 from moh_lm.vision.load import load_model
 from moh_lm.vision.loader import IN_ORDER, ImageSet, open_source
-from tools.devices import usable_device
 from tools.heads.measures import ratio
 from tools.work.evaluate_vision import image_problems
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from tqdm import tqdm
 
+from moh_lm.build import attention_kind
 from moh_lm.checkpoint.manifest import describe
 from moh_lm.config import TRAINING_ONLY, Config, ConfigError, HeadsConfig, RunConfig, flag, raise_any
 from moh_lm.cost.summary import describe_model
@@ -15,7 +16,6 @@ from moh_lm.data.files import ShardError, read_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import read_value
 from moh_lm.model.attention import Attention
-from moh_lm.model.attention_kinds import attention_kind
 from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.hub import model_directory
 from tools.hf.import_config import fits, model_config, own_heads, read_config, refuse_run

@@ -15,7 +15,7 @@ from moh_lm.config import BUDGETS, Config, ConfigError, raise_any
 from moh_lm.cost.flops import flops_per_token, muon_flops
 from moh_lm.cost.memory import cache_bytes, exchanged, layer_matrices, memory_estimate, parameter_counts, stage_shares
 from moh_lm.cost.summary import describe_cache, describe_cost, describe_flops
-from moh_lm.quantities import short, wrapped
+from moh_lm.units import short, wrapped
 
 USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
 DAY = 24 * 3600

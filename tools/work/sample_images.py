@@ -9,12 +9,12 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from moh_lm.checkpoint.saver import find_step
+from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.vision.checks import guidance_problems
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.load import load_model
 from moh_lm.vision.pictures import grid, to_bytes
-from tools.devices import usable_device
 
 FAILURES = OSError
 

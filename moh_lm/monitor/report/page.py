@@ -12,10 +12,10 @@ from matplotlib import colormaps
 
 from moh_lm.config import Config
 from moh_lm.data.files import publish
+from moh_lm.monitor.record import rounded
 from moh_lm.monitor.report import pictures
 from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, written
-from moh_lm.monitor.row import rounded
-from moh_lm.quantities import short, time_left, words
+from moh_lm.units import short, time_left, words
 
 MOST_EVENTS = 300  # rows of the table; the curves have all
 QUIET = ("saved",)  # events that are not worth a row

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from moh_lm.config import Config, ConfigError, flag, walk
-from moh_lm.monitor.journal import complete_rows
+from moh_lm.monitor.events import complete_rows
 
 POINTS = 400
 HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md defines them

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from moh_lm.kernels import attention
+from moh_lm.kernels import gated_attention
 from tests.tools.imports.llamas import make_llama
 from tools.hf import export_check, import_step, import_weights
 
@@ -47,4 +47,4 @@ def imported(tool, tmp_path):
 @pytest.fixture(autouse=True)
 def unpadded(monkeypatch):
     """Narrow heads go through the same kernel as in transformers, so that only weights can make a difference."""
-    monkeypatch.setattr(attention, "CPU_WIDTH", 0)
+    monkeypatch.setattr(gated_attention, "CPU_WIDTH", 0)

@@ -1,0 +1,1 @@
+"""Generation: sampling, the key/value caches, and attention of one token to a cache."""

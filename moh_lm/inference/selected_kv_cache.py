@@ -1,0 +1,64 @@
+"""A cache of a layer whose routed heads keep their own tokens only: a list for every row and key/value head.
+
+Each list is as long as the number of tokens that use one of its query heads. Keys are kept turned to their positions,
+so that attention over a list needs no other positions. A list grows by a part of its length, so that hardly any room
+stays empty. CPU: lengths are numbers of Python.
+
+Shapes: b rows, s new tokens, h query heads, k key/value heads, r = h / k, e head dimension.
+"""
+
+import torch
+import torch.nn.functional as F
+
+GROWTH = 32  # a list grows by its length over this, and a few tokens
+
+
+class SelectedKVCache:
+    """rows, kv_heads, head_dim: of a cache. like: a tensor of the dtype and device."""
+
+    def __init__(self, rows, kv_heads, head_dim, like):
+        self.lists = [[KVList(head_dim, like) for _ in range(kv_heads)] for _ in range(rows)]
+
+    def add(self, row, keys, values, used):
+        """The next tokens of a row. keys, values: [s, k, e]. used: bool [s, h]."""
+        used = used.unflatten(1, (keys.shape[1], -1))
+        for head, kept in enumerate(self.lists[row]):
+            kept.add(keys[:, head], values[:, head], used[:, head])
+
+    def attend(self, query, used):
+        """H of the heads in use of one token per row, the last one added, zeros for the others: [b, h, e].
+
+        query: [b, h, e]. used: bool [b, h].
+        """
+        out = torch.zeros_like(query).unflatten(1, (len(self.lists[0]), -1))  # [b, k, r, e]
+        asked, on = query.unflatten(1, out.shape[1:3]) * query.shape[-1] ** -0.5, used.unflatten(1, out.shape[1:3])
+        for row, head in on.any(-1).nonzero().tolist():
+            heads = on[row, head]
+            out[row, head, heads] = self.lists[row][head].attend(asked[row, head, heads], heads)
+        return out.flatten(1, 2)
+
+
+class KVList:
+    """Keys and values, [2, room, e], of ``count`` tokens, and which of the r query heads use them, bool [room, r]."""
+
+    def __init__(self, head_dim, like):
+        self.data, self.members, self.count = like.new_empty(2, 0, head_dim), None, 0
+
+    def add(self, keys, values, used):
+        tokens = used.any(-1).nonzero().flatten()
+        new, used, start = torch.stack((keys, values))[:, tokens], used[tokens], self.count
+        self.count += len(tokens)
+        if self.members is None or self.count > len(self.members):
+            room = (0, 0, 0, start // GROWTH + 8)
+            old = used[:0] if self.members is None else self.members[:start]
+            self.data = F.pad(torch.cat((self.data[:, :start], new), 1), room)
+            self.members = F.pad(torch.cat((old, used)), room)
+        else:
+            self.data[:, start : self.count], self.members[start : self.count] = new, used
+
+    def attend(self, query, heads):
+        """query: [heads in use, e], scaled; heads: bool [r] -> [heads in use, e]."""
+        keys, values = self.data[:, : self.count]
+        scores = (query @ keys.t()).masked_fill_(~self.members[: self.count, heads].t(), -torch.inf)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        return scores.softmax(-1, dtype=wide).to(query.dtype) @ values

@@ -1,0 +1,128 @@
+"""What happened since the last line of the log: sums over the steps of an interval, which become means when it ends.
+
+The sums are part of a checkpoint, so that an interval in which a run was stopped and resumed reads like any other.
+Times are those of one process: after a resume they cover the steps since.
+"""
+
+import math
+import resource
+from copy import copy
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from moh_lm.model.balance import row_width
+from moh_lm.monitor.head_load import head_figures
+from moh_lm.parallel.consensus import from_all_ranks
+
+PARTS = ("data", "forward_backward", "optimizer", "save")  # of the time of a step
+COUNTED = ("tokens", "skipped_steps", "skipped_sequences", "not_finite")  # in a checkpoint, beside both sums
+
+
+class MetricsAccumulator:
+    """Sums of ``StepResult``s since the last line of the log; the same on every rank, except for times.
+
+    names: of the sources. layers: ``RoutedLayer``s.
+    """
+
+    def __init__(self, names, layers, device):
+        self.names = names
+        self.layers = layers
+        width = sum(map(row_width, layers))
+        self.losses = torch.zeros(len(names), 3, dtype=torch.float64, device=device)
+        self.routers = torch.zeros(len(names), width, dtype=torch.float64, device=device)
+        self.clear()
+
+    def clear(self):
+        self.losses.zero_()
+        self.routers.zero_()
+        self.skipped_steps = 0
+        self.tokens = 0  # in the steps that were not skipped, also those that have no label
+        self.skipped_sequences = [0] * len(self.names)  # of each source in steps that were skipped
+        self.not_finite = {}  # {source: steps that were skipped because of it}
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.timed_steps = self.timed_tokens = 0
+
+    def add(self, result, data_seconds, tokens, not_finite=()):
+        """Add a step. data_seconds: that it waited for its batches. not_finite: sources whose numbers were not."""
+        if result.skipped:
+            self.skipped_steps += 1
+            sequences = result.losses[:, 2].tolist()
+            self.skipped_sequences = [a + b for a, b in zip(self.skipped_sequences, sequences, strict=True)]
+        else:
+            self.tokens += tokens
+            self.losses += result.losses
+            self.routers += result.routers
+        for name in not_finite:
+            self.not_finite[name] = self.not_finite.get(name, 0) + 1
+        for part, seconds in {"data": data_seconds, **result.seconds}.items():
+            self.seconds[part] += seconds
+        self.timed_steps += 1
+        self.timed_tokens += tokens
+
+    def began(self, step, tokens_per_iteration):
+        """The iterations before it, if it ends after ``step``."""
+        return step - self.tokens // tokens_per_iteration - self.skipped_steps
+
+    def tokens_per_second(self):
+        """Of the whole run, without the time of saves and evaluations."""
+        return ratio(self.timed_tokens, sum(self.seconds.values()) - self.seconds["save"])
+
+    def seconds_per_step(self):
+        return {part: ratio(seconds, self.timed_steps) for part, seconds in self.seconds.items()}
+
+    def loss(self):
+        """Mean training loss per token."""
+        return ratio(*self.losses.sum(0).tolist()[:2])
+
+    def source_losses(self):
+        """Mean training loss per token of every source that was seen."""
+        rows = zip(self.names, self.losses.tolist(), strict=True)
+        return {name: total / tokens for name, (total, tokens, _) in rows if tokens}
+
+    def sequences(self):
+        """{source: sequences of it in all steps, also in those that were skipped}."""
+        rows = zip(self.names, self.losses[:, 2].tolist(), self.skipped_sequences, strict=True)
+        return {name: seen + skipped for name, seen, skipped in rows}
+
+    def head_figures(self, high, parallel):
+        """``head_figures`` of moh_lm.monitor.head_load; None without routers, if all steps were skipped, or if the
+        sums of some are not known."""
+        if not self.layers or not self.tokens or self.routers.isnan().all():
+            return None
+        sequences = self.losses[:, 2].tolist()
+        length = self.tokens / sum(sequences)
+        sums = self.routers.cpu().numpy()
+        return head_figures(self.layers, sums, self.names, sequences, length, high, parallel)
+
+    def state(self):
+        """JSON-able; ``restore`` takes it back."""
+        sums = {"losses": self.losses.tolist(), "routers": self.routers.tolist()}
+        return sums | {name: getattr(self, name) for name in COUNTED}
+
+    def restore(self, state):
+        self.losses.copy_(torch.tensor(state["losses"], dtype=torch.float64))
+        if self.layers:
+            routers = torch.tensor(state["routers"], dtype=torch.float64)
+            if routers.shape == self.routers.shape:
+                self.routers.copy_(routers)
+            elif state["tokens"]:  # another version wrote it, with other sums
+                self.routers.fill_(math.nan)
+        for name in COUNTED:
+            setattr(self, name, copy(state[name]))
+
+
+def waits_and_memory(interval, device):
+    """[(seconds that a step waited for its data, peak memory in bytes)] of every rank; all call it together."""
+    return from_all_ranks((interval.seconds_per_step()["data"], peak_memory(device)))
+
+
+def peak_memory(device):
+    """Bytes: the most that the device's allocator has given out; on a CPU the most that the process held."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return get_accelerator().max_memory_allocated()
+
+
+def ratio(total, count):
+    return total / count if count else math.nan

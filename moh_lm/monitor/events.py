@@ -1,0 +1,72 @@
+"""events.jsonl: what happened to a run besides its steps; and files of rows that survive a full disk.
+
+One object per event: "time" (UTC), "event", "step", and facts. Events: import, saved, resumed, damaged, skipped, spike,
+stopped, complete, failed, data changed, routing changed, loss changed, dense warm-up over, alarm, alarm over. Lines are
+only ever added, so the file also remembers that there once were checkpoints.
+
+A log is not worth ending a run for: what cannot be written now is written later.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+class Rows:
+    """A file of JSON objects, one per line, to which ``add`` appends: whole lines, or for now nothing."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.waiting = b""
+
+    def add(self, row):
+        self.waiting += (json.dumps(row, allow_nan=False) + "\n").encode()
+        try:
+            with open(self.path, "ab+", buffering=0) as file:
+                end = file.report_errors()
+                is_cut = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"  # by a crash: that line stays alone
+                left = memoryview(b"\n" * is_cut + self.waiting)
+                try:
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:
+                    file.truncate(end)
+                    raise
+        except OSError as error:
+            print(f"{self.path}: {error.strerror}; will be written later", file=sys.stderr, flush=True)
+            return
+        self.waiting = b""
+
+
+def complete_rows(path):
+    """[(line, object)] of a file of ``Rows`` with steps; none without the file. Lines that a crash cut are left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            found += [(line, row)] if isinstance(row["step"], int) else []
+    return found
+
+
+class EventLog:
+    """Rank 0 makes one with ``writes`` true: it prints and records; on the other ranks nothing happens."""
+
+    def __init__(self, directory, writes):
+        self.rows = Rows(Path(directory) / "events.jsonl")
+        self.writes = writes
+
+    def add(self, event, step, text=None, **facts):
+        """Record the event with its ``facts``, JSON-able, and print ``text``, if there is any."""
+        if not self.writes:
+            return
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.rows.add({"time": now, "event": event, "step": step, **facts})
+        if text:
+            print(text, flush=True)
+
+    def last(self, event):
+        """The last ``event`` in the file, or None."""
+        return next((row for _, row in reversed(complete_rows(self.rows.path)) if row.get("event") == event), None)

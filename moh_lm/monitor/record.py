@@ -1,0 +1,90 @@
+"""The rows of metrics.jsonl: what one of them holds, and which of them a resumed run keeps.
+
+docs/monitoring.md has every figure with its formula.
+"""
+
+import math
+
+from moh_lm.cost.flops import peak_flops
+from moh_lm.data.files import publish
+from moh_lm.monitor.accumulator import ratio
+from moh_lm.monitor.events import complete_rows
+
+
+def training_record(config, dataset, interval, step, rate, grad_norm, figures, ranks, device, flops):
+    """The object of metrics.jsonl for the interval that ends after ``step``; its figures of heads are rounded.
+
+    figures: ``MetricsAccumulator.head_figures``. ranks: of ``waits_and_memory``. flops: of a token, as
+    ``flops_per_token`` of moh_lm.cost.flops.
+    """
+    run, losses, speed = config.run, interval.source_losses(), interval.tokens_per_second()
+    data, memory = zip(*ranks, strict=True)
+    balance = [loss for loss in figures["balance_loss"] if loss is not None] if figures else []
+    model = config.model.after(interval.began(step, run.tokens_per_iteration))
+    return {
+        "step": step,
+        "loss": interval.loss(),
+        "load_balance_loss": ratio(sum(balance), len(balance)) if model.routed_layers() else 0.0,
+        "learning_rate": rate,
+        "grad_norm": grad_norm,
+        "tokens": dataset.tokens_read(step * run.global_batch_size),
+        "consumed_samples": step * run.global_batch_size,
+        "source_loss": losses,
+        "source_bits_per_byte": bits_per_byte(losses, dataset.bytes_per_token()),
+        "tokens_per_second": round(speed, 1),
+        "skipped_steps": interval.skipped_steps,
+        **({"window": list(config.model.window)} if run.window_strategy == "entropy" else {}),
+        **({"heads": rounded(figures)} if figures else {}),
+        "runtime": {
+            "seconds": rounded(interval.seconds_per_step()),
+            "slowest_data": {"rank": data.index(max(data)), "seconds": rounded(max(data))},
+            "mfu": rounded(utilization(model, run, speed, len(ranks), device, figures or {}, flops)),
+            "memory": {"rank": memory.index(max(memory)), "gib": rounded(max(memory) / 2**30)},
+        },
+    }
+
+
+def utilization(model, run, tokens_per_second, world_size, device, figures, flops):
+    """MFU: {"dense", "active"} of ``flops``, over the peak of all devices; {} where that is not known."""
+    peak = peak_flops(run, device)
+    if peak is None:
+        return {}
+    active = dict(zip(figures["layer"], figures["active_heads"], strict=True)) if "active_heads" in figures else {}
+    found = flops(model, run.seq_length, active)
+    return {kind: value * tokens_per_second / (peak * world_size) for kind, value in found.items()}
+
+
+def bits_per_byte(losses, bytes_per_token):
+    """{source: loss in bits over its bytes per token}, of the sources whose bytes are known."""
+    known = {name: size for name, size in bytes_per_token.items() if size}
+    return {name: loss / math.log(2) / known[name] for name, loss in losses.items() if name in known}
+
+
+def rounded(value):
+    """Numbers to five significant digits, so that rows stay small."""
+    return each_float(value, lambda number: float(f"{number:.5g}"))
+
+
+def finite(value):
+    """``value`` with null for numbers that JSON has no word for."""
+    return each_float(value, lambda number: number if math.isfinite(number) else None)
+
+
+def each_float(value, function):
+    if isinstance(value, dict):
+        return {key: each_float(item, function) for key, item in value.items()}
+    if isinstance(value, list):
+        return [each_float(item, function) for item in value]
+    return function(value) if isinstance(value, float) else value
+
+
+def keep_rows(path, last_step):
+    """Drop the rows of ``path`` that the run is about to write again: those after ``last_step``, or all if it is 0."""
+    if path.exists():
+        kept = [line + "\n" for line, row in complete_rows(path) if last_step and row["step"] <= last_step]
+        publish(path, "".join(kept).encode())
+
+
+def last_step(path):
+    """The largest step of the rows of ``path``; 0 without any."""
+    return max((row["step"] for _, row in complete_rows(path)), default=0)

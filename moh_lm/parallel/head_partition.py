@@ -1,0 +1,64 @@
+"""Which heads of a layer a tensor-parallel rank holds.
+
+Every rank holds the same share of the heads that are always on and of the others, so that none computes more than
+another. Files keep the canonical order, the heads that are always on first; ``HeadPartition`` maps one to the other.
+
+A rank holds whole key/value heads too, unless there are fewer of them than ranks: then it holds all of them, and takes
+those that its query heads use.
+
+Shapes: tp tensor-parallel ranks, h query heads.
+"""
+
+from itertools import groupby
+
+import torch
+
+from moh_lm.parallel.groups import group_rank, group_size
+from moh_lm.parallel.layers import Partition
+
+
+class HeadPartition:
+    """The heads of a layer that this rank holds: its share of the ``leading`` ones at the front, then of the others.
+
+    ranges: (start, stop) of their canonical numbers, in local order; the first ``num_leading`` are leading ones.
+    """
+
+    def __init__(self, num_heads, leading, group):
+        self.num_heads, self.leading, self.group = num_heads, leading, group
+        self.num_leading = leading // group_size(group)
+        self.ranges, rank = [], group_rank(group)
+        for start, stop in ((0, leading), (leading, num_heads)):
+            share = (stop - start) // group_size(group)
+            if share:
+                self.ranges.append((start + rank * share, start + (rank + 1) * share))
+
+    def take(self, gates):
+        """Gates of all heads in canonical order [..., h] -> of this rank's [..., h/tp]."""
+        if self.group is None:
+            return gates
+        return torch.cat([gates[..., start:stop] for start, stop in self.ranges], dim=-1)
+
+    def in_canonical_order(self, gathered):
+        """[..., h] rank after rank -> canonical order: the leading heads of all ranks, then the others of all ranks."""
+        if self.group is None:
+            return gathered
+        of_ranks = gathered.unflatten(-1, (group_size(self.group), -1))  # [..., tp, h/tp]
+        return torch.cat([part.flatten(-2) for part in of_ranks.tensor_split([self.num_leading], dim=-1)], dim=-1)
+
+    def kv_replication(self, queries_per_key):
+        """[(key/value head, how many query heads in a row share it)] of this rank's query heads: with one of each where
+        all are shared by as many."""
+        numbers = [head // queries_per_key for start, stop in self.ranges for head in range(start, stop)]
+        runs = [(key, len(list(run))) for key, run in groupby(numbers)]
+        return [(key, 1) for key, _ in runs] if len({count for _, count in runs}) == 1 else runs
+
+    def partition(self, dim, head_dim, queries_per_key=1):
+        """The rows or columns of these heads, or of the key/value heads that they share; None on one rank."""
+        if self.group is None:
+            return None
+
+        def place(head):  # a whole number: ranks hold whole key/value heads
+            return head * head_dim // queries_per_key
+
+        ranges = tuple((place(start), place(stop)) for start, stop in self.ranges)
+        return Partition(dim, place(self.num_heads), ranges)

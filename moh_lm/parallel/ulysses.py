@@ -1,0 +1,122 @@
+"""Context parallelism: several ranks share a sequence, for contexts that one device cannot hold.
+
+Between layers, and for queries, keys and values, each of cp ranks has a stretch of the sequence. Attention needs whole
+sequences but few heads. So the ranks exchange: before it tokens for heads, and after it heads for tokens (Ulysses:
+Jacobs et al. 2023, arXiv 2309.14509). Every other layer works on its own tokens. Weights are whole on every rank, and
+ZeRO shards them over context- and data-parallel ranks together.
+
+    queries of all heads, own tokens   [s/cp, b, h, e]  ->  [s, b, h/cp, e]   own heads, all tokens
+
+A rank gets the same share of the heads that are always on and of the others, so that none computes more than another.
+
+Shapes: s sequence, b batch, h heads of this tensor-parallel rank, cp ranks that share a sequence.
+"""
+
+import functools
+import math
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class ContextGroups(NamedTuple):
+    """ranks: those that share a sequence and hold the same shards. sequence: with their tensor-parallel neighbours, in
+    the order of the slices of the sequence that they have between layers."""
+
+    ranks: dist.ProcessGroup
+    sequence: dist.ProcessGroup
+
+    def size(self):
+        return dist.get_world_size(self.ranks)
+
+    def rank(self):
+        return dist.get_rank(self.ranks)
+
+
+def local_shard(tensor, context):
+    """The tokens of this rank: [b, s] -> [b, s/cp]."""
+    return tensor if context is None else tensor.chunk(context.size(), dim=1)[context.rank()]
+
+
+def order_of_ranks(num_heads, leading, size):
+    """Numbers of the heads, those of the first of ``size`` ranks first: of each its leading ones, then its others."""
+    parts = [range(leading), range(leading, num_heads)]
+    shares = [(part, len(part) // size) for part in parts]
+    return [head for rank in range(size) for part, n in shares for head in part[rank * n : (rank + 1) * n]]
+
+
+def keys_of_ranks(order, shared_by, size):
+    """Numbers of the key/value heads, each shared by ``shared_by`` heads, that the ranks' heads need, in the ``order``
+    of these; each for as many in a row as it can be for all, and so perhaps more than once."""
+    keys, share = [head // shared_by for head in order], len(order) // size
+    ranks = [keys[first : first + share] for first in range(0, len(keys), share)]
+    return keys[:: math.gcd(*(len(list(run)) for rank in ranks for _, run in groupby(rank)))]
+
+
+def picked(tensor, dim, numbers):
+    """What has these ``numbers`` along ``dim``, in their order."""
+    index = on_device.__wrapped__ if torch.compiler.is_compiling() else on_device  # in a graph it is a constant
+    return tensor.index_select(dim, index(tuple(numbers), tensor.device))
+
+
+@functools.lru_cache(maxsize=64)
+def on_device(numbers, device):
+    """Copied once: an index that is a list is copied each time, and a GPU has then to be waited for."""
+    return torch.tensor(numbers, device=device)
+
+
+class UlyssesExchange:
+    """Tokens for heads and back, in a layer whose ``leading`` of ``num_heads`` heads on this rank are always on."""
+
+    def __init__(self, num_heads, leading, context):
+        self.num_heads, self.context = num_heads, context
+        self.size = context.size()
+        self.num_leading = leading // self.size
+        self.order = order_of_ranks(num_heads, leading, self.size)
+        self.places = sorted(range(num_heads), key=self.order.__getitem__)  # where each head is in that order
+
+    def own(self, per_head):
+        """Of what there is for every head, [h, ...], that of this rank's: [h/cp, ...]."""
+        return picked(per_head, 0, self.order).chunk(self.size)[self.context.rank()]
+
+    def to_heads(self, *tensors):
+        """Each [s/cp, b, heads, width] -> [s, b, heads/cp, width], in one message; of one dtype. Fewer heads than
+        ``num_heads`` are key/value heads: those that several ranks need are copied (``keys_of_ranks``)."""
+        parts = []
+        for tensor in tensors:
+            order = keys_of_ranks(self.order, self.num_heads // tensor.shape[2], self.size)
+            dealt = picked(tensor, 2, order).unflatten(2, (self.size, -1))  # [s/cp, b, cp, heads/cp, width]
+            parts.append(dealt.movedim(2, 0))
+        shapes = [part.shape[3:] for part in parts]
+        sent = torch.cat([part.flatten(3) for part in parts], dim=3)
+        received = AllToAll.apply(sent, self.context.ranks).flatten(0, 1)  # [s, b, widths of all]
+        split = received.split([shape.numel() for shape in shapes], dim=2)
+        # Copies: what one of them is needed for does not keep the others.
+        return [part.unflatten(2, shape).contiguous() for part, shape in zip(split, shapes, strict=True)]
+
+    def to_tokens(self, heads):
+        """[s, b, h/cp, e] -> [s/cp, b, h, e]."""
+        received = AllToAll.apply(heads.unflatten(0, (self.size, -1)), self.context.ranks)  # [cp, s/cp, b, h/cp, e]
+        return picked(received.movedim(0, 2).flatten(2, 3), 2, self.places)
+
+
+class AllToAll(torch.autograd.Function):
+    """Part i of [cp, ...] goes to rank i, and part i of the result comes from there; the gradients go back."""
+
+    @staticmethod
+    def forward(ctx, parts, group):
+        ctx.group = group
+        return all_to_all(parts, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return all_to_all(gradient, ctx.group), None
+
+
+def all_to_all(parts, group):
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received

@@ -1,0 +1,101 @@
+"""A roll call: which ranks still answer, so that a machine that died or froze has a name.
+
+Each rank has a thread that waits in the store of the process group, with a connection of its own, to be called. A rank
+that fails calls all of them. One that gives no answer within seconds is dead, or stopped with its whole machine; one
+whose training merely hangs does answer. Where the store itself does not answer, the machine of rank 0 is lost: the
+store is there. What the first roll call found is kept, because those who answered may leave before the next one.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from datetime import timedelta
+from itertools import count
+
+import torch.distributed as dist
+
+NEVER = timedelta(days=365)
+CONNECT_TIMEOUT = timedelta(seconds=30)
+
+
+class LivenessCheck:
+    """Every rank makes one. name: of this start of the run, the same on all ranks. hosts: [machine of each rank]."""
+
+    def __init__(self, name, hosts):
+        self.rank, self.hosts = dist.get_rank(), hosts
+        try:
+            self.waiting, self.calling = connect(name), connect(name)
+        except (KeyError, RuntimeError):  # another kind of rendezvous: there are no roll calls
+            self.calling = None
+            return
+        threading.Thread(target=self.answer, daemon=True).start()
+
+    def answer(self):
+        """Wait to be called, by another rank or by ``end``, and say that this rank is there."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            for number in count(1):
+                self.waiting.wait([f"{self.rank}/{number}"], NEVER)
+                call = self.waiting.get(f"{self.rank}/{number}").decode()
+                if not call:
+                    return
+                self.waiting.set(f"{call}/{self.rank}", "here")
+
+    def unresponsive(self, seconds):
+        """Words for the ranks that give no answer within ``seconds``; "" if all do, or nobody can tell."""
+        if self.calling is None or len(self.hosts) == 1:
+            return ""
+        found = []
+        thread = threading.Thread(target=lambda: found.append(self.call(seconds)), daemon=True)
+        thread.start()
+        thread.join(seconds + 1)
+        return found[0] if found else self.without_store()
+
+    def call(self, seconds):
+        """The same, where the store answers."""
+        try:
+            if self.calling.check(["found"]):
+                return self.calling.get("found").decode()
+            call = f"call {self.calling.add('calls', 1)}"
+            for rank in range(len(self.hosts)):
+                self.summon(rank, call)
+            deadline = time.monotonic() + seconds
+            missing = list(range(len(self.hosts)))
+            while missing and time.monotonic() < deadline:
+                missing = [rank for rank in missing if not self.calling.check([f"{call}/{rank}"])]
+                time.sleep(0.1)
+            words = f"no answer from {describe(missing, self.hosts)}" if missing else ""
+            return self.calling.compare_set("found", "", words).decode() if words else ""
+        except RuntimeError:
+            return self.without_store()
+
+    def summon(self, rank, call):
+        number = self.calling.add(f"{rank} was called", 1)
+        self.calling.set(f"{rank}/{number}", call)
+
+    def without_store(self):
+        return f"no answer from the machine of rank 0 ({self.hosts[0]})"
+
+    def end(self):
+        """Let this rank's thread end."""
+        if self.calling is not None:
+            threading.Thread(target=self.dismiss, daemon=True).start()
+
+    def dismiss(self):
+        with contextlib.suppress(RuntimeError):
+            self.summon(self.rank, "")
+
+
+def connect(name):
+    """A connection to the store of this job that no one else uses."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+    return dist.PrefixStore(f"roll call/{name}", store)
+
+
+def describe(ranks, hosts):
+    """"node2 (ranks 8, 9)" for each host of the ``ranks``."""
+    by_host = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(str(rank))
+    return ", ".join(f"{host} (rank{'s' * (len(here) > 1)} {', '.join(here)})" for host, here in by_host.items())

@@ -1,0 +1,101 @@
+"""The run directory: that it can be written, that one run writes to it, and that all nodes see the same one."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moh_lm.config import ConfigError, raise_any
+from moh_lm.parallel.consensus import from_rank_zero, on_rank_zero, problems_of_all_ranks
+from moh_lm.supervise.watchdog import process_state
+from moh_lm.units import wrapped
+
+LOCK_SECONDS = 10  # to wait for a run directory that is in use
+
+
+def make_run_directory(path, keep=True):
+    """Raises ConfigError unless ``path`` is a directory that can be written, or can be made one. keep: what is made."""
+    absent = [place for place in (Path(path), *Path(path).parents) if not os.path.exists(place)]
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = error.strerror
+    for place in () if keep else absent:
+        with contextlib.suppress(OSError):
+            place.rmdir()
+    if reason:
+        raise ConfigError([f"--checkpoint-dir {path}: cannot be written ({reason}); give another directory"])
+
+
+def lock_run_directory(path, called="--checkpoint-dir"):
+    """Hold the run directory until this process ends, however it ends. The lock's file says who holds it.
+
+    called: the argument that named it. Raises ConfigError if another run holds it, with what is known of that run, or
+    if there can be no lock.
+    """
+    name = Path(path) / ".lock"
+    try:
+        lock = open(name, "a+", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
+    except OSError as error:
+        raise ConfigError([f"{called} {path}: {name}: {error.strerror}; mend this"]) from error
+    for attempt in range(LOCK_SECONDS + 1):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(attempt < LOCK_SECONDS)  # the ranks of the run before this one may still be ending
+        except OSError as error:  # a file system without locks
+            reason = f"{errno.errorcode.get(error.errno, error.errno)}, {error.strerror}"
+            text = f"{name} cannot be locked ({reason}): nothing keeps a second run from writing here; start only one"
+            print(wrapped(f"warning: {text}", 9), flush=True)
+            break
+    else:
+        more = describe_holder(name)
+        raise ConfigError([f"{called} {path}: another run is writing to it{more}; or give another directory"])
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        lock.truncate(0)
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        lock.write(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since}) + "\n")
+        lock.flush()
+    return lock
+
+
+def describe_holder(name):
+    """Words for who holds the lock, how to tell whether that process is alive, and what to do then."""
+    try:
+        holder = json.loads(name.read_text(encoding="utf-8"))
+        host, process, since = holder["host"], int(holder["process"]), holder["since"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return " (the lock does not say which); end it"
+    who = f" (process {process} on {host}, since {since})"
+    if host != socket.gethostname():
+        look = f"`ssh {host} ps -p {process}` tells whether that is alive"
+        return f"{who}; {look}: end it, or, if {host} is gone for good, remove {name}"
+    state = process_state(process)
+    if state in "Tt":
+        return f"{who}, which is stopped; `kill -CONT {process}` lets it go on, `kill -KILL {process}` ends it"
+    if state in "ZX":
+        return f"{who}, which is not seen here; look for it in other containers, `fuser {name}` may name it: end it"
+    return f"{who}, which is alive; end it"
+
+
+def check_nodes(config, dataset):
+    """Raise ConfigError on every rank unless all of them see one run directory, one configuration and the same data."""
+    marker = Path(config.run.checkpoint_dir) / from_rank_zero(f".seen-{time.time_ns()}")
+    on_rank_zero(marker.touch)
+    last = config.run.train_iters * config.run.global_batch_size
+    mine = {"data": dataset.state(last)["segments"], **config.to_dict()}
+    first = from_rank_zero(mine)  # also waits for the marker
+    here = f"rank {dist.get_rank()} on {socket.gethostname()}"
+    problems = [] if marker.exists() else [f"--checkpoint-dir {marker.parent}: {here} does not see that of rank 0"]
+    problems += [f"{here} has another {key} than rank 0: {mine[key]}" for key in mine if mine[key] != first[key]]
+    problems = problems_of_all_ranks(problems)
+    on_rank_zero(marker.unlink)
+    raise_any([f"{problem}; use paths on a file system that all nodes share" for problem in problems])

@@ -1,0 +1,186 @@
+"""A run that cannot go on ends: with a message, the stacks of its ranks, and exit code 69.
+
+Each rank has a thread that looks every second whether another rank of its machine has died, and whether its own rank
+still makes progress. A process that stands still cannot say where, so one that was stopped is woken to tell. Between
+machines a lost rank is noticed by the communication library, by the launcher, or by the limit on progress, and named by
+a roll call.
+
+``kill -USR2 PID`` prints the stacks of a rank at any time.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from moh_lm.parallel.consensus import from_all_ranks
+from moh_lm.supervise.liveness import LivenessCheck
+
+UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
+GRACE_S = 3  # seconds in which the ranks may end one after the other, and in which all of them print their stacks
+LAUNCHER_TIMEOUT_S = 30  # seconds that a launcher may take to see that a rank has left
+MARGIN_S = 60  # seconds by which the time-outs of the groups are longer: the watchdog comes first, and says more
+
+
+class Watchdog:
+    """Watches this process from its making until ``stop``; every rank makes one together.
+
+    timeout: seconds without a call of ``progress`` after which the run is ended. program: its name, in messages.
+    """
+
+    def __init__(self, timeout, program="moh_lm.pretrain"):
+        self.timeout = timeout
+        self.program = program
+        self.rank = dist.get_rank()
+        self.last = time.monotonic()
+        self.done = threading.Event()
+        faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
+        ranks = introduce()
+        self.local_ranks = local_ranks(ranks)
+        self.liveness = LivenessCheck(ranks[0].started, [rank.host for rank in ranks])
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+
+    def progress(self, seconds=0):
+        """To be called by whatever may take long, whenever a part of it is done; ``seconds`` are allowed on top."""
+        self.last = time.monotonic() + seconds
+
+    def limit_groups(self):
+        """Give every process group the time-out; those that are made later have their own."""
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout + MARGIN_S), group)
+
+    def stop(self):
+        self.liveness.end()
+        self.done.set()
+        self.thread.join()
+
+    def watch(self):
+        missed = None
+        self.arm()
+        while not self.done.wait(1):
+            self.arm()
+            now = time.monotonic()
+            dead = self.dead()
+            missed = (missed or now) if dead else None
+            if missed and now - missed > GRACE_S:
+                self.abort(f"{dead} died", wait=0)
+            if now - self.last > self.timeout:
+                idle = f"no progress for {now - self.last:.0f} s (--hang-timeout {self.timeout})"
+                found = self.stopped() or self.liveness.unresponsive(GRACE_S)
+                self.abort(f"{idle}; {found}" if found else idle, wait=GRACE_S)
+        faulthandler.cancel_dump_traceback_later()
+
+    def arm(self):
+        """Set a timer that fires without the interpreter, where even this thread cannot run; exit code 1."""
+        faulthandler.dump_traceback_later(self.timeout + 2 * GRACE_S, exit=True, file=sys.__stderr__)
+
+    def dead(self):
+        """Names of the neighbours that are no more."""
+        gone = [(rank, pid) for rank, pid in self.local_ranks.items() if process_state(pid) in "ZX"]
+        return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
+
+    def report_unresponsive(self):
+        """After an error: print which ranks died, or do not answer, if any did in these seconds; returns whether."""
+        for _ in range(GRACE_S):
+            dead = self.dead()
+            if dead:
+                break
+            time.sleep(0.5)
+        found = f"{dead} died" if dead else self.liveness.unresponsive(GRACE_S)
+        if found:
+            print(f"{self.program}: {found}; rank {self.rank} cannot go on", file=sys.stderr, flush=True)
+            end_stuck_launcher()
+        return bool(found)
+
+    def stopped(self):
+        """Wake the neighbours that were stopped by a signal; returns the words for them."""
+        stopped = {rank: pid for rank, pid in self.local_ranks.items() if process_state(pid) in "Tt"}
+        for pid in stopped.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGUSR2)
+                os.kill(pid, signal.SIGCONT)
+        return "; ".join(f"rank {rank} (process {pid}) had been stopped" for rank, pid in stopped.items())
+
+    def abort(self, reason, wait):
+        """Print ``reason`` and the stacks of all threads, ``wait`` seconds for other ranks to do the same, and exit."""
+        stacks = ""
+        with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:  # the disk may be full
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = file.read().decode(errors="replace")
+        title = f"[rank {self.rank} on {socket.gethostname()}, process {os.getpid()}]"
+        lines = [f"{title} {reason}; the run ends", *(f"{title} {line}" for line in stacks.splitlines())]
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(2, ("\n".join(lines) + "\n").encode())
+        time.sleep(wait)
+        end_stuck_launcher()
+        os._exit(UNAVAILABLE)
+
+
+def end_stuck_launcher(patience=LAUNCHER_TIMEOUT_S):
+    """To be called before this rank leaves: see to it that its torchrun ends too.
+
+    Where the machine of the rendezvous froze, torchrun waits in a read without a limit, deaf to signals. It then does
+    not even collect its dead ranks. A process of its own waits until this one is dead, and ``patience`` seconds more.
+    If it is still not collected then, that process kills torchrun.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher, own = os.getppid(), f'"$(cat /proc/{os.getpid()}/stat 2>&1)"'
+    script = (
+        f'while case {own} in *") Z "*) false;; *") "?" {launcher} "*) true;; *) false;; esac; do sleep 0.2; done; '
+        f'sleep {patience}; case {own} in *") Z {launcher} "*) '
+        f"echo torchrun, process {launcher}, waits for a machine that does not answer: "
+        f"it is ended >&2; kill -KILL {launcher};; esac"
+    )
+    with contextlib.suppress(OSError):
+        subprocess.Popen(["sh", "-c", script], start_new_session=True, stdin=subprocess.DEVNULL)
+
+
+class Introduction(NamedTuple):
+    """What a rank tells the others of itself. space: two containers may share a host name; None without /proc."""
+
+    host: str
+    space: str | None
+    process: int
+    started: int  # ns
+
+
+def introduce():
+    """The ``Introduction`` of every rank; all call it together."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = None
+    return from_all_ranks(Introduction(socket.gethostname(), space, os.getpid(), time.time_ns()))
+
+
+def local_ranks(ranks):
+    """{rank: process id} of the other ranks on this machine; none where there is no /proc to look them up in."""
+    mine = ranks[dist.get_rank()]
+    return {
+        number: rank.process
+        for number, rank in enumerate(ranks)
+        if rank is not mine and mine.space and (rank.host, rank.space) == (mine.host, mine.space)
+    }
+
+
+def process_state(pid):
+    """The letter of /proc/PID/stat: R running, S sleeping, T stopped, Z dead but not yet collected; X: gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"

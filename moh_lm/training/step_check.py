@@ -1,0 +1,94 @@
+"""Whether the gradients of a step are applied: looked at once in every step, before any weight changes.
+
+Every step has a ``StepCheck`` of its own. DeepSpeed's optimizer hands it the gradient norm
+(moh_lm.training.gradient_norm) and gets infinity back if the step is to be skipped. A step that nobody looked at has no
+verdict, and asking for one raises: nothing of an earlier step can be taken for it.
+"""
+
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from moh_lm.training.guard import ABSURD, DIVERGENCE
+
+
+class NotExamined(RuntimeError):
+    """DeepSpeed updated the weights without asking for the gradient norm, or asked for it more than once."""
+
+
+class GradientStats(NamedTuple):
+    """What was found; equal on every rank, but for ``differences`` and ``time``.
+
+    mean: loss per token. grad_norm: before clipping. code: of guard.REASONS. differences: sentences for the weights
+    that this rank found to differ. time: of time.perf_counter, when the gradients were complete.
+    """
+
+    mean: float
+    grad_norm: float
+    code: int
+    differences: list[str]
+    time: float
+
+
+class StepCheck:
+    """The verdict on one step; all ranks decide together.
+
+    sums: ``StepSums`` of the step. guard: the ``Guard`` of the run. largest_weight: gives the largest magnitude, [], of
+    this rank's master and frozen weights. compare_replicas: gives sentences for weights that differ between ranks; None
+    if they are not compared in this step.
+    """
+
+    def __init__(self, sums, guard, largest_weight, compare_replicas=None):
+        self.sums = sums
+        self.guard = guard
+        self.largest_weight = largest_weight
+        self.compare_replicas = compare_replicas
+        self.gradient_not_finite = []  # [b] bool of each micro-batch
+        self.examined = None
+
+    def watch_gradient(self, output):
+        """Note the sequences whose gradient is not finite where it arrives at ``output`` [s, b, d], the embedding's,
+        and so anywhere above."""
+        output.register_hook(lambda grad: self.gradient_not_finite.append(~grad.sum((0, 2)).isfinite()))
+
+    def examine(self, norm, copies):
+        """The gradient norm of the step, or infinity if the step is to be skipped.
+
+        norm: [] of this step. copies: gradients that are not in the norm, or norms of them; see
+        moh_lm.training.gradient_norm.
+        """
+        if self.examined:
+            raise NotExamined("DeepSpeed asked twice for the gradient norm of one step: its second update is unknown")
+        losses = self.sums.reduce()
+        scalars = torch.stack([norm.to(losses), self.largest_weight().to(losses)])
+        numbers = torch.cat((losses.sum(0), scalars)).tolist()  # waits for the backward pass
+        total, tokens, _, grad_norm, weight = numbers
+        now = time.perf_counter()
+        mean = total / max(tokens, 1)  # documents of one token have no label
+        code = max(self.guard.classify(mean, value) for value in (grad_norm, *self.largest(copies)))
+        code = code if self.guard.sound(weight) else max(code, ABSURD)
+        differences = self.compare_replicas() if self.compare_replicas else []
+        code = max(code, DIVERGENCE) if differences else code
+        shared = torch.tensor(code, dtype=torch.int32, device=losses.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        self.examined = GradientStats(mean, grad_norm, int(shared), differences, now)
+        return torch.full_like(norm, torch.inf) if self.guard.skips(self.examined.code) else norm
+
+    @staticmethod
+    def largest(gradients):
+        """The largest norm among ``gradients``, NaN if one is; nothing if there are none."""
+        norms = [torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64) for gradient in gradients]
+        return [torch.stack(norms).max().item()] if norms else []
+
+    def result(self):
+        """What was ``GradientStats``. Raises NotExamined."""
+        if not self.examined:
+            raise NotExamined("DeepSpeed never asked for the gradient norm of this step: its update was not looked at")
+        return self.examined
+
+    def bad_sequences(self):
+        """Places, in this rank's part of the step, of the sequences with a loss, or a gradient, that is not finite."""
+        flags = {"loss": self.sums.not_finite, "gradient": self.gradient_not_finite}
+        return {name: torch.cat(parts).nonzero()[:, 0].tolist() if parts else [] for name, parts in flags.items()}

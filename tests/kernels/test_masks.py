@@ -1,0 +1,159 @@
+"""Documents that do not see each other (--reset-at-documents), and data that change (--allow-data-change)."""
+
+import shutil
+
+import pytest
+import torch
+
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.data.files import read_json
+from moh_lm.data.shards import ShardWriter, write_manifest
+from moh_lm.kernels import gated_attention
+from moh_lm.model.transformer import CausalLM
+from tests.distributed import run_ranks
+from tests.run.harm import events
+from tests.training.test_training import arguments, losses, rows, run
+
+LENGTHS = (5, 1, 7, 3)  # of the documents in one window
+
+
+HEADS = {
+    "all": HeadsConfig("all"),
+    "paper": HeadsConfig(routing="paper"),
+    "no shared heads": HeadsConfig(num_shared_heads=(0,), num_active_routed_heads=(4,)),
+    "query norm": HeadsConfig(routing="query_norm"),
+    "static": HeadsConfig("static"),
+}
+BACKENDS = ("dense", "cpu_sparse")
+
+
+def make_model(heads, backend, window=(), **options):
+    config = ModelConfig(2, 32, 64, 8, num_key_value_heads=4, vocab_size=50, window=window, heads=heads)
+    model = CausalLM(config, attention_backend=backend, **options).double()
+    model.initialize(0)
+    return model
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [(), (3, 0)])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_a_document_in_a_sequence_gives_the_logits_that_it_gives_alone(heads, window, backend):
+    model = make_model(heads, backend, window)
+    tokens = torch.randint(50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    model.documents.feed([positions])
+    together = model(tokens)
+    for document, logits in zip(tokens.split(LENGTHS, 1), together.split(LENGTHS), strict=True):
+        torch.testing.assert_close(logits, model(document), rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(together, model(tokens))  # without boundaries they see each other
+
+
+@pytest.mark.parametrize("recompute, window", [(False, ()), (True, ()), (True, (9, 60))])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_a_sparse_backend_gives_the_loss_and_the_gradients_of_the_dense_one_inside_documents(
+    heads, recompute, window, monkeypatch
+):
+    monkeypatch.delattr(gated_attention, "document_mask")  # no layer makes a mask
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(50, (2, 131), generator=generator)
+    positions = torch.stack([torch.arange(130), torch.arange(130)])
+    for row, starts in enumerate(([1, 2, 60, 124], [64, 100])):
+        for start in starts:
+            positions[row, start:] = torch.arange(130 - start)
+    found = []
+    for backend in BACKENDS:
+        model = make_model(heads, backend, window, recompute=recompute).train()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 5  # so that no gradient is hidden by small weights
+        model.documents.feed([positions])
+        loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+        assert (model.documents.boundaries.mask is None) == (backend == "cpu_sparse")
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for sparse, dense in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(sparse, dense, rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def one_process(data_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("one")
+    run_ranks(run, 1, arguments(data_dir, directory, "--reset-at-documents", "true"))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "world_size, layout",
+    [
+        (1, ("--recompute",)),
+        (2, ()),
+        (2, ("--tensor-parallel-size", "2")),
+        (2, ("--pipeline-parallel-size", "2")),
+        (2, ("--pipeline-parallel-size", "2", "--recompute")),
+        (2, ("--attention-backend", "cpu_sparse", "--tensor-parallel-size", "2", "--recompute")),
+        (2, ("--attention-backend", "cpu_sparse", "--pipeline-parallel-size", "2")),
+    ],
+)
+def test_resets_train_the_same_model_in_every_layout(data_dir, tmp_path, one_process, world_size, layout):
+    run_ranks(run, world_size, arguments(data_dir, tmp_path, "--reset-at-documents", "true", *layout))
+    for row, expected in zip(rows(tmp_path), rows(one_process), strict=True):
+        for key in ("loss", "grad_norm", "load_balance_loss", "evaluation"):
+            if key in expected:
+                assert row[key] == pytest.approx(expected[key], rel=1e-5 if key == "grad_norm" else 1e-6)
+
+
+def test_resets_leave_labels_out_and_nothing_of_the_balance_loss(data_dir, tmp_path, one_process):
+    run_ranks(run, 1, arguments(data_dir, tmp_path))
+    (plain, reset) = ([row for row in rows(directory) if "loss" in row] for directory in (tmp_path, one_process))
+    assert all(row["loss"] != other["loss"] for row, other in zip(plain, reset, strict=True))
+    assert [row["load_balance_loss"] for row in reset] == pytest.approx(
+        [row["load_balance_loss"] for row in plain], rel=0.05
+    )
+    assert [row["tokens"] for row in reset] == [row["tokens"] for row in plain]
+
+
+@pytest.fixture
+def grown(data_dir, tmp_path):
+    """The data directory with another shard in one source."""
+    directory = tmp_path / "data"
+    shutil.copytree(data_dir, directory)
+    with ShardWriter(directory / "odd" / "unit-2", 64) as shard:
+        for first in range(40):
+            shard.add([*range(3 + first % 7, 40), 2])
+        shard.commit({"tokenizer": {"sha256": "none", "vocab_size": 64, "eos_id": 2}, "inputs": []})
+    write_manifest(directory)
+    return directory
+
+
+def test_changed_data_are_named_and_refused_or_gone_on_with(data_dir, grown, tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    run_ranks(run, 1, arguments(data_dir, one), 3)
+    shutil.copytree(one, other)
+    mix = ("--data-mix", "even=1", "odd=1")
+    named = r"(?s)source even was 5/7 .* is 1/2 .*source odd: unit-2 added, 3 shards now"
+    with pytest.raises(AssertionError, match=named):
+        run_ranks(run, 1, arguments(grown, one, *mix))
+    run_ranks(run, 1, arguments(grown, one, *mix, "--allow-data-change", "true"))
+    (event,) = events(one, "data changed")
+    assert event["step"] == 3 and any("unit-2 added" in change for change in event["changes"])
+    history = read_json(one / "checkpoints" / "step-7" / "state.json")["guard"]["history"]
+    assert [len(values) for values in history.values()] == [4, 4]  # a loss of other data is no spike
+    # In mid-interval, with other ranks, stopped once more: the same samples.
+    run_ranks(run, 2, arguments(grown, other, *mix, "--allow-data-change", "true"), 6)
+    run_ranks(run, 1, arguments(grown, other, *mix))
+    assert losses(other) == pytest.approx(losses(one), rel=1e-6)
+    history = read_json(other / "checkpoints" / "step-7" / "state.json")["alarms"]["history"]
+    values = {kind: len(values) for kind, _, values in history}  # at steps 4, 6 and 7, since the change of data
+    assert (values["balance loss"], values["throughput"]) == (3, 1)  # which has changed its ranks since
+
+
+def test_resets_are_a_change_of_data_and_another_loss_is_no_spike(data_dir, one_process, tmp_path):
+    shutil.copytree(one_process, tmp_path / "run")
+    flags = arguments(data_dir, tmp_path / "run", "--train-iters", "9", "--z-loss", "1e-3")
+    with pytest.raises(AssertionError, match=r"--reset-at-documents was True and is False \(--allow-data-change"):
+        run_ranks(run, 1, flags)
+    run_ranks(run, 1, [*flags, "--reset-at-documents", "true"])
+    (event,) = events(tmp_path / "run", "loss changed")
+    assert (event["step"], event["changes"]) == (7, {"z_loss": [0.0, 1e-3]})
+    history = read_json(tmp_path / "run" / "checkpoints" / "step-9" / "state.json")["guard"]["history"]
+    assert [len(values) for values in history.values()] == [2, 2]
