@@ -15,7 +15,7 @@ import math
 import torch
 
 from moh_lm.model.attention import Attention
-from moh_lm.training.step_sums import reduce
+from moh_lm.parallel.groups import sum_over_ranks
 
 NEW = 0.2  # share of the newest step
 
@@ -46,7 +46,7 @@ class EntropyWindows:
             sums[layer.index] = layer.entropy
         self.forget()
         groups = (self.groups.tensor, self.groups.data, self.groups.pipeline)
-        means = [total / count for total, count in reduce(sums, *groups).tolist()]
+        means = [total / count for total, count in sum_over_ranks(sums, *groups).tolist()]
         if skipped or not all(map(math.isfinite, means)):
             return
         entropies = [new if old is None else NEW * new + (1 - NEW) * old

@@ -21,6 +21,14 @@ def group_rank(group):
     return 0 if group is None else dist.get_rank(group)
 
 
+def sum_over_ranks(tensor, *groups):
+    """Sum ``tensor`` over the ranks of each of ``groups``, in place, and return it."""
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
+    return tensor
+
+
 @dataclass(frozen=True)
 class ParallelGroups:
     """The groups that this rank belongs to.

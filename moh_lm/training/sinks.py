@@ -15,7 +15,7 @@ import torch
 
 from moh_lm.model.transformer import DecoderLayer
 from moh_lm.parallel.cross_entropy import IGNORED
-from moh_lm.training.step_sums import reduce
+from moh_lm.parallel.groups import sum_over_ranks
 
 
 class Sinks:
@@ -65,7 +65,7 @@ class Sinks:
 
     def means(self):
         """Of each layer, over all ranks; NaN without a token that asks."""
-        total, count = reduce(self.sums, self.groups.tensor, self.groups.data, self.groups.pipeline).unbind(1)
+        total, count = sum_over_ranks(self.sums, self.groups.tensor, self.groups.data, self.groups.pipeline).unbind(1)
         return (total / count).tolist()
 
 

@@ -7,10 +7,10 @@ Shapes: s sequence, b batch, E routed experts of a layer, heads or key/value gro
 """
 
 import torch
-import torch.distributed as dist
 
 from moh_lm.model.balance import COUNTS, row_width
 from moh_lm.parallel.cross_entropy import IGNORED
+from moh_lm.parallel.groups import sum_over_ranks
 
 
 class StepSums:
@@ -37,7 +37,7 @@ class StepSums:
 
     def reduce(self):
         """Sum ``losses`` over all ranks, in place, and return them."""
-        return reduce(self.losses, self.groups.data, self.groups.pipeline)
+        return sum_over_ranks(self.losses, self.groups.data, self.groups.pipeline)
 
 
 # The coefficient of the L1 norm of ``relu`` gates, as ReMoE has it (arXiv 2412.14711): lambda = L1_START L1_FACTOR^n.
@@ -80,7 +80,7 @@ class RouterSums:
         for router in self.routers:
             if not router.resting:
                 parts[router.layer.index] += of_source @ router.statistics.take()
-        reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
+        sum_over_ranks(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
         if not frozen:
             counts = {index: part[:, COUNTS].sum(0) for index, part in parts.items()}
             shares = (counts[layer.index] * layer.stride / self.tokens for layer in self.layers)
@@ -111,11 +111,3 @@ class RouterSums:
 def one_hot(sources, num_sources):
     """[b] -> [num_sources, b] float64: 1 where a sequence is of the source."""
     return (sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)).double()
-
-
-def reduce(tensor, *groups):
-    """Sum ``tensor`` over the ranks of each of ``groups``, in place, and return it."""
-    for group in groups:
-        if group is not None:
-            dist.all_reduce(tensor, group=group)
-    return tensor

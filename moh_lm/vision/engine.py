@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from moh_lm.parallel.cross_entropy import IGNORED
+from moh_lm.parallel.groups import sum_over_ranks
 from moh_lm.training.engine import Engine
-from moh_lm.training.step_sums import reduce
 from moh_lm.vision.load import MODELS
 
 
@@ -60,7 +60,7 @@ class ImageEngine(Engine):
                     _, losses, counted = self.losses(batch)
                     found = [losses.double().sum(), counted.sum()]
                 sums[: len(found)] += torch.stack([value.double() for value in found])
-        loss, images, first, five = reduce(sums, self.groups.data).tolist()
+        loss, images, first, five = sum_over_ranks(sums, self.groups.data).tolist()
         if not images:
             return {}
         accuracy = {"top_5": five / images, "top_1": first / images} if self.config.kind == "vit" else {}
