@@ -20,7 +20,7 @@ from moh_lm.model.pipeline import layer_list, stage_bounds
 from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 from moh_lm.parallel.ulysses import keys_of_ranks, order_of_ranks
-from moh_lm.training.deepspeed_config import REDUCE_BUCKET
+from moh_lm.training.deepspeed.config import REDUCE_BUCKET
 
 
 @functools.lru_cache(maxsize=8)

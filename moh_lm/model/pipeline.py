@@ -1,23 +1,38 @@
 """The model as one ordered list of layers, for pipeline parallelism.
 
-DeepSpeed's PipelineModule takes the list, gives every stage a run of consecutive layers, and passes one tensor
-[s/tp, b, d] between them; losses of routers start where they are computed (``attach_loss``) and need no passage. Each
-layer stands in the list with the prefix that turns its parameter names into those of ``CausalLM``.
+Every stage holds a run of consecutive layers, and one tensor [s/tp, b, d] passes between them; losses of routers start
+where they are computed (``attach_loss``) and need no passage. Each layer stands in the list with the prefix that turns
+its parameter names into those of ``CausalLM``. moh_lm/training/deepspeed/pipeline.py makes a stage of the list.
 """
 
-import contextlib
-from collections import deque
+import math
+from itertools import accumulate
 
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.runtime.utils import partition_balanced
-
-from moh_lm.kernels.masks import Documents
 from moh_lm.model.positions import LearnedPositions
-from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, FinalNorm, initialize, loss_terms
-from moh_lm.parallel.cross_entropy import linear_cross_entropy
+from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, FinalNorm, loss_terms
 from moh_lm.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, even_partition
 from moh_lm.parallel.mappings import gather_sequence
+
+
+class LayerSpec:
+    """A layer that is made only by the stage that holds it: ``kind(*arguments)``, an nn.Module."""
+
+    def __init__(self, kind, *arguments):
+        self.kind, self.arguments = kind, arguments
+
+    def build(self):
+        return self.kind(*self.arguments)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that stands in several places of the list, under one ``key``, with the same weights in all of them.
+
+    forward_fn: (layer, x) -> what it computes in this place; None: as it computes otherwise.
+    """
+
+    def __init__(self, key, kind, *arguments, forward_fn=None):
+        super().__init__(kind, *arguments)
+        self.key, self.forward_fn = key, forward_fn
 
 
 class Head(ColumnParallelLinear):
@@ -70,77 +85,23 @@ def layer_list(
 def stage_bounds(layers, num_stages):
     """First layer of every stage, and the end, so that the costs of the stages differ as little as possible.
 
-    A costly output head may be a stage of its own.
+    A costly output head may be a stage of its own. layers: of ``layer_list``. The best split of the first layers into
+    one stage more is made from the best split of fewer layers, as DeepSpeed's ``partition_balanced`` does it.
     """
-    return list(map(int, partition_balanced([max(1, cost) for _, _, cost in layers], num_stages)))
-
-
-class PipelineCausalLM(PipelineModule):
-    """This rank's stage of the model, its parameters drawn.
-
-    The last stage computes the loss inside ``forward``, where DeepSpeed sees all that takes part in it: in bf16 it
-    clears gradients when the backward pass arrives at the output, and so those of a weight that is used after it.
-    ``loss_fn(mean, labels)`` gets the mean; ``losses`` [s, b] are those of the last micro-batch.
-    """
-
-    def __init__(
-        self, config, seq_length, groups_shape, group, micro_batches, recompute, attention_backend, z_loss, seed,
-        loss_fn, context=None,
-    ):  # fmt: skip
-        pipeline, data, tensor = groups_shape
-        documents = Documents(attention_backend)
-        self.layers = layer_list(
-            config, seq_length, group, micro_batches, recompute, documents, attention_backend, context
-        )
-        with contextlib.redirect_stdout(None):  # DeepSpeed prints the list on every start
-            super().__init__(
-                [spec for _, spec, _ in self.layers],
-                topology=PipeModelDataParallelTopology(num_pp=pipeline, num_mp=tensor, num_dp=data),
-                loss_fn=loss_fn,
-            )
-        self.documents = documents
-        self.tied, self.z_loss = config.tie_embeddings, z_loss
-        self.group = group
-        self.vocab_partition = even_partition(0, config.vocab_size, group)
-        self.labels = deque()
-        self.losses = None
-        initialize(self.canonical_parameters(), seed)
-
-    def feed(self, micro_batches):
-        """Take what the coming forward passes need besides their input. micro_batches: [MicroBatch], in their order."""
-        self.documents.feed([batch.positions for batch in micro_batches], [batch.samples for batch in micro_batches])
-        if self.stage_id == self.num_stages - 1:
-            self.labels.extend(batch.labels for batch in micro_batches)
-
-    def forward(self, x):
-        self.documents.advance(x.device)
-        x = super().forward(x)
-        if self.stage_id < self.num_stages - 1:
-            return x
-        weight = (self.tied_modules["embed"] if self.tied else self.forward_funcs[-1]).weight
-        labels = self.labels.popleft().to(x.device, non_blocking=True).t()  # [s, b]
-        mean, self.losses = linear_cross_entropy(x, weight, labels, self.vocab_partition, self.group, self.z_loss)
-        return mean
-
-    def _partition_layers(self, method):
-        """Give the stages equal costs, not DeepSpeed's equal numbers of parameters: an embedding costs nothing."""
-        self.parts = stage_bounds(self.layers, self.num_stages)
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
-
-    def canonical_parameters(self):
-        """(name, parameter) of this stage, with the names of ``CausalLM``."""
-        seen = set()
-        for (prefix, spec, _), function in zip(
-            self.layers[self._local_start : self._local_stop], self.forward_funcs, strict=True
-        ):
-            layer = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else function
-            for name, parameter in layer.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield prefix + name, parameter
-
-    def tied_parameters(self):
-        """(name, parameter, group of the stages that hold it) of the tied embedding, if this stage has it."""
-        for tied in self.tied_comms.values():
-            yield "model.embed_tokens.weight", tied["module"].weight, tied["group"]
+    count = len(layers)
+    if count <= num_stages:
+        return [min(stage, count) for stage in range(num_stages + 1)]
+    costs = [0, *accumulate(max(1, cost) for _, _, cost in layers)]
+    best = {0: (0, math.inf, [0])}  # {layers before this stage: (cost of the largest stage, of the smallest, bounds)}
+    for _ in range(num_stages):
+        longer = {}
+        for end in range(1, count + 1):
+            splits = [
+                (max(most, costs[end] - costs[start]), min(least, costs[end] - costs[start]), [*bounds, end])
+                for start, (most, least, bounds) in reversed(best.items())  # of equal splits the last start
+                if start < end
+            ]
+            if splits:
+                longer[end] = min(splits, key=lambda split: split[0] - split[1])
+        best = longer
+    return best[count][2]

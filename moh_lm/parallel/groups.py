@@ -44,26 +44,6 @@ class ParallelGroups:
     pipeline: dist.ProcessGroup | None = None
     context: ContextGroups | None = None
 
-    # DeepSpeed asks its "mpu" for the groups by these names.
-
-    def get_model_parallel_rank(self):
-        return group_rank(self.tensor)
-
-    def get_model_parallel_world_size(self):
-        return group_size(self.tensor)
-
-    def get_model_parallel_group(self):
-        return self.tensor
-
-    def get_data_parallel_rank(self):
-        return group_rank(self.data)
-
-    def get_data_parallel_world_size(self):
-        return group_size(self.data)
-
-    def get_data_parallel_group(self):
-        return self.data
-
     @classmethod
     def create(cls, tensor_parallel_size, pipeline_parallel_size, context_parallel_size=1):
         """Make the groups of this grid; every rank of the initialised world calls this together."""

@@ -18,15 +18,14 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from moh_lm.parallel.consensus import from_all_ranks
 from moh_lm.supervise.liveness import LivenessCheck
+from moh_lm.training.deepspeed.process_groups import open_groups, set_timeout
 
 UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
 GRACE_S = 3  # seconds in which the ranks may end one after the other, and in which all of them print their stacks
@@ -59,8 +58,8 @@ class Watchdog:
 
     def limit_groups(self):
         """Give every process group the time-out; those that are made later have their own."""
-        for group in list(distributed_c10d._world.pg_map):
-            distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout + MARGIN_S), group)
+        for group in open_groups():
+            set_timeout(group, self.timeout + MARGIN_S)
 
     def stop(self):
         self.liveness.end()

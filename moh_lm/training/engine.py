@@ -6,30 +6,29 @@ position in the data are the caller's: DeepSpeed's own counters drift when a ste
 Shapes: b batch, E routed experts of a layer, heads or key/value groups.
 """
 
-import contextlib
 import functools
 import time
 from typing import NamedTuple
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import set_z3_leaf_modules
 
+from moh_lm.checkpoint.fragments import MOMENTS, Fragment
 from moh_lm.extras.entropy_windows import EntropyWindows
 from moh_lm.extras.gumbel import GumbelNoise
-from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.router import BIAS, routers_of
 from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
 from moh_lm.parallel.consensus import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding, make_parameter
 from moh_lm.parallel.ulysses import local_shard
-from moh_lm.training.deepspeed_config import deepspeed_config
+from moh_lm.training.deepspeed.adapter import set_z3_leaf_modules, wrap
+from moh_lm.training.deepspeed.pipeline import PipelineCausalLM
+from moh_lm.training.deepspeed.sharded_optimizer import ShardedOptimizer
+from moh_lm.training.deepspeed.shards import is_tied_copy
 from moh_lm.training.frozen import FrozenWeights
 from moh_lm.training.guard import DIVERGENCE, BadNumbers, Guard
-from moh_lm.training.optimizer import MOMENTS, Fragment, ShardedOptimizer, largest, make_optimizer
+from moh_lm.training.parameter_groups import make_optimizer
 from moh_lm.training.replicas import replica_differences
 from moh_lm.training.sinks import Sinks, with_numbers
 from moh_lm.training.step_check import StepCheck
@@ -100,15 +99,8 @@ class Engine:
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(config.optimizer.train_only == "all" or ".router." in name)
         names = {parameter: name for name, parameter in self.named_parameters()}
-        mpu = groups if groups.tensor is not None and groups.pipeline is None else None  # PipelineModule brings its own
-        with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
-            self.engine, *_ = deepspeed.initialize(
-                model=self.model,
-                optimizer=make_optimizer([(names[p], p) for p in self.model.parameters()], config),
-                config=deepspeed_config(config, self.micro_batches, sum(p.numel() for p in self.model.parameters())),
-                mpu=mpu,
-                dist_init_required=False,
-            )
+        optimizer = make_optimizer([(names[p], p) for p in self.model.parameters()], config)
+        self.engine = wrap(self.model, optimizer, config, groups, self.micro_batches)
         self.optimizer = ShardedOptimizer(
             self.engine.optimizer,
             config.parallel.zero_stage,
@@ -170,7 +162,7 @@ class Engine:
         routers = self.router_sums.take(sources, frozen=skipped or self.resting)
         if self.windows:
             self.windows.move(skipped)
-        get_accelerator().synchronize()
+        torch.get_device_module(self.device).synchronize()
         seconds = {"forward_backward": examined.time - started, "optimizer": time.perf_counter() - examined.time}
         losses, mean, norm = self.sums.losses, examined.mean, examined.grad_norm
         return StepResult(losses, routers, mean, norm, examined.code, skipped, seconds)
@@ -284,7 +276,7 @@ class Engine:
     def is_copy(self, parameter):
         """Whether another rank holds the same parameter and speaks for it: a replicated weight, or a tied one."""
         replicated = parameter.tensor_partition is None and group_rank(self.groups.tensor) > 0
-        return replicated or getattr(parameter, "ds_pipe_replicated", False)
+        return replicated or is_tied_copy(parameter)
 
     def adopt(self, optimizer_steps, shares, l1_steps=0, rested_steps=0, frozen_steps=0):
         """Go on from ``fragments`` that were filled from a checkpoint, and from what its routers followed."""
@@ -334,6 +326,11 @@ class PipelineEngine(Engine):
 
     def named_parameters(self):
         return self.model.canonical_parameters()
+
+
+def largest(tensor):
+    """Largest magnitude in ``tensor``, []; NaN if an element is. No copy of it is made."""
+    return torch.stack(tensor.detach().aminmax()).abs().max()
 
 
 def make_engine(config, groups, device, num_sources):

@@ -1,8 +1,8 @@
 """Whether the gradients of a step are applied: looked at once in every step, before any weight changes.
 
 Every step has a ``StepCheck`` of its own. DeepSpeed's optimizer hands it the gradient norm
-(moh_lm.training.gradient_norm) and gets infinity back if the step is to be skipped. A step that nobody looked at has no
-verdict, and asking for one raises: nothing of an earlier step can be taken for it.
+(moh_lm.training.deepspeed.norms) and gets infinity back if the step is to be skipped. A step that nobody looked at has
+no result, and asking for one raises: nothing of an earlier step can be taken for it.
 """
 
 import time
@@ -57,7 +57,7 @@ class StepCheck:
         """The gradient norm of the step, or infinity if the step is to be skipped.
 
         norm: [] of this step. copies: gradients that are not in the norm, or norms of them; see
-        moh_lm.training.gradient_norm.
+        moh_lm.training.deepspeed.norms.
         """
         if self.examined:
             raise NotExamined("DeepSpeed asked twice for the gradient norm of one step: its second update is unknown")

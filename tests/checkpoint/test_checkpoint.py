@@ -14,12 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moh_lm.checkpoint import fragments, saver, writing
 from moh_lm.checkpoint.directory import list_steps, outdated, remove_leftovers
-from moh_lm.checkpoint.fragments import FragmentReader, write_safetensors
+from moh_lm.checkpoint.fragments import Fragment, FragmentReader, write_safetensors
 from moh_lm.checkpoint.manifest import describe, verify
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, find_step
 from moh_lm.config import Config
 from moh_lm.parallel.layers import Partition, make_parameter
-from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
 from tests.training.test_training import arguments, run
 

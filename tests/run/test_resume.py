@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint import directory as steps
 from moh_lm.checkpoint import manifest
+from moh_lm.checkpoint.fragments import Fragment
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import parse_config
@@ -17,7 +18,6 @@ from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.writers import Boards
 from moh_lm.parallel.layers import make_parameter
 from moh_lm.run.resume import budget_problems, contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
-from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
 from tests.run.test_reliability import events
 from tests.training.test_training import arguments, run

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import moh_lm.training.engine
 from moh_lm.model.transformer import compile_layers
+from moh_lm.training.deepspeed import adapter
 from moh_lm.training.frozen import FrozenWeights
 from tests.distributed import run_ranks
 from tests.training.test_training import arguments, losses, parameters, rows, run
@@ -27,7 +28,7 @@ def run_with_every_weight_sharded(flags, *more):
     """Run ``flags``. Returns the weights given up in every forward pass of training, those of them whose storage was
     still there at the end of every one (gloo's threads hold some a moment longer, now and then), and how many graphs
     were made."""
-    make_config, free_param = moh_lm.training.engine.deepspeed_config, partition_parameters.free_param
+    make_config, free_param = adapter.deepspeed_config, partition_parameters.free_param
     compute_loss = moh_lm.training.engine.Engine.loss
     given_up, passes, kept = {}, [], []
 
@@ -49,7 +50,7 @@ def run_with_every_weight_sharded(flags, *more):
             kept.append({weight for weight, storage in given_up.items() if not storage.expired()})
         return loss
 
-    moh_lm.training.engine.deepspeed_config = config_without_threshold
+    adapter.deepspeed_config = config_without_threshold
     moh_lm.training.engine.compile_layers = functools.partial(compile_layers, backend="aot_eager")
     moh_lm.training.engine.Engine.loss = watched_loss
     partition_parameters.free_param = spoil_and_free

@@ -14,7 +14,7 @@ import torch
 from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.flags import parse_config
 from moh_lm.run.resume import contradictions
-from moh_lm.training.gradient_norm import norms_by_kind
+from moh_lm.training.deepspeed.norms import norms_by_kind
 from tests.distributed import run_ranks
 from tests.training.test_layouts import state
 from tests.training.test_training import arguments, parameters, rows, run

@@ -6,7 +6,6 @@ import math
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +19,9 @@ from moh_lm.config import Config
 from moh_lm.flags import parse_config
 from moh_lm.monitor.log import RunLog
 from moh_lm.run import program
-from moh_lm.supervise import processes
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.supervise.run_directory import make_run_directory
+from moh_lm.training.deepspeed import start
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 
@@ -139,7 +138,7 @@ def waits_in_steps(flags):
         waits.append(len(calls) - before)
         return result
 
-    get_accelerator().synchronize = lambda *_: calls.append(None)
+    get_accelerator().synchronize = torch.cpu.synchronize = lambda *_: calls.append(None)  # DeepSpeed's, and ours
     Engine.train_step = watched_step
     run(flags)
     return waits
@@ -196,8 +195,7 @@ def test_nodes_that_see_other_directories_or_data_are_refused_by_all_ranks(data_
 
 
 def test_a_rank_without_a_gpu_of_its_own_says_so(data_dir, tmp_path, monkeypatch, capsys):
-    gpu = SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 1)
-    monkeypatch.setattr(processes, "get_accelerator", lambda: gpu)
+    monkeypatch.setattr(start, "visible_gpus", lambda: 1)
     monkeypatch.setattr("sys.argv", ["pretrain", *arguments(data_dir, tmp_path)])
     place = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for key, value in {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
