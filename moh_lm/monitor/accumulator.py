@@ -111,9 +111,9 @@ class MetricsAccumulator:
             setattr(self, name, copy(state[name]))
 
 
-def waits_and_memory(interval, device):
+def waits_and_memory(accumulator, device):
     """[(seconds that a step waited for its data, peak memory in bytes)] of every rank; all call it together."""
-    return from_all_ranks((interval.seconds_per_step()["data"], peak_memory(device)))
+    return from_all_ranks((accumulator.seconds_per_step()["data"], peak_memory(device)))
 
 
 def peak_memory(device):

@@ -12,7 +12,7 @@ from moh_lm.data.files import write_json
 from moh_lm.monitor.events import Rows
 from moh_lm.monitor.head_map import head_map
 from moh_lm.monitor.record import bits_per_byte, finite, keep_rows, rounded
-from moh_lm.monitor.writers import Boards
+from moh_lm.monitor.writers import Writers
 from moh_lm.units import time_left, wrapped
 
 SHOWN_HEADS = (
@@ -22,7 +22,7 @@ SHOWN_HEADS = (
 
 
 class RunLog:
-    """The writer of rank 0: console, ``directory``/metrics.jsonl, and ``Boards``.
+    """The writer of rank 0: console, ``directory``/metrics.jsonl, and ``Writers``.
 
     first_step: iterations done when the run starts or resumes; anything logged for later ones is dropped.
     """
@@ -38,7 +38,7 @@ class RunLog:
         for path in paths:
             keep_rows(path, first_step)
         self.rows, self.sample_rows = map(Rows, paths)
-        self.boards = Boards(directory, first_step, config.run.wandb, config.to_dict())
+        self.writers = Writers(directory, first_step, config.run.wandb, config.to_dict())
 
     def training(self, row, figures):
         """Log an interval. row: ``training_record``. figures: ``head_figures``, or None."""
@@ -55,7 +55,7 @@ class RunLog:
         scalars["runtime/seconds_data_slowest"] = runtime["slowest_data"]["seconds"]
         scalars["runtime/memory_gib"] = runtime["memory"]["gib"]
         scalars |= {f"window/layer_{index:02d}": width for index, width in enumerate(row.get("window", ()))}
-        self.boards.scalars(scalars | head_scalars(self.model, figures), step)
+        self.writers.scalars(scalars | head_scalars(self.model, figures), step)
         self.head_maps(figures, step)
         print("\n".join(self.lines(row)), flush=True)
 
@@ -66,7 +66,7 @@ class RunLog:
             sources = {f"routed_heads_load_of_source/{name}": loads for name, loads in figures["source_load"].items()}
             for tag, loads in {"routed_heads_load/all": figures["load"], **sources}.items():
                 picture = head_map(self.model.gated_layers(), loads, self.model.num_layers, columns)
-                self.boards.picture(tag, picture, step)
+                self.writers.picture(tag, picture, step)
 
     def lines(self, row):
         """The console's line of an interval, below the names of the figures for the first and every 20th of them."""
@@ -104,7 +104,7 @@ class RunLog:
             for name, layers in sinks.items():
                 scalars |= {f"sink/layer_{index:02d}/{name}": share for index, share in enumerate(layers)}
         self.write(row)
-        self.boards.scalars(scalars, step)
+        self.writers.scalars(scalars, step)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         print(wrapped(f"validation loss after {step} steps: {shown}", 2), flush=True)
 
@@ -114,7 +114,7 @@ class RunLog:
         scalars = {
             f"{title}/{name}/{metric}": value for name, found in scores.items() for metric, value in found.items()
         }
-        self.boards.scalars(scalars, step)
+        self.writers.scalars(scalars, step)
         shown = "  ".join(f"{name} {list(metrics.values())[-1]:.1%}" for name, metrics in scores.items())
         print(wrapped(f"{title} after {step} steps: {shown}", 2), flush=True)
 
@@ -125,13 +125,13 @@ class RunLog:
             shown = f"sample after {step} steps: {prompt!r} is continued by {text!r}"
             print(wrapped(shown, 2, break_words=True), flush=True)
         text = "\n\n".join(f"**{prompt}**{text}" for prompt, text in texts.items())
-        self.boards.draw("add_text", "samples", text, step)
+        self.writers.draw("add_text", "samples", text, step)
 
     def write(self, row):
         self.rows.add(finite(row))
 
     def close(self):
-        self.boards.close()
+        self.writers.close()
 
 
 def head_scalars(model, figures):

@@ -41,7 +41,7 @@ class StepResult(NamedTuple):
 
     losses: [num_sources, 3], loss summed over tokens, number of tokens, number of sequences. routers: [num_sources, sum
     of (4 + E)], for every router in turn the sums over sequences of what ``RouterStatistics`` keeps. loss: mean per
-    token. grad_norm: before clipping. verdict: a code of guard.REASONS. skipped: whether the gradients were left out.
+    token. grad_norm: before clipping. code: of guard.REASONS. skipped: whether the gradients were left out.
     seconds: {"forward_backward", "optimizer"}, the first with the reduction of the gradients and their norm.
     """
 
@@ -49,7 +49,7 @@ class StepResult(NamedTuple):
     routers: torch.Tensor
     loss: float
     grad_norm: float
-    verdict: int
+    code: int
     skipped: bool
     seconds: dict
 
@@ -72,7 +72,7 @@ class Engine:
         self.guard = Guard(config.reliability)
         self.resting = False  # whether the routers do; see ``begin``
         self.sums = None  # of the step, or of the evaluation
-        self.step_verdict = None  # of the newest step
+        self.step_check = None  # of the newest step
         self.model = self.build_model()
         self.routers = routers_of(self.model)
         scale = config.model.heads.router_gumbel_noise
@@ -105,7 +105,7 @@ class Engine:
             self.engine.optimizer,
             config.parallel.zero_stage,
             group_rank(groups.data),
-            lambda norm, copies: self.step_verdict.examine(norm, copies),
+            lambda norm, copies: self.step_check.examine(norm, copies),
             config.optimizer.router_gradient_clipping,
             self.ema_decay,
         )
@@ -146,14 +146,14 @@ class Engine:
         self.optimizer.set_learning_rates(learning_rate, 0.0 if self.resting else learning_rate * scale)
         self.sums = StepSums(self.num_sources, self.groups, self.device)
         compare = self.compare_replicas if check_replicas else None
-        self.step_verdict = StepCheck(self.sums, self.guard, self.largest_weight, compare)
+        self.step_check = StepCheck(self.sums, self.guard, self.largest_weight, compare)
         self.step(self.own_tokens(micro_batches))
-        examined = self.step_verdict.result()
-        skipped = self.guard.skips(examined.code)
+        stats = self.step_check.result()
+        skipped = self.guard.skips(stats.code)
         if skipped:
             self.optimizer.drop_gradients()
             self.optimizer.refresh_weights()  # a weight that was not finite, or differed, is as its master again
-            self.refuse_lasting_faults(examined.code)
+            self.refuse_lasting_faults(stats.code)
         else:
             self.optimizer.average()
             if self.resting:
@@ -163,16 +163,15 @@ class Engine:
         if self.windows:
             self.windows.move(skipped)
         torch.get_device_module(self.device).synchronize()
-        seconds = {"forward_backward": examined.time - started, "optimizer": time.perf_counter() - examined.time}
-        losses, mean, norm = self.sums.losses, examined.mean, examined.grad_norm
-        return StepResult(losses, routers, mean, norm, examined.code, skipped, seconds)
+        seconds = {"forward_backward": stats.time - started, "optimizer": time.perf_counter() - stats.time}
+        return StepResult(self.sums.losses, routers, stats.mean, stats.grad_norm, stats.code, skipped, seconds)
 
     def refuse_lasting_faults(self, code):
         """Raise what is wrong with the masters themselves, after a step that was skipped with this ``code``."""
-        absurd = problems_of_all_ranks(self.out_of_range_weights())
-        if absurd:
-            more = [f"and {len(absurd) - 3} more"] if len(absurd) > 3 else []
-            raise BadNumbers("; ".join(absurd[:3] + more))
+        out_of_range = problems_of_all_ranks(self.out_of_range_weights())
+        if out_of_range:
+            more = [f"and {len(out_of_range) - 3} more"] if len(out_of_range) > 3 else []
+            raise BadNumbers("; ".join(out_of_range[:3] + more))
         lasting = problems_of_all_ranks(self.compare_replicas()) if code == DIVERGENCE else []
         if lasting:
             raise BadNumbers(f"{'; '.join(lasting)}; still so after weights were written from their fp32 masters again")
@@ -189,19 +188,19 @@ class Engine:
         masters = {name: master for name, master in masters.items() if master.is_floating_point()}
         names, frozen = {p: name for name, p in self.named_parameters()}, self.frozen.weights()
         frozen = {names[parameter]: weight for parameter, weight in frozen.items()}
-        return self.absurd(masters, "in its fp32 master") or self.absurd(frozen, "and is frozen")
+        return self.out_of_range(masters, "in its fp32 master") or self.out_of_range(frozen, "and is frozen")
 
-    def absurd(self, tensors, where):
+    def out_of_range(self, tensors, where):
         sizes = {name: largest(tensor).item() for name, tensor in tensors.items()}
         return [
             f"{name} holds {size:.4g} {where}, which cannot come from training (--absurd-factor)"
             for name, size in sizes.items()
-            if not self.guard.sound(size)
+            if not self.guard.is_finite_and_bounded(size)
         ]
 
     def watch_gradient(self, module, inputs, output):
         if output.requires_grad:
-            self.step_verdict.watch_gradient(output)
+            self.step_check.watch_gradient(output)
 
     def step(self, micro_batches):
         self.engine.train()

@@ -12,7 +12,7 @@ an ordinary one, so that the loss and the norm of a run that lost all it had lea
 import math
 import statistics
 
-FINE, SPIKE, ABSURD, DIVERGENCE, GRADIENT, LOSS = range(6)  # where ranks see different things, the highest counts
+FINE, SPIKE, OUT_OF_RANGE, DIVERGENCE, GRADIENT, LOSS = range(6)  # where ranks see different things, the highest counts
 REASONS = (
     "",
     "spike",
@@ -45,15 +45,15 @@ class Guard:
             return LOSS
         if not math.isfinite(grad_norm):
             return GRADIENT
-        if self.absurdities(loss, grad_norm):
-            return ABSURD
+        if self.out_of_range(loss, grad_norm):
+            return OUT_OF_RANGE
         return SPIKE if self.spikes(loss, grad_norm) else FINE
 
     def skips(self, code):
         """Whether a step with this code is skipped."""
         return code > SPIKE or (code == SPIKE and self.settings.on_spike == "skip")
 
-    def absurdities(self, loss, grad_norm):
+    def out_of_range(self, loss, grad_norm):
         """Sentences for the finite values above ``absurd_factor`` times the median of the last good steps.
 
         A median below 1 counts as 1: a run that knows its data by heart has medians near 0.
@@ -65,7 +65,7 @@ class Guard:
                 found.append(f"{name} {value:.4g} is above --absurd-factor {factor:g} times {usual:.4g}")
         return found
 
-    def sound(self, weight):
+    def is_finite_and_bounded(self, weight):
         """Whether the largest magnitude of a master weight can come from training."""
         return math.isfinite(weight) and weight <= (self.settings.absurd_factor or math.inf)
 

@@ -22,7 +22,7 @@ from moh_lm.flags import parse_config
 from moh_lm.monitor.events import Rows, complete_rows
 from moh_lm.monitor.head_map import colours
 from moh_lm.monitor.record import rounded
-from moh_lm.monitor.writers import Boards
+from moh_lm.monitor.writers import Writers
 from tests.distributed import run_ranks
 from tests.monitor.logged import NAMES, ROUNDING, SHORT, cells, events_of, read_rows
 from tests.training.test_training import arguments, run
@@ -175,14 +175,14 @@ def test_a_row_after_one_that_a_crash_cut_is_whole(tmp_path):
 
 
 def test_a_drawing_that_cannot_be_closed_ends_no_run(tmp_path, capsys):
-    boards = Boards(tmp_path, 0)
+    writers = Writers(tmp_path, 0)
 
     def full_disk():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    boards.tensorboard.close()
-    boards.tensorboard.close = full_disk
-    boards.close()
+    writers.tensorboard.close()
+    writers.tensorboard.close = full_disk
+    writers.close()
     assert "tensorboard: No space left on device" in capsys.readouterr().err
 
 

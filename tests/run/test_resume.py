@@ -15,7 +15,7 @@ from moh_lm.checkpoint.saver import Saver
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import EventLog
-from moh_lm.monitor.writers import Boards
+from moh_lm.monitor.writers import Writers
 from moh_lm.parallel.layers import make_parameter
 from moh_lm.run.resume import budget_problems, contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
 from tests.distributed import run_ranks
@@ -39,7 +39,7 @@ def fail(number, path=None):
 
 def find_with_errors(run):
     """[problems] of ``sound_step`` on this rank, with one error after the other; what it finds without."""
-    checkpoints, journal = run / "checkpoints", EventLog(run, writes=dist.get_rank() == 0)
+    checkpoints, event_log = run / "checkpoints", EventLog(run, writes=dist.get_rank() == 0)
     writer = Saver(checkpoints)
     fragment = Fragment("w", make_parameter((4, 4)), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
     for step in (1, 2):
@@ -59,11 +59,11 @@ def find_with_errors(run):
         if dist.get_rank() == rank:
             setattr(module, name, failing(original))
         try:
-            sound_step(checkpoints, journal, lambda: None)
+            sound_step(checkpoints, event_log, lambda: None)
         except ConfigError as error:
             found.append(error.problems)
         setattr(module, name, original)
-    return found, sound_step(checkpoints, journal, lambda: None)
+    return found, sound_step(checkpoints, event_log, lambda: None)
 
 
 def test_what_one_rank_cannot_read_or_write_ends_all_with_one_sentence_and_no_step_is_set_aside(tmp_path):
@@ -99,23 +99,23 @@ def test_a_configuration_that_cannot_be_read_is_a_sentence_and_a_broken_one_says
 
 
 def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_taken_for_a_new_one(tmp_path):
-    checkpoints, journal = tmp_path / "checkpoints", EventLog(tmp_path, writes=True)
-    boards = Boards(tmp_path, 0)
+    checkpoints, event_log = tmp_path / "checkpoints", EventLog(tmp_path, writes=True)
+    writers = Writers(tmp_path, 0)
     (tmp_path / "config.json").write_text(json.dumps(Config().to_dict()))
-    boards.scalars({"loss_validation/a": 3.0}, 0)
-    boards.tensorboard.flush()
-    assert trace_of_checkpoints(checkpoints, journal) is None  # killed before its first line
-    boards.scalars({"loss/train": 2.0}, 5)
-    boards.close()
+    writers.scalars({"loss_validation/a": 3.0}, 0)
+    writers.tensorboard.flush()
+    assert trace_of_checkpoints(checkpoints, event_log) is None  # killed before its first line
+    writers.scalars({"loss/train": 2.0}, 5)
+    writers.close()
     (tmp_path / "metrics.jsonl").touch()
-    assert trace_of_checkpoints(checkpoints, journal) is None  # killed as it started again
+    assert trace_of_checkpoints(checkpoints, event_log) is None  # killed as it started again
     (tmp_path / "metrics.jsonl").unlink()
     assert "metrics.jsonl: is not there, nor any checkpoint, though tensorboard/ knows step 5" in trace_of_checkpoints(
-        checkpoints, journal
+        checkpoints, event_log
     )
     (path,) = (tmp_path / "tensorboard").iterdir()
     path.write_bytes(path.read_bytes()[:-9])  # a crash has cut off the only row
-    assert trace_of_checkpoints(checkpoints, journal) is None
+    assert trace_of_checkpoints(checkpoints, event_log) is None
 
 
 def test_a_micro_batch_over_which_a_balance_loss_counts_is_part_of_the_loss(data_dir, tmp_path):

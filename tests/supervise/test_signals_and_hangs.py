@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
 
 from moh_lm.checkpoint.directory import list_steps
 from moh_lm.checkpoint.fragments import full_parameters
@@ -24,6 +23,7 @@ from moh_lm.model.transformer import DecoderLayer
 from moh_lm.run import program
 from moh_lm.supervise import watchdog
 from moh_lm.supervise.watchdog import UNAVAILABLE, Watchdog
+from moh_lm.training.deepspeed.process_groups import open_groups
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 from tests.run.harm import equal, events
@@ -142,7 +142,7 @@ def test_a_rank_that_dies_ends_the_others_with_its_name(data_dir, tmp_path):
 
 def run_on_another_machine_and_suffer(*arguments):
     """``run_and_suffer`` where no rank can look up the processes of the others."""
-    watchdog.neighbours = lambda ranks: {}
+    watchdog.local_ranks = lambda ranks: {}
     return run_and_suffer(*arguments)
 
 
@@ -223,7 +223,7 @@ def time_limits(flags):
     limits = []
 
     def look(engine, *others, **more):
-        for group in distributed_c10d._world.pg_map:
+        for group in open_groups():
             options = group._get_backend(torch.device("cpu")).options
             limits.append(options._timeout.total_seconds())
         raise KeyboardInterrupt

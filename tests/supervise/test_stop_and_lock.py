@@ -259,7 +259,7 @@ LAUNCHER = """
 import os, subprocess, sys
 leave = '''
 import os, time
-from moh_lm.supervise.watchdog import end_stuck_launcher
+from moh_lm.supervise.stuck_launcher import end_stuck_launcher
 end_stuck_launcher(0.1)
 time.sleep(0.5)  # a process of much memory takes its time to end
 os._exit(69)
@@ -289,31 +289,31 @@ def test_a_torchrun_that_does_not_collect_its_dead_rank_is_ended_and_no_other(st
     assert ("waits for a machine that does not answer" in said) == (state == "stuck")
 
 
-# --- The roll call ---
+# --- Ranks that do not answer ---
 
 
-def call(hosts):
+def check_of_three_ranks(hosts):
     """What ranks 0 and 1 find one after the other; rank 2 is not there, and rank 1 stands in a collective."""
     rank = dist.get_rank()
-    roll = LivenessCheck("test", hosts) if rank < 2 else None
+    check = LivenessCheck("test", hosts) if rank < 2 else None
     dist.barrier()
-    first = roll.absent(1) if rank == 0 else None
+    first = check.unresponsive(1) if rank == 0 else None
     dist.barrier()
-    second = roll.absent(1) if rank == 1 else None
-    if roll:
-        roll.end()
+    second = check.unresponsive(1) if rank == 1 else None
+    if check:
+        check.end()
     if rank == 0:  # of a store whose machine is lost
         os.environ["MASTER_PORT"] = str(free_port())
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
         lost = LivenessCheck("test", hosts)
         del store
-        return first, lost.absent(1)
+        return first, lost.unresponsive(1)
     return second
 
 
 def test_a_liveness_check_names_the_machines_that_give_no_answer():
     hosts = ["node1", "node2", "node3"]
-    (first, lost), second, _ = run_ranks(call, 3, hosts)
+    (first, lost), second, _ = run_ranks(check_of_three_ranks, 3, hosts)
     assert first == second == "no answer from node3 (rank 2)"
     assert lost == "no answer from the machine of rank 0 (node1)"
     assert describe([1, 2, 3], ["a", "b", "b", "c"]) == "b (ranks 1, 2), c (rank 3)"
