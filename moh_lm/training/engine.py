@@ -27,7 +27,7 @@ from moh_lm.training.deepspeed.pipeline import PipelineCausalLM
 from moh_lm.training.deepspeed.sharded_optimizer import ShardedOptimizer
 from moh_lm.training.deepspeed.shards import is_tied_copy
 from moh_lm.training.frozen import FrozenWeights
-from moh_lm.training.guard import DIVERGENCE, BadNumbers, Guard
+from moh_lm.training.guard import DIVERGENCE, BadNumbers, Guard, largest
 from moh_lm.training.parameter_groups import make_optimizer
 from moh_lm.training.replicas import replica_differences
 from moh_lm.training.sinks import Sinks, with_numbers
@@ -82,44 +82,13 @@ class Engine:
             compile_layers(self.model, kind=self.layer)
             if config.parallel.zero_stage == 3:  # a layer's weights come and go together, outside its graph
                 set_z3_leaf_modules(self.model, [self.layer])
-        for module in self.model.modules():
-            if isinstance(module, VocabParallelEmbedding):
-                module.register_forward_hook(self.watch_gradient)
-        self.router_sums = RouterSums(
-            self.routers,
-            config.model.gated_layers(),
-            num_sources,
-            config.run.tokens_per_iteration,
-            groups,
-            device,
-        )
+        self.attach_measurements()
         self.windows = None
         if config.run.window_strategy == "entropy":
             self.windows = EntropyWindows(self.model, config, groups, device)
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(config.optimizer.train_only == "all" or ".router." in name)
-        names = {parameter: name for name, parameter in self.named_parameters()}
-        optimizer = make_optimizer([(names[p], p) for p in self.model.parameters()], config)
-        self.engine = wrap(self.model, optimizer, config, groups, self.micro_batches)
-        self.optimizer = ShardedOptimizer(
-            self.engine.optimizer,
-            config.parallel.zero_stage,
-            group_rank(groups.data),
-            lambda norm, copies: self.step_check.examine(norm, copies),
-            config.optimizer.router_gradient_clipping,
-            self.ema_decay,
-        )
-        self.frozen = FrozenWeights([parameter for _, parameter in self.named_parameters()], groups.data)
-        if config.optimizer.optimizer == "muon":
-            self.optimizer.distribute(self.named_parameters(), config, groups, device)
-        self.compare_replicas = functools.partial(
-            replica_differences,
-            list(self.named_parameters()),
-            list(self.model.tied_parameters()),
-            list(self.named_biases()),
-            config.parallel,
-            groups,
-        )
+        self.freeze()  # before there is an optimizer, which has no state for a frozen parameter
+        self.wrap()
+        self.address_weights()  # where DeepSpeed has put them
 
     def build_model(self):
         run = self.config.run
@@ -129,6 +98,54 @@ class Engine:
         )  # fmt: skip
         model.initialize(run.seed)
         return model.to(self.device, torch.bfloat16 if run.precision == "bf16" else torch.float32)
+
+    def attach_measurements(self):
+        """Have the model keep what a step needs to know of it: gradients that are not finite, and loads of routers."""
+        for module in self.model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.register_forward_hook(self.watch_gradient)
+        self.router_sums = RouterSums(
+            self.routers,
+            self.config.model.gated_layers(),
+            self.num_sources,
+            self.config.run.tokens_per_iteration,
+            self.groups,
+            self.device,
+        )
+
+    def freeze(self):
+        """Leave only the parameters to be trained that --train-only names."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.config.optimizer.train_only == "all" or ".router." in name)
+
+    def wrap(self):
+        """Hand the model to DeepSpeed, which shards it, and have every step checked before it changes a weight."""
+        config = self.config
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        optimizer = make_optimizer([(names[p], p) for p in self.model.parameters()], config)
+        self.engine = wrap(self.model, optimizer, config, self.groups, self.micro_batches)
+        self.optimizer = ShardedOptimizer(
+            self.engine.optimizer,
+            config.parallel.zero_stage,
+            group_rank(self.groups.data),
+            lambda norm, copies: self.step_check.examine(norm, copies),
+            config.optimizer.router_gradient_clipping,
+            self.ema_decay,
+        )
+
+    def address_weights(self):
+        """Find this rank's part of frozen weights and of matrices for Muon, and the weights that other ranks have."""
+        self.frozen = FrozenWeights([parameter for _, parameter in self.named_parameters()], self.groups.data)
+        if self.config.optimizer.optimizer == "muon":
+            self.optimizer.distribute(self.named_parameters(), self.config, self.groups, self.device)
+        self.compare_replicas = functools.partial(
+            replica_differences,
+            list(self.named_parameters()),
+            list(self.model.tied_parameters()),
+            list(self.named_biases()),
+            self.config.parallel,
+            self.groups,
+        )
 
     def begin(self, step):
         """Make the model that of the iteration after ``step`` complete ones: in a dense warm-up the routers rest."""
@@ -188,15 +205,8 @@ class Engine:
         masters = {name: master for name, master in masters.items() if master.is_floating_point()}
         names, frozen = {p: name for name, p in self.named_parameters()}, self.frozen.weights()
         frozen = {names[parameter]: weight for parameter, weight in frozen.items()}
-        return self.out_of_range(masters, "in its fp32 master") or self.out_of_range(frozen, "and is frozen")
-
-    def out_of_range(self, tensors, where):
-        sizes = {name: largest(tensor).item() for name, tensor in tensors.items()}
-        return [
-            f"{name} holds {size:.4g} {where}, which cannot come from training (--absurd-factor)"
-            for name, size in sizes.items()
-            if not self.guard.is_finite_and_bounded(size)
-        ]
+        found = self.guard.out_of_range_weights(masters, "in its fp32 master")
+        return found or self.guard.out_of_range_weights(frozen, "and is frozen")
 
     def watch_gradient(self, module, inputs, output):
         if output.requires_grad:
@@ -325,11 +335,6 @@ class PipelineEngine(Engine):
 
     def named_parameters(self):
         return self.model.canonical_parameters()
-
-
-def largest(tensor):
-    """Largest magnitude in ``tensor``, []; NaN if an element is. No copy of it is made."""
-    return torch.stack(tensor.detach().aminmax()).abs().max()
 
 
 def make_engine(config, groups, device, num_sources):

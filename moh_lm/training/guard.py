@@ -12,6 +12,8 @@ an ordinary one, so that the loss and the norm of a run that lost all it had lea
 import math
 import statistics
 
+import torch
+
 FINE, SPIKE, OUT_OF_RANGE, DIVERGENCE, GRADIENT, LOSS = range(6)  # where ranks see different things, the highest counts
 REASONS = (
     "",
@@ -21,6 +23,11 @@ REASONS = (
     "gradient not finite",
     "loss not finite",
 )
+
+
+def largest(tensor):
+    """Largest magnitude in ``tensor``, []; NaN if an element is. No copy of it is made."""
+    return torch.stack(tensor.detach().aminmax()).abs().max()
 
 
 class BadNumbers(Exception):
@@ -68,6 +75,15 @@ class Guard:
     def is_finite_and_bounded(self, weight):
         """Whether the largest magnitude of a master weight can come from training."""
         return math.isfinite(weight) and weight <= (self.settings.absurd_factor or math.inf)
+
+    def out_of_range_weights(self, weights, where):
+        """Sentences for those of ``weights``, {name: tensor}, that cannot come from training. where: they are kept."""
+        sizes = {name: largest(weight).item() for name, weight in weights.items()}
+        return [
+            f"{name} holds {size:.4g} {where}, which cannot come from training (--absurd-factor)"
+            for name, size in sizes.items()
+            if not self.is_finite_and_bounded(size)
+        ]
 
     def spikes(self, loss, grad_norm):
         """Sentences for the values that are so many deviations above the mean of a full window."""
