@@ -56,7 +56,7 @@ QUICK = (
     "tools/test_export.py::test_every_layout_gives_the_same_bytes",
     "checkpoint/test_checkpoint.py::test_the_files_are_those_of_the_safetensors_library",
     "checkpoint/test_checkpoint.py::test_any_range_of_any_shard_is_read_from_any_other_cut",
-    "training/test_training.py::test_a_run_learns_and_logs_every_interval_and_evaluation_once",
+    "training/test_training.py::test_a_run_learns_and_logs_each_interval_once",
     "training/test_training.py::test_a_checkpoint_of_one_rank_is_resumed_by_two_and_back",
     "training/test_schedule.py::test_the_learning_rate_at_every_corner",
     *(f"training/test_layouts.py::test_a_layout_trains_the_model_of_one_process[{degrees}-"

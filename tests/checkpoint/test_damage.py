@@ -86,7 +86,7 @@ def test_the_block_of_the_damage_is_named(tmp_path):
 @pytest.mark.parametrize(
     "harm", [truncate, lengthen, empty, remove, replace_by_directory, swap_ranks, add_a_rank], ids=lambda f: f.__name__
 )
-def test_a_damaged_step_is_set_aside_and_the_one_before_it_gives_the_same_run(copy, whole, data_dir, harm):
+def test_a_damaged_step_is_set_aside_and_the_run_is_the_same(copy, whole, data_dir, harm):
     steps = copy / "checkpoints"
     harm(steps / "step-6", steps / "step-6" / "rank-1.safetensors")
     with pytest.raises(ConfigError, match="step-6/rank-"):
@@ -130,7 +130,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_afresh(copy, data_dir):
         run_ranks(run, 1, arguments(data_dir, copy))
 
 
-def test_a_run_that_died_before_its_first_checkpoint_starts_again_and_logs_every_step_once(whole, copy, data_dir):
+def test_a_run_that_died_before_its_first_checkpoint_restarts(whole, copy, data_dir):
     shutil.rmtree(copy / "checkpoints")
     (copy / "events.jsonl").unlink()
     (copy / "checkpoints" / "step-3.tmp").mkdir(parents=True)  # a save that was killed
@@ -240,7 +240,7 @@ def fill_disk(flags, free_bytes):
         return type(error).__name__, error.problems
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(data_dir, tmp_path, copy):
+def test_a_full_disk_is_refused_before_anything_is_written(data_dir, tmp_path, copy):
     kind, (problem,) = run_ranks(fill_disk, 2, arguments(data_dir, tmp_path / "new"), 3_000_000)[1]
     assert kind == "ConfigError"
     assert re.search(r"no space left: 3,000,000 bytes are free, and 2 checkpoints of 2,\d{3},\d{3} bytes", problem)

@@ -53,7 +53,7 @@ def two_ranks(weighed_dir, tmp_path_factory):
     return parse_config(flags)[0], read_rows(directory), events_of(directory)
 
 
-def test_bits_per_byte_are_the_loss_over_ln_2_and_the_bytes_per_token(two_ranks):
+def test_bits_per_byte_are_loss_over_ln_2_and_bytes_per_token(two_ranks):
     _, rows, board = two_ranks
     bytes_per_token = {"even": 3.0, "odd": 5.0}
     for row in rows:
@@ -66,7 +66,7 @@ def test_bits_per_byte_are_the_loss_over_ln_2_and_the_bytes_per_token(two_ranks)
             assert shown[row["step"]] == pytest.approx(bits[name], rel=1e-6)
 
 
-def test_the_mfu_is_the_flops_of_the_tokens_over_the_peak_of_all_ranks(two_ranks):
+def test_the_mfu_is_the_flops_over_the_peak_of_all_ranks(two_ranks):
     config, rows, board = two_ranks
     flops = flops_per_token(config.model, 16)
     for row in (row for row in rows if "loss" in row):
@@ -97,7 +97,7 @@ def test_the_peak_is_known_of_a_gpu_in_bf16_only(monkeypatch):
     assert peak_flops(parse_config(["--precision", "fp32"])[0].run, torch.device("cuda")) is None
 
 
-def test_the_parts_of_a_step_make_up_its_time_and_memory_is_that_of_a_rank(two_ranks):
+def test_the_parts_of_a_step_make_up_its_time(two_ranks):
     config, rows, _ = two_ranks
     for row in (row for row in rows if "loss" in row):
         seconds = row["runtime"]["seconds"]
@@ -124,7 +124,7 @@ def test_head_maps_of_all_and_of_each_source_are_in_tensorboard(two_ranks):
         assert [image.step for image in board.Images(tag)] == [2, 4]
 
 
-def test_the_console_has_one_line_per_interval_of_80_columns_at_most(data_dir, tmp_path):
+def test_the_console_has_one_line_per_interval(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *SHORT, "--peak-tflops", "1e-3")
     (text,) = run_ranks(run_and_read_output, 1, flags, tmp_path)
     head, *lines = [line for line in text.splitlines() if line.split()[0] == "step" or "/4 " in line]
@@ -210,7 +210,7 @@ def run_with_wandb(flags, folder, stop_after=None):
     run(flags, stop_after)
 
 
-def test_wandb_gets_the_figures_of_tensorboard_and_the_same_run_after_a_stop(data_dir, tmp_path):
+def test_wandb_gets_the_figures_of_tensorboard(data_dir, tmp_path):
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "wandb.py").write_text(STAND_IN)

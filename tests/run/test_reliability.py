@@ -67,7 +67,7 @@ LAYOUTS = {
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_step_with_a_bad_number_on_one_rank_changes_no_state_and_is_recorded(
+def test_a_bad_number_on_one_rank_is_recorded_and_skipped(
     data_dir, tmp_path, layout, harm, located
 ):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *LAYOUTS[layout])
@@ -113,7 +113,7 @@ def stage_nan_in_the_gradient_of_a_norm(engine):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_copy_in_a_pipeline_that_is_in_no_norm_is_looked_at_too(data_dir, tmp_path, precision):
+def test_a_copy_outside_every_norm_is_examined_too(data_dir, tmp_path, precision):
     more = ("--pipeline-parallel-size", "2", "--tensor-parallel-size", "2", "--precision", precision)
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *more)
     assert run_ranks(run_with, 4, flags, 4, stage_nan_in_the_gradient_of_a_norm) == [True] * 4
@@ -122,7 +122,7 @@ def test_a_copy_in_a_pipeline_that_is_in_no_norm_is_looked_at_too(data_dir, tmp_
     assert event["step"] == 4
 
 
-def test_too_many_skipped_steps_end_the_run_and_the_last_checkpoint_is_named(data_dir, tmp_path):
+def test_too_many_skipped_steps_end_the_run(data_dir, tmp_path):
     more = ("--save-interval", "2", "--max-skipped-steps", "2", "--run-report")
     flags = arguments(data_dir, tmp_path, *EVERY_STEP[2:], *more)
     messages = run_ranks(run_with, 2, flags, 3, nan_in_the_loss, 1, 5)
@@ -145,7 +145,7 @@ def run_with_a_slow_page(flags, page):
     return page.exists()
 
 
-def test_a_run_that_fails_is_left_by_all_ranks_when_its_page_is_written(data_dir, tmp_path):
+def test_the_ranks_of_a_failed_run_wait_for_its_report(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path / "run", *EVERY_STEP[2:], "--max-skipped-steps", "0", "--run-report")
     assert run_ranks(run_with_a_slow_page, 2, flags, tmp_path / "page") == [True, True]
 
@@ -153,7 +153,7 @@ def test_a_run_that_fails_is_left_by_all_ranks_when_its_page_is_written(data_dir
 # --- Spikes ---
 
 
-def test_the_guard_finds_what_is_so_many_deviations_above_the_mean_of_a_full_window():
+def test_a_spike_is_so_many_deviations_above_a_full_window():
     guard = Guard(ReliabilityConfig(spike_sigmas=3.0, spike_window=4))
     window = [2.0, 2.5, 2.25, 2.75]
     for step, loss in enumerate(window, 1):
@@ -195,7 +195,7 @@ def flip_a_bit_of_a_weight(engine):
 
 
 @pytest.mark.parametrize("more", [(), ("--precision", "bf16", "--zero-stage", "2"), ("--micro-batch-size", "1")])
-def test_a_flipped_bit_in_one_copy_of_a_weight_is_found_and_mended(data_dir, tmp_path, more):
+def test_a_flipped_bit_in_a_copy_of_a_weight_is_repaired(data_dir, tmp_path, more):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, "--replica-check-interval", "1", *more)
     assert run_ranks(run_with, 2, flags, 4, flip_a_bit_of_a_weight) == [True, True]
     (event,) = events(tmp_path, "skipped")

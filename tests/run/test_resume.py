@@ -66,7 +66,7 @@ def find_with_errors(run):
     return found, sound_step(checkpoints, event_log, lambda: None)
 
 
-def test_what_one_rank_cannot_read_or_write_ends_all_with_one_sentence_and_no_step_is_set_aside(tmp_path):
+def test_a_file_that_one_rank_cannot_read_ends_all_ranks(tmp_path):
     (found, step), other = run_ranks(find_with_errors, 2, tmp_path)
     assert other == (found, step)
     expected = [
@@ -84,7 +84,7 @@ def test_what_one_rank_cannot_read_or_write_ends_all_with_one_sentence_and_no_st
     assert sorted(path.name for path in step.parent.iterdir()) == ["latest", "step-1", "step-2"]
 
 
-def test_a_configuration_that_cannot_be_read_is_a_sentence_and_a_broken_one_says_nothing(tmp_path):
+def test_an_unreadable_configuration_is_refused(tmp_path):
     config, path = parse_config(["--checkpoint-dir", str(tmp_path)])[0], tmp_path / "config.json"
     (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
     for broken in ("{", "[]", "[" * 100_000, '{"save_interval": "often"}'):
@@ -98,7 +98,7 @@ def test_a_configuration_that_cannot_be_read_is_a_sentence_and_a_broken_one_says
     assert error.value.problems == [f"{path}: cannot be read (Too many levels of symbolic links); make it readable"]
 
 
-def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_taken_for_a_new_one(tmp_path):
+def test_a_run_with_only_tensorboard_left_is_not_a_new_one(tmp_path):
     checkpoints, event_log = tmp_path / "checkpoints", EventLog(tmp_path, writes=True)
     writers = Writers(tmp_path, 0)
     (tmp_path / "config.json").write_text(json.dumps(Config().to_dict()))
@@ -118,7 +118,7 @@ def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_
     assert trace_of_checkpoints(checkpoints, event_log) is None
 
 
-def test_a_micro_batch_over_which_a_balance_loss_counts_is_part_of_the_loss(data_dir, tmp_path):
+def test_another_micro_batch_of_a_balance_loss_is_recorded(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, "--load-balance-scope", "micro_batch")
     run_ranks(run, 1, flags, 3)
     run_ranks(run, 1, [*flags, "--micro-batch-size", "8"])
@@ -139,7 +139,7 @@ def test_a_micro_batch_over_which_a_balance_loss_counts_is_part_of_the_loss(data
         (16, "--train-tokens 10000", None),
     ],
 )
-def test_a_budget_in_tokens_does_not_end_early_after_another_sequence_length(length, budget, steps):
+def test_a_token_budget_does_not_end_early_after_a_new_length(length, budget, steps):
     def parsed(length, budget):
         return parse_config([*f"--seq-length {length} --batch-tokens {8 * length}".split(), *budget.split()])[0]
 
@@ -150,7 +150,7 @@ def test_a_budget_in_tokens_does_not_end_early_after_another_sequence_length(len
     assert all(text.endswith(f"(--train-iters {steps} reads the rest)") for text in found)
 
 
-def test_a_run_of_two_sequence_lengths_goes_on_with_its_iterations_and_with_no_budget_in_tokens():
+def test_a_run_of_two_lengths_resumes_with_iterations_only():
     segments = [{"first_sample": 0, "seq_length": 16}, {"first_sample": 80, "seq_length": 32}]
     saved = {"step": 20, "consumed_samples": 160, "data": {"segments": segments}}
     for budget, problems in (("--train-iters 45", 0), ("--train-tokens 10000", 1)):

@@ -68,7 +68,7 @@ def whole(data_dir, tmp_path_factory):
         ("save", 1, signal.SIGTERM, 4),  # the save of step 3: one more step
     ],
 )
-def test_a_signal_to_one_rank_saves_and_stops_all_and_the_run_goes_on_to_the_bit(
+def test_a_signal_to_one_rank_stops_all_and_the_run_resumes(
     data_dir, tmp_path, whole, moment, nth, number, stopped_at
 ):
     flags = arguments(data_dir, tmp_path)
@@ -153,7 +153,7 @@ def freeze():
 
 
 @pytest.mark.parametrize("harm, said", [(die, "; rank 0 cannot go on"), (freeze, "; the run ends")])
-def test_a_rank_on_another_machine_that_dies_or_freezes_is_named_in_place_of_a_trace(data_dir, tmp_path, harm, said):
+def test_a_lost_rank_on_another_machine_is_named(data_dir, tmp_path, harm, said):
     output, flags = tmp_path / "output", arguments(data_dir, tmp_path, "--hang-timeout", "6")
     with pytest.raises(AssertionError, match=rf"exit codes \[{UNAVAILABLE}, -9\]"):
         run_ranks(run_on_another_machine_and_suffer, 2, flags, 5, harm, output)
@@ -177,7 +177,7 @@ def test_a_damaged_shard_ends_the_run_in_one_line_with_its_name(data_dir, tmp_pa
     assert re.search(r"moh_lm.pretrain: rank \d: .*unit-\d.bin: block 0, .* is damaged.*; restore the file", said)
 
 
-def test_a_rank_that_stands_still_ends_the_run_and_all_ranks_say_where_they_were(data_dir, tmp_path):
+def test_a_stopped_rank_ends_the_run_with_the_stacks_of_all(data_dir, tmp_path):
     output, flags = tmp_path / "output", arguments(data_dir, tmp_path, "--hang-timeout", "6")
     with pytest.raises(AssertionError, match=r"exit codes \[|rank 1:"):  # a woken rank may go on until rank 0 leaves
         run_ranks(run_and_suffer, 2, flags, 5, stand_still, output)
@@ -186,7 +186,7 @@ def test_a_rank_that_stands_still_ends_the_run_and_all_ranks_say_where_they_were
     assert all("in run_steps" in text for text in said)  # a woken rank may have moved on from where it stood
 
 
-def test_a_rank_that_holds_the_interpreter_says_where_and_is_ended_too(data_dir, tmp_path):
+def test_a_rank_that_holds_the_interpreter_is_ended(data_dir, tmp_path):
     output, flags = tmp_path / "output", arguments(data_dir, tmp_path, "--hang-timeout", "6")
     with pytest.raises(AssertionError, match=rf"exit codes \[{UNAVAILABLE}, 1\]"):
         run_ranks(run_and_suffer, 2, flags, 5, hold_the_interpreter, output)
@@ -211,7 +211,7 @@ def events_of_an_evaluation(flags):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_an_evaluation_reports_progress_after_every_micro_batch_of_every_stage(data_dir, tmp_path, stages):
+def test_an_evaluation_reports_progress_per_micro_batch(data_dir, tmp_path, stages):
     """Else one that takes long would be taken for a hang."""
     flags = arguments(data_dir, tmp_path, "--pipeline-parallel-size", str(stages), "--hang-timeout", "1h")
     for seen in run_ranks(events_of_an_evaluation, stages, flags):

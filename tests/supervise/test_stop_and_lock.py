@@ -41,7 +41,7 @@ from tests.training.test_training import arguments
         ([(0, "SIGINT"), (0.1, "SIGINT"), (5, "SIGINT")], stop.INTERRUPTED),
     ],
 )
-def test_a_second_interrupt_ends_the_run_at_once_and_an_echo_of_the_first_does_not(monkeypatch, signals, ends):
+def test_a_second_interrupt_ends_the_run_but_an_echo_does_not(monkeypatch, signals, ends):
     clock, left = [0.0], iter(signals)
 
     def read(*_):
@@ -64,7 +64,7 @@ def test_a_second_interrupt_ends_the_run_at_once_and_an_echo_of_the_first_does_n
 
 
 @pytest.mark.parametrize("before, asked", [("SIG_DFL", "True"), ("SIG_IGN", "False")])
-def test_a_terminal_that_hangs_up_asks_a_run_to_stop_unless_it_is_under_nohup(before, asked):
+def test_a_hangup_stops_a_run_unless_it_is_under_nohup(before, asked):
     parts = ["import signal", f"signal.signal(signal.SIGHUP, signal.{before})"]
     parts += ["from moh_lm.supervise.stop import StopRequest", "request = StopRequest()"]
     parts += ["signal.raise_signal(signal.SIGHUP)", "print(request.due())"]
@@ -76,7 +76,7 @@ def fails(*_, **__):
     raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
-def test_the_watchdog_ends_a_rank_whose_words_nobody_reads(monkeypatch):
+def test_the_watchdog_ends_a_rank_that_cannot_print(monkeypatch):
     left = []
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", fails)
@@ -107,13 +107,13 @@ def test_a_reader_that_goes_away_ends_no_work(pipe_of_python):
     os.close(writer)
 
 
-def test_a_full_disk_leaves_out_a_part_of_a_log_but_not_of_a_result():
+def test_a_full_disk_shortens_a_log_but_fails_a_result():
     for is_log in (True, False):
         with open("/dev/full", "wb", buffering=0) as file, nullcontext() if is_log else pytest.raises(OSError):
             print("text", file=Output(io.TextIOWrapper(file, write_through=True), is_log=is_log), flush=True)
 
 
-def test_what_is_said_to_a_closed_console_is_in_no_file_that_is_opened_later(tmp_path):
+def test_output_to_a_closed_console_reaches_no_later_file(tmp_path):
     parts = ["import os, sys", "from moh_lm.cli.output import open_closed_streams", "open_closed_streams()"]
     parts += ["file = open(sys.argv[1], 'w')", "[os.write(number, b'text') for number in (1, 2)]"]
     parts += ["print('text', flush=True)", "print('text', file=sys.__stderr__, flush=True)"]
@@ -122,7 +122,7 @@ def test_what_is_said_to_a_closed_console_is_in_no_file_that_is_opened_later(tmp
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_a_console_that_is_not_utf_8_gets_the_number_of_what_it_does_not_know():
+def test_a_console_without_utf_8_gets_escapes():
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     print("\u00e9", file=Output(file), flush=True)
     assert file.buffer.getvalue() == b"\\xe9\n"
@@ -140,12 +140,12 @@ def run_unheard(flags):
     return codes
 
 
-def test_a_run_that_nobody_listens_to_any_more_goes_on_to_its_end(data_dir, tmp_path):
+def test_a_run_whose_output_is_closed_completes(data_dir, tmp_path):
     assert run_ranks(run_unheard, 1, arguments(data_dir, tmp_path)) == [[0]]
     assert [row["event"] for _, row in complete_rows(tmp_path / "events.jsonl")][-1] == "complete"
 
 
-def test_an_event_is_recorded_before_it_is_told(tmp_path, monkeypatch):
+def test_an_event_is_recorded_before_it_is_printed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=fails))
     with pytest.raises(BrokenPipeError):
         EventLog(tmp_path, writes=True).add("saved", 3, "saved step-3")
@@ -162,7 +162,7 @@ def refused(run):
     return problem
 
 
-def test_a_run_directory_in_use_says_by_whom_and_how_to_tell_whether_that_is_alive(tmp_path, monkeypatch):
+def test_a_run_directory_in_use_names_its_holder(tmp_path, monkeypatch):
     monkeypatch.setattr(run_directory, "LOCK_SECONDS", 0)
     own, host = os.getpid(), socket.gethostname()
     with lock_run_directory(tmp_path) as lock:
@@ -191,12 +191,12 @@ def test_a_run_directory_in_use_says_by_whom_and_how_to_tell_whether_that_is_ali
     assert json.loads((tmp_path / ".lock").read_text())["process"] == own
 
 
-def test_a_lock_that_cannot_be_made_is_a_sentence(tmp_path):
+def test_a_lock_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / ".lock").mkdir()
     assert refused(tmp_path) == f"--checkpoint-dir {tmp_path}: {tmp_path}/.lock: Is a directory; mend this"
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -220,7 +220,7 @@ def meeting_place(monkeypatch):
     return place["MASTER_PORT"]
 
 
-def test_a_port_that_another_program_has_is_a_sentence_with_the_remedy(meeting_place, monkeypatch):
+def test_a_port_of_another_program_is_refused_with_the_remedy(meeting_place, monkeypatch):
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
         monkeypatch.setenv("MASTER_PORT", port)
@@ -228,7 +228,7 @@ def test_a_port_that_another_program_has_is_a_sentence_with_the_remedy(meeting_p
             rendezvous.rendezvous_store()
 
 
-def test_ranks_that_do_not_come_are_named(meeting_place, monkeypatch):
+def test_absent_ranks_are_named(meeting_place, monkeypatch):
     monkeypatch.setattr(rendezvous, "RENDEZVOUS_TIMEOUT_S", 1)
     with pytest.raises(ConfigError, match=rf"MASTER_PORT {meeting_place}: 2 of 3 ranks \(ranks 1, 2\) have not come"):
         rendezvous.rendezvous_store()
@@ -245,7 +245,7 @@ def test_a_rank_that_cannot_begin_ends_those_of_other_machines(meeting_place, mo
     del store
 
 
-def test_the_ranks_of_another_run_at_the_same_port_are_not_joined(meeting_place, monkeypatch):
+def test_a_second_run_at_the_same_port_is_refused(meeting_place, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     store = rendezvous.rendezvous_store()
     with pytest.raises(ConfigError, match=f"MASTER_PORT {meeting_place}: the ranks of another run meet there"):
@@ -276,7 +276,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("state, code", [("stuck", -signal.SIGKILL), ("alive", 69)])
-def test_a_torchrun_that_does_not_collect_its_dead_rank_is_ended_and_no_other(state, code):
+def test_only_a_torchrun_that_is_stuck_is_ended(state, code):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, state], **pipes)
     limit = threading.Timer(120, launcher.kill)

@@ -64,7 +64,7 @@ def test_every_private_name_exists(module):
     assert set(NAMES[module].split()) - known == set()
 
 
-def test_the_table_holds_every_name_that_begins_with_an_underscore():
+def test_the_table_holds_every_underscored_name():
     used = {
         node.attr
         for tree in trees(FOLDER.glob("*.py")).values()

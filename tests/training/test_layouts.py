@@ -163,7 +163,7 @@ def compared(keys, model):
     return [key for key in keys if not (key.startswith("master/") and key.endswith(uneven))]
 
 
-def test_the_table_holds_every_pair_of_values_that_may_be_combined():
+def test_the_table_holds_every_legal_pair_of_values():
     def pairs(layout):
         return {((i, layout[i]), (j, layout[j])) for i, j in itertools.combinations(range(len(FACTORS)), 2)}
 
@@ -267,7 +267,7 @@ def offload_device(flags):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_an_optimizer_in_the_memory_of_the_cpu_gives_the_same_run(zero, data_dir, one_process, tmp_path):
+def test_an_offloaded_optimizer_gives_the_same_run(zero, data_dir, one_process, tmp_path):
     layout = (1, 1, 2, zero, 2, False, "paper")
     flags = [*flags_of(layout, data_dir, tmp_path), "--offload-optimizer"]
     assert run_ranks(offload_device, 1, flags) == ["cpu"]
@@ -308,7 +308,7 @@ def copy_checkpoint(flags, source):
     Saver(Path(config.run.checkpoint_dir) / "checkpoints").save(3, engine.fragments(), config, saved, None)
 
 
-def test_a_checkpoint_loaded_by_another_layout_is_the_same_state_to_the_bit(data_dir, one_process, tmp_path):
+def test_a_checkpoint_is_the_same_state_in_every_layout(data_dir, one_process, tmp_path):
     # A run that is resumed at its end and saved again by other ranks: the canonical tensors must not change at all.
     source = one_process("paper")
     for name, layout in (("pipelines", (2, 2, 1, 1, 4, False, "paper")), ("shards", (1, 1, 2, 3, 4, False, "paper"))):

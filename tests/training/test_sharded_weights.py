@@ -66,7 +66,7 @@ def one_rank(data_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags, graphs", [(COMPILED[:2], 0), (COMPILED, 2), ((*COMPILED, "--recompute"), 2)])
-def test_no_weight_outlives_the_forward_pass_of_its_layer_and_the_backward_pass_has_it_again(
+def test_no_weight_outlives_the_forward_pass_of_its_layer(
     flags, graphs, data_dir, tmp_path, one_rank
 ):
     for given_up, kept, number in run_ranks(run_with_every_weight_sharded, 2, arguments(data_dir, tmp_path, *flags)):
@@ -98,7 +98,7 @@ def run_with_memory_full_of_nan(flags):
     run(flags)
 
 
-def test_what_pads_weights_that_the_ranks_do_not_divide_reaches_no_number(data_dir, tmp_path):
+def test_padding_of_weights_reaches_no_number(data_dir, tmp_path):
     """Three ranks share weights of 32, 64, ... elements. DeepSpeed leaves the rest of a slice as the memory was."""
     flags = ("--batch-tokens", "96", "--train-iters", "3", "--save-interval", "0")
     run_ranks(run, 1, arguments(data_dir, tmp_path / "one", *flags))
@@ -107,7 +107,7 @@ def test_what_pads_weights_that_the_ranks_do_not_divide_reaches_no_number(data_d
     assert [row["skipped_steps"] for row in rows(tmp_path / "three") if "loss" in row] == [0, 0]
 
 
-def test_what_pads_a_frozen_weight_is_no_difference_between_replicas():
+def test_padding_of_a_frozen_weight_is_cleared():
     parts = torch.full((4,), 7.0)  # of which three are the weight's
     weight = Mock(requires_grad=False, ds_tensor=parts, ds_numel=3, partition_numel=lambda: 4)
     (part,) = FrozenWeights([weight], group=None).masters.values()

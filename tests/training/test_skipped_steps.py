@@ -136,7 +136,7 @@ def left():
     return run_ranks(all_left_behind, 2, LAYOUTS)
 
 
-def test_the_table_holds_every_pair_of_values_that_may_be_combined():
+def test_the_table_holds_every_legal_pair_of_values():
     def pairs(layout):
         return {((i, layout[i]), (j, layout[j])) for i, j in itertools.combinations(range(len(FACTORS)), 2)}
 
@@ -149,5 +149,5 @@ def test_the_table_holds_every_pair_of_values_that_may_be_combined():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def test_the_step_after_a_skipped_one_is_as_if_that_had_never_been(layout, left):
+def test_a_skipped_step_leaves_nothing_behind(layout, left):
     assert [of_rank[layout] for of_rank in left] == [{}, {}]

@@ -34,7 +34,7 @@ def training(directory):
     return [row for row in rows(directory) if "loss" in row]
 
 
-def test_a_dense_warmup_is_dense_training_to_the_bit_and_leaves_the_routers_as_drawn(data_dir, warmed, tmp_path):
+def test_a_dense_warmup_is_dense_training_to_the_bit(data_dir, warmed, tmp_path):
     run_ranks(run, 1, arguments(data_dir, tmp_path, *WARMUP, "--head-selection", "all"))
     keys = {"step", "loss", "grad_norm", "load_balance_loss", "source_loss", "evaluation"}
     mine, dense = ([{key: row[key] for key in keys & row.keys()} for row in rows(run)] for run in (warmed, tmp_path))
@@ -59,7 +59,7 @@ def test_a_dense_warmup_is_dense_training_to_the_bit_and_leaves_the_routers_as_d
         (3, "--dense-warmup-iters 0 --allow-routing-change"),  # or begins the mixture
     ],
 )
-def test_the_first_update_of_the_routers_after_a_dense_warmup_is_a_first_step_of_adam(
+def test_routers_start_with_a_first_adam_step_after_a_warmup(
     data_dir, warmed, tmp_path, kept, more
 ):
     directory = shutil.copytree(warmed, tmp_path / "run")
@@ -86,7 +86,7 @@ def test_a_step_of_the_warmup_is_a_dense_model_to_all_tools(warmed):
     assert [any(".router." in name for name, _ in full_parameters(step)) for step in steps] == [False, True]
 
 
-def test_a_run_stopped_around_the_end_of_its_warmup_goes_on_to_the_bit(data_dir, warmed, tmp_path):
+def test_a_run_stopped_around_its_warmup_resumes_to_the_bit(data_dir, warmed, tmp_path):
     flags = arguments(data_dir, tmp_path, *WARMUP)
     for last_step in (2, 3, None):
         run_ranks(run, 1, flags, last_step)
@@ -114,7 +114,7 @@ def unclipped(data_dir, tmp_path_factory):
         (4, "--pipeline-parallel-size 2 --tensor-parallel-size 2"),
     ],
 )
-def test_routers_are_clipped_by_their_own_norm_and_then_with_all_else(
+def test_routers_are_clipped_by_their_own_norm_first(
     data_dir, unclipped, tmp_path, world_size, layout
 ):
     run_ranks(run, world_size, arguments(data_dir, tmp_path, *ONE, *CLIPPED.split(), *layout.split()))
@@ -137,7 +137,7 @@ def test_routers_are_clipped_by_their_own_norm_and_then_with_all_else(
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_norms_of_offloaded_gradients_are_added_up_where_the_gradients_were_made(zero_stage):
+def test_norms_of_offloaded_gradients_are_summed_on_the_device(zero_stage):
     groups = [[SimpleNamespace(tensor_model_parallel=True) for _ in range(2)] for _ in range(2)]
     norms = dict(zip(map(id, chain(*groups)), map(torch.tensor, (3.0, 4.0, 5.0, 12.0)), strict=True))
     inner = SimpleNamespace(param_groups=[{"router": True}, {"router": False}])
@@ -165,7 +165,7 @@ def test_the_rate_of_the_routers_is_scaled_and_no_other(data_dir, unclipped, tmp
 CHANGES = "--load-balance-coefficient 0.5 --load-balance-scope global_batch --router-gumbel-noise 0.3"
 
 
-def test_settings_of_the_routers_change_on_a_resume_only_if_that_is_allowed(data_dir, warmed, tmp_path):
+def test_router_settings_change_on_a_resume_only_if_allowed(data_dir, warmed, tmp_path):
     flags = arguments(data_dir, tmp_path, *WARMUP)
     run_ranks(run, 1, flags, 4)
     changed = [*flags, *CHANGES.split()]
@@ -182,7 +182,7 @@ def test_settings_of_the_routers_change_on_a_resume_only_if_that_is_allowed(data
     assert event["step"] == 4 and event["changes"]["load_balance_coefficient"] == [0.01, 0.5]
 
 
-def test_an_interval_in_which_a_resume_cuts_the_warmup_short_counts_the_steps_since(data_dir, tmp_path):
+def test_an_interval_after_a_cut_warmup_counts_the_steps_since(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *"--log-interval 2 --train-iters 4 --eval-interval 0".split())
     run_ranks(run, 1, [*flags, "--dense-warmup-iters", "3"], 3)
     run_ranks(run, 1, [*flags, "--dense-warmup-iters", "1", "--allow-routing-change"])
@@ -191,7 +191,7 @@ def test_an_interval_in_which_a_resume_cuts_the_warmup_short_counts_the_steps_si
     assert [sum(load) for load in row["heads"]["load"]] == pytest.approx([layer.num_active for layer in layers])
 
 
-def test_an_interval_that_began_in_the_warmup_has_no_figures_of_heads_whatever_its_length(data_dir, tmp_path):
+def test_an_interval_that_began_in_the_warmup_has_no_heads(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *"--train-iters 5 --eval-interval 0".split())
     flags += ["--dense-warmup-iters", "1"]
     run_ranks(run, 1, [*flags, "--log-interval", "9"], 3)
@@ -213,7 +213,7 @@ def test_a_mixture_goes_on_without_its_routers(data_dir, tmp_path, selection):
     assert not any(".router." in name for name in parameters(tmp_path))
 
 
-def test_gates_far_from_one_are_said_before_a_run(data_dir, tmp_path):
+def test_gates_far_from_one_are_refused_before_a_run(data_dir, tmp_path):
     flags = [*arguments(data_dir, tmp_path, *EVERY_STEP), "--routing", "paper", "--train-iters", "1"]
     run_ranks(run, 1, flags)
     changed = parse_config([*flags, "--head-selection", "all", "--allow-routing-change"])[0]
@@ -224,7 +224,7 @@ def test_gates_far_from_one_are_said_before_a_run(data_dir, tmp_path):
 FROZEN = "--eval-interval 0 --train-only router --precision bf16 --train-iters 4"
 
 
-def test_only_the_routers_are_trained_and_all_else_stays_to_the_bit(data_dir, unclipped, tmp_path):
+def test_only_the_routers_are_trained_with_train_only(data_dir, unclipped, tmp_path):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP)
     shutil.copytree(unclipped, tmp_path, dirs_exist_ok=True)  # one step of all weights, in fp32
     layouts = ["--tensor-parallel-size 2", "--zero-stage 3 --recompute", "--zero-stage 2 --offload-optimizer"]
@@ -242,7 +242,7 @@ def test_only_the_routers_are_trained_and_all_else_stays_to_the_bit(data_dir, un
     assert_first_step_of_adam(after, state(tmp_path, 5), rate, lambda key: key.endswith(matrices))
 
 
-def test_the_first_step_of_a_start_has_the_frozen_weights_of_its_checkpoint(data_dir, unclipped, tmp_path):
+def test_a_start_has_the_frozen_weights_of_its_checkpoint(data_dir, unclipped, tmp_path):
     found = []
     for zero in "13":
         shutil.copytree(unclipped, tmp_path / zero)

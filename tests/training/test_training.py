@@ -83,7 +83,7 @@ def straight(data_dir, tmp_path_factory):
     return directory
 
 
-def test_a_run_learns_and_logs_every_interval_and_evaluation_once(straight):
+def test_a_run_learns_and_logs_each_interval_once(straight):
     logged = rows(straight)
     assert [row["step"] for row in logged if "loss" in row] == [2, 4, 6, 7]
     evaluations = {row["step"]: row["evaluation"] for row in logged if "evaluation" in row}
@@ -186,7 +186,7 @@ def test_a_finished_run_started_again_changes_nothing(data_dir, straight):
     assert all(torch.equal(value, before[1][name]) for name, value in parameters(straight).items())
 
 
-def test_nodes_that_see_other_directories_or_data_are_refused_by_all_ranks(data_dir, tmp_path):
+def test_nodes_with_other_directories_or_settings_are_refused(data_dir, tmp_path):
     with pytest.raises(AssertionError, match="rank 1 on .* does not see that of rank 0"):
         run_ranks(run_on_own_directory, 2, arguments(data_dir, tmp_path))
     with pytest.raises(AssertionError, match="rank 1 on .* has another seed than rank 0"):
@@ -215,7 +215,7 @@ def run_with_own_seed(flags):
     run([*flags, "--seed", os.environ["RANK"]])
 
 
-def test_the_balance_loss_of_an_interval_does_not_depend_on_a_change_of_micro_batch(data_dir, straight, tmp_path):
+def test_the_balance_loss_of_an_interval_outlives_a_resume(data_dir, straight, tmp_path):
     run_ranks(run, 1, arguments(data_dir, tmp_path), 3)  # in the middle of a log interval
     run_ranks(run, 1, arguments(data_dir, tmp_path, "--micro-batch-size", "8"))
     got, expected = ([row["load_balance_loss"] for row in rows(d) if "loss" in row] for d in (tmp_path, straight))
@@ -239,7 +239,7 @@ def run_with_clocks(flags):
     return found[:2]
 
 
-def test_the_time_left_does_not_count_the_evaluation_before_the_first_step(data_dir, tmp_path):
+def test_the_time_left_ignores_the_first_evaluation(data_dir, tmp_path):
     ((evaluated, began),) = run_ranks(run_with_clocks, 1, arguments(data_dir, tmp_path))
     assert evaluated <= began
 
