@@ -20,7 +20,7 @@ from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, find
 from moh_lm.config import Config
 from moh_lm.parallel.layers import Partition, make_parameter
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, run
+from tests.training.runs import arguments, run
 
 # --- Reading parts ---
 

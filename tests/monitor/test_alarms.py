@@ -22,8 +22,8 @@ from moh_lm.monitor.alarms import Alarms
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 from tests.monitor.logged import events_of
-from tests.run.harm import events, nan_in_the_loss, run_with
-from tests.training.test_training import arguments, run
+from tests.run.harm import nan_in_the_loss, run_with
+from tests.training.runs import arguments, events, run
 
 LAYERS = [RoutedLayer(1, 2, 4, 1), RoutedLayer(3, 0, 2, 2)]  # one of 4 routed heads; both of 2
 FAIR = [[0.25] * 4, [1.0, 1.0]]

@@ -14,7 +14,7 @@ from moh_lm.monitor.record import rounded
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 from tests.monitor.logged import NAMES, SHORT, cells, events_of, read_rows
-from tests.training.test_training import arguments, run
+from tests.training.runs import arguments, run
 
 
 def run_recorded(flags):

@@ -8,7 +8,10 @@ import math
 import os
 import re
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,16 +19,19 @@ import torch
 from PIL import Image
 
 from moh_lm.checks import config_problems
+from moh_lm.config import Config
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.flags import parse_config
-from moh_lm.monitor.events import Rows, complete_rows
+from moh_lm.monitor.events import EventLog, Rows, complete_rows
 from moh_lm.monitor.head_map import colours
+from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.record import rounded
 from moh_lm.monitor.writers import Writers
+from moh_lm.run import program
 from tests.distributed import run_ranks
 from tests.monitor.logged import NAMES, ROUNDING, SHORT, cells, events_of, read_rows
-from tests.training.test_training import arguments, run
+from tests.training.runs import arguments, rows, run
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +241,39 @@ def test_wandb_that_is_not_installed_is_said_before_the_start(monkeypatch, data_
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = parse_config(arguments(data_dir, tmp_path, "--wandb", "heads"))[0]
     assert "wandb is not installed; pip install wandb" in "\n".join(config_problems(config, 1))
+
+
+def run_with_clocks(flags):
+    """(when the evaluation before the first step ended, when the clock of the time left began)."""
+    found, evaluate, lines = [], program.Run.evaluate, RunLog.lines
+
+    def evaluate_and_note(run):
+        evaluate(run)
+        found.append(time.perf_counter())
+
+    def note_and_write(log, row):
+        found.append(log.started)
+        return lines(log, row)
+
+    program.Run.evaluate, RunLog.lines = evaluate_and_note, note_and_write
+    run(flags)
+    return found[:2]
+
+
+def test_the_time_left_ignores_the_first_evaluation(data_dir, tmp_path):
+    ((evaluated, began),) = run_ranks(run_with_clocks, 1, arguments(data_dir, tmp_path))
+    assert evaluated <= began
+
+
+def test_numbers_that_json_cannot_hold_are_written_as_null(tmp_path):
+    log = RunLog(tmp_path, 0, Config())
+    log.write({"step": 1, "grad_norm": math.inf, "source_loss": {"a": math.nan, "b": 1.5}})
+    log.close()
+    assert rows(tmp_path) == [{"step": 1, "grad_norm": None, "source_loss": {"a": None, "b": 1.5}}]
+
+
+def test_an_event_is_recorded_before_it_is_printed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=Mock(side_effect=BrokenPipeError)))
+    with pytest.raises(BrokenPipeError):
+        EventLog(tmp_path, writes=True).add("saved", 3, "saved step-3")
+    assert EventLog(tmp_path, writes=True).last("saved")["step"] == 3

@@ -19,8 +19,7 @@ from moh_lm.monitor.writers import Writers
 from moh_lm.parallel.layers import make_parameter
 from moh_lm.run.resume import budget_problems, contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
 from tests.distributed import run_ranks
-from tests.run.test_reliability import events
-from tests.training.test_training import arguments, run
+from tests.training.runs import arguments, events, run
 
 
 def fail(number, path=None):
@@ -189,3 +188,16 @@ def test_a_run_goes_on_with_the_tokenizer_of_its_step_alone(tmp_path, number, of
     assert len(found) == (0 if goes_on else 1)
     assert all("the data directory has none" in sentence for sentence in found) == (of_data is None or goes_on)
     assert all(f"--tokenizer {data} " in sentence for sentence in found) == (number == 0 or goes_on)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (["--num-active-routed-heads", "3"], "num_active_routed_heads was .*2, 2.* and is .*3, 3"),
+        (["--seed", "9"], "--seed was 1234 and is 9"),
+        (["--batch-tokens", "256"], "--batch-tokens 256"),
+    ],
+)
+def test_a_changed_model_or_sample_order_is_refused_by_name(data_dir, one_rank_run, change, named):
+    with pytest.raises(AssertionError, match=named):
+        run_ranks(run, 1, arguments(data_dir, one_rank_run, *change))

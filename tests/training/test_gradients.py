@@ -22,7 +22,7 @@ from moh_lm.training.engine import make_engine
 from tests.distributed import run_ranks
 from tests.training.gradients import LAYOUTS as BENCHED
 from tests.training.gradients import Bench
-from tests.training.test_training import SIZES
+from tests.training.runs import SIZES
 
 MICRO_BATCHES = 3  # of each data-parallel rank
 STEPS = 3

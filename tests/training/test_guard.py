@@ -1,16 +1,18 @@
-"""Finite numbers that cannot come from training are found without a setting, and honest ones never."""
+"""Numbers that cannot come from training are found without a setting, honest ones never, and spikes if asked for."""
 
 import json
+import math
 import random
+import statistics
 
 import pytest
 import torch
 
 from moh_lm.config import ReliabilityConfig
-from moh_lm.training.guard import FINE, OUT_OF_RANGE, Guard
+from moh_lm.training.guard import FINE, GRADIENT, LOSS, OUT_OF_RANGE, SPIKE, Guard
 from tests.distributed import run_ranks
-from tests.run.harm import EVERY_STEP, events, run_with
-from tests.training.test_training import arguments
+from tests.run.harm import EVERY_STEP, run_with
+from tests.training.runs import arguments, events
 
 
 def test_a_value_is_out_of_range_above_so_many_medians():
@@ -26,6 +28,23 @@ def test_a_value_is_out_of_range_above_so_many_medians():
         assert one.classify(7000.1, 1.0) == OUT_OF_RANGE and one.classify(1.0, 3000.1) == OUT_OF_RANGE
         assert one.out_of_range(1.0, 3e38) == ["gradient norm 3e+38 is above --absurd-factor 1000 times 3"]
     assert Guard(ReliabilityConfig(absurd_factor=0.0)).classify(1e30, 3e38) == FINE
+
+
+def test_a_spike_is_so_many_deviations_above_a_full_window():
+    guard = Guard(ReliabilityConfig(spike_sigmas=3.0, spike_window=4))
+    window = [2.0, 2.5, 2.25, 2.75]
+    for step, loss in enumerate(window, 1):
+        assert guard.classify(1000.0, 1.0) == FINE  # not full yet
+        guard.record(step, loss, 1.0, skipped=False)
+    limit = statistics.fmean(window) + 3 * statistics.pstdev(window)
+    assert guard.classify(limit, 1.0) == FINE and guard.classify(limit * (1 + 1e-12), 1.0) == SPIKE
+    assert guard.classify(2.0, 1.0 + 1e-12) == SPIKE  # a norm that never varied
+    assert guard.classify(math.nan, 1.0) == LOSS and guard.classify(2.0, math.inf) == GRADIENT
+    guard.record(5, 9.0, 1.0, skipped=True)  # leaves the window as it is
+    restored = Guard(guard.settings)
+    restored.restore(json.loads(json.dumps(guard.state())))
+    assert restored.state() == guard.state()
+    assert restored.classify(limit * (1 + 1e-12), 1.0) == SPIKE
 
 
 def norms_of_a_run(generator, steps):

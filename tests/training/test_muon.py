@@ -16,8 +16,8 @@ from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import make_engine
 from moh_lm.training.muon import newton_schulz
 from tests.distributed import run_ranks
-from tests.training.test_layouts import allowed, distance, flags_of, state
-from tests.training.test_training import rows, run
+from tests.training.runs import distance, rows, run, state
+from tests.training.test_layouts import allowed, flags_of
 
 STEPS, HEAD, QUERIES_PER_KEY = 5, 8, 2
 MOMENTUM = 0.9

@@ -19,7 +19,7 @@ from moh_lm.model.transformer import compile_layers
 from moh_lm.training.deepspeed import adapter
 from moh_lm.training.frozen import FrozenWeights
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, losses, parameters, rows, run
+from tests.training.runs import arguments, equal, losses, parameters, rows, run, training_rows
 
 COMPILED = ("--zero-stage", "3", "--compile")
 
@@ -58,22 +58,15 @@ def run_with_every_weight_sharded(flags, *more):
     return set.intersection(*passes), set.intersection(*kept), dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.fixture(scope="module")
-def one_rank(data_dir, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("one_rank")
-    run_ranks(run, 1, arguments(data_dir, directory))
-    return directory
-
-
 @pytest.mark.parametrize("flags, graphs", [(COMPILED[:2], 0), (COMPILED, 2), ((*COMPILED, "--recompute"), 2)])
 def test_no_weight_outlives_the_forward_pass_of_its_layer(
-    flags, graphs, data_dir, tmp_path, one_rank
+    flags, graphs, data_dir, tmp_path, one_rank_run
 ):
     for given_up, kept, number in run_ranks(run_with_every_weight_sharded, 2, arguments(data_dir, tmp_path, *flags)):
-        assert len(given_up) == len(parameters(one_rank)) and not kept
+        assert len(given_up) == len(parameters(one_rank_run)) and not kept
         assert number == graphs  # of training and of evaluation
-    assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-6)
-    found, expected = (list(map(figures, rows(directory))) for directory in (tmp_path, one_rank))
+    assert losses(tmp_path) == pytest.approx(losses(one_rank_run), rel=1e-6)
+    found, expected = (list(map(figures, rows(directory))) for directory in (tmp_path, one_rank_run))
     assert found == [pytest.approx(row, rel=1e-4) for row in expected]
 
 
@@ -88,8 +81,7 @@ def test_a_compiled_run_with_sharded_weights_resumes_bit_for_bit(data_dir, tmp_p
     run_ranks(run_with_every_weight_sharded, 2, stopped, 3)  # between two evaluations
     run_ranks(run_with_every_weight_sharded, 2, stopped)
     assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
-    resumed = parameters(tmp_path / "stopped")
-    assert all(torch.equal(resumed[name], value) for name, value in parameters(tmp_path / "whole").items())
+    assert equal(parameters(tmp_path / "stopped"), parameters(tmp_path / "whole"))
 
 
 def run_with_memory_full_of_nan(flags):
@@ -104,7 +96,7 @@ def test_padding_of_weights_reaches_no_number(data_dir, tmp_path):
     run_ranks(run, 1, arguments(data_dir, tmp_path / "one", *flags))
     run_ranks(run_with_memory_full_of_nan, 3, arguments(data_dir, tmp_path / "three", *flags, "--zero-stage", "3"))
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    assert [row["skipped_steps"] for row in rows(tmp_path / "three") if "loss" in row] == [0, 0]
+    assert [row["skipped_steps"] for row in training_rows(tmp_path / "three")] == [0, 0]
 
 
 def test_padding_of_a_frozen_weight_is_cleared():

@@ -19,7 +19,7 @@ from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import PipelineEngine, make_engine
 from moh_lm.training.guard import DIVERGENCE, GRADIENT, LOSS, OUT_OF_RANGE, SPIKE
 from tests.distributed import run_ranks
-from tests.training.test_training import SIZES
+from tests.training.runs import SIZES
 
 RATE = 1e-3
 NORM_WEIGHT, MATRIX = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"

@@ -14,7 +14,7 @@ from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import make_engine
 from moh_lm.training.step_check import NotExamined
 from tests.distributed import run_ranks
-from tests.training.test_training import SIZES
+from tests.training.runs import SIZES
 
 ONE_BATCH = (*SIZES.split(), "--batch-tokens", "32")
 
