@@ -70,7 +70,7 @@ def resume(state, event_log, progress):
     if differing(SPEED, before, now) or all_ranks_or_raise(lambda: ranks_of(step)) != dist.get_world_size():
         state.alarms.forget(THROUGHPUT)
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
-        state.interval.clear()  # its steps have no figures of heads, and those to come have
+        state.accumulator.clear()  # its steps have no figures of heads, and those to come have
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
         event_log.add("dense warm-up over", saved["step"], text)
     how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
