@@ -45,7 +45,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.flags import SHAPES
 from benchmarks.timing import in_turns, ratio, set_up, stopwatch
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.kernels import choose
+from moh_lm.kernels import measured
 from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 from moh_lm.kernels.gated_attention import moh_attention
 from moh_lm.kernels.masks import boundaries, narrow
@@ -69,7 +69,7 @@ def main(options):
     if device.type == "cpu":
         keep_freed_memory()  # as training does
     print(conditions := describe(device, dtype))
-    new = choose.Measurement(*choose.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
+    new = measured.Measurement(*measured.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
     if device.type == "cuda":
         from benchmarks.attention_gpu import check_and_tune
 
@@ -98,8 +98,8 @@ def main(options):
         rows = [[*row, *(round(min(value, NEVER), 3) for value in values)] for row, values in sorted(ratios.items())]
         if min(map(min, ratios.values())) > NEVER:
             sys.exit(f"--save: nothing is written, since no layer ran both by {sparse} and by a base (see above)")
-        choose.save(new._replace(elements=min(elements), ratios=rows))
-        print(f"written to {choose.FILE}")
+        measured.save(new._replace(elements=min(elements), ratios=rows))
+        print(f"written to {measured.FILE}")
 
 
 def make_documents(mean, length, batch, device):
@@ -115,10 +115,10 @@ def make_documents(mean, length, batch, device):
 def describe(device, dtype):
     """The machine, the versions and the command."""
     if device.type == "cuda":
-        machine = f"{choose.machine(device)}, cuDNN {torch.backends.cudnn.version()}"
+        machine = f"{measured.machine(device)}, cuDNN {torch.backends.cudnn.version()}"
     else:
         load = f"{torch.get_num_threads()} threads, load of the machine {os.getloadavg()[0]:.1f}"
-        machine = f"{choose.machine(device)}, {os.cpu_count()} cores, {load}"
+        machine = f"{measured.machine(device)}, {os.cpu_count()} cores, {load}"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}"
     return f"{machine}; {versions}\n$ python {' '.join(sys.argv)}"
 

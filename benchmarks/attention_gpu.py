@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.timing import recorded, seconds, without_waiting
-from moh_lm.kernels import choose, triton_attention
+from moh_lm.kernels import measured, triton_attention
 from moh_lm.kernels.gated_attention import moh_attention
 from moh_lm.kernels.masks import boundaries
 
@@ -148,7 +148,7 @@ def tune(new, shape, length, device, dtype):
         found = []
         usual = triton_attention.tiles(kernel, dtype, shape[3], torch.cuda.get_device_capability(device))
         for choice in dict.fromkeys([tuple(usual), *CANDIDATES[kernel]]):
-            choose.keep(new._replace(tiles=[*new.tiles, [kernel, length, shape[3], choice]]))
+            measured.keep(new._replace(tiles=[*new.tiles, [kernel, length, shape[3], choice]]))
             try:
                 if not all(map(agree, call(), wanted)):
                     raise ArithmeticError("another result than that of the dense backend")
@@ -157,7 +157,7 @@ def tune(new, shape, length, device, dtype):
                 print(f"tiles {kernel} e={shape[3]} T={length} {choice}: {type(error).__name__} {str(error)[:80]}")
         found.sort()
         new.tiles.extend([kernel, length, shape[3], choice] for _, choice in found[:1])
-        choose.keep(new)
+        measured.keep(new)
         shown = "; ".join(f"{time:.3f} ms {choice}" for time, choice in found[:4])
         print(f"tiles {kernel} e={shape[3]} T={length}, with the rest of its pass: {shown}", flush=True)
         complete = complete and bool(found)

@@ -155,9 +155,8 @@ class RunConfig(RunBase):
     window_max: int = option(4096, "largest window of a strategy")
     attention_backend: str = option(
         "auto",
-        "attention of the selected heads only (triton, flex, cpu_sparse; varlen with --routed-keys selected), of all "
-        "(dense), or what was measured faster",
-        choices=("auto", "dense", "triton", "flex", "varlen", "cpu_sparse"),
+        "attention of the selected heads only (triton, cpu_sparse), of all (dense), or what was measured faster",
+        choices=("auto", "dense", "triton", "cpu_sparse"),
     )
 
     def __post_init__(self):

@@ -6,7 +6,8 @@ import re
 
 import torch
 
-from moh_lm.model.transformer import CausalLM, DecoderLayer
+from moh_lm.build import build_model
+from moh_lm.cost.layers import head_products, layer_products
 from moh_lm.training.muon import ITERATIONS, blocks_of
 from moh_lm.training.parameter_groups import is_block_matrix
 
@@ -30,9 +31,9 @@ def flops_per_token(model, seq_length, measured=None):
     for --routing-top-p; a layer that it does not have counts the most that a token may select.
     """
     measured = measured or {}
-    layers = [DecoderLayer.cost(model, layer, seq_length, measured.get(layer)) for layer in range(model.num_layers)]
+    layers = [layer_products(model, layer, seq_length, measured.get(layer)) for layer in range(model.num_layers)]
     return {
-        kind: (1 + BACKWARD) * 2 * (CausalLM.head_cost(model) + sum(layer[kind] for layer in layers))
+        kind: (1 + BACKWARD) * 2 * (head_products(model) + sum(layer[kind] for layer in layers))
         for kind in ("dense", "active")
     }
 
@@ -55,7 +56,7 @@ def muon_flops(model, split):
 def block_matrices(model):
     """The matrices that Muon updates: (the model with the heads of the layer, name in the layer, weight on meta)."""
     with torch.device("meta"):
-        layers = [DecoderLayer(model, index, 1, False, None, None) for index in range(model.num_layers)]
+        layers = build_model(model).model.layers
     for index, layer in enumerate(layers):
         for name, weight in layer.named_parameters():
             if is_block_matrix(name):

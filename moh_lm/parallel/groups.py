@@ -76,3 +76,11 @@ class ParallelGroups:
 def own_group(members):
     """Open a process group for each row of ranks and return the one with this rank in it."""
     return dist.new_subgroups_by_enumeration(members.tolist())[0]
+
+
+def sum_over_ranks(tensor, *groups):
+    """Sum ``tensor`` over the ranks of each of ``groups``, in place, and return it; a group may be None."""
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
+    return tensor

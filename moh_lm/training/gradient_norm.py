@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 
-from moh_lm.training.step_sums import reduce
+from moh_lm.parallel.groups import sum_over_ranks
 
 
 def examine_norms(optimizer, zero_stage, examine, router_limit=0.0):
@@ -181,4 +181,4 @@ def norm_of(tensors, groups):
     total = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     for tensor in tensors:
         total += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
-    return reduce(total, *groups).sqrt().float()
+    return sum_over_ranks(total, *groups).sqrt().float()

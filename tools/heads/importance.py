@@ -116,7 +116,7 @@ def ranked(config, source, tokens, progress):
     orders, kept, first, best = {}, [], [], []
     for layer, values in enumerate(importance):
         orders[layer] = head_order(values, config.num_key_value_heads)
-        count = config.leading_heads(layer)
+        count = config.always_on_heads(layer)
         kept.append(kept_share(values, orders[layer][:count]))
         first.append(kept_share(values, list(range(count))))
         best.append(kept_share(values, values.sort(descending=True).indices[:count].tolist()))

@@ -27,12 +27,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json
 from moh_lm.data.tokenizer import read_model
 from moh_lm.model.router import stored_dtype
-from moh_lm.model.transformer import CausalLM, saved_tensors
+from moh_lm.model.transformer import saved_tensors
 from tools.hf.export_files import exported_files
 from tools.hf.import_config import model_config
 
@@ -101,7 +102,7 @@ def trainer_logits(config, read, tokens):
     config: ModelConfig. read: the tensor of a parameter, by its name. tokens: int64 [b, s].
     """
     with torch.device("meta"):
-        model = CausalLM(config)
+        model = build_model(config)
     layers = {f"model.layers.{index}.": layer for index, layer in enumerate(model.model.layers)}
     for prefix, layer in layers.items():
         layer.register_forward_pre_hook(functools.partial(fill, prefix=prefix, read=read))

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moh_lm.build import build_model
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import read_json
-from moh_lm.model.gates import layer_gates
-from moh_lm.model.transformer import CausalLM, initialize, saved_tensors
+from moh_lm.model.initial_gates import layer_gates
+from moh_lm.model.transformer import initialize, saved_tensors
 from moh_lm.parallel.layers import make_parameter
 
 BLOCK = 1 << 22  # elements read at once: 16 MiB in fp32
@@ -129,7 +130,7 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=No
     were near.
     """
     with torch.device("meta"):
-        wanted = dict(saved_tensors(CausalLM(config)))
+        wanted = dict(saved_tensors(build_model(config)))
     shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
     parts, problems = [], []
     kept, new = extend or (None, None)

@@ -10,15 +10,15 @@ import torch
 from safetensors import SafetensorError
 
 from data_prep.output import writable_directory
+from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters, step_config, write_safetensors
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import read_json, write_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import is_tiktoken
-from moh_lm.model.gates import check_causal
 from moh_lm.model.router import stored_dtype
-from moh_lm.model.transformer import INIT_STD, CausalLM, saved_tensors
+from moh_lm.model.transformer import INIT_STD, saved_tensors
 from tools.hf import hugging_face_tokenizer, tiktoken_json
 from tools.hf.export_check import ExportError, check_export
 from tools.hf.export_files import plan_shards
@@ -53,7 +53,6 @@ def run(arguments):
     try:
         step = find_step(arguments.checkpoint)
         config = step_config(step)
-        check_causal(config.model)
     except ConfigError as error:
         problems += error.problems
     raise_any(problems)
@@ -203,7 +202,7 @@ def hugging_face_config(config, dtype, special):
 def write_weights(step, model_config, dtype, max_shard_size, directory):
     """Write the parameters of ``step`` as safetensors, and an index if there are several; returns their number."""
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in saved_tensors(CausalLM(model_config))}
+        shapes = {name: tensor.shape for name, tensor in saved_tensors(build_model(model_config))}
     sizes = {name: shape.numel() * stored_dtype(name, dtype).itemsize for name, shape in shapes.items()}
     shards = plan_shards(sizes, max_shard_size)
     files = ["model.safetensors"]
