@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from data_prep.encoding import Tokenizer
+from moh_lm.build import Settings, decoder_layers
 from moh_lm.config import ConfigError, DataConfig, HeadsConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
-from moh_lm.kernels.masks import Documents
-from moh_lm.model.transformer import DecoderLayer
+from moh_lm.model.batch_context import BatchContext
 from tools.hf.import_weights import EMBEDDING, POSITIONS
 
 
@@ -83,7 +83,7 @@ def written_sizes(context, weight):
 def read_layer(config, source, layer):
     """The decoder layer with the weights of the source."""
     with torch.device("meta"):
-        block = DecoderLayer(config, layer, 1, False, None, Documents())
+        block = decoder_layers(config, BatchContext(), Settings())[layer]()
     block.to_empty(device="cpu")
     for name, parameter in block.named_parameters():
         parameter.copy_(source.whole(f"model.layers.{layer}.{name}"))
