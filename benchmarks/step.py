@@ -37,7 +37,7 @@ from moh_lm.cost.flops import flops_per_token
 from moh_lm.kernels.choose import choose_backend
 from moh_lm.model.transformer import compile_layers
 from moh_lm.supervise.malloc import keep_freed_memory
-from tools.hf.keys import written
+from tools.hf.convert.keys import written
 
 VOCAB = {"tiny": 1024}
 

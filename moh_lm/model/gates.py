@@ -22,7 +22,7 @@ n_s shared experts and E routed ones, K of which are selected:
 
 A form is a class of a few lines. To add one: write it here, name it in ``FORMS`` and in the choices of ``routing`` in
 moh_lm/config/heads.py, and give it its formula in float64 in tests/model/test_router.py. An exported model computes it
-in tools/hf/moh_router.py.
+in tools/hf/remote_code/moh_router.py.
 
 Shapes: a dot stands for tokens, [s, b] or a slice of them.
 """

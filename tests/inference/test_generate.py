@@ -23,7 +23,7 @@ from tests.distributed import run_ranks
 from tests.tokenizing import train_model
 from tests.tools.exporting import PAPER, write_checkpoint
 from tools import generate as generate_tool
-from tools.hf.keys import written
+from tools.hf.convert.keys import written
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=4, vocab_size=37)

@@ -15,10 +15,10 @@ from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
 from tests.tools.modeling_cases import SHAPE, make_model, random_tokens
 from tests.tools.modeling_reference import assert_router_outputs, softmax
-from tools.hf.configuration_moh import MoHLlamaConfig
-from tools.hf.modeling_moh import MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
-from tools.hf.moh_own_keys import QuantizedLayer
-from tools.hf.moh_positions import rotate
+from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
+from tools.hf.remote_code.modeling_moh import MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
+from tools.hf.remote_code.moh_own_keys import QuantizedLayer
+from tools.hf.remote_code.moh_positions import rotate
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from moh_lm.config import ConfigError, DataConfig, HeadsConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
 from moh_lm.model.batch_context import BatchContext
-from tools.hf.import_weights import EMBEDDING, POSITIONS
+from tools.hf.convert.import_weights import EMBEDDING, POSITIONS
 
 
 def sample_shards(data_dir, vocab_size, seq_length, num_tokens, seed):

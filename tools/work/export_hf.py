@@ -19,15 +19,15 @@ from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import is_tiktoken
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import INIT_STD, saved_tensors
-from tools.hf import hugging_face_tokenizer, tiktoken_json
-from tools.hf.export_check import ExportError, check_export
-from tools.hf.export_files import plan_shards
-from tools.hf.hub import UploadError, check_login, push
-from tools.hf.keys import ARCHITECTURES, model_type, written
-from tools.hf.model_card import model_card
-from tools.hf.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
+from tools.hf.convert import hugging_face_tokenizer, tiktoken_json
+from tools.hf.convert.export_check import ExportError, check_export
+from tools.hf.convert.export_files import plan_shards
+from tools.hf.convert.hub import UploadError, check_login, push
+from tools.hf.convert.keys import ARCHITECTURES, model_type, written
+from tools.hf.convert.model_card import model_card
+from tools.hf.convert.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
 
-HF = Path(__file__).resolve().parents[1] / "hf"
+REMOTE = Path(__file__).resolve().parents[1] / "hf" / "remote_code"
 REMOTE_CODE = (
     "configuration_moh.py",
     "modeling_moh.py",
@@ -136,7 +136,7 @@ def write_export(step, config, dtype, arguments, directory):
         ids["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     for name in REMOTE_CODE if is_ours(config.model) else ():
-        shutil.copyfile(HF / name, directory / name)
+        shutil.copyfile(REMOTE / name, directory / name)
     parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory)
     card = model_card(step, config, state, dtype, parameters, bool(tokenizer), arguments.license, arguments.base_model)
     (directory / "README.md").write_text(card, encoding="utf-8")

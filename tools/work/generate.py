@@ -18,8 +18,8 @@ from moh_lm.data.tokenizer import continuation
 from moh_lm.inference.generate import generate
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.transformer import saved_tensors
-from tools.hf.export_files import exported_files
-from tools.hf.import_config import model_config, read_config
+from tools.hf.convert.export_files import exported_files
+from tools.hf.convert.import_config import model_config, read_config
 
 FAILURES = ()
 UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet

@@ -5,7 +5,7 @@ read, widened to fp32 and written. ``plan`` says for every parameter where its e
 
     the source       as they are, or with heads in another order: rows of q, columns of o, and the rows of k and v of
                      whole groups (tools/heads/importance.py says which orders are legal)
-    vocabulary       rows of the source, then new ones (tools/hf/import_vocabulary.py)
+    vocabulary       rows of the source, then new ones (tools/hf/convert/import_vocabulary.py)
     router           drawn as a fresh run draws them, from (seed, name); a Llama has none
 
 Blocks of a few megabytes are in memory at a time, whatever the size of the model.

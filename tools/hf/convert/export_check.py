@@ -4,7 +4,7 @@ Three models compute the logits of the same random tokens in fp32 (docs/evaluati
 embedding, the output head and one decoder layer at a time; transformers holds the export as it is, and one layer of it
 in fp32. It works in a process of its own,
 
-    python tools/hf/export_check.py EXPORT SCRATCH [TOKENIZER]
+    python tools/hf/convert/export_check.py EXPORT SCRATCH [TOKENIZER]
 
 since a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
 [b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with the TOKENIZER of training on
@@ -15,7 +15,7 @@ import os
 import sys
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import functools
 import signal
@@ -34,8 +34,8 @@ from moh_lm.data.files import read_json
 from moh_lm.data.tokenizer import read_model
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import saved_tensors
-from tools.hf.export_files import exported_files
-from tools.hf.import_config import model_config
+from tools.hf.convert.export_files import exported_files
+from tools.hf.convert.import_config import model_config
 
 try:
     import transformers
