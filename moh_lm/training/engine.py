@@ -20,7 +20,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from moh_lm.build import Settings, build_model, layer_backends
 from moh_lm.cost.layers import pipeline_costs, stage_bounds
 from moh_lm.extras.entropy_windows import EntropyWindows
-from moh_lm.model.block import blocks_of
+from moh_lm.model.block import modules_of
 from moh_lm.model.pipeline import PipelineCausalLM
 from moh_lm.model.router import BIAS
 from moh_lm.model.transformer import DecoderLayer, compile_layers
@@ -77,7 +77,7 @@ class Engine:
         self.sums = None  # of the step, or of the evaluation
         self.step_verdict = None  # of the newest step
         self.model = self.build_model()
-        self.blocks = blocks_of(self.model)
+        self.blocks = modules_of(self.model)
         if config.run.compile:
             compile_layers(self.model, kind=self.layer)
             if config.parallel.zero_stage == 3:  # a layer's weights come and go together, outside its graph

@@ -26,6 +26,8 @@ hidden matrix. W_h weighs all heads together, and is an output. Muon's rates are
 
 from typing import NamedTuple
 
+from moh_lm.model.matrices import is_block_matrix
+
 EPS = 1e-8  # Adam's
 TABLES = ("embed_tokens.weight", "embed_positions.weight", ".cope.weight", "lm_head.weight")  # the last: of the outputs
 
@@ -54,11 +56,6 @@ def rule_of(name, parameter, config):
     if name.endswith(TABLES):
         return Rule(False, or_else(settings.embedding_weight_decay, settings.weight_decay), eps=EPS * ratio)
     return Rule(False, settings.weight_decay / ratio, ratio, ".router." in name, EPS * ratio)
-
-
-def is_block_matrix(name):
-    """Whether a parameter is a projection of a decoder layer, of its attention or its MLP."""
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def or_else(value, default):
