@@ -1,4 +1,4 @@
-"""The matrices of the decoder layers, which Muon updates, and the blocks into which heads divide them: by their names."""
+"""The matrices of decoder layers, which Muon updates, and the blocks into which heads divide them, by their names."""
 
 from typing import NamedTuple
 
