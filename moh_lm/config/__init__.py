@@ -29,9 +29,9 @@ from moh_lm.config.run import (
 )
 
 __all__ = [
-    "BUDGETS", "REDUCE_BUCKET", "SPREAD", "TRAINING_ONLY", "TWO_STAGE", "AlarmConfig", "Config", "ConfigError", "DataConfig",
-    "HeadsConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "ReliabilityConfig", "RoutedLayer",
-    "RunConfig", "flag", "option", "raise_any", "walk",
+    "BUDGETS", "REDUCE_BUCKET", "SPREAD", "TRAINING_ONLY", "TWO_STAGE", "AlarmConfig", "Config", "ConfigError",
+    "DataConfig", "HeadsConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "ReliabilityConfig",
+    "RoutedLayer", "RunConfig", "flag", "option", "raise_any", "walk",
 ]  # fmt: skip
 
 

@@ -26,7 +26,10 @@ hidden matrix. W_h weighs all heads together, and is an output. Muon's rates are
 
 from typing import NamedTuple
 
+import torch
+
 from moh_lm.model.matrices import is_block_matrix
+from moh_lm.training.muon import Muon
 
 EPS = 1e-8  # Adam's
 TABLES = ("embed_tokens.weight", "embed_positions.weight", ".cope.weight", "lm_head.weight")  # the last: of the outputs
@@ -41,6 +44,15 @@ class Rule(NamedTuple):
     rate: float = 1.0
     router: bool = False
     eps: float = EPS
+
+
+def make_optimizer(named_parameters, config):
+    """AdamW, or Muon, over the ``parameter_groups`` of (canonical name, parameter)."""
+    settings, groups = config.optimizer, parameter_groups(named_parameters, config)
+    common = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2), eps=EPS, fused=True)
+    if settings.optimizer == "muon":
+        return Muon(groups, settings.muon_momentum, **common)
+    return torch.optim.AdamW(groups, **common)
 
 
 def rule_of(name, parameter, config):

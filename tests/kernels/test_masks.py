@@ -11,8 +11,7 @@ from moh_lm.data.files import read_json
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.kernels import gated_attention
 from tests.distributed import run_ranks
-from tests.run.harm import events
-from tests.training.test_training import arguments, losses, rows, run
+from tests.training.runs import arguments, events, losses, rows, run
 
 LENGTHS = (5, 1, 7, 3)  # of the documents in one window
 
