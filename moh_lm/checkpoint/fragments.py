@@ -23,9 +23,10 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, HashedFile, read_entries, read_json
 from moh_lm.config import Config
-from moh_lm.model.transformer import CausalLM, saved_tensors
+from moh_lm.model.transformer import saved_tensors
 from moh_lm.parallel.layers import Partition
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -226,7 +227,7 @@ def full_parameters(step):
     """(name, whole fp32 tensor) of every parameter of ``step_config``, in the order of the model."""
     reader = FragmentReader(step)
     with torch.device("meta"):
-        model = CausalLM(step_config(step).model)
+        model = build_model(step_config(step).model)
     for name, _ in saved_tensors(model):
         yield name, reader.read("master", name)
 

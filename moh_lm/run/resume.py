@@ -22,7 +22,7 @@ from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.segments import tokens_read
 from moh_lm.data.shards import TOKENIZER_FILES
-from moh_lm.model.gates import gates_of_one
+from moh_lm.model.initial_gates import gates_of_one
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
 from moh_lm.monitor.record import last_step
 from moh_lm.monitor.writers import first_drawn

@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from moh_lm.build import Settings, build_model, layer_backends
 from moh_lm.checkpoint.fragments import MOMENTS, Fragment
+from moh_lm.cost.layers import pipeline_costs, stage_bounds
 from moh_lm.extras.entropy_windows import EntropyWindows
-from moh_lm.extras.gumbel import GumbelNoise
-from moh_lm.model.router import BIAS, routers_of
-from moh_lm.model.transformer import CausalLM, DecoderLayer, compile_layers
+from moh_lm.model.block import modules_of
+from moh_lm.model.router import BIAS
+from moh_lm.model.transformer import DecoderLayer, compile_layers
 from moh_lm.parallel.consensus import problems_of_all_ranks
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import VocabParallelEmbedding, make_parameter
@@ -70,14 +72,11 @@ class Engine:
         self.num_sources = num_sources
         self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size())
         self.guard = Guard(config.reliability)
-        self.resting = False  # whether the routers do; see ``begin``
+        self.dense_warmup = False  # see ``begin``
         self.sums = None  # of the step, or of the evaluation
         self.step_check = None  # of the newest step
         self.model = self.build_model()
-        self.routers = routers_of(self.model)
-        scale = config.model.heads.router_gumbel_noise
-        for router in self.routers if scale else ():
-            router.noise = GumbelNoise(scale, config.run.seed, router.layer.index)
+        self.blocks = modules_of(self.model)
         if config.run.compile:
             compile_layers(self.model, kind=self.layer)
             if config.parallel.zero_stage == 3:  # a layer's weights come and go together, outside its graph
@@ -92,12 +91,22 @@ class Engine:
 
     def build_model(self):
         run = self.config.run
-        model = CausalLM(
-            self.config.model, self.groups.tensor, self.micro_batches, run.recompute, run.attention_backend,
-            self.config.optimizer.z_loss, self.groups.context,
-        )  # fmt: skip
+        model = build_model(self.config.model, self.config.optimizer.z_loss, **self.settings()._asdict())
         model.initialize(run.seed)
         return model.to(self.device, torch.bfloat16 if run.precision == "bf16" else torch.float32)
+
+    def settings(self):
+        """What the layers need to know of the run."""
+        run = self.config.run
+        return Settings(
+            group=self.groups.tensor,
+            context=self.groups.context,
+            micro_batches=self.micro_batches,
+            recompute=run.recompute,
+            backends=layer_backends(self.config, self.device),
+            seed=run.seed,
+            watched=run.window_strategy == "entropy",
+        )
 
     def attach_measurements(self):
         """Have the model keep what a step needs to know of it: gradients that are not finite, and loads of routers."""
@@ -105,7 +114,8 @@ class Engine:
             if isinstance(module, VocabParallelEmbedding):
                 module.register_forward_hook(self.watch_gradient)
         self.router_sums = RouterSums(
-            self.routers,
+            self.blocks,
+            self.model.batch,
             self.config.model.gated_layers(),
             self.num_sources,
             self.config.run.tokens_per_iteration,
@@ -148,10 +158,9 @@ class Engine:
         )
 
     def begin(self, step):
-        """Make the model that of the iteration after ``step`` complete ones: in a dense warm-up the routers rest."""
-        self.resting = self.config.model.after(step) != self.config.model
-        for router in self.routers:
-            router.resting = self.resting
+        """Make the model that of the iteration after ``step`` complete ones: in a dense warm-up all heads are on."""
+        self.dense_warmup = self.config.model.after(step) != self.config.model
+        self.model.batch.begin(self.dense_warmup)
 
     def train_step(self, micro_batches, learning_rate, check_replicas=False):
         """Forward and backward of this rank's micro-batches and one optimizer step; returns a ``StepResult``.
@@ -160,7 +169,7 @@ class Engine:
         """
         started = time.perf_counter()
         scale = self.config.optimizer.router_learning_rate_scale
-        self.optimizer.set_learning_rates(learning_rate, 0.0 if self.resting else learning_rate * scale)
+        self.optimizer.set_learning_rates(learning_rate, 0.0 if self.dense_warmup else learning_rate * scale)
         self.sums = StepSums(self.num_sources, self.groups, self.device)
         compare = self.compare_replicas if check_replicas else None
         self.step_check = StepCheck(self.sums, self.guard, self.largest_weight, compare)
@@ -173,10 +182,10 @@ class Engine:
             self.refuse_lasting_faults(stats.code)
         else:
             self.optimizer.average()
-            if self.resting:
+            if self.dense_warmup:
                 self.optimizer.rest()
         sources = [batch.sources for batch in micro_batches]
-        routers = self.router_sums.take(sources, frozen=skipped or self.resting)
+        routers = self.router_sums.take(sources, frozen=skipped or self.dense_warmup)
         if self.windows:
             self.windows.move(skipped)
         torch.get_device_module(self.device).synchronize()
@@ -251,7 +260,7 @@ class Engine:
             self.loss(batch)
 
     def loss(self, batch):
-        self.model.documents.feed([batch.positions], [batch.samples])
+        self.model.batch.feed([batch.positions], [batch.samples])
         tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
         mean, losses = self.engine(tokens, labels)
         self.sums.add(losses, labels, sources)
@@ -266,9 +275,10 @@ class Engine:
 
     def named_biases(self):
         """(canonical name, counts) of the routers of this rank that select with a bias."""
-        for router in self.routers:
-            if router.bias_steps is not None:
-                yield f"model.layers.{router.layer.index}.self_attn.router.{BIAS}", router.bias_steps
+        for block in self.blocks:
+            steps = getattr(block.router(), BIAS, None)
+            if steps is not None:
+                yield f"model.layers.{block.index}.self_attn.router.{BIAS}", steps
 
     def fragments(self):
         """``Fragment``s of what this rank's optimizer owns, of what is frozen, and of the biases of routers."""
@@ -302,16 +312,11 @@ class PipelineEngine(Engine):
         run, parallel = self.config.run, self.config.parallel
         return PipelineCausalLM(
             self.config.model,
-            run.seq_length,
+            self.settings(),
+            stage_bounds(pipeline_costs(self.config.model, run.seq_length), parallel.pipeline_parallel_size),
             (parallel.pipeline_parallel_size, group_size(self.groups.data), parallel.tensor_parallel_size),
-            self.groups.tensor,
-            self.micro_batches,
-            run.recompute,
-            run.attention_backend,
             self.config.optimizer.z_loss,
-            run.seed,
             self.last_stage_loss,
-            self.groups.context,
         )
 
     def last_stage_loss(self, mean, labels_and_sources):

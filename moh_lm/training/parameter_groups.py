@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import torch
 
+from moh_lm.model.matrices import is_block_matrix
 from moh_lm.training.muon import Muon
 
 EPS = 1e-8  # Adam's
@@ -67,11 +68,6 @@ def rule_of(name, parameter, config):
     if name.endswith(TABLES):
         return Rule(False, or_else(settings.embedding_weight_decay, settings.weight_decay), eps=EPS * ratio)
     return Rule(False, settings.weight_decay / ratio, ratio, ".router." in name, EPS * ratio)
-
-
-def is_block_matrix(name):
-    """Whether a parameter is a projection of a decoder layer, of its attention or its MLP."""
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def or_else(value, default):

@@ -38,8 +38,7 @@ class ImageEngine(Engine):
 
     def losses(self, batch):
         """Mean loss, losses [b] without those of filler, and which images are none, bool [b]."""
-        for router in self.routers:
-            router.samples = None if batch.samples is None else self.on_device(batch.samples)
+        self.model.batch.feed([None], [batch.samples])
         mean, losses = self.engine(*map(self.on_device, batch.inputs))
         counted = self.on_device(batch.labels) >= 0
         return mean, losses * counted, counted

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from moh_lm.build import build_model
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
 from moh_lm.model.router import routers_of
-from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel import consensus, cross_entropy, head_partition
 from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
@@ -35,7 +35,7 @@ def train_once(name):
     heads, sizes = MODELS[name]
     config = ModelConfig(**(SIZES | sizes), heads=HeadsConfig(load_balance_coefficient=0.5, **heads))
     group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-    model = CausalLM(config, group, z_loss=0.01 if "z-loss" in name else 0.0)
+    model = build_model(config, group=group, z_loss=0.01 if "z-loss" in name else 0.0)
     model.initialize(seed=5)
     model.double()
     cross_entropy.CHUNK_BYTES = 7 * 37 * 8  # several chunks, the last one smaller
@@ -101,7 +101,7 @@ def held_heads():
     models = []
     for name in ("paper", "query norm"):
         heads, sizes = MODELS[name]
-        models.append(CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)), dist.group.WORLD))
+        models.append(build_model(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)), group=dist.group.WORLD))
     return [model.model.layers[0].self_attn.heads.take(torch.arange(8)).tolist() for model in models]
 
 
@@ -185,7 +185,7 @@ def test_bfloat16_gradients_of_the_head_have_one_rounding():
 
 def test_initial_weights_have_the_stated_deviations():
     heads = HeadsConfig(routing="paper")
-    model = CausalLM(ModelConfig(num_layers=2, hidden_size=256, num_attention_heads=8, vocab_size=512, heads=heads))
+    model = build_model(ModelConfig(num_layers=2, hidden_size=256, num_attention_heads=8, vocab_size=512, heads=heads))
     model.initialize(seed=1)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

@@ -13,8 +13,8 @@ import statistics
 import pytest
 import torch
 
+from moh_lm.build import build_model
 from moh_lm.flags import parse_config
-from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import group_rank
 from moh_lm.supervise.processes import start_process_group
 from tests.distributed import run_ranks
@@ -47,12 +47,12 @@ def gradients_of_autograd(config, step, size):
     dtype = torch.bfloat16 if config.run.precision == "bf16" else torch.float32
     count = size * MICRO_BATCHES
     backend, z_loss = config.run.attention_backend, config.optimizer.z_loss
-    model = CausalLM(config.model, micro_batches=count, attention_backend=backend, z_loss=z_loss)
+    model = build_model(config.model, micro_batches=count, backends=backend, z_loss=z_loss)
     model.initialize(config.run.seed)
     model = model.to(dtype)
     sums = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in model.named_parameters()}
     for batch in sum(micro_batches(step, size), []):
-        model.documents.feed([None])
+        model.batch.feed([None])
         model.zero_grad()
         mean, _ = model(batch.tokens, batch.labels)
         (mean / count).backward()

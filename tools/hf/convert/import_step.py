@@ -21,7 +21,7 @@ from moh_lm.monitor.events import EventLog
 from moh_lm.run.state import first_state
 from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
 from tools.checkpoints.write import refuse_without_room
-from tools.hf.export_files import plan_shards
+from tools.hf.convert.export_files import plan_shards
 
 FILE_BYTES = 1 << 32
 OVERHEAD = 1 << 20  # bytes of a step besides its tensors, generously
@@ -42,7 +42,7 @@ def output_problems(run):
 def write_step(run, config, parts, facts, tokenizer, progress):
     """Write step-0 of the run directory ``run`` and return its path.
 
-    config: Config. parts: [Part] of tools/hf/import_weights.py. facts: JSON-able, for state.json and events.jsonl.
+    config: Config. parts: [Part] (import_weights.py). facts: JSON-able, for state.json and events.jsonl.
     tokenizer: {file name: bytes}. progress: takes the bytes of every block. Raises ConfigError or OSError, and nothing
     is left under the final name then.
     """
