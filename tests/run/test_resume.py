@@ -16,7 +16,8 @@ from moh_lm.flags import parse_config
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.writers import Boards
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.run.resume import budget_problems, contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
+from moh_lm.run.resume import contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
+from moh_lm.run.text import budget_problems
 from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
 from tests.run.test_reliability import events
@@ -145,7 +146,7 @@ def test_a_budget_in_tokens_does_not_end_early_after_another_sequence_length(len
 
     saved = {"step": 10, "consumed_samples": 80, "data": {"segments": [{"first_sample": 0, "seq_length": 16}]}}
     now = parsed(length, budget)
-    found = budget_problems(saved, parsed(16, "--train-tokens 10240").to_dict(), now.run)
+    found = budget_problems(now, saved, parsed(16, "--train-tokens 10240").to_dict())
     assert len(found) == (steps is not None)
     assert all(text.endswith(f"(--train-iters {steps} reads the rest)") for text in found)
 
@@ -155,7 +156,7 @@ def test_a_run_of_two_sequence_lengths_goes_on_with_its_iterations_and_with_no_b
     saved = {"step": 20, "consumed_samples": 160, "data": {"segments": segments}}
     for budget, problems in (("--train-iters 45", 0), ("--train-tokens 10000", 1)):
         now = parse_config([*"--seq-length 32 --batch-tokens 256".split(), *budget.split()])[0]
-        assert len(budget_problems(saved, now.to_dict(), now.run)) == problems
+        assert len(budget_problems(now, saved, now.to_dict())) == problems
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ from moh_lm.checkpoint.directory import list_steps
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.model.transformer import DecoderLayer
-from moh_lm.run import program
+from moh_lm.run.loop import Run
 from moh_lm.supervise import watchdog
 from moh_lm.supervise.watchdog import UNAVAILABLE, Watchdog
 from moh_lm.training.engine import Engine
+from moh_lm.training.text_engine import TextEngine
 from tests.distributed import run_ranks
 from tests.run.harm import equal, events
 from tests.training.test_training import arguments, rows, run
@@ -34,7 +35,7 @@ from tests.training.test_training import arguments, rows, run
 
 def run_with_signal(flags, step, number, moment):
     """``run``, in which rank 1 gets the signal ``number`` in a step, or as it begins to evaluate or to save."""
-    places = {"step": (Engine, "step"), "evaluation": (Engine, "evaluate"), "save": (Saver, "save")}
+    places = {"step": (Engine, "step"), "evaluation": (TextEngine, "evaluate"), "save": (Saver, "save")}
     owner, name = places[moment]
     original = getattr(owner, name)
     calls = {"number": 0}
@@ -195,7 +196,7 @@ def test_a_rank_that_holds_the_interpreter_says_where_and_is_ended_too(data_dir,
 
 def events_of_an_evaluation(flags):
     """What happens on this rank in the first evaluation, in order: l for a layer, p for a report of progress."""
-    events, forward, evaluate = [], DecoderLayer.forward, program.Run.evaluate
+    events, forward, evaluate = [], DecoderLayer.forward, Run.evaluate
 
     def evaluated(run):
         events.clear()
@@ -204,7 +205,7 @@ def events_of_an_evaluation(flags):
 
     DecoderLayer.forward = lambda *inputs: (events.append("l"), forward(*inputs))[1]
     Watchdog.progress = lambda *_, **more: events.append("p")
-    program.Run.evaluate = evaluated
+    Run.evaluate = evaluated
     with contextlib.suppress(KeyboardInterrupt):
         run(flags)
     return "".join(events)

@@ -22,6 +22,7 @@ from moh_lm.config import ConfigError
 from moh_lm.flags import make_parser, parse_flags
 from moh_lm.monitor.events import EventLog, complete_rows
 from moh_lm.run import program
+from moh_lm.run.text import TEXT
 from moh_lm.supervise import rendezvous, run_directory, stop, watchdog
 from moh_lm.supervise.liveness import LivenessCheck, describe
 from moh_lm.supervise.run_directory import lock_run_directory
@@ -136,7 +137,7 @@ def run_unheard(flags):
     os.dup2(writer, 2)
     codes = []
     program.exit_process = lambda code, together: codes.append(code)
-    program.main(parse_flags(make_parser(), ["--run-report", "false", *flags]))
+    program.main(parse_flags(make_parser(), ["--run-report", "false", *flags]), TEXT)
     return codes
 
 

@@ -18,7 +18,7 @@ from moh_lm.flags import parse_config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups, group_rank
 from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
+from moh_lm.training.text_engine import make_engine
 from tests.distributed import run_ranks
 from tests.training.gradients import LAYOUTS as BENCHED
 from tests.training.gradients import Bench

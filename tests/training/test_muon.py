@@ -13,8 +13,8 @@ from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
 from moh_lm.training.muon import newton_schulz
+from moh_lm.training.text_engine import make_engine
 from tests.distributed import run_ranks
 from tests.training.test_layouts import allowed, distance, flags_of, state
 from tests.training.test_training import rows, run

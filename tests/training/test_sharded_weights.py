@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import moh_lm.training.engine
 from moh_lm.model.transformer import compile_layers
 from moh_lm.training.frozen import FrozenWeights
+from moh_lm.training.text_engine import TextEngine
 from tests.distributed import run_ranks
 from tests.training.test_training import arguments, losses, parameters, rows, run
 
@@ -28,7 +29,7 @@ def run_with_every_weight_sharded(flags, *more):
     still there at the end of every one (gloo's threads hold some a moment longer, now and then), and how many graphs
     were made."""
     make_config, free_param = moh_lm.training.engine.deepspeed_config, partition_parameters.free_param
-    compute_loss = moh_lm.training.engine.Engine.loss
+    compute_loss = TextEngine.loss
     given_up, passes, kept = {}, [], []
 
     def config_without_threshold(*settings):
@@ -51,7 +52,7 @@ def run_with_every_weight_sharded(flags, *more):
 
     moh_lm.training.engine.deepspeed_config = config_without_threshold
     moh_lm.training.engine.compile_layers = functools.partial(compile_layers, backend="aot_eager")
-    moh_lm.training.engine.Engine.loss = watched_loss
+    TextEngine.loss = watched_loss
     partition_parameters.free_param = spoil_and_free
     run(flags, *more)
     return set.intersection(*passes), set.intersection(*kept), dynamo.utils.counters["stats"]["unique_graphs"]

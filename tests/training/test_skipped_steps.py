@@ -16,8 +16,8 @@ from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.parallel.groups import ParallelGroups, group_size
 from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import PipelineEngine, make_engine
 from moh_lm.training.guard import ABSURD, DIVERGENCE, GRADIENT, LOSS, SPIKE
+from moh_lm.training.text_engine import PipelineEngine, make_engine
 from tests.distributed import run_ranks
 from tests.training.test_training import SIZES
 

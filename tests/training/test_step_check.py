@@ -11,8 +11,8 @@ from moh_lm.flags import parse_config
 from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
 from moh_lm.training.step_check import NotExamined
+from moh_lm.training.text_engine import make_engine
 from tests.distributed import run_ranks
 from tests.training.test_training import SIZES
 

@@ -20,6 +20,8 @@ from moh_lm.config import Config
 from moh_lm.flags import parse_config
 from moh_lm.monitor.log import RunLog
 from moh_lm.run import program
+from moh_lm.run.loop import Run
+from moh_lm.run.text import TEXT
 from moh_lm.supervise import processes
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.supervise.run_directory import make_run_directory
@@ -59,7 +61,7 @@ def run(flags, stop_after=None):
     config, _ = parse_config(["--run-report", "false", *flags])
     make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
-        return program.train(program.Run, *program.open_text(config, [], False), start_process_group(900))
+        return program.train(TEXT, *TEXT.open_data(config, [], False), start_process_group(900))
 
 
 def rows(directory):
@@ -226,7 +228,7 @@ def test_the_balance_loss_of_an_interval_does_not_depend_on_a_change_of_micro_ba
 
 def run_with_clocks(flags):
     """(when the evaluation before the first step ended, when the clock of the time left began)."""
-    found, evaluate, lines = [], program.Run.evaluate, RunLog.lines
+    found, evaluate, lines = [], Run.evaluate, RunLog.lines
 
     def evaluate_and_note(run):
         evaluate(run)
@@ -236,7 +238,7 @@ def run_with_clocks(flags):
         found.append(log.started)
         return lines(log, row)
 
-    program.Run.evaluate, RunLog.lines = evaluate_and_note, note_and_write
+    Run.evaluate, RunLog.lines = evaluate_and_note, note_and_write
     run(flags)
     return found[:2]
 

@@ -10,9 +10,9 @@ from moh_lm.flags import parse_config
 from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
 from moh_lm.training.muon import Blocks, scale_of
 from moh_lm.training.parameter_groups import parameter_groups, rule_of
+from moh_lm.training.text_engine import make_engine
 from tests.distributed import run_ranks
 
 WIDTHS, RATE, STEPS = (64, 128, 256), 5e-3, 4

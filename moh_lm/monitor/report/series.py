@@ -27,15 +27,15 @@ HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md def
 class RunRecord:
     """One run. ``curves``: {name: (steps, values)}, arrays [points]; ``loads``: {layer: (steps, [points, heads])}.
 
-    kind: of its ``Config``. Raises ConfigError if ``directory`` is not that of a run.
+    config_type: of its configuration. Raises ConfigError if ``directory`` is not that of a run.
     """
 
-    def __init__(self, directory, kind=Config):
+    def __init__(self, directory, config_type=Config):
         self.directory = Path(directory)
         self.name = self.directory.resolve().name
         if not (self.directory / "metrics.jsonl").exists():
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
-        self.config = kind.load(self.directory / "config.json")
+        self.config = config_type.load(self.directory / "config.json")
         if self.config.run.train_iters is None:
             raise ConfigError([f"{directory}/config.json: has no train_iters; give the directory of a run"])
         self.events = [row for _, row in complete_rows(self.directory / "events.jsonl")]
