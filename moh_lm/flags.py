@@ -6,7 +6,6 @@ the flags of a file, in its place. All unknown flags and unreadable values are c
 """
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -14,11 +13,10 @@ import yaml
 
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.cli.parser import Parser, nearest
-from moh_lm.config import BUDGETS, SPREAD, TWO_STAGE, Config, ConfigError, HeadsConfig, flag, raise_any, walk
+from moh_lm.config import BUDGETS, SPREAD, Config, ConfigError, flag, raise_any, walk
 from moh_lm.units import duration, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
-ROUTER_ONLY = ("router_learning_rate_scale", "router_gradient_clipping")  # of the optimizer
 
 
 def parse_config(arguments):
@@ -46,7 +44,7 @@ def parse_flags(parser, arguments, config_type=Config):
                 problems.append(f"{flag(entry.name)} {shown}: {error}")
     if getattr(namespace, "save_config", None) and not namespace.dry_run:
         problems.append(f"--save-config {namespace.save_config}: goes with --dry-run; add it")
-    if config_type is Config and namespace.preset and getattr(namespace, "script", None):
+    if config_type.scripts_have_sizes and namespace.preset and getattr(namespace, "script", None):
         advice = "use it with python -m moh_lm.pretrain"
         problems.append(f"--preset {namespace.preset}: {namespace.script} has its sizes; {advice}")
     raise_any(problems)
@@ -111,32 +109,6 @@ def model_of_run(directory, config_type=Config):
     return {} if model is None else {entry.name: getattr(section, entry.name) for section, entry in walk(model)}
 
 
-def idle_flags(given, config):
-    """Sentences for flags that were given and have no effect: a dense baseline follows the flags of a mixture."""
-    selection = config.model.heads.head_selection
-    if given.values.get("head_selection") == "gated":
-        selection = "gated"  # which the configuration has as a mixture
-    gated = ("routing", "routing_unit", "dense_warmup_iters", *ROUTER_ONLY)
-    unit = ("routing_unit",) if config.model.heads.head_budget is not None else ()  # of which a budget has whole ones
-    used = {"all": (), "static": (*BUDGETS, *SPREAD, *unit), "gated": gated}.get(selection)
-    run, spikes = config.run, config.reliability.spike_sigmas
-    idle = {"--schedule cosine": ["decay_shape"] if config.optimizer.schedule == "cosine" else []}
-    idle["a run without --spike-sigmas"] = [] if spikes else ["on_spike"]
-    turns = "rotary" in getattr(config.model, "position", ("rotary",))
-    idle["a model without rotary positions"] = [] if turns else ["rope_theta"]
-    idle["a run without --sample-prompts"] = [] if run.sample_prompts else ["sample_tokens"]
-    if used is None:
-        form, top_p = config.model.heads.routing, config.model.heads.routing_top_p
-        idle[f"--routing {form}"] = [] if form in TWO_STAGE else ["two_stage"]
-        idle[f"--routing {form}"] += ["load_balance_coefficient"] if form == "relu" else []
-        idle["a router without --routing-top-p"] = ["routing_entropy_coefficient"] if top_p is None else []
-    else:
-        of_routers = [entry.name for entry in fields(HeadsConfig)] + [*ROUTER_ONLY]
-        idle[f"--head-selection {selection}"] = [name for name in of_routers if name not in ("head_selection", *used)]
-    given_flags = {what: [flag(name) for name in names if name in given.values] for what, names in idle.items()}
-    return [f"note: {what} makes no use of {', '.join(names)}" for what, names in given_flags.items() if names]
-
-
 def save_config(given, path):
     """Write what was said, for ``--config``. Raises ConfigError."""
     values = {"preset": given.preset} if given.preset else {}
@@ -174,7 +146,7 @@ def add_config_flags(parser, config_type=Config):
             nargs="+" if is_list(entry) else "?" if entry.type is bool else None,
             const="true" if entry.type is bool else None,
             metavar=placeholder(entry),
-            help=argparse.SUPPRESS if entry.name in config_type.refused else help_text(entry),
+            help=argparse.SUPPRESS if config_type.hides(entry) else help_text(entry),
         )
     presets = dict(choices=config_type.presets, help=config_type.of_presets)
     parser.add_argument("--preset", action=LaterWins, replaces=None, **presets)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from moh_lm.config.fields import option
+from moh_lm.config.fields import option, text_option
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class HeadsConfig:
         (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)",
         replaces="head_budget",
     )
-    head_budget: float | None = option(
+    head_budget: float | None = text_option(
         None, "share of the heads that a token uses, of all layers; sets K, and shared heads if they are not given; of "
         "this flag and --num-active-routed-heads the later one counts",
         replaces="num_active_routed_heads",
     )
-    head_budget_slope: float = option(0.0, "of --head-budget: share in the last layer minus that in the first")
+    head_budget_slope: float = text_option(0.0, "of --head-budget: share in the last layer minus that in the first")
     routing: str = option(
         "sigmoid",
         "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
@@ -37,23 +37,23 @@ class HeadsConfig:
         "control, in which heads choose tokens",
         choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "expert_choice"),
     )
-    routing_unit: str = option(
+    routing_unit: str = text_option(
         "head",
         "what a token selects: heads, or whole key/value groups of grouped-query attention; budgets count heads",
         choices=("head", "key_value_group"),
     )
-    routed_keys: str = option(
+    routed_keys: str = text_option(
         "all",
         "keys that a routed head sees, and keeps: of all tokens, or of those only that select it",
         choices=("all", "selected"),
     )
-    routing_dtype: str = option(
+    routing_dtype: str = text_option(
         "fp32", "in which scores are ranked; bf16: as in MoH-LLaMA3, equal ones by torch.topk", choices=("fp32", "bf16")
     )
-    routing_top_p: float | None = option(
+    routing_top_p: float | None = text_option(
         None, "select the fewest routed heads whose probabilities add up to this, at most K (default: always K)"
     )
-    routing_entropy_coefficient: float = option(1e-4, "of the mean entropy of the routers, with --routing-top-p")
+    routing_entropy_coefficient: float = text_option(1e-4, "of the mean entropy of the routers, with --routing-top-p")
     two_stage: bool = option(
         True, "weigh shared against routed heads by [a1, a2] of Eq. 6, in forms that have them; false: a1 = a2 = 1"
     )
@@ -69,7 +69,7 @@ class HeadsConfig:
     dense_warmup_iters: int = option(
         0, "first iterations of a mixture in which all heads have gate 1, without a balance loss; routers rest"
     )
-    load_balance_bias_rate: float = option(
+    load_balance_bias_rate: float = text_option(
         0.0, "select by a bias too, which moves so far in each step, up for heads below the mean load; 0: no bias"
     )
 
@@ -77,7 +77,11 @@ class HeadsConfig:
 class HeadsOfLayers:
     """What a model says of the heads of its layers. Subclasses have ``heads``, ``num_layers``, ``head_counts`` (one
     number for all layers, or one each) and ``routed_layer(layer)``.
+
+    heads_per_expert: heads that a router selects together. width_ratio: see ``ModelConfig``.
     """
+
+    heads_per_expert, width_ratio = 1, 1.0
 
     def after(self, step):
         """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""

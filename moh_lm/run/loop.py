@@ -152,7 +152,7 @@ class Run:
             self.journal.add("failed", state.step)  # said when the rank ends
             on_rank_zero(self.report)  # the others wait: a rank that has left would be named as the cause
             raise BadNumbers(text) from error
-        self.interval.add(result, data_seconds, run.tokens_per_iteration, bad_sources)
+        self.interval.add(result, data_seconds, config.tokens_per_iteration, bad_sources)
         self.engine.begin(state.step)
         self.watchdog.progress()
         return rate, result
@@ -163,7 +163,7 @@ class Run:
         ranks = waits_and_memory(interval, self.device)
         if self.log:
             figures = None
-            if config.model.after(interval.began(step, config.run.tokens_per_iteration)) == config.model:
+            if config.model.after(interval.began(step, config.tokens_per_iteration)) == config.model:
                 figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel)
             row = training_record(
                 config, self.state.dataset, interval, step, rate, result.grad_norm, figures, ranks, self.device,

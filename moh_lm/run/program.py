@@ -9,11 +9,12 @@ from contextlib import redirect_stderr, redirect_stdout
 import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState
+from moh_lm.checks.idle import idle_flags
 from moh_lm.cli.output import Output
 from moh_lm.config import ConfigError
 from moh_lm.cost.summary import describe_configuration
 from moh_lm.data.files import ShardError
-from moh_lm.flags import config_of, idle_flags, save_config
+from moh_lm.flags import config_of, save_config
 from moh_lm.run.loop import run_steps
 from moh_lm.run.resume import contradictions
 from moh_lm.supervise.errors import report_errors, report_to_torchrun

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
-from moh_lm.config import TRAINING_ONLY, Config, ConfigError, ParallelConfig, flag, walk
+from moh_lm.config import TRAINING_ONLY, UNNAMED, ConfigError, ParallelConfig, flag, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
@@ -46,8 +46,7 @@ def resume(task, state, journal, progress):
         return
     saved = all_ranks_or_raise(lambda: read_state(step))
     before, now = all_ranks_or_raise(lambda: type(config).load(step / "config.json")).to_dict(), config.to_dict()
-    if config.run.window_strategy == "entropy":
-        before["window"] = now["window"]  # where the windows of a run began; state.json has those of now
+    before |= {name: now[name] for name in config.moving}  # where they began; state.json has those of now
     all_ranks_or_raise(lambda: refuse_changes(task, step, saved, before, config, state.dataset))
     begins = saved["step"] == 0
     for key in now:
@@ -169,7 +168,7 @@ def model_changes(before, config):
     """
     now, found = config.to_dict(), []
     for key in names_of(config.model):
-        if key == "window" and config.run.window_strategy == "entropy":
+        if key in config.moving:
             continue
         dropped = key == "head_selection" and before[key] == "mixture"
         if before[key] == now[key] or (config.run.allow_routing_change and key in TRAINING_ONLY):
@@ -209,7 +208,7 @@ def program_of(directory):
         steps = list_steps(path)
         for path in [*(step / "config.json" for step in steps), Path(directory) / "config.json"]:
             with contextlib.suppress(*NO_SUCH_FILE, ValueError, RecursionError, AttributeError):
-                return read_json(path).get("program", Config.program)
+                return read_json(path).get("program", UNNAMED)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror}); make it readable"]) from error
     return None

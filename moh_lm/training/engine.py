@@ -88,7 +88,7 @@ class Engine:
             self.routers,
             config.model.gated_layers(),
             num_sources,
-            config.run.tokens_per_iteration,
+            config.tokens_per_iteration,
             groups,
             device,
         )

@@ -9,8 +9,6 @@ from moh_lm.config import flag, walk
 from moh_lm.units import words
 from moh_lm.vision.augment import STRONGEST
 
-DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-
 
 def classifier_problems(config, world_size):
     """Sentences for what is wrong with a ``ViTTraining`` on ``world_size`` processes; empty if the run can start."""
@@ -37,20 +35,14 @@ def image_problems(config, of_sizes, world_size):
     checked too."""
     model, run = config.model, config.run
     found = [
-        f"{flag(key)} {getattr(config.parallel, key)}: image models are data parallel only; choose 1"
-        for key in DEGREES
-        if getattr(config.parallel, key) != 1
-    ]
-    found += [
         f"{flag(entry.name)} {words(getattr(section, entry.name))}: is for language models; leave it out"
         for section, entry in walk(config)
-        if entry.name in config.refused and entry.name not in DEGREES
-        if getattr(section, entry.name) != entry.default
+        if config.hides(entry) and getattr(section, entry.name) != entry.default
     ]
     found += of_sizes
     found = found or head_problems(model)
     found += checks.optimizer_problems(config.optimizer) + checks.frozen_problems(config)
-    found += checks.schedule_problems(config) + checks.compile_problems(config)
+    found += checks.schedule_problems(config) + checks.compile_problems(run)
     found += checks.reliability_problems(config.reliability) + checks.alarm_problems(config.alarms)
     found += data_problems(config.data) + run_problems(run) + batch_problems(run, world_size)
     if config.optimizer.train_only != "all" and run.ema_decay:

@@ -114,7 +114,7 @@ class ImageSet(TrainingData):
         return [f"--data-dir {self.training.path} had {was} and has {is_now}{names}"]
 
     def tokens_read(self, samples):
-        return samples * self.config.run.seq_length
+        return samples * self.config.seq_length
 
     def training_request(self, numbers):
         """The ``Request`` for samples int64 [b] of the run."""

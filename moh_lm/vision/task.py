@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from moh_lm.checks.run import schedule_problems
-from moh_lm.config import flag, raise_any, walk
+from moh_lm.config import raise_any
 from moh_lm.cost.flops import BACKWARD
 from moh_lm.cost.summary import describe_layout
 from moh_lm.run.task import Task
@@ -23,11 +23,6 @@ from moh_lm.vision.evaluation import ClassifierEvaluation, DiffusionEvaluation
 from moh_lm.vision.load import MODELS
 from moh_lm.vision.loader import ImageLoader, open_images
 from moh_lm.vision.transnext import TransNeXt
-
-OF_VIT = (
-    "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "label_smoothing", "repeated_augmentation",
-)  # fmt: skip
-OF_DIT = ("samples", "sampling_steps", "cfg_scale")
 
 
 def open_data(config, problems, dry_run):
@@ -54,25 +49,12 @@ def describe(config, images, world_size):
         f"model      {type(network).__name__}, {model.num_layers} layers, width {model.hidden_size}",
         f"parameters {short(parameters)} ({parameters:,})",
         f"heads      {describe_heads(model)}",
-        f"batch      {run.batch_size} images, {run.seq_length} tokens each",
+        f"batch      {run.batch_size} images, {config.seq_length} tokens each",
         f"budget     {budget}",
         *describe_images(config, images),
-        describe_layout(config, world_size).replace("sequences", "images"),
-        *describe_idle(config),
+        describe_layout(config, world_size),
     ]
     return list(map(wrapped, lines))
-
-
-def describe_idle(config):
-    """Flags that were given and are for the other kind of model."""
-    others = OF_DIT if config.kind == "vit" else OF_VIT
-    idle = [
-        flag(entry.name)
-        for section, entry in walk(config)
-        if entry.name in others and getattr(section, entry.name) != entry.default
-    ]
-    if idle:
-        yield f"note: a model of {config.kind} makes no use of {', '.join(idle)}"
 
 
 def describe_images(config, images):

@@ -72,7 +72,7 @@ class RunRecord:
 
     def tokens_at(self, step):
         """Tokens up to ``step``, as the rows say; those of later steps have the length of now."""
-        return self.last_row["tokens"] + (step - self.last_row["step"]) * self.config.run.tokens_per_iteration
+        return self.last_row["tokens"] + (step - self.last_row["step"]) * self.config.tokens_per_iteration
 
     def tokens_of_parent(self, training):
         """Tokens that another run had read whose checkpoint this one began with: it resumed before any save."""
@@ -80,7 +80,7 @@ class RunRecord:
         if not training or first["event"] == "saved":
             return 0
         row = training[0]
-        return row["tokens"] - (row["step"] - first["step"]) * self.config.run.tokens_per_iteration
+        return row["tokens"] - (row["step"] - first["step"]) * self.config.tokens_per_iteration
 
     def standing_events(self):
         """The events but those of steps that a later resume undid."""
