@@ -5,8 +5,8 @@ models have is in text.py and model.py, what image models have in moh_lm/vision/
 
 A field says its name, type, default and meaning once. Flags (``moh_lm.flags``) and the flat ``config.json`` are made
 from the fields, so names are unique over all sections. Values that follow from others (the head dimension, one head
-budget per layer, the number of iterations) are filled in when a section is made: what the program sees is always
-resolved.
+budget per layer, the number of iterations) are filled in as resolve.py says when a configuration is made: what the
+program sees is always resolved.
 
 Checks return sentences instead of raising: each gives the key, the value, what is allowed and the remedy, and all of
 them are shown at once, before any process group is opened. This package needs the standard library only.

@@ -19,7 +19,7 @@ class TaskConfig:
     program, about          its command, and how --help begins
     presets, of_presets     names for --preset, and what it sets, in words
     scripts_have_sizes      whether a launch script is for one size of a model, and --preset for runs without a script
-    unit, samples           what losses are in, and what is read: sequences, or images
+    unit, sample_name       what losses are in, and what samples are called
     of_data, of_loss        fields beside those of the model that say what is read (and that the data set does not
                             compare itself), and that change losses or gradient norms
     moving                  fields of the model that the steps of the run change
@@ -73,7 +73,11 @@ class TaskConfig:
         """The inverse of ``to_dict``; keys that are absent keep their defaults. Raises ConfigError for unknown keys."""
         known = {entry.name for _, entry in walk(cls())}
         raise_any([f"config key {key!r} is unknown: remove it" for key in values if key not in known])
-        return build(cls, values)
+        return build(cls, values).resolved()
+
+    def resolved(self):
+        """The same with what follows in one section from another."""
+        return self
 
     @classmethod
     def load(cls, path):

@@ -1,12 +1,11 @@
 """The configuration of a language model: its data, its batch and budget, and the whole run."""
 
-import math
 from dataclasses import dataclass, field, replace
 
 from moh_lm.config.fields import as_tuples, build, option
-from moh_lm.config.heads import spread_budget
 from moh_lm.config.model import ModelConfig
 from moh_lm.config.presets import SIZES, preset
+from moh_lm.config.resolve import run_values, spread_over_ranks
 from moh_lm.config.run import RunBase
 from moh_lm.config.task import UNNAMED, TaskConfig
 
@@ -58,12 +57,6 @@ class RunConfig(RunBase):
         choices=("auto", "dense", "triton", "flex", "varlen", "cpu_sparse"),
     )
 
-    def __post_init__(self):
-        if self.train_iters is None and self.train_tokens is not None and self.tokens_per_iteration > 0:
-            object.__setattr__(self, "train_iters", math.ceil(self.train_tokens / self.tokens_per_iteration))
-        if self.train_tokens is None and self.train_iters is not None:
-            object.__setattr__(self, "train_tokens", self.train_iters * self.tokens_per_iteration)
-
     @property
     def global_batch_size(self):
         """Sequences per iteration over all ranks."""
@@ -90,12 +83,8 @@ class Config(TaskConfig):
     presets, preset = SIZES, staticmethod(preset)
     of_presets = "sizes, numbers of heads, batch, budget and rate that no other flag gives"
     scripts_have_sizes = True
-    unit, samples = "nats per token", "sequences"
+    unit, sample_name = "nats per token", "sequences"
     of_data = ("reset_at_documents",)
-
-    def __post_init__(self):
-        if self.run.window_strategy == "sequence" and not any(self.model.window):
-            object.__setattr__(self, "model", replace(self.model, window=(self.half_window(),)))
 
     def half_window(self):
         """That of --window-strategy sequence."""
@@ -133,5 +122,12 @@ class Config(TaskConfig):
         tp, cp = (values.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "context"))
         if min(tp, cp) > 0 and tp * cp > 1 and not values.get("num_active_routed_heads"):
             shared = as_tuples(values.get("num_shared_heads", ()))
-            values = {**values, **spread_budget(build(ModelConfig, values), shared, tp, cp)}
+            values = {**values, **spread_over_ranks(build(ModelConfig, values), shared, tp, cp)}
         return super().from_dict(values)
+
+    def resolved(self):
+        """The same with the budget in iterations and in tokens, and with the windows of --window-strategy."""
+        model, run = self.model, replace(self.run, **run_values(self.run))
+        if run.window_strategy == "sequence" and not any(model.window):
+            model = replace(model, window=(self.half_window(),))
+        return replace(self, model=model, run=run)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from moh_lm.config import Config, HeadsConfig, RoutedLayer, TaskConfig, option
+from moh_lm.config import BUDGETS, Config, HeadsConfig, RoutedLayer, TaskConfig, option
 from moh_lm.config.heads import HeadsOfLayers
+from moh_lm.config.resolve import by_layer
 from moh_lm.config.run import RunBase
 from moh_lm.vision.presets import DIT, VIT
 
@@ -56,21 +57,22 @@ class ImageLayer(NamedTuple):
         return self.routed
 
 
+def budgets_of_layers(heads, places):
+    """An ``ImageHeadsConfig`` with a budget for each layer: from one number, one for each place, or one per layer.
+
+    places: the layers of each place, a stage or a single layer.
+    """
+    found = {}
+    for key in BUDGETS:
+        value = by_layer(getattr(heads, key), len(places))
+        if len(value) == len(places):
+            value = tuple(number for number, count in zip(value, places, strict=True) for _ in range(count))
+        found[key] = value
+    return replace(heads, **found)
+
+
 class ImageModelConfig(HeadsOfLayers):
     """What both models answer. head_counts: of all layers."""
-
-    def expand_budgets(self, places, counts):
-        """Give each layer its budget: of one number, one for each of the ``places``, or one per layer. counts: layers
-        of each place."""
-        found = {}
-        for key in ("num_shared_heads", "num_active_routed_heads"):
-            value = getattr(self.heads, key)
-            if len(value) == 1:
-                value *= places
-            if len(value) == places:
-                value = tuple(number for number, count in zip(value, counts, strict=True) for _ in range(count))
-            found[key] = value
-        object.__setattr__(self, "heads", replace(self.heads, **found))
 
     def routed_layer(self, index):
         """The ``RoutedLayer`` of a layer of a mixture."""
@@ -104,8 +106,8 @@ class ViTConfig(ImageModelConfig):
     drop_path: float = option(0.45, "of the last layer: share of images that leave it out; grows linearly from 0")
     heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)
 
-    def __post_init__(self):
-        self.expand_budgets(len(self.depths), self.depths)
+    def derived(self):
+        return {"heads": budgets_of_layers(self.heads, self.depths)}
 
     @property
     def num_layers(self):
@@ -157,12 +159,12 @@ class DiTConfig(ImageModelConfig):
     diffusion_steps: int = option(1000, "steps of the linear noise schedule")
     heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)
 
-    def __post_init__(self):
-        if len(self.num_attention_heads) == 1:
-            object.__setattr__(self, "num_attention_heads", self.num_attention_heads * self.num_layers)
-        if self.head_dim is None and self.num_attention_heads:
-            object.__setattr__(self, "head_dim", self.hidden_size // max(1, self.num_attention_heads[0]))
-        self.expand_budgets(self.num_layers, (1,) * self.num_layers)
+    def derived(self):
+        numbers, head_dim = by_layer(self.num_attention_heads, self.num_layers), self.head_dim
+        if head_dim is None and numbers:
+            head_dim = self.hidden_size // max(1, numbers[0])
+        heads = budgets_of_layers(self.heads, (1,) * self.num_layers)
+        return {"num_attention_heads": numbers, "head_dim": head_dim, "heads": heads}
 
     @property
     def tokens(self):
@@ -235,7 +237,7 @@ class ImageTraining(TaskConfig):
 
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
     run: ImageRunConfig = field(default_factory=ImageRunConfig)
-    unit, samples = "mean over images", "images"
+    unit, sample_name = "mean over images", "images"
     of_presets = "sizes and heads that no other flag gives"
     of_data = ("seed",)  # of the order of the images
     of_loss = (
