@@ -25,7 +25,7 @@ TIMEOUT = timedelta(seconds=900)  # only a test that hangs takes so long, also o
 # The ranks are forked from a process that has imported what takes seconds to import.
 CONTEXT = multiprocessing.get_context("forkserver")
 OF_TESTS = ("pytest", "tensorboard.backend.event_processing.event_accumulator")
-CONTEXT.set_forkserver_preload(["moh_lm.run.program", *IMPORTS, *OF_TESTS])
+CONTEXT.set_forkserver_preload(["moh_lm.run.program", "moh_lm.run.text", *IMPORTS, *OF_TESTS])
 
 
 def run_ranks(function, world_size, *arguments):

@@ -16,8 +16,6 @@
 ``RunState`` writes it and takes it back; nothing else in the code knows its keys but those who read one of them.
 """
 
-from dataclasses import replace
-
 from moh_lm.config import ConfigError, ReliabilityConfig
 from moh_lm.data.files import read_json
 from moh_lm.training.guard import Guard
@@ -54,15 +52,9 @@ class RunState:
             **({"rested_steps": optimizer.rested} if optimizer.rested else {}),
             **({"frozen_steps": frozen} if frozen else {}),
             **({"imported": self.imported} if self.imported else {}),
-            **({"windows": [windows.widths, windows.entropies]} if (windows := self.engine.windows) else {}),
+            **self.engine.state(),
             **({"l1_steps": int(routers.l1_steps)} if self.config.model.heads.routing == "relu" else {}),
         }
-
-    def config_now(self):
-        """The configuration with the windows of now."""
-        windows = self.engine.windows
-        model = replace(self.config.model, window=tuple(windows.widths)) if windows else self.config.model
-        return replace(self.config, model=model)
 
     def restore(self, saved, changes=()):
         """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data.
@@ -74,8 +66,7 @@ class RunState:
         shares = saved["router_shares"][:layers]
         steps = [saved.get(name, 0) for name in ("l1_steps", "rested_steps", "frozen_steps")]
         self.engine.adopt(saved["optimizer_steps"], shares, *steps)
-        if self.engine.windows and "windows" in saved:
-            self.engine.windows.set(*saved["windows"])
+        self.engine.restore(saved)
         if self.step == 0:  # an imported model: nothing was read yet
             return []
         self.engine.guard.restore(saved["guard"])

@@ -12,9 +12,10 @@ from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run import program
+from moh_lm.run.text import TEXT
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.supervise.run_directory import make_run_directory
-from moh_lm.training.engine import make_engine
+from moh_lm.training.text_engine import make_engine
 
 SIZES = """
     --num-layers 2 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --vocab-size 64
@@ -48,7 +49,7 @@ def run(flags, stop_after=None):
     config, _ = parse_config(["--run-report", "false", *flags])
     make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
-        return program.train(program.Run, *program.open_text(config, [], False), start_process_group(900))
+        return program.train(TEXT, *TEXT.open_data(config, [], False), start_process_group(900))
 
 
 def engine_of(config, num_sources=1):

@@ -16,7 +16,7 @@ from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.data.files import read_json
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.training.engine import PipelineEngine
+from moh_lm.training.text_engine import PipelineEngine
 from tests.distributed import run_ranks
 from tests.training.runs import distance, engine_of, equal, losses, rows, run, state
 

@@ -14,8 +14,8 @@ import torch
 
 from moh_lm.flags import parse_config
 from moh_lm.parallel.groups import group_size
-from moh_lm.training.engine import PipelineEngine
 from moh_lm.training.guard import DIVERGENCE, GRADIENT, LOSS, OUT_OF_RANGE, SPIKE
+from moh_lm.training.text_engine import PipelineEngine
 from tests.distributed import run_ranks
 from tests.training.runs import SIZES, engine_of, micro_batches_of
 
