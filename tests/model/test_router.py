@@ -51,9 +51,6 @@ CASES = {
     "sigmoid, no shared head": dict(shared=0, active=3, routing="sigmoid"),
     "sigmoid, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="sigmoid"),
     "gated": dict(shared=0, active=1, selection="gated"),
-    "expert choice": dict(shared=3, active=2, routing="expert_choice"),
-    "expert choice, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group",
-                                  routing="expert_choice"),
     "relu": dict(shared=3, active=2, routing="relu"),
     "relu, no shared head": dict(shared=0, active=3, routing="relu", scope="global_batch"),
     "relu, groups": dict(shared=2, active=2, key_value_heads=4, unit="key_value_group", routing="relu"),
@@ -313,7 +310,6 @@ def reference_attention(config, layer, x, bias=None):
 OWN_KEYS = (
     "shared and routed", "released, no shared head", "query norm", "12.5%", "all routed heads", "one stage",
     "25%, grouped queries", "groups", "groups, query norm", "scaled", "sigmoid", "gated", "relu", "bias", "top-p",
-    "expert choice",
     "window", "window, released, groups", "window, top-p",
 )  # fmt: skip
 OF_OWN = {f"{name}, own keys": CASES[name] | {"keys": "selected"} for name in OWN_KEYS}
