@@ -4,6 +4,7 @@ import torch
 
 from moh_lm.build import Settings, build_attention, build_model
 from moh_lm.model.batch_context import RouterInputs
+from moh_lm.model.block import blocks_of
 
 
 def make_model(config, scale=1, seed=0, **settings):
@@ -25,3 +26,13 @@ def make_layer(config, **settings):
 def attend(layer, x):
     """Output and ``RouterOutput`` of an attention layer for x [s/tp, b, d], of a run without documents."""
     return layer(x, RouterInputs())
+
+
+def loss_and_gradients(model, tokens, positions=None):
+    """[loss, every gradient, the rows of every router] of tokens [b, s + 1]; positions: of them in their documents."""
+    model.zero_grad()
+    model.batch.feed([positions])
+    loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [loss.detach(), *gradients, *(block.rows.take() for block in blocks_of(model))]

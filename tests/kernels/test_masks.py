@@ -11,9 +11,10 @@ from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.kernels import gated_attention
 from moh_lm.kernels.masks import apply_window, document_bounds, mean_keys
 from tests.distributed import run_ranks
-from tests.models import make_model
+from tests.models import loss_and_gradients, make_model
 from tests.run.harm import events
 from tests.training.test_training import arguments, losses, rows, run
+
 
 def test_what_a_window_shows_is_counted_by_hand():
     documents = document_bounds(torch.tensor([[0, 1, 2, 3, 0, 1]]), False)
@@ -86,11 +87,8 @@ def test_sparse_and_dense_models_agree_inside_documents(heads, recompute, window
     found = []
     for backend in BACKENDS:
         model = model_of(heads, backend, window, scale=5, recompute=recompute)
-        model.batch.feed([positions])
-        loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+        found.append(loss_and_gradients(model, tokens, positions))
         assert (model.batch.mask.mask is None) == (backend == "cpu_sparse")
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     for sparse, dense in zip(*reversed(found), strict=True):
         torch.testing.assert_close(sparse, dense, rtol=1e-9, atol=1e-12)
 
