@@ -23,6 +23,7 @@ from tests.attention_cases import (
     reference,
     with_gradients,
 )
+from tests.interpreting import multiply_bf16
 from tests.models import loss_and_gradients, make_model
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -36,20 +37,6 @@ SHAPES = {  # length, batch, heads, key/value heads, head dimension, shared head
     "a whole block": (64, 1, 3, 3, 32, 0),
     "shorter than a block": (9, 2, 3, 1, 16, 0),
 }
-
-
-def multiply_bf16():
-    """Triton's interpreter keeps bf16 as integers and multiplies those: let it multiply their values."""
-    from triton.language import bfloat16, float32
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    plain = InterpreterBuilder.create_dot
-
-    def create_dot(self, a, b, *others):
-        a, b = (self.cast_impl(x, float32) if x.dtype.scalar == bfloat16 else x for x in (a, b))
-        return plain(self, a, b, *others)
-
-    InterpreterBuilder.create_dot = create_dot
 
 
 def attention(*arguments):
