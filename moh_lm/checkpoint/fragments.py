@@ -34,8 +34,24 @@ AVERAGE = "ema"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
 
 
+class Fragment(NamedTuple):
+    """A range of one parameter that this rank's optimizer owns.
+
+    start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg" and
+    "exp_avg_sq", flat fp32, all of one length, the optimizer's own; Muon has no "exp_avg_sq", a frozen weight only the
+    master. "ema": the moving average of the master, where there is one. is_copy: another rank has the same and speaks
+    for it.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    start: int
+    is_copy: bool
+    tensors: dict[str, torch.Tensor]
+
+
 def metadata_of(fragments):
-    """The metadata of a file with these ``Fragment``s of moh_lm.training.optimizer."""
+    """The metadata of a file with these ``Fragment``s."""
     absent = [f"{kind}/{fragment.name}" for fragment in fragments for kind in MOMENTS if kind not in fragment.tensors]
     addresses = json.dumps({fragment.name: address_of(fragment) for fragment in fragments})
     return {"fragments": addresses, **({"zero": json.dumps(absent)} if absent else {})}

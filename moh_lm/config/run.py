@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from moh_lm.config.fields import option
 
+REDUCE_BUCKET = 500_000_000  # gradients at most that DeepSpeed sums over the ranks at once
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

@@ -15,12 +15,12 @@ from itertools import pairwise
 import torch
 
 from moh_lm.build import build_model
+from moh_lm.config import REDUCE_BUCKET
 from moh_lm.cost.attention import cache_shares, cache_width
 from moh_lm.cost.flops import block_matrices
 from moh_lm.cost.layers import layer_activation_bytes, pipeline_costs, stage_bounds
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 from moh_lm.parallel.ulysses import keys_of_ranks, order_of_ranks
-from moh_lm.training.deepspeed_config import REDUCE_BUCKET
 
 
 @functools.lru_cache(maxsize=8)

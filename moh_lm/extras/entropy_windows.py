@@ -17,7 +17,7 @@ import torch
 
 from moh_lm.kernels.core_attention import CoreAttention
 from moh_lm.kernels.masks import AttentionMask, document_mask
-from moh_lm.model.block import blocks_of
+from moh_lm.model.block import modules_of
 from moh_lm.parallel.groups import sum_over_ranks
 
 NEW = 0.2  # share of the newest step
@@ -28,7 +28,7 @@ class EntropyWindows:
     layers of this pipeline stage that follow them, float64 [L, 2]: entropies and their number."""
 
     def __init__(self, model, config, groups, device):
-        self.cores = {block.index: core for block in blocks_of(model) for core in blocks_of(block, CoreAttention)}
+        self.cores = {block.index: core for block in modules_of(model) for core in modules_of(block, CoreAttention)}
         for index, core in self.cores.items():
             core.register_forward_pre_hook(partial(self.add, index))
         self.run, self.groups = config.run, groups

@@ -61,6 +61,6 @@ class RoutedBlock(nn.Module):
             self.run = compiled
 
 
-def blocks_of(model, kind=RoutedBlock):
-    """The ``RoutedBlock``s of a model, or of its stage of a pipeline, in the order of layers."""
+def modules_of(model, kind=RoutedBlock):
+    """The modules of a ``kind`` in a model, or in its stage of a pipeline, in the order of layers."""
     return [module for module in model.modules() if isinstance(module, kind)]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moh_lm.model.block import RoutedBlock, blocks_of
+from moh_lm.model.block import RoutedBlock, modules_of
 from moh_lm.model.positions import LearnedPositions
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import (
@@ -187,7 +187,7 @@ def compile_layers(model, backend="inductor", kind=DecoderLayer):
     Layers with equal head budgets share a graph: attention, router, norms and MLP. A graph is made for each shape of a
     micro-batch, and again for evaluation. Graph breaks and exceeding the recompile limit raise torch's errors.
     """
-    layers = blocks_of(model, kind)
+    layers = modules_of(model, kind)
     settings = torch._dynamo.config  # loaded here: it takes a second, which most commands need not wait
     settings.recompile_limit = max(settings.recompile_limit, 8 + 4 * len(layers))
     block = torch.compile(kind.block, backend=backend, fullgraph=True, dynamic=False)

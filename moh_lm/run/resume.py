@@ -36,14 +36,14 @@ SPEED = (  # fields that change how many tokens a device computes in a second
 )  # fmt: skip
 
 
-def resume(state, journal, progress):
+def resume(state, event_log, progress):
     """Fill ``state``, a ``RunState`` of moh_lm.run.state, from the run's last sound checkpoint, if there is one.
 
     progress: called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
     """
     config, directory = state.config, Path(state.config.run.checkpoint_dir)
     on_rank_zero(lambda: tidy(directory))
-    step = sound_step(directory / "checkpoints", journal, progress)
+    step = sound_step(directory / "checkpoints", event_log, progress)
     if step is None:
         return
     saved = all_ranks_or_raise(lambda: read_state(step))
@@ -59,22 +59,22 @@ def resume(state, journal, progress):
     losses = {} if begins else differing(config.of_loss, before, now)
     for event, fields in (("routing changed", changes), ("loss changed", losses)):
         if fields:
-            journal.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
+            event_log.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
     all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
     changed = state.restore(saved, of_data(config, before))
     if changed:
-        journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
+        event_log.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
     if changed or changes or losses or before["train_only"] != now["train_only"]:
         state.engine.guard.forget()  # of other data, another routing or other weights, loss and norm are others
         state.alarms.forget(BALANCE, DRIFT)
     if differing(SPEED, before, now) or all_ranks_or_raise(lambda: ranks_of(step)) != dist.get_world_size():
         state.alarms.forget(THROUGHPUT)
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
-        state.interval.clear()  # its steps have no figures of heads, and those to come have
+        state.accumulator.clear()  # its steps have no figures of heads, and those to come have
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
-        journal.add("dense warm-up over", saved["step"], text)
+        event_log.add("dense warm-up over", saved["step"], text)
     how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
-    journal.add("resumed", state.step, how)
+    event_log.add("resumed", state.step, how)
 
 
 def differing(names, before, now):
@@ -231,7 +231,7 @@ def program_of(directory):
     return None
 
 
-def sound_step(directory, journal, progress):
+def sound_step(directory, event_log, progress):
     """The newest step whose files are what its manifest says; None if this run has never saved one.
 
     Rank 0 names the steps, each rank reads a share of the files, and all of them hear the verdict. Raises ConfigError
@@ -241,7 +241,7 @@ def sound_step(directory, journal, progress):
     for step in on_rank_zero(lambda: list_steps(directory)):
         problems = problems_of_all_ranks(all_ranks_or_raise(lambda step=step: damage(step, progress)))
         if not problems:
-            on_rank_zero(lambda step=step: settle(step, damaged, journal))
+            on_rank_zero(lambda step=step: settle(step, damaged, event_log))
             return step
         damaged[step] = problems
         for problem in problems:
@@ -249,7 +249,7 @@ def sound_step(directory, journal, progress):
     if damaged:
         advice = "no checkpoint of this run is sound: restore one, or choose a new --checkpoint-dir"
         raise ConfigError([*chain(*damaged.values()), advice])
-    lost = on_rank_zero(lambda: trace_of_checkpoints(directory, journal))
+    lost = on_rank_zero(lambda: trace_of_checkpoints(directory, event_log))
     if lost:
         raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started afresh"])
     return None
@@ -267,13 +267,13 @@ def damage(step, progress):
     return [] if step.name == f"step-{inside}" else [f"{step}: holds step {inside}"]
 
 
-def settle(sound, damaged, journal):
+def settle(sound, damaged, event_log):
     """Give the ``damaged`` steps names that no run goes on from, and let ``latest`` name the ``sound`` one."""
     for step, problems in damaged.items():
         aside = free_name(step.with_name(f"damaged-{step.name}"))
         step.rename(aside)
         number = int(step.name.split("-")[1])
-        journal.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
+        event_log.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
     point_latest(sound)
 
 
@@ -283,10 +283,10 @@ def free_name(path):
     return next(free for free in paths if not os.path.lexists(free))
 
 
-def trace_of_checkpoints(directory, journal):
+def trace_of_checkpoints(directory, event_log):
     """What shows that there were checkpoints, or that files of the run were removed, where there are none; or None."""
-    saved = journal.last("saved")
-    begun = journal.last("import")
+    saved = event_log.last("saved")
+    begun = event_log.last("import")
     if begun and not saved:
         return f"{directory}: the model that was to be imported from {begun['source']} (events.jsonl) is not there"
     if saved:

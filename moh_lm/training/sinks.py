@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from moh_lm.kernels.core_attention import CoreAttention
-from moh_lm.model.block import blocks_of
+from moh_lm.model.block import modules_of
 from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parallel.groups import sum_over_ranks
 
@@ -24,7 +24,7 @@ class Sinks:
     """Sums of the layers of this pipeline stage. sums: float64 [L, 2] of all layers, weights and their number."""
 
     def __init__(self, model, num_layers, groups, device):
-        self.blocks, self.groups = blocks_of(model), groups
+        self.blocks, self.groups = modules_of(model), groups
         self.sums = torch.zeros(num_layers, 2, dtype=torch.float64, device=device)
 
     @contextlib.contextmanager
@@ -33,7 +33,7 @@ class Sinks:
         with contextlib.ExitStack() as stack:
             for block in self.blocks:
                 stack.enter_context(block.uncompiled())
-                for core in blocks_of(block, CoreAttention):
+                for core in modules_of(block, CoreAttention):
                     stack.enter_context(core.register_forward_pre_hook(partial(self.add, block)))
             yield
 

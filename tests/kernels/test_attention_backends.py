@@ -12,7 +12,7 @@ from moh_lm.flags import parse_config
 from tests.distributed import run_ranks, whole
 from tests.model.test_router import BATCH, CASES, LENGTH, D, make_config
 from tests.models import attend, make_layer, make_model
-from tests.training.test_training import arguments, losses, parameters, rows, run
+from tests.training.runs import arguments, losses, parameters, rows, run
 
 OWN_KEYS = (
     "shared and routed", "one shared head", "grouped queries", "groups", "relu, no shared head", "top-p", "window",

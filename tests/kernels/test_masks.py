@@ -12,8 +12,7 @@ from moh_lm.kernels import gated_attention
 from moh_lm.kernels.masks import apply_window, document_bounds, mean_keys
 from tests.distributed import run_ranks
 from tests.models import loss_and_gradients, make_model
-from tests.run.harm import events
-from tests.training.test_training import arguments, losses, rows, run
+from tests.training.runs import arguments, events, losses, rows, run
 
 
 def test_what_a_window_shows_is_counted_by_hand():

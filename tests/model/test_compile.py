@@ -24,7 +24,7 @@ from moh_lm.kernels.gated_attention import choose_backend
 from moh_lm.model.router import routers_of
 from moh_lm.model.transformer import compile_layers
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, losses, rows, run
+from tests.training.runs import arguments, losses, rows, run
 
 HEADS = {
     "paper": dict(routing="paper", num_shared_heads=(2,), num_active_routed_heads=(2,)),

@@ -24,8 +24,7 @@ from tests.distributed import run_ranks
 from tests.monitor.logged import ROUNDING, cells, events_of
 from tests.monitor.test_alarms import interval
 from tests.tools.exporting import PAPER, write_checkpoint
-from tests.training.test_layouts import distance, state
-from tests.training.test_training import arguments, parameters, rows, run
+from tests.training.runs import arguments, distance, parameters, rows, run, state
 from tools import export_hf, import_hf
 from tools.checkpoints.write import consolidate
 from tools.hf.convert.import_config import model_config

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from moh_lm.build import build_model
+from moh_lm.checkpoint.fragments import Fragment
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.config import Config, HeadsConfig, ModelConfig, RunConfig
-from moh_lm.training.optimizer import Fragment
 
 STEP, SEQUENCES = 7, 70
 SEGMENTS = [  # the mix was changed after 42 of the sequences

@@ -12,7 +12,7 @@ from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.training.sinks import Sinks
 from tests.distributed import run_ranks
 from tests.model.test_compile import run_without_inductor
-from tests.training.test_training import arguments, run
+from tests.training.runs import arguments, run
 
 SMALL = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=8, vocab_size=80)
 LATENT = dict(attention="latent", kv_lora_rank=12, qk_rope_head_dim=4)

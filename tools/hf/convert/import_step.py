@@ -14,13 +14,12 @@ import shutil
 import torch
 
 from moh_lm.checkpoint.directory import point_latest, remove_leftovers
-from moh_lm.checkpoint.fragments import safetensors_header
+from moh_lm.checkpoint.fragments import MOMENTS, safetensors_header
 from moh_lm.checkpoint.manifest import HashedFile, write_manifest
 from moh_lm.data.files import flush, json_bytes
 from moh_lm.monitor.events import EventLog
 from moh_lm.run.state import first_state
 from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
-from moh_lm.training.optimizer import MOMENTS
 from tools.checkpoints.write import refuse_without_room
 from tools.hf.convert.export_files import plan_shards
 

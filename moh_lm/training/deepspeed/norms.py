@@ -17,6 +17,7 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 
 from moh_lm.parallel.groups import sum_over_ranks
+from moh_lm.training.deepspeed.shards import is_tied_copy
 
 
 def examine_norms(optimizer, zero_stage, examine, router_limit=0.0):
@@ -168,7 +169,7 @@ def without(tensors, others):
 
 def counts(optimizer, parameter):
     """Whether this rank counts ``parameter``: of copies in other stages or tensor-parallel ranks, one does."""
-    if getattr(parameter, "ds_pipe_replicated", False):
+    if is_tied_copy(parameter):
         return False
     return parameter.tensor_model_parallel or optimizer.model_parallel_rank == 0
 

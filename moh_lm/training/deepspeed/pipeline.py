@@ -1,14 +1,14 @@
-"""The model as one ordered list of layers, for pipeline parallelism.
+"""The model as one ordered list of layers, of which each pipeline stage holds a run: DeepSpeed's ``PipelineModule``.
 
-DeepSpeed's PipelineModule takes the list, gives every stage a run of consecutive layers, and passes one tensor
-[s/tp, b, d] between them; losses of routers start where they are computed (``attach_loss``) and need no passage. Each
-layer stands in the list with the prefix that turns its parameter names into those of ``CausalLM``.
+One tensor [s/tp, b, d] passes between the stages; losses of routers start where they are computed (``attach_loss``) and
+need no passage. Each layer stands in the list with the prefix that turns its parameter names into those of
+``CausalLM``.
 """
 
 import contextlib
 from collections import deque
 
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed import pipe
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from moh_lm.build import decoder_layers
@@ -39,24 +39,24 @@ def layer_list(config, settings, batch):
     """[(prefix of the parameter names, LayerSpec)] of the whole model. settings: ``Settings`` of moh_lm/build.py."""
     group = settings.group
     blocks = [
-        (f"model.layers.{index}.", LayerSpec(make.func, *make.args))
+        (f"model.layers.{index}.", pipe.LayerSpec(make.func, *make.args))
         for index, make in enumerate(decoder_layers(config, batch, settings))
     ]
     table = (VocabParallelEmbedding, config.vocab_size, config.hidden_size, INIT_STD, group)
     if config.tie_embeddings:
-        embedding = TiedLayerSpec("embed", *table)
-        head = ("model.embed_tokens.", TiedLayerSpec("embed", *table, forward_fn=gather))
+        embedding = pipe.TiedLayerSpec("embed", *table)
+        head = ("model.embed_tokens.", pipe.TiedLayerSpec("embed", *table, forward_fn=gather))
     else:
-        embedding = LayerSpec(*table)
-        head = ("lm_head.", LayerSpec(Head, config, group))
+        embedding = pipe.LayerSpec(*table)
+        head = ("lm_head.", pipe.LayerSpec(Head, config, group))
     first = [("model.embed_tokens.", embedding)]
     if "learned" in config.position:
-        positions = LayerSpec(LearnedPositions, config, INIT_STD, group, batch, settings.context)
+        positions = pipe.LayerSpec(LearnedPositions, config, INIT_STD, group, batch, settings.context)
         first.append(("model.embed_positions.", positions))
-    return [*first, *blocks, ("model.norm.", LayerSpec(FinalNorm, config, group)), head]
+    return [*first, *blocks, ("model.norm.", pipe.LayerSpec(FinalNorm, config, group)), head]
 
 
-class PipelineCausalLM(PipelineModule):
+class PipelineCausalLM(pipe.PipelineModule):
     """This rank's stage of the model, its parameters drawn.
 
     The last stage computes the loss inside ``forward``, where DeepSpeed sees all that takes part in it: in bf16 it
@@ -112,7 +112,7 @@ class PipelineCausalLM(PipelineModule):
         for (prefix, spec), function in zip(
             self.layers[self._local_start : self._local_stop], self.forward_funcs, strict=True
         ):
-            layer = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else function
+            layer = self.tied_modules[spec.key] if isinstance(spec, pipe.TiedLayerSpec) else function
             for name, parameter in layer.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
