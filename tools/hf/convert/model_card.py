@@ -67,7 +67,8 @@ def model_facts(model, dtype, parameters, seq_length):
         "parameters": f"{parameters:,}, {str(dtype).removeprefix('torch.')}",
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"vocabulary {model.vocab_size:,}",
-        "attention": f"{words(model.num_attention_heads)} heads of {summary.describe_width(model)}, {describe_kv(model)}",
+        "attention": f"{words(model.num_attention_heads)} heads of {summary.describe_width(model)}, "
+        + describe_kv(model),
         **({"positions": positions} if (positions := summary.describe_positions(model)) else {}),
         **({"rotary embedding": rope} if "rotary" in model.position else {}),
         **({"sliding window": summary.describe_window(model)} if any(model.window) else {}),
