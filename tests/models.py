@@ -4,7 +4,7 @@ import torch
 
 from moh_lm.build import Settings, build_attention, build_model
 from moh_lm.model.batch_context import RouterInputs
-from moh_lm.model.block import blocks_of
+from moh_lm.model.block import modules_of
 
 
 def make_model(config, scale=1, seed=0, **settings):
@@ -35,4 +35,4 @@ def loss_and_gradients(model, tokens, positions=None):
     loss, _ = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [loss.detach(), *gradients, *(block.rows.take() for block in blocks_of(model))]
+    return [loss.detach(), *gradients, *(block.rows.take() for block in modules_of(model))]
