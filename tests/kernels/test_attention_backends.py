@@ -1,7 +1,5 @@
 """Sparse backends inside the model: layers, tensor parallelism, training, resumption, and what is refused."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +8,9 @@ from moh_lm.checks import config_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
 from tests.distributed import run_ranks, whole
-from tests.model.test_router import BATCH, CASES, LENGTH, D, make_config
-from tests.models import attend, make_layer, make_model
+from tests.layers import draw_tokens, vivid_layer
+from tests.model.test_router import CASES, D, make_config
+from tests.models import attend, make_model
 from tests.training.runs import arguments, losses, parameters, rows, run
 
 OWN_KEYS = (
@@ -25,16 +24,10 @@ OF_OWN = {f"{name}, own keys": CASES[name] | {"keys": "selected"} for name in OW
 @pytest.mark.parametrize("case", [*CASES.values(), *OF_OWN.values()], ids=[*CASES, *OF_OWN])
 def test_a_layer_of_selected_rows_is_the_dense_layer(case, num_threads, threads):
     torch.set_num_threads(num_threads)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
-    upstream = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
-    config = make_config(**case)
-    config = replace(config, heads=replace(config.heads, load_balance_coefficient=0.37))
+    x, upstream = draw_tokens(D, 2)
     results = []
     for backend in ("dense", "cpu_sparse"):
-        layer, generator = make_layer(config, backends=backend), torch.Generator().manual_seed(0)
-        for parameter in layer.parameters():
-            torch.nn.init.normal_(parameter, std=0.4, generator=generator)
+        layer = vivid_layer(make_config(**case), backend)
         leaf = x.clone().requires_grad_()
         output, routing = attend(layer, leaf)
         ((output * upstream).sum() + (0 if routing.loss is None else routing.loss)).backward()
