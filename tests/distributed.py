@@ -73,6 +73,22 @@ def run_rank(rank, world_size, port, folder, function, arguments):
     os._exit(0)  # gloo's threads now and then abort the interpreter's own shutdown
 
 
+def whole(shards):
+    """One tensor from every rank's (shard, ``Partition`` or None); copies must agree."""
+    tensor, partition = shards[0]
+    if partition is None:
+        for copy, _ in shards[1:]:
+            torch.testing.assert_close(copy, tensor, rtol=0, atol=1e-12)
+        return tensor
+    shape = list(tensor.shape)
+    shape[partition.dim] = partition.size
+    joined = torch.full(shape, torch.nan, dtype=tensor.dtype)
+    for shard, partition in shards:
+        here = torch.cat([torch.arange(start, stop) for start, stop in partition.ranges])
+        joined.index_copy_(partition.dim, here, shard.narrow(partition.dim, 0, len(here)))
+    return joined
+
+
 @contextlib.contextmanager
 def reserved_port():
     """A port at which the first rank can listen, and which no other program is given as long as it is held."""
