@@ -1,6 +1,5 @@
 """Whole small runs: losses, resumption, evaluation and logs, on one rank and on several."""
 
-import contextlib
 import json
 import math
 import os
@@ -15,18 +14,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from moh_lm import pretrain
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
-from moh_lm.checkpoint.saver import Saver, find_step
+from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
 from moh_lm.flags import parse_config
 from moh_lm.monitor.log import RunLog
-from moh_lm.run import program
 from moh_lm.run.loop import Run
 from moh_lm.run.text import TEXT
 from moh_lm.supervise import processes
-from moh_lm.supervise.processes import start_process_group
-from moh_lm.supervise.run_directory import make_run_directory
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
+from tests.running import rows, train_here
 
 SIZES = """
     --num-layers 2 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --vocab-size 64
@@ -36,38 +33,14 @@ SIZES = """
 """
 
 
-MEASURED = ("tokens_per_second", "runtime")
-
 
 def arguments(data_dir, directory, *more):
     return [*SIZES.split(), "--data-dir", str(data_dir), "--checkpoint-dir", str(directory), *more]
 
 
 def run(flags, stop_after=None):
-    """The training program on this rank, without the page of the run, whose pictures take two seconds.
-
-    stop_after: leave after the checkpoint of that step, as a crash would.
-    """
-    if stop_after is not None:
-        save = Saver.save
-
-        def save_and_stop(saver, step, *others):
-            save(saver, step, *others)
-            if step == stop_after:
-                saver.close()
-                raise KeyboardInterrupt
-
-        Saver.save = save_and_stop
-    config, _ = parse_config(["--run-report", "false", *flags])
-    make_run_directory(config.run.checkpoint_dir)
-    with contextlib.suppress(KeyboardInterrupt):
-        return program.train(TEXT, *TEXT.open_data(config, [], False), start_process_group(900))
-
-
-def rows(directory):
-    """The rows of metrics.jsonl without what is measured: times and memory."""
-    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
+    """``train_here`` without the page of the run, whose pictures take two seconds."""
+    return train_here(TEXT, parse_config(["--run-report", "false", *flags])[0], stop_after)
 
 
 def losses(directory):
