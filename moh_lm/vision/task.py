@@ -83,15 +83,15 @@ def make_loader(config, images, groups, device):
 
 def classifier_flops(model, seq_length, measured):
     """FLOPs of training for each token of the first stage: every head is computed."""
-    return of_training(forward_flops(TransNeXt, model, model.image_size), seq_length)
+    return training_flops(forward_flops(TransNeXt, model, model.image_size), seq_length)
 
 
 def diffusion_flops(model, seq_length, measured):
     """FLOPs of training for each token: every head is computed."""
-    return of_training(forward_flops(DiT, model, model.input_size), seq_length)
+    return training_flops(forward_flops(DiT, model, model.input_size), seq_length)
 
 
-def of_training(forward, seq_length):
+def training_flops(forward, seq_length):
     found = forward * (1 + BACKWARD) / seq_length
     return {"dense": found, "active": found}
 

@@ -8,11 +8,10 @@ import torch
 from sklearn.datasets import load_digits
 
 from launch.quickstart_images import HELD_OUT
-from moh_lm.flags import config_of, make_parser, parse_flags
 from moh_lm.vision.checks import classifier_problems, diffusion_problems
-from moh_lm.vision.config import KINDS
 from moh_lm.vision.load import MODELS
 from tests.tokenizing import ROOT
+from tests.vision.cases import parsed
 
 SEEN = 1_281_167  # images of ImageNet-1K
 
@@ -34,13 +33,13 @@ def config_of_script(name, *more):
     shown = subprocess.run(command, env=places, capture_output=True, text=True, check=True)
     _, _, module, kind, *flags = shlex.split(shown.stdout)
     assert module == "moh_lm.vision"
-    return config_of(parse_flags(make_parser(KINDS[kind]), flags, KINDS[kind]))
+    return parsed(kind, flags)
 
 
 @pytest.mark.parametrize("kind, name", PRESETS)
 def test_a_preset_has_the_papers_parameters_and_share_of_heads(kind, name):
     millions, percent = PRESETS[kind, name]
-    model = KINDS[kind].from_dict(KINDS[kind].preset(name, {})).model
+    model = parsed(kind, ["--preset", name]).model
     with torch.device("meta"):
         network = MODELS[kind][0](model)
     assert sum(parameter.numel() for parameter in network.parameters()) / 1e6 == pytest.approx(millions, abs=0.6)
@@ -51,7 +50,7 @@ def test_a_preset_has_the_papers_parameters_and_share_of_heads(kind, name):
 def test_a_classifier_has_the_recipe_of_transnext(name, preset):
     config = config_of_script(name)
     assert classifier_problems(config, 8) == []
-    assert config.model == KINDS["vit"].from_dict(KINDS["vit"].preset(preset, {})).model
+    assert config.model == parsed("vit", ["--preset", preset]).model
     assert (config.model.image_size, config.run.epochs, config.run.batch_size) == (224, 300, 1024)
     optimizer, data = config.optimizer, config.data
     rates = optimizer.learning_rate, optimizer.min_learning_rate, optimizer.warmup_init_lr, optimizer.weight_decay
@@ -75,7 +74,7 @@ def test_the_diffusion_model_has_the_recipe_of_dit():
     assert config.model.heads.load_balance_coefficient == 0.01
 
 
-def test_the_digits_are_made_again_unless_the_last_of_them_is_there():
+def test_the_quickstart_looks_for_the_last_digit():
     labels = load_digits().target
     last = len(labels) - 1
     place = f"{'train' if last % HELD_OUT else 'val'}/{labels[last]}/{last:04d}.png"
