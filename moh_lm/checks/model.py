@@ -70,9 +70,9 @@ def warmup_problems(model):
         return found
     shared, selected = layer_gates(model, 0)
     return [
-        f"--dense-warmup-iters {iterations}: the gates of --routing {heads.routing} begin near {shared:.3g} (shared) "
-        f"and {selected:.3g} (selected), so that the output of attention would shrink to that part of itself where "
-        f"gates of 1 end; choose --routing paper_scaled, which has the same gates times a constant, or sigmoid"
+        f"--dense-warmup-iters {iterations}: gates of --routing {heads.routing} begin near {shared:.3g} (shared) and "
+        f"{selected:.3g} (selected), so the output of attention would shrink by that factor when the warm-up, with "
+        f"gates of 1, ends; choose --routing paper_scaled, the same gates times a constant, or sigmoid"
     ]
 
 

@@ -90,8 +90,8 @@ class ModelConfig(HeadsOfLayers):
                     object.__setattr__(self, key, default)
         if self.heads.head_selection == "gated":
             if self.heads.routing != "sigmoid":
-                given = f"--head-selection gated: contradicts --routing {self.heads.routing}"
-                raise ConfigError([f"{given}; leave it out, or add --routing sigmoid, whose gates it has"])
+                given = f"--head-selection gated: contradicts --routing {self.heads.routing}, since its gates"
+                raise ConfigError([f"{given} are those of sigmoid; add --routing sigmoid"])
             for name in ("head_budget", "routing_top_p"):
                 value = getattr(self.heads, name)
                 if value is not None:

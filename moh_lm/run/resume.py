@@ -192,7 +192,8 @@ def model_changes(before, config):
             continue
         hint = " (--allow-routing-change goes on all the same)" if dropped or key in TRAINING_ONLY else ""
         if dropped and not gates_of_one(type(config).from_dict(before).model):
-            hint = f", and gates of --routing {before['routing']} are far from 1 (an export and its import scale them)"
+            hint = f", but gates of --routing {before['routing']} are far from 1 (tools/export_hf.py, then "
+            hint += "tools/import_hf.py --head-selection all --allow-routing-change scale the projections by them)"
         elif dropped and config.run.allow_routing_change:
             continue
         found.append(f"{key} was {before[key]} and is {now[key]}{hint}")
