@@ -38,6 +38,7 @@ import json, os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
 signal.signal(signal.SIGHUP, lambda *_: open("hung-up", "w").close())
 call = {"arguments": sys.argv[1:], "process": os.getpid(), "port": os.environ.get("MASTER_PORT")}
+call["path"] = os.environ.get("PYTHONPATH", "")
 open(f"rank-{os.environ.get('RANK', 0)}.json", "w").write(json.dumps(call))
 while "--wait" in sys.argv:
     signal.pause()
@@ -178,6 +179,46 @@ def test_a_terminal_that_hangs_up_ends_the_ranks_on_other_nodes_too(trainer, pro
         time.sleep(0.5)  # until it waits
         os.killpg(process.pid, signal.SIGHUP)
     assert (trainer / "told").exists()
+
+
+# Stands for pdsh -S -f FANOUT -w NODES COMMAND and the shell of the first node, in another directory.
+FIRST_NODE = """
+case $6 in pkill*) exit;; esac
+shift 5
+cd / && exec sh -c "$(printf '%s' "$*" | sed 's/%%/\\x01/g; s/%n/0/g; s/\\x01/%/g')"
+"""
+WORDS = [
+    "It costs $HOME and `touch x`", "f(x)=1;echo", "a  b", "", "*", "~", "100% %h %n %%", "don't \"say\"", "back\\slash",
+    "# no comment", "<a>", "two\nlines", "&& false", "!!", "{a,b}", "é",
+]  # fmt: skip
+
+
+def test_a_flag_reaches_the_shell_of_a_node_as_it_was_given(trainer, programs):
+    variables = two_nodes(trainer, programs, FIRST_NODE) | {"PYTHONPATH": "/a b/$HOME:/c"}
+    code, output, _ = run(["bash", ROOT / SCRIPTS[0], "--sample-prompts", *WORDS], trainer, **variables)
+    assert code == 0, output
+    call = call_of_rank(trainer, 0)
+    assert call["arguments"][-len(WORDS):] == WORDS
+    assert call["path"].endswith("/a b/$HOME:/c")
+
+
+OTHER_LAUNCHERS = """
+import json, subprocess, sys, types
+from launch import ranks
+subprocess.Popen = lambda command, **_: print(json.dumps(command)) or types.SimpleNamespace(wait=int, returncode=0)
+for name in ("openmpi", "mpich", "impi", "slurm", "mvapich"):
+    ranks.runner.LAUNCHER_CLASSES[name].backend_exists = lambda self: True
+    ranks.runner.main([*"--hostfile hosts --no_ssh_check --master_addr node1 --launcher".split(), name, *sys.argv[1:]])
+"""
+
+
+def test_launchers_without_a_shell_get_flags_as_they_are(tmp_path):
+    (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    command = [sys.executable, "-c", OTHER_LAUNCHERS, "a.sh", *WORDS]
+    code, output, _ = run(command, tmp_path, PYTHONPATH=str(ROOT))
+    commands = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
+    assert code == 0 and len(commands) == 5, output
+    assert all(words[-len(WORDS):] == WORDS for words in commands)
 
 
 def test_an_ssh_that_fails_is_not_taken_for_a_signal(trainer, programs):
