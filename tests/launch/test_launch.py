@@ -188,8 +188,8 @@ shift 5
 cd / && exec sh -c "$(printf '%s' "$*" | sed 's/%%/\\x01/g; s/%n/0/g; s/\\x01/%/g')"
 """
 WORDS = [
-    "It costs $HOME and `touch x`", "f(x)=1;echo", "a  b", "", "*", "~", "100% %h %n %%", "don't \"say\"", "back\\slash",
-    "# no comment", "<a>", "two\nlines", "&& false", "!!", "{a,b}", "é",
+    "It costs $HOME and `touch x`", "f(x)=1;echo", "a  b", "", "*", "~", "100% %h %n %%", "don't \"say\"",
+    "back\\slash", "# no comment", "<a>", "two\nlines", "&& false", "!!", "{a,b}", "é",
 ]  # fmt: skip
 
 
