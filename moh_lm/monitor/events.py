@@ -45,7 +45,7 @@ def complete_rows(path):
     """[(line, object)] of a file of ``Rows`` with steps; none without the file. Lines that a crash cut are left out."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)
             found += [(line, row)] if isinstance(row["step"], int) else []
     return found
