@@ -10,7 +10,7 @@ from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import write_json
 from moh_lm.flags import config_of, idle_flags, make_parser, parse_config, parse_flags, save_config, without_replaced
 from moh_lm.monitor.head_map import CELL, LEFT, TOP, head_map
-from moh_lm.training.muon import blocks_of
+from moh_lm.model.matrices import blocks_of
 
 REQUIRED = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
 TINY = ["--vocab-size", "64", "--seq-length", "16", "--validation-fraction", "0"]

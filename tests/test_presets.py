@@ -8,7 +8,7 @@ from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.flags import parse_config
-from moh_lm.model.gates import gates_of_one
+from moh_lm.model.initial_gates import gates_of_one
 
 
 @pytest.mark.parametrize("size", SIZES)

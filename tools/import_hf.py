@@ -6,7 +6,7 @@
     python tools/import_hf.py --model MoH-LLaMA3-8B --output RUN --released moh-llama3-8b
     python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
 
-RUN gets checkpoints/step-0 (tools/hf/import_step.py). docs/continue.md goes through the whole way.
+RUN gets checkpoints/step-0 (tools/hf/convert/import_step.py). docs/continue.md goes through the whole way.
 
 Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be mended, or a file could
 not be written, and nothing is there under the final name.

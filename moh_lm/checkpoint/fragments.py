@@ -23,9 +23,10 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, HashedFile, read_entries, read_json
 from moh_lm.config import Config
-from moh_lm.model.transformer import CausalLM, saved_tensors
+from moh_lm.model.transformer import saved_tensors
 from moh_lm.parallel.layers import Partition
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,8 +34,24 @@ AVERAGE = "ema"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
 
 
+class Fragment(NamedTuple):
+    """A range of one parameter that this rank's optimizer owns.
+
+    start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg" and
+    "exp_avg_sq", flat fp32, all of one length, the optimizer's own; Muon has no "exp_avg_sq", a frozen weight only the
+    master. "ema": the moving average of the master, where there is one. is_copy: another rank has the same and speaks
+    for it.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    start: int
+    is_copy: bool
+    tensors: dict[str, torch.Tensor]
+
+
 def metadata_of(fragments):
-    """The metadata of a file with these ``Fragment``s of moh_lm.training.optimizer."""
+    """The metadata of a file with these ``Fragment``s."""
     absent = [f"{kind}/{fragment.name}" for fragment in fragments for kind in MOMENTS if kind not in fragment.tensors]
     addresses = json.dumps({fragment.name: address_of(fragment) for fragment in fragments})
     return {"fragments": addresses, **({"zero": json.dumps(absent)} if absent else {})}
@@ -210,7 +227,7 @@ def full_parameters(step):
     """(name, whole fp32 tensor) of every parameter of ``step_config``, in the order of the model."""
     reader = FragmentReader(step)
     with torch.device("meta"):
-        model = CausalLM(step_config(step).model)
+        model = build_model(step_config(step).model)
     for name, _ in saved_tensors(model):
         yield name, reader.read("master", name)
 

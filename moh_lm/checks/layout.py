@@ -4,7 +4,6 @@ import math
 
 from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
-from moh_lm.model.gates import is_causal
 
 
 def layout_problems(config, world_size):
@@ -69,12 +68,9 @@ def context_problems(model, tp, cp):
     if cp == 1 or model_problems(model):
         return []
     found = []
-    if not is_causal(model):
-        given = f"--routing {model.heads.routing}"
-        found.append(f"--context-parallel-size {cp}: the router of {given} needs whole sequences; choose 1")
     given = f"--context-parallel-size {cp}" + (f" * --tensor-parallel-size {tp} = {tp * cp}" if tp > 1 else "")
     for layer in range(model.num_layers):
-        heads, leading = model.of_layer(layer).num_attention_heads, model.leading_heads(layer)
+        heads, leading = model.of_layer(layer).num_attention_heads, model.always_on_heads(layer)
         if heads % (tp * cp) or leading % (tp * cp):
             found.append(
                 f"{given}: must divide the {leading} heads always on and the {heads - leading} others; choose a "
@@ -90,13 +86,10 @@ def tensor_problems(model, tp):
         return []
     shared_by = model.queries_per_key
     found = []
-    if not is_causal(model):
-        given = f"--routing {model.heads.routing}"
-        found.append(f"--tensor-parallel-size {tp}: the router of {given} needs whole sequences; choose 1")
     if model.intermediate_size % tp:
         found.append(f"--intermediate-size {model.intermediate_size}: not a multiple of --tensor-parallel-size {tp}")
     for layer in range(model.num_layers):
-        of, leading = model.of_layer(layer), model.leading_heads(layer)
+        of, leading = model.of_layer(layer), model.always_on_heads(layer)
         heads, keys, step = of.num_attention_heads, of.num_key_value_heads, tp * shared_by
         whole_groups = f", in whole key/value groups; choose a multiple of --tensor-parallel-size {tp} * {shared_by} "
         whole_groups += f"query heads per key/value head = {step}"

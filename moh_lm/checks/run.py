@@ -10,8 +10,7 @@ import torch
 from moh_lm.checks.attention import length_problems
 from moh_lm.checks.ranges import below
 from moh_lm.config import OptimizerConfig, RunConfig, flag
-from moh_lm.kernels import varlen
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.gates import FORMS
 
 YEAR = 365 * 86400  # seconds
@@ -151,37 +150,17 @@ def backend_problems(config):
         found.append(f"{given}: --position cope makes all scores; choose dense, or auto, which is dense in its layers")
     if backend == "cpu_sparse" and torch.cuda.is_available():
         found.append(f"{given}: is for machines without a GPU; choose auto")
-    if backend != "cpu_sparse" and not torch.cuda.is_available():
+    if backend == "triton" and not torch.cuda.is_available():
         found.append(f"{given}: needs a CUDA GPU, and this machine shows none; choose auto")
     own = [window for layer, window in enumerate(config.model.window) if config.model.own_keys(layer)]
     limits = ["--window"] * any(own) + ["--reset-at-documents"] * (config.data.reset_at_documents and bool(own))
-    if backend == "varlen":
-        found += varlen_problems(config, given, own)
-    if backend not in ("cpu_sparse", "varlen") and limits:
+    if backend == "triton" and limits:
         found.append(f"{given}: does not know --routed-keys selected with {limits[0]}; choose auto or dense")
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         found.append(f"{given}: the package triton is not installed; pip install triton, or choose auto")
     if backend == "triton" and head_dim not in TRITON_HEAD_DIMS:
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         found.append(f"{given}: has no kernels for heads of {head_dim} features, only for {allowed}; choose auto")
-    return found
-
-
-def varlen_problems(config, given, own):
-    """own: windows of the layers whose heads have their own keys."""
-    found = [f"{given}: is for --routed-keys selected; choose auto"] if not own else []
-    if any(config.model.window):
-        found.append(f"{given}: does not know --window; choose auto or dense")
-    if config.run.precision != "bf16":
-        found.append(f"{given}: computes in bf16 only, not --precision {config.run.precision}; choose auto or dense")
-    if varlen.stock_kernel() is None:
-        found.append(f"{given}: this torch has no varlen_attn with window_size; install 2.11 or newer, or choose auto")
-    if config.model.query_dim not in varlen.HEAD_DIMS:
-        allowed = f"multiples of {varlen.HEAD_DIMS.step} features up to {varlen.HEAD_DIMS[-1]}"
-        found.append(f"{given}: takes heads of {allowed}, not of {config.model.query_dim}; choose auto or dense")
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < varlen.CAPABILITY:
-        least, its = (".".join(map(str, pair)) for pair in (varlen.CAPABILITY, torch.cuda.get_device_capability()))
-        found.append(f"{given}: needs compute capability {least}, and this GPU has {its}; choose auto or dense")
     return found
 
 
@@ -211,9 +190,8 @@ def compile_problems(config):
     found = []
     if not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
         found.append("--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out")
-    backend = config.run.attention_backend
-    if backend in ("cpu_sparse", "varlen"):
-        found.append(f"--compile: does not know --attention-backend {backend}, whose shapes vary; choose auto")
+    if config.run.attention_backend == "cpu_sparse":
+        found.append("--compile: does not know --attention-backend cpu_sparse, whose shapes vary; choose auto")
     return found
 
 

@@ -18,12 +18,20 @@ from moh_lm.config.fields import ConfigError, as_tuples, build, flag, option, ra
 from moh_lm.config.heads import BUDGETS, SPREAD, TRAINING_ONLY, TWO_STAGE, HeadsConfig, RoutedLayer, spread_budget
 from moh_lm.config.model import ModelConfig
 from moh_lm.config.presets import SIZES, preset
-from moh_lm.config.run import AlarmConfig, DataConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunConfig
+from moh_lm.config.run import (
+    REDUCE_BUCKET,
+    AlarmConfig,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReliabilityConfig,
+    RunConfig,
+)
 
 __all__ = [
-    "BUDGETS", "SPREAD", "TRAINING_ONLY", "TWO_STAGE", "AlarmConfig", "Config", "ConfigError", "DataConfig",
-    "HeadsConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "ReliabilityConfig", "RoutedLayer",
-    "RunConfig", "flag", "option", "raise_any", "walk",
+    "BUDGETS", "REDUCE_BUCKET", "SPREAD", "TRAINING_ONLY", "TWO_STAGE", "AlarmConfig", "Config", "ConfigError",
+    "DataConfig", "HeadsConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig", "ReliabilityConfig",
+    "RoutedLayer", "RunConfig", "flag", "option", "raise_any", "walk",
 ]  # fmt: skip
 
 

@@ -33,9 +33,8 @@ class HeadsConfig:
     routing: str = option(
         "sigmoid",
         "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
-        "2 sigmoid of each score; from query norms (Eq. 9-10); ReLU of each score, K then being an average; or a "
-        "control, in which heads choose tokens",
-        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "expert_choice"),
+        "2 sigmoid of each score; from query norms (Eq. 9-10); or ReLU of each score, K then being an average",
+        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"),
     )
     routing_unit: str = option(
         "head",

@@ -141,7 +141,7 @@ class ModelConfig(HeadsOfLayers):
         """W / d of docs/optimizer.md, by which --base-width W scales a model of the width d."""
         return self.base_width / self.hidden_size
 
-    def leading_heads(self, layer):
+    def always_on_heads(self, layer):
         """Heads of ``layer`` that are always on, at the front of the order: the shared, or the static, ones."""
         heads = self.heads
         if heads.head_selection == "all":

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from moh_lm.config.fields import option
 
+REDUCE_BUCKET = 500_000_000  # gradients at most that DeepSpeed sums over the ranks at once
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -155,9 +157,8 @@ class RunConfig(RunBase):
     window_max: int = option(4096, "largest window of a strategy")
     attention_backend: str = option(
         "auto",
-        "attention of the selected heads only (triton, flex, cpu_sparse; varlen with --routed-keys selected), of all "
-        "(dense), or what was measured faster",
-        choices=("auto", "dense", "triton", "flex", "varlen", "cpu_sparse"),
+        "attention of the selected heads only (triton, cpu_sparse), of all (dense), or what was measured faster",
+        choices=("auto", "dense", "triton", "cpu_sparse"),
     )
 
     def __post_init__(self):

@@ -5,13 +5,12 @@ from itertools import groupby
 
 import torch
 
-from moh_lm.build import attention_kind
+from moh_lm.build import layer_backends
 from moh_lm.config import walk
+from moh_lm.cost.attention import describe_kv
 from moh_lm.cost.flops import LIKELY_MFU, flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
-from moh_lm.kernels.choose import machine, measurement
-from moh_lm.kernels.gated_attention import choose_backend
-from moh_lm.model.attention import share_of_scores
+from moh_lm.kernels.measured import machine, measurement
 from moh_lm.units import by_layer, gibibytes, short, time_left, words, wrapped
 
 LARGEST_GPU = 288 * 2**30  # bytes of memory
@@ -46,7 +45,7 @@ def describe_configuration(config):
 
 
 def describe_model(model):
-    counts, keys = parameter_counts(model), attention_kind(model).describe_kv(model)
+    counts, keys = parameter_counts(model), describe_kv(model)
     yield (
         f"model      {model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"{words(model.num_attention_heads)} heads x {describe_width(model)}, {keys}, "
@@ -153,23 +152,11 @@ def describe_attention(config):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-    ranks = config.parallel.tensor_parallel_size * config.parallel.context_parallel_size
-    layers = zip(map(model.of_layer, range(model.num_layers)), model.window, model.position, strict=True)
-    asked = [  # what each layer asks ``choose_backend``, from the shape of its queries on
-        (
-            (run.seq_length, run.micro_batch_size, of.num_attention_heads // ranks, of.query_dim),
-            of.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, width),
-            kind != "cope",
-            model.own_keys(index),
-            run.compile,
-        )
-        for index, (of, width, kind) in enumerate(layers)
-    ]
     if device.type == "cpu" and run.compile:
         yield "attention  auto: dense in every layer, since cpu_sparse cannot be compiled"
         return
-    backends = Counter(choose_backend("auto", device, dtype, *question) for question in asked)
-    chosen = ", ".join(f"{backend} in {count} of {len(asked)} layers" for backend, count in backends.items())
+    backends = Counter(layer_backends(config, device))
+    chosen = ", ".join(f"{backend} in {count} of {model.num_layers} layers" for backend, count in backends.items())
     found = measurement(device, dtype)
     if found:
         yield f"attention  auto: {chosen}, by what was measured on {found.machine}"

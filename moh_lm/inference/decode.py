@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 
 try:
     from moh_lm.inference import triton_decode

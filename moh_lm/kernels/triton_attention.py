@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 from torch.cuda import get_device_capability
 
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS, measured_tiles
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS, measured_tiles
 from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel
 from moh_lm.kernels.triton_compaction import compact
 from moh_lm.kernels.triton_forward import forward_kernel

@@ -24,7 +24,6 @@ import torch
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import sha256_of
 from moh_lm.data.loader import MicroBatch
-from moh_lm.model.gates import check_causal
 from moh_lm.parallel.cross_entropy import IGNORED
 
 
@@ -37,7 +36,7 @@ class Tasks:
     """The questions of ``config.run.eval_tasks`` by task, and a rank's share of their choices as micro-batches.
 
     tokenizer: path of the data's, or None. Raises ConfigError if it is not a file of tasks, has a question without a
-    meaning, was made for another tokenizer, vocabulary or length, or the model is not causal.
+    meaning, or was made for another tokenizer, vocabulary or length.
     """
 
     def __init__(self, config, tokenizer):
@@ -46,7 +45,6 @@ class Tasks:
         path = config.run.eval_tasks
         if not path:
             return
-        check_causal(config.model)
         try:
             header, *rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
             made_with = header["tokenizer"]

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_file_loader import LegacyEventFi
 from torch.utils.tensorboard import SummaryWriter
 
 
-class Boards:
+class Writers:
     """TensorBoard below ``directory``, and the ``project`` of Weights & Biases.
 
     first_step: iterations done when the run starts or resumes. settings: what Weights & Biases shows as configuration.

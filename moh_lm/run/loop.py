@@ -24,10 +24,10 @@ from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Tasks
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.run.nodes import check_nodes
 from moh_lm.run.resume import resume
 from moh_lm.run.state import RunState
 from moh_lm.supervise.processes import log_rank0
-from moh_lm.supervise.run_directory import check_nodes
 from moh_lm.training.engine import make_engine
 from moh_lm.training.guard import BadNumbers
 from moh_lm.training.incidents import report
@@ -78,11 +78,11 @@ class Run:
         self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # of each micro-batch
         watchdog.progress()
         watchdog.limit_groups()
-        self.interval = MetricsAccumulator(dataset.source_names, layers, device)
+        self.accumulator = MetricsAccumulator(dataset.source_names, layers, device)
         self.alarms = Alarms(config.alarms, layers, dataset.shares)
-        self.journal = EventLog(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
-        self.state = RunState(config, dataset, self.engine, self.interval, self.alarms)
-        resume(self.state, self.journal, watchdog.progress)
+        self.event_log = EventLog(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
+        self.state = RunState(config, dataset, self.engine, self.accumulator, self.alarms)
+        resume(self.state, self.event_log, watchdog.progress)
         self.engine.begin(self.state.step)
 
     def complete(self):
@@ -100,7 +100,7 @@ class Run:
             keep_every=self.config.reliability.keep_every,
             background=self.config.reliability.async_save,
             verified=[step] if step else [],
-            on_saved=lambda step, path, facts: self.journal.add("saved", step, f"saved {path}", **facts),
+            on_saved=lambda step, path, facts: self.event_log.add("saved", step, f"saved {path}", **facts),
             progress=self.watchdog.progress,
         )
         first = dist.get_rank() == 0
@@ -140,7 +140,7 @@ class Run:
             self.saver.save(step, self.engine.fragments(), self.state.config_now(), self.state.capture(), tokenizer)
         elif not writing:
             self.saver.finish()
-        self.interval.seconds["save"] += time.perf_counter() - started
+        self.accumulator.seconds["save"] += time.perf_counter() - started
 
     def train(self):
         """(learning rate, ``StepResult``) of one iteration. Raises BadNumbers, with the last checkpoint's name."""
@@ -155,44 +155,44 @@ class Run:
         if state.step == config.model.heads.dense_warmup_iters and config.model.after(0) != config.model:
             self.engine.guard.forget()  # with fewer heads the loss is another
             text = f"step {state.step}: the dense warm-up is over: {describe_switch(config.model)}"
-            self.journal.add("dense warm-up over", state.step, text)
+            self.event_log.add("dense warm-up over", state.step, text)
         state.step += 1
         bad_sources = []
         try:
             check_replicas = due(state.step, config.reliability.replica_check_interval)
             result = self.engine.train_step(batches, rate, check_replicas=check_replicas)
-            if result.verdict:
-                bad_sources = report(self.engine, self.loader, batches, self.journal, state.step, result)
+            if result.code:
+                bad_sources = report(self.engine, self.loader, batches, self.event_log, state.step, result)
             self.engine.guard.record(state.step, result.loss, result.grad_norm, result.skipped)
         except BadNumbers as error:
             self.saver.finish()
             text = f"step {state.step}: {error}; {self.saver.newest()}"
-            self.journal.add("failed", state.step)  # said when the rank ends
+            self.event_log.add("failed", state.step)  # said when the rank ends
             on_rank_zero(self.report)  # the others wait: a rank that has left would be named as the cause
             raise BadNumbers(text) from error
-        self.interval.add(result, data_seconds, run.tokens_per_iteration, bad_sources)
+        self.accumulator.add(result, data_seconds, run.tokens_per_iteration, bad_sources)
         self.engine.begin(state.step)
         self.watchdog.progress()
         return rate, result
 
     def write_log(self, rate, result):
         """The line of the interval that ends here, and the alarms that fire or end with it."""
-        config, step, interval = self.state.config_now(), self.state.step, self.interval
-        ranks = waits_and_memory(interval, self.device)
+        config, step, accumulator = self.state.config_now(), self.state.step, self.accumulator
+        ranks = waits_and_memory(accumulator, self.device)
         if self.log:
             figures = None
-            if config.model.after(interval.began(step, config.run.tokens_per_iteration)) == config.model:
-                figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel)
-            dataset, norm = self.state.dataset, result.grad_norm
-            self.log.training(
-                training_record(config, dataset, interval, step, rate, norm, figures, ranks, self.device, self.flops),
-                figures,
-            )
-            for text, facts in self.alarms.check(interval, figures, ranks):
+            if config.model.after(accumulator.began(step, config.run.tokens_per_iteration)) == config.model:
+                figures = accumulator.head_figures(config.alarms.alarm_head_high, config.parallel)
+            record = training_record(
+                config, self.state.dataset, accumulator, step, rate, result.grad_norm, figures, ranks, self.device,
+                self.flops,
+            )  # fmt: skip
+            self.log.training(record, figures)
+            for text, facts in self.alarms.check(accumulator, figures, ranks):
                 text = f"step {step}: {text}"
-                self.journal.add(facts.pop("event"), step, text, **facts)
-                self.log.boards.alarm(text, step)
-        interval.clear()
+                self.event_log.add(facts.pop("event"), step, text, **facts)
+                self.log.writers.alarm(text, step)
+        accumulator.clear()
 
     def evaluate(self):
         """Mean loss per token of every source's held-out windows, the scores of the tasks, and samples of text."""
@@ -226,11 +226,11 @@ class Run:
             self.log.close()
         step, run = self.state.step, self.config.run
         if self.complete():
-            self.journal.add("complete", step, f"complete: {step} steps are in {run.checkpoint_dir}")
+            self.event_log.add("complete", step, f"complete: {step} steps are in {run.checkpoint_dir}")
         else:
             reason = f" ({self.stop.reason})" if self.stop.reason else ""
             stopped = f"stopped after step {step} of {run.train_iters}, as asked{reason}"
-            self.journal.add("stopped", step, f"{stopped}; the same command goes on")
+            self.event_log.add("stopped", step, f"{stopped}; the same command goes on")
         self.report()
 
     def report(self):

@@ -22,7 +22,7 @@ from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.segments import tokens_read
 from moh_lm.data.shards import TOKENIZER_FILES
-from moh_lm.model.gates import gates_of_one
+from moh_lm.model.initial_gates import gates_of_one
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
 from moh_lm.monitor.record import last_step
 from moh_lm.monitor.writers import first_drawn
@@ -34,16 +34,19 @@ SPEED = (  # fields that change how many tokens a device computes in a second
     *(entry.name for _, entry in walk(ParallelConfig())), "micro_batch_size", "seq_length", "precision", "recompute",
     "compile", "attention_backend", "head_selection", "train_only", "optimizer", "workers",
 )  # fmt: skip
+OF_TRAINING = (  # fields that change how a run is trained, beside those of the optimizer
+    "train_iters", "train_tokens", "precision", "seed", "absurd_factor", "spike_sigmas", "spike_window", "on_spike",
+)  # fmt: skip
 
 
-def resume(state, journal, progress):
+def resume(state, event_log, progress):
     """Fill ``state``, a ``RunState`` of moh_lm.run.state, from the run's last sound checkpoint, if there is one.
 
     progress: called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
     """
     config, directory = state.config, Path(state.config.run.checkpoint_dir)
     on_rank_zero(lambda: tidy(directory))
-    step = sound_step(directory / "checkpoints", journal, progress)
+    step = sound_step(directory / "checkpoints", event_log, progress)
     if step is None:
         return
     saved = all_ranks_or_raise(lambda: read_state(step))
@@ -57,29 +60,36 @@ def resume(state, journal, progress):
             log_rank0(f"resuming with another {key}: {now[key]} instead of {before[key]}")
     changes = differing(names_of(config.model), before, now)
     losses = {} if begins else differing(config.of_loss, before, now)
-    for event, fields in (("routing changed", changes), ("loss changed", losses)):
+    training = {} if begins else differing(of_training(config), before, now)
+    for event, fields in (("routing changed", changes), ("loss changed", losses), ("training changed", training)):
         if fields:
-            journal.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
+            event_log.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
     all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
     changed = state.restore(saved, of_data(config, before))
     if changed:
-        journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
+        event_log.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
     if changed or changes or losses or before["train_only"] != now["train_only"]:
         state.engine.guard.forget()  # of other data, another routing or other weights, loss and norm are others
         state.alarms.forget(BALANCE, DRIFT)
     if differing(SPEED, before, now) or all_ranks_or_raise(lambda: ranks_of(step)) != dist.get_world_size():
         state.alarms.forget(THROUGHPUT)
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
-        state.interval.clear()  # its steps have no figures of heads, and those to come have
+        state.accumulator.clear()  # its steps have no figures of heads, and those to come have
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
-        journal.add("dense warm-up over", saved["step"], text)
+        event_log.add("dense warm-up over", saved["step"], text)
     how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
-    journal.add("resumed", state.step, how)
+    event_log.add("resumed", state.step, how)
 
 
 def differing(names, before, now):
     """{field: [value before, value now]} of those of the fields ``names`` that are not the same."""
     return {name: [before[name], now[name]] for name in names if before.get(name) != now.get(name)}
+
+
+def of_training(config):
+    """Names of the fields that change the training and none of what losses, model and data are."""
+    names = (*OF_TRAINING, *(entry.name for _, entry in walk(config.optimizer)))
+    return [name for name in names if name not in config.of_loss]
 
 
 def ranks_of(step):
@@ -232,7 +242,7 @@ def program_of(directory):
     return None
 
 
-def sound_step(directory, journal, progress):
+def sound_step(directory, event_log, progress):
     """The newest step whose files are what its manifest says; None if this run has never saved one.
 
     Rank 0 names the steps, each rank reads a share of the files, and all of them hear the verdict. Raises ConfigError
@@ -242,7 +252,7 @@ def sound_step(directory, journal, progress):
     for step in on_rank_zero(lambda: list_steps(directory)):
         problems = problems_of_all_ranks(all_ranks_or_raise(lambda step=step: damage(step, progress)))
         if not problems:
-            on_rank_zero(lambda step=step: settle(step, damaged, journal))
+            on_rank_zero(lambda step=step: settle(step, damaged, event_log))
             return step
         damaged[step] = problems
         for problem in problems:
@@ -250,7 +260,7 @@ def sound_step(directory, journal, progress):
     if damaged:
         advice = "no checkpoint of this run is sound: restore one, or choose a new --checkpoint-dir"
         raise ConfigError([*chain(*damaged.values()), advice])
-    lost = on_rank_zero(lambda: trace_of_checkpoints(directory, journal))
+    lost = on_rank_zero(lambda: trace_of_checkpoints(directory, event_log))
     if lost:
         raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started afresh"])
     return None
@@ -268,13 +278,13 @@ def damage(step, progress):
     return [] if step.name == f"step-{inside}" else [f"{step}: holds step {inside}"]
 
 
-def settle(sound, damaged, journal):
+def settle(sound, damaged, event_log):
     """Give the ``damaged`` steps names that no run goes on from, and let ``latest`` name the ``sound`` one."""
     for step, problems in damaged.items():
         aside = free_name(step.with_name(f"damaged-{step.name}"))
         step.rename(aside)
         number = int(step.name.split("-")[1])
-        journal.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
+        event_log.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
     point_latest(sound)
 
 
@@ -284,10 +294,10 @@ def free_name(path):
     return next(free for free in paths if not os.path.lexists(free))
 
 
-def trace_of_checkpoints(directory, journal):
+def trace_of_checkpoints(directory, event_log):
     """What shows that there were checkpoints, or that files of the run were removed, where there are none; or None."""
-    saved = journal.last("saved")
-    begun = journal.last("import")
+    saved = event_log.last("saved")
+    begun = event_log.last("import")
     if begun and not saved:
         return f"{directory}: the model that was to be imported from {begun['source']} (events.jsonl) is not there"
     if saved:

@@ -28,11 +28,11 @@ KEYS = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard",
 class RunState:
     """What the steps of a run change: the parts given, ``step`` (iterations done) and ``imported``."""
 
-    def __init__(self, config, dataset, engine, interval, alarms):
+    def __init__(self, config, dataset, engine, accumulator, alarms):
         self.config = config
         self.dataset = dataset
         self.engine = engine
-        self.interval = interval
+        self.accumulator = accumulator
         self.alarms = alarms
         self.step = 0
         self.imported = None
@@ -48,7 +48,7 @@ class RunState:
             "optimizer_steps": optimizer.steps,
             "router_shares": [share.tolist() for share in routers.shares],
             "guard": self.engine.guard.state(),
-            "interval": self.interval.state(),
+            "interval": self.accumulator.state(),
             "alarms": self.alarms.state(),
             "data": self.dataset.state(consumed),
             **({"rested_steps": optimizer.rested} if optimizer.rested else {}),
@@ -82,7 +82,7 @@ class RunState:
         changes = [*changes, *self.dataset.changes(saved["data"], saved["consumed_samples"])]
         same_data = not changes and sorted(self.dataset.shares) == sorted(saved["alarms"]["unseen"])
         if same_data:
-            self.interval.restore(saved["interval"])
+            self.accumulator.restore(saved["interval"])
         self.alarms.restore(saved["alarms"], same_data)
         self.dataset = self.dataset.continue_from(saved["data"], saved["consumed_samples"])
         return changes

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from moh_lm.parallel.cross_entropy import IGNORED
+from moh_lm.parallel.groups import sum_over_ranks
 from moh_lm.training.engine import Engine
-from moh_lm.training.step_sums import reduce
 from moh_lm.vision.load import MODELS
 
 
@@ -38,8 +38,7 @@ class ImageEngine(Engine):
 
     def losses(self, batch):
         """Mean loss, losses [b] without those of filler, and which images are none, bool [b]."""
-        for router in self.routers:
-            router.samples = None if batch.samples is None else self.on_device(batch.samples)
+        self.model.batch.feed([None], [batch.samples])
         mean, losses = self.engine(*map(self.on_device, batch.inputs))
         counted = self.on_device(batch.labels) >= 0
         return mean, losses * counted, counted
@@ -60,7 +59,7 @@ class ImageEngine(Engine):
                     _, losses, counted = self.losses(batch)
                     found = [losses.double().sum(), counted.sum()]
                 sums[: len(found)] += torch.stack([value.double() for value in found])
-        loss, images, first, five = reduce(sums, self.groups.data).tolist()
+        loss, images, first, five = sum_over_ranks(sums, self.groups.data).tolist()
         if not images:
             return {}
         accuracy = {"top_5": five / images, "top_1": first / images} if self.config.kind == "vit" else {}

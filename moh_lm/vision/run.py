@@ -60,7 +60,7 @@ class ImageRun(Run):
     def keep(self, picture, step):
         """Write a grid of drawn images, uint8 [H, W, 3]."""
         path = Path(self.config.run.checkpoint_dir) / "samples" / f"step-{step}.png"
-        self.log.boards.picture("samples", picture, step)
+        self.log.writers.picture("samples", picture, step)
         try:
             path.parent.mkdir(exist_ok=True)
             Image.fromarray(picture).save(path)

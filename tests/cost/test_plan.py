@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moh_lm.build import build_model
 from moh_lm.checks import config_problems
 from moh_lm.cost import memory
 from moh_lm.cost.flops import flops_per_token, muon_flops
@@ -27,7 +28,7 @@ from moh_lm.cost.memory import (
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.model.attention import Attention
-from moh_lm.model.transformer import CausalLM, DecoderLayer
+from moh_lm.model.transformer import DecoderLayer
 from moh_lm.parallel import cross_entropy
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.parallel.layers import even_partition
@@ -188,7 +189,7 @@ def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
 def test_the_activation_estimate_is_what_autograd_keeps(flags, dtype):
     sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
     config = parse(f"{sizes} {flags}").model
-    model = CausalLM(config).to(dtype)
+    model = build_model(config).to(dtype)
     model.initialize(1)
     counted = 128 * ("cope" in config.position)
     kept = kept_by_second_layer(model, tokens=torch.randint(0, 64, (2, 128)))
@@ -197,7 +198,7 @@ def test_the_activation_estimate_is_what_autograd_keeps(flags, dtype):
 
 def kept_of_a_context(config):
     groups = ParallelGroups.create(1, 1, dist.get_world_size())
-    model = CausalLM(config, context=groups.context)
+    model = build_model(config, context=groups.context)
     model.initialize(1)
     for layer in model.model.layers:
         layer.self_attn.backend = "dense"

@@ -145,7 +145,7 @@ def test_an_extended_model_can_still_be_encoded_with_the_segment_cache(new):
 
 def test_the_tokenizer_of_hugging_face_agrees_on_an_extended_model(new, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    from tools.hf.tokenizer_json import read_model, write_tokenizer
+    from tools.hf.convert.tokenizer_json import read_model, write_tokenizer
 
     write_tokenizer(read_model(new), tmp_path, max_length=512)
     converted = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

@@ -14,7 +14,7 @@ from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.state import read_state
 from tests.attention_cases import make_boundaries
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, rows, run
+from tests.training.runs import arguments, rows, run
 
 STRATEGY = "--window-strategy entropy --window-min 3 --window-max 12 --log-interval 1 --precision fp32".split()
 

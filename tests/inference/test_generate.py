@@ -14,16 +14,16 @@ from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.inference import decode
 from moh_lm.inference.generate import Cache, generate, read_prompt, read_token, sample
 from moh_lm.model.rotary import kept_table
-from moh_lm.model.transformer import CausalLM
 from tests.distributed import run_ranks
 from tests.tokenizing import train_model
 from tests.tools.exporting import PAPER, write_checkpoint
 from tools import generate as generate_tool
-from tools.hf.keys import written
+from tools.hf.convert.keys import written
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=4, vocab_size=37)
@@ -88,7 +88,7 @@ MODELS = {
 
 def make_model(name, **others):
     heads, sizes = MODELS[name]
-    model = CausalLM(ModelConfig(**(SIZES | sizes | others), heads=HeadsConfig(**heads)))
+    model = build_model(ModelConfig(**(SIZES | sizes | others), heads=HeadsConfig(**heads)))
     model.initialize(seed=5)
     with torch.no_grad():
         for parameter in model.double().parameters():
@@ -223,7 +223,7 @@ def test_a_step_on_a_gpu_takes_nothing_from_the_device_nor_from_the_host(name, b
     heads, sizes = MODELS[name]
     try:
         with FakeTensorMode():
-            model = CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)))
+            model = build_model(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)))
             backend = "dense" if "own keys" in name else backend  # the one that leaves out keys on a GPU
             cache, tokens = Cache(model, 3, 12, backend), torch.zeros(3, dtype=torch.long)
             with Names() as step:
@@ -351,7 +351,7 @@ def test_an_export_with_a_damaged_or_odd_file_is_named(tmp_path, capsys):
     flags = ["--model", str(tmp_path), "--prompt", "a"]
     assert generate_tool.main(flags) == 2
     assert "model.safetensors: not a safetensors file" in capsys.readouterr().err
-    weights = {name: torch.zeros_like(tensor) for name, tensor in CausalLM(config).state_dict().items()}
+    weights = {name: torch.zeros_like(tensor) for name, tensor in build_model(config).state_dict().items()}
     for odd in ({"adapter.weight": torch.zeros(3)}, {"model.norm.weight": torch.zeros(1)}):
         save_file(weights | odd, tmp_path / "model.safetensors")
         assert generate_tool.main(flags) == 2

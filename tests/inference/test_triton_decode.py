@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moh_lm.inference.decode import decode_attention, worth_a_kernel
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from tests.inference.test_generate import MODELS, TEXTS, make_model, whole
 from tests.kernels.test_triton_kernels import multiply_bf16
 

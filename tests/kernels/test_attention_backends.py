@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moh_lm.build import build_model
 from moh_lm.checks import config_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
-from moh_lm.model.transformer import CausalLM
 from tests.distributed import run_ranks
 from tests.model.test_router import BATCH, CASES, LENGTH, D, make_attention, make_config
 from tests.parallel.test_parallel import whole
-from tests.training.test_training import arguments, losses, parameters, rows, run
+from tests.training.runs import arguments, losses, parameters, rows, run
 
 OWN_KEYS = (
     "shared and routed", "one shared head", "grouped queries", "groups", "relu, no shared head", "top-p", "window",
@@ -68,7 +68,7 @@ def compute(name, backend, heads=8, key_value_heads=4):
         **POSITIONS.get(name, {}),
     )  # fmt: skip
     group = dist.group.WORLD if dist.is_initialized() else None
-    model = CausalLM(config, group, attention_backend=backend)
+    model = build_model(config, group=group, backends=backend)
     model.initialize(seed=5)
     model.double()
     with torch.no_grad():

@@ -5,16 +5,16 @@ import torch
 
 from moh_lm.cost.summary import describe_attention
 from moh_lm.flags import parse_config
-from moh_lm.kernels import choose
+from moh_lm.kernels import choose, measured
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """No machine is measured but the ones that a test gives to ``choose.keep``; the machine at hand is "here"."""
+    """No machine is measured but the ones that a test gives to ``measured.keep``; the machine at hand is "here"."""
     monkeypatch.setattr(choose, "MEASURED", [])
     monkeypatch.setattr(choose, "machine", lambda device: "here")
     yield
-    choose.measured_tiles.cache_clear()
+    measured.measured_tiles.cache_clear()
 
 
 def chosen(device, dtype, length, share, batch=1, head_dim=64, compiled=False):
@@ -23,8 +23,8 @@ def chosen(device, dtype, length, share, batch=1, head_dim=64, compiled=False):
 
 def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_measured(measured, monkeypatch):
     rows = [[1024, 0.5, 0.98], [2048, 0.5, 0.8], [2048, 0.75, 0.95], [4096, 0.5, 0.7], [4096, 0.75, 1.1]]
-    choose.keep(choose.Measurement("there", "cpu", "float32", 2, "", 0, rows, []))
-    choose.keep(choose.Measurement("there", "cpu", "float32", 3, "", 0, [[1024, 1.0, 1.3]], []))
+    measured.keep(measured.Measurement("there", "cpu", "float32", 2, "", 0, rows, []))
+    measured.keep(measured.Measurement("there", "cpu", "float32", 3, "", 0, [[1024, 1.0, 1.3]], []))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     expected = {
         (512, 0.5): "dense", (1024, 0.5): "dense", (2047, 0.3): "dense", (2048, 0.3): "cpu_sparse",
@@ -33,7 +33,7 @@ def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_meas
     for (length, share), backend in expected.items():
         assert chosen("cpu", torch.float32, length, share) == backend
     assert chosen("cpu", torch.bfloat16, 4096, 0.5) == "dense"
-    choose.keep(choose.Measurement("here", "cpu", "float32", 2, "", 0, [[4096, 0.5, 0.97]], []))
+    measured.keep(measured.Measurement("here", "cpu", "float32", 2, "", 0, [[4096, 0.5, 0.97]], []))
     assert chosen("cpu", torch.float32, 4096, 0.5) == "dense"  # its own figures come before those of another
     for others in (1, 3, 4):  # not measured, slower, not measured
         monkeypatch.setattr(torch, "get_num_threads", lambda number=others: number)
@@ -42,9 +42,9 @@ def test_auto_goes_by_the_longest_length_and_the_least_activation_that_were_meas
 
 def test_a_gpu_goes_by_its_own_figures_and_not_below_the_size_that_was_measured(measured):
     rows, size = [[1024, 0.5, 0.9]], 1024 * 4 * 12 * 64
-    choose.keep(choose.Measurement("there", "cuda", "bfloat16", 0, "", size, rows, []))
+    measured.keep(measured.Measurement("there", "cuda", "bfloat16", 0, "", size, rows, []))
     assert chosen("cuda", torch.bfloat16, 1024, 0.5, batch=4) == "dense"
-    choose.keep(choose.Measurement("here", "cuda", "bfloat16", 0, "", size, rows, []))
+    measured.keep(measured.Measurement("here", "cuda", "bfloat16", 0, "", size, rows, []))
     assert chosen("cuda", torch.bfloat16, 1024, 0.5, batch=4) == "triton"
     assert chosen("cuda", torch.bfloat16, 1024, 0.5, batch=3) == "dense"
     assert chosen("cuda", torch.float16, 1024, 0.5, batch=4) == "dense"
@@ -55,7 +55,7 @@ def test_a_gpu_goes_by_its_own_figures_and_not_below_the_size_that_was_measured(
 @pytest.mark.parametrize("called, replayed", [(1.2, 0.9), (0.9, 1.2), (0.9, 0.9)])
 def test_a_gpu_goes_by_its_graphs_where_layers_are_compiled_and_by_calls_elsewhere(measured, called, replayed):
     rows = [[1024, 0.5, called, replayed]]
-    choose.keep(choose.Measurement("here", "cuda", "bfloat16", 0, "", 0, rows, []))
+    measured.keep(measured.Measurement("here", "cuda", "bfloat16", 0, "", 0, rows, []))
     found = [chosen("cuda", torch.bfloat16, 1024, 0.5, compiled=compiled) for compiled in (False, True)]
     assert found == ["triton" if ratio < 1 else "dense" for ratio in (called, replayed)]
 
@@ -70,7 +70,7 @@ def test_a_run_says_what_auto_takes_and_how_to_measure_where_it_cannot_know(meas
     assert first.startswith("attention  auto: dense in 2 of 2 layers, since ")
     assert second.endswith("attention.py --levels layer --dtype float32 --threads 2 --save does that")
     rows = [[1024, 0.5, 0.9], [1024, 0.75, 0.99]]
-    choose.keep(choose.Measurement("there", "cpu", "float32", 2, "", 0, rows, []))
+    measured.keep(measured.Measurement("there", "cpu", "float32", 2, "", 0, rows, []))
     assert list(describe_attention(config)) == [
         "attention  auto: cpu_sparse in 1 of 2 layers, dense in 1 of 2 layers, by what was measured on there"
     ]
@@ -82,27 +82,27 @@ def test_the_newest_measurement_of_a_machine_counts_at_once(measured):
     gpu = torch.device("cuda"), torch.bfloat16
     for ratio, tile in ((0.9, [64, 64, 4, 2]), (1.1, [128, 64, 8, 3])):
         rows = [[1024, 0.5, ratio]]
-        choose.keep(
-            choose.Measurement("here", "cuda", "bfloat16", 0, "", 0, rows, [["query", 512, 64, tile]])
+        measured.keep(
+            measured.Measurement("here", "cuda", "bfloat16", 0, "", 0, rows, [["query", 512, 64, tile]])
         )
-        assert choose.measurement(*gpu).ratios == rows
-        assert choose.measured_tiles(*gpu, "query", 512, 64) == tile
+        assert measured.measurement(*gpu).ratios == rows
+        assert measured.measured_tiles(*gpu, "query", 512, 64) == tile
 
 
 def test_what_is_measured_is_written_and_read_and_replaces_what_was_measured_before(measured, monkeypatch, tmp_path):
     monkeypatch.setattr(choose, "FILE", tmp_path / "measured.json")
-    choose.FILE.write_text("[]")
+    measured.FILE.write_text("[]")
     for ratio in (0.9, 0.7):
         tiles = [["forward", 512, 64, [64, 64, 4, 2]], ["forward", 2048, 64, [128, 64, 8, 3]]]
         rows = [[512, 0.5, ratio]]
-        last = choose.Measurement("here", "cuda", "bfloat16", 0, "when\n$ how", 5, rows, tiles)
-        choose.save(last)
-    other = choose.Measurement("here", "cpu", "float32", 1, "", 0, [], [])
-    choose.save(other)  # by a process that has not read what the others wrote
-    assert choose.read() == [other, last]
-    choose.keep(last)
+        last = measured.Measurement("here", "cuda", "bfloat16", 0, "when\n$ how", 5, rows, tiles)
+        measured.save(last)
+    other = measured.Measurement("here", "cpu", "float32", 1, "", 0, [], [])
+    measured.save(other)  # by a process that has not read what the others wrote
+    assert measured.read() == [other, last]
+    measured.keep(last)
     gpu = torch.device("cuda"), torch.bfloat16
     for length, tile in {1: [64, 64, 4, 2], 512: [64, 64, 4, 2], 513: [128, 64, 8, 3], 9999: [128, 64, 8, 3]}.items():
-        assert choose.measured_tiles(*gpu, "forward", length, 64) == tile
-    assert choose.measured_tiles(*gpu, "forward", 512, 96) is None
-    assert choose.measured_tiles(*gpu, "query", 512, 64) is None
+        assert measured.measured_tiles(*gpu, "forward", length, 64) == tile
+    assert measured.measured_tiles(*gpu, "forward", 512, 96) is None
+    assert measured.measured_tiles(*gpu, "query", 512, 64) is None

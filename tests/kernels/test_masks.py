@@ -5,14 +5,13 @@ import shutil
 import pytest
 import torch
 
+from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.kernels import gated_attention
-from moh_lm.model.transformer import CausalLM
 from tests.distributed import run_ranks
-from tests.run.harm import events
-from tests.training.test_training import arguments, losses, rows, run
+from tests.training.runs import arguments, events, losses, rows, run
 
 LENGTHS = (5, 1, 7, 3)  # of the documents in one window
 
@@ -29,7 +28,7 @@ BACKENDS = ("dense", "cpu_sparse")
 
 def make_model(heads, backend, window=(), **options):
     config = ModelConfig(2, 32, 64, 8, num_key_value_heads=4, vocab_size=50, window=window, heads=heads)
-    model = CausalLM(config, attention_backend=backend, **options).double()
+    model = build_model(config, backends=backend, **options).double()
     model.initialize(0)
     return model
 
@@ -41,7 +40,7 @@ def test_a_document_in_a_sequence_gives_the_logits_that_it_gives_alone(heads, wi
     model = make_model(heads, backend, window)
     tokens = torch.randint(50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    model.documents.feed([positions])
+    model.batch.feed([positions])
     together = model(tokens)
     for document, logits in zip(tokens.split(LENGTHS, 1), together.split(LENGTHS), strict=True):
         torch.testing.assert_close(logits, model(document), rtol=1e-9, atol=1e-12)
@@ -66,7 +65,7 @@ def test_a_sparse_backend_gives_the_loss_and_the_gradients_of_the_dense_one_insi
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter *= 5  # so that no gradient is hidden by small weights
-        model.documents.feed([positions])
+        model.batch.feed([positions])
         loss, _ = model(tokens[:, :-1], tokens[:, 1:])
         assert (model.documents.boundaries.mask is None) == (backend == "cpu_sparse")
         loss.backward()

@@ -6,8 +6,8 @@ Elsewhere the kernels run in Triton's interpreter. On an H200 124 such cases pas
 import pytest
 import torch
 
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS
 from moh_lm.kernels.gated_attention import moh_attention
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from tests.attention_cases import (
     DOCUMENTS,
     ROUTINGS,

@@ -15,15 +15,16 @@ import torch._dynamo as dynamo
 
 import moh_lm.model.router as router_module
 import moh_lm.training.engine
+from moh_lm.build import build_model
 from moh_lm.checks import config_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
-from moh_lm.kernels import choose
+from moh_lm.kernels import measured
 from moh_lm.kernels.gated_attention import choose_backend
 from moh_lm.model.router import routers_of
-from moh_lm.model.transformer import CausalLM, compile_layers
+from moh_lm.model.transformer import compile_layers
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, losses, rows, run
+from tests.training.runs import arguments, losses, rows, run
 
 HEADS = {
     "paper": dict(routing="paper", num_shared_heads=(2,), num_active_routed_heads=(2,)),
@@ -47,7 +48,7 @@ def make_model(recompute=False, backend="auto", num_layers=3, head_dim=4, window
         num_layers=num_layers, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4,
         head_dim=head_dim, vocab_size=50, window=window, position=position, heads=HeadsConfig(**heads),
     )  # fmt: skip
-    model = CausalLM(config, recompute=recompute, attention_backend=backend)
+    model = build_model(config, recompute=recompute, backends=backend)
     model.initialize(seed=3)
     model.double()
     with torch.no_grad():
@@ -60,7 +61,7 @@ def step(model, seed, positions=None):
     """Loss, gradients and statistics of some tokens; the routing follows from ``seed``."""
     tokens = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
-    model.documents.feed([positions])
+    model.batch.feed([positions])
     loss, _ = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -148,8 +149,8 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
 
 
 def test_auto_is_dense_in_a_graph_where_a_plain_layer_takes_the_sparse_backend(counters, monkeypatch):
-    key = choose.key_of(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(choose, "MEASURED", [choose.Measurement(*key, "", 0, [[1, 1.0, 0.5]], [])])
+    key = measured.key_of(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(choose, "MEASURED", [measured.Measurement(*key, "", 0, [[1, 1.0, 0.5]], [])])
     assert choose_backend("auto", torch.device("cpu"), torch.float32, (16, 1, 4, 8), 0.5) == "cpu_sparse"
     model = make_model(**HEADS["paper"]).float()
     compile_layers(model, backend="aot_eager")

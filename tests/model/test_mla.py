@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from moh_lm.build import build_model
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
 from moh_lm.cost.summary import describe_model
 from moh_lm.model.mla import LatentAttention
-from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.supervise.processes import start_process_group
 from tests.distributed import run_ranks
@@ -115,7 +115,7 @@ def test_with_all_heads_it_is_transformers_deepseek_v2(rank):
         )
     )  # fmt: skip
     vivid(theirs).eval()
-    ours = CausalLM(
+    ours = build_model(
         ModelConfig(
             num_layers=2, hidden_size=32, intermediate_size=40, num_attention_heads=4, head_dim=8, vocab_size=80,
             attention="latent", q_lora_rank=rank, kv_lora_rank=12, qk_rope_head_dim=T, rms_norm_eps=1e-6,

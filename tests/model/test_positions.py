@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.model.rotary import inverse_frequencies, rotary_of
-from moh_lm.model.transformer import CausalLM
 
 SHAPE = dict(hidden_size=24, intermediate_size=40, vocab_size=37, num_attention_heads=4, num_key_value_heads=2)
 TOKENS = torch.randint(0, 37, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -21,7 +21,7 @@ TOKENS = torch.randint(0, 37, (2, 9), generator=torch.Generator().manual_seed(0)
 
 def make_model(**positions):
     config = ModelConfig(num_layers=2, **SHAPE, **positions, heads=HeadsConfig(head_selection="all"))
-    model = CausalLM(config)
+    model = build_model(config)
     model.initialize(seed=1)
     with torch.no_grad():
         for parameter in model.double().parameters():
@@ -46,7 +46,7 @@ def test_a_table_adds_its_row_to_each_token_of_the_sequence_or_of_its_document(d
     summed.requires_grad_()
     plain.model.embed_tokens.forward = lambda tokens: summed
     for model in (table, plain):
-        model.documents.feed([positions])
+        model.batch.feed([positions])
         loss, _ = model(TOKENS, TOKENS.roll(-1, 1))
         loss.backward()
     expected = torch.zeros_like(rows)

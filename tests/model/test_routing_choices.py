@@ -24,11 +24,10 @@ from tests.distributed import run_ranks
 from tests.monitor.logged import ROUNDING, cells, events_of
 from tests.monitor.test_alarms import interval
 from tests.tools.exporting import PAPER, write_checkpoint
-from tests.training.test_layouts import distance, state
-from tests.training.test_training import arguments, parameters, rows, run
+from tests.training.runs import arguments, distance, parameters, rows, run, state
 from tools import export_hf, import_hf
 from tools.checkpoints.write import consolidate
-from tools.hf.import_config import model_config
+from tools.hf.convert.import_config import model_config
 
 HEADS = "--num-attention-heads 16 --num-key-value-heads 8 --head-dim 4"
 GROUPS = f"{HEADS} --routing-unit key_value_group --num-shared-heads 4"  # two groups of two heads, and six routed ones
@@ -286,7 +285,7 @@ def test_an_export_has_the_keys_its_card_the_words_and_an_import_the_model(tmp_p
 
 
 def test_an_export_of_a_plain_model_has_none_of_the_keys(tmp_path, monkeypatch, export):
-    monkeypatch.setattr("tools.hf.export_check.transformers", None)
+    monkeypatch.setattr("tools.hf.convert.export_check.transformers", None)
     run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, None, False)
     export(tmp_path / "run", tmp_path / "hf")
     assert not {"routing_unit", "routing_top_p"} & json.loads((tmp_path / "hf" / "config.json").read_text()).keys()

@@ -11,7 +11,8 @@ from moh_lm.config import TWO_STAGE, HeadsConfig, ModelConfig
 from moh_lm.extras.gumbel import GumbelNoise
 from moh_lm.model.attention import Attention
 from moh_lm.model.balance import BALANCE
-from moh_lm.model.gates import FORMS, gates_of_one, layer_gates
+from moh_lm.model.gates import FORMS
+from moh_lm.model.initial_gates import gates_of_one, layer_gates
 from moh_lm.model.router import HeadRouter, SelectionReplay, select
 from moh_lm.model.transformer import initialize
 from tests.model.test_router import BATCH, CASES, HEAD_DIM, LENGTH, D, make_attention, make_config

@@ -66,7 +66,7 @@ def test_a_curve_has_the_means_of_neighbouring_rows(runs):
     assert record.seconds == pytest.approx(2 * (STEPS - 1)) and record.skipped == 1
 
 
-def test_the_training_of_a_branch_begins_where_it_left_its_parent(runs, tmp_path):
+def test_a_branch_begins_where_it_left_its_parent(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     rows = (runs.first / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(rows[609:]))  # from step 610 on
@@ -97,21 +97,21 @@ def test_an_end_that_a_resume_undid_is_no_end(runs, tmp_path):
     assert RunRecord(tmp_path / "run").state.startswith("at step 1,000 of")
 
 
-def test_a_run_that_is_started_once_more_when_it_is_complete_is_complete(runs, tmp_path):
+def test_a_complete_run_that_is_restarted_stays_complete(runs, tmp_path):
     shutil.copytree(runs.second, tmp_path / "run")
     with open(tmp_path / "run" / "events.jsonl", "a") as file:
         file.write(json.dumps({"time": "2026-01-01T00:00:00Z", "event": "resumed", "step": STEPS - 1}) + "\n")
     assert RunRecord(tmp_path / "run").state == "complete after step 1,000 of 1,000"
 
 
-def test_tokens_are_those_that_were_read_where_a_resume_changed_the_length(runs, tmp_path):
+def test_tokens_count_both_lengths_after_a_resume_changed_it(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     config, _ = parse_config([*FLAGS.split(), "--seq-length", "128", "--batch-tokens", "8K", "--train-iters", "2000"])
     (tmp_path / "run" / "config.json").write_text(json.dumps(config.to_dict()))
     assert dict(page.summary(RunRecord(tmp_path / "run")))["tokens"] == "4M of 12M"
 
 
-def test_what_a_resume_undid_is_not_marked_and_neighbouring_skips_are_one_row(runs, tmp_path):
+def test_events_that_a_resume_undid_are_not_marked(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     more = [("skipped", 901), ("skipped", 990), ("resumed", 900), ("skipped", 950), ("skipped", 951)]
     with open(tmp_path / "run" / "events.jsonl", "a") as file:
@@ -179,7 +179,7 @@ def test_of_many_layers_a_few_are_named():
     assert len(axis.lines) == 24 and len(named) == 8 and {named[0], named[-1]} == {"layer 0", "layer 23"}
 
 
-def test_the_map_of_loads_has_each_interval_at_its_steps_and_is_blank_before_the_first():
+def test_the_map_of_loads_has_each_interval_at_its_steps():
     steps, values = np.array([60, 80, 100, 400]), np.array([[0.1], [0.2], [0.3], [0.4]])  # after a dense warm-up
     axis, *_ = pictures.load_map({0: (steps, values)}).axes
     (image,) = axis.images

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from moh_lm.build import build_model
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
 from moh_lm.model.router import routers_of
-from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel import consensus, cross_entropy, head_partition
 from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
@@ -35,7 +35,7 @@ def train_once(name):
     heads, sizes = MODELS[name]
     config = ModelConfig(**(SIZES | sizes), heads=HeadsConfig(load_balance_coefficient=0.5, **heads))
     group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-    model = CausalLM(config, group, z_loss=0.01 if "z-loss" in name else 0.0)
+    model = build_model(config, group=group, z_loss=0.01 if "z-loss" in name else 0.0)
     model.initialize(seed=5)
     model.double()
     cross_entropy.CHUNK_BYTES = 7 * 37 * 8  # several chunks, the last one smaller
@@ -90,7 +90,7 @@ def train_all():
     return {name: train_once(name) for name in names}
 
 
-def test_every_rank_holds_an_equal_share_of_shared_and_of_routed_heads():
+def test_every_rank_holds_as_many_shared_and_routed_heads():
     for name, ranks in zip(("paper", "query norm"), zip(*run_ranks(held_heads, 2), strict=True), strict=True):
         shared = MODELS[name][0].get("num_shared_heads", (4,))[0]
         assert sorted(head for heads in ranks for head in heads) == list(range(8))
@@ -101,12 +101,12 @@ def held_heads():
     models = []
     for name in ("paper", "query norm"):
         heads, sizes = MODELS[name]
-        models.append(CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)), dist.group.WORLD))
+        models.append(build_model(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)), group=dist.group.WORLD))
     return [model.model.layers[0].self_attn.heads.take(torch.arange(8)).tolist() for model in models]
 
 
 @pytest.mark.parametrize("file", ["run/config.json", None])
-def test_a_file_that_fails_a_rank_is_named_unless_the_system_does_not_say_which(file, monkeypatch):
+def test_a_file_that_fails_a_rank_is_named_if_known(file, monkeypatch):
     monkeypatch.setattr(consensus, "problems_of_all_ranks", list)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
 
@@ -119,7 +119,7 @@ def test_a_file_that_fails_a_rank_is_named_unless_the_system_does_not_say_which(
     assert problem.startswith(("run/config.json: " if file else "") + "no space left on device (rank 3 on ")
 
 
-def test_a_rank_holds_every_feature_of_its_keys_whatever_a_head_s_width_over_the_heads_that_share_it(monkeypatch):
+def test_a_rank_holds_every_feature_of_its_keys(monkeypatch):
     monkeypatch.setattr(head_partition, "group_size", lambda group: 2)
     for rank, rows in enumerate([(0, 936), (936, 1872)]):  # in floating point 27 * (104 / 3) is below 936
         monkeypatch.setattr(head_partition, "group_rank", lambda group, rank=rank: rank)
@@ -129,7 +129,7 @@ def test_a_rank_holds_every_feature_of_its_keys_whatever_a_head_s_width_over_the
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("tokens_in_a_chunk", [1, 7, 20, 1000])
-def test_loss_and_gradients_in_chunks_equal_torch_with_ignored_labels(monkeypatch, tokens_in_a_chunk, z_loss):
+def test_the_chunked_loss_and_its_gradients_equal_torch(monkeypatch, tokens_in_a_chunk, z_loss):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", tokens_in_a_chunk * 11 * 8)
     x = torch.randn(5, 4, 6, dtype=torch.double, requires_grad=True)
     weight = torch.randn(11, 6, dtype=torch.double, requires_grad=True)
@@ -171,7 +171,7 @@ def most_likely_tokens():
     return x @ weight.t(), losses, labels
 
 
-def test_gradients_of_the_head_in_bfloat16_are_as_near_as_one_rounding():
+def test_bfloat16_gradients_of_the_head_have_one_rounding():
     x, weight = torch.randn(64, 48).bfloat16(), torch.randn(96, 48).mul(0.1).bfloat16()
     labels = torch.randint(0, 96, (64,))
     exact = [tensor.double().requires_grad_() for tensor in (x, weight)]
@@ -185,7 +185,7 @@ def test_gradients_of_the_head_in_bfloat16_are_as_near_as_one_rounding():
 
 def test_initial_weights_have_the_stated_deviations():
     heads = HeadsConfig(routing="paper")
-    model = CausalLM(ModelConfig(num_layers=2, hidden_size=256, num_attention_heads=8, vocab_size=512, heads=heads))
+    model = build_model(ModelConfig(num_layers=2, hidden_size=256, num_attention_heads=8, vocab_size=512, heads=heads))
     model.initialize(seed=1)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch_file
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, describe, verify, write_manifest
 from moh_lm.config import Config
-from moh_lm.model.transformer import CausalLM
 from moh_lm.supervise import run_directory
 from tests.checkpoint.damage import (
     Canary,
@@ -279,7 +279,7 @@ def test_a_step_under_the_name_of_another_is_noticed(tool, copied):
 def hash_by_hand(step):
     arrays, digest = gather(step), hashlib.sha256()
     with torch.device("meta"):
-        names = [name for name, _ in CausalLM(Config.load(step / "config.json").model).named_parameters()]
+        names = [name for name, _ in build_model(Config.load(step / "config.json").model).named_parameters()]
     for name in names:
         for kind in KINDS:
             array = arrays.pop((kind, name))

@@ -14,7 +14,7 @@ from tests.tools.evaluating import LLM6, WORDS, call, made_rows
 from tests.tools.exporting import PAPER, make_weights, write_checkpoint
 from tools import evaluate, evaluate_prepare, export_hf, head_report
 from tools.heads.task_text import task_domains
-from tools.hf import export_check
+from tools.hf.convert import export_check
 from tools.tasks import suites
 from tools.tasks.rows import task_manager
 from tools.work import evaluate as evaluate_work

@@ -18,7 +18,7 @@ from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
 from tests.tools.evaluating import LLM6, call
 from tests.tools.test_evaluate import data, programs, tokenizer  # noqa: F401
-from tests.training.test_training import arguments, rows, run
+from tests.training.runs import arguments, rows, run
 from tools import evaluate_prepare, generate, run_report
 
 LAYOUTS = {"data": [], "tensor": ["--tensor-parallel-size", "2"], "pipeline": ["--pipeline-parallel-size", "2"]}

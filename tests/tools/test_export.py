@@ -26,7 +26,7 @@ from tests.tools.exporting import (
     write_checkpoint,
 )
 from tools import export_hf as command
-from tools.hf import export_check, model_card
+from tools.hf.convert import export_check, model_card
 from tools.work import export_hf
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

@@ -21,8 +21,8 @@ from tests.tools.exporting import (
     write_checkpoint,
 )
 from tools import generate
-from tools.hf.hugging_face_tokenizer import write_tokenizer
-from tools.hf.import_config import model_config
+from tools.hf.convert.hugging_face_tokenizer import write_tokenizer
+from tools.hf.convert.import_config import model_config
 
 ROPES = {
     "linear": {"rope_type": "linear", "rope_factor": 3.0},

@@ -22,9 +22,9 @@ from moh_lm.vision.dit import DiT
 from moh_lm.vision.load import load_model
 from moh_lm.vision.transnext import TransNeXt
 from tools import export_vision as command
-from tools.hf.import_step import write_step
-from tools.hf.import_weights import Part
-from tools.hf.moh_router import image_router
+from tools.hf.convert.import_step import write_step
+from tools.hf.convert.import_weights import Part
+from tools.hf.remote_code.moh_router import image_router
 from tools.work import export_vision
 
 VIT = ViTConfig(

@@ -19,8 +19,8 @@ from moh_lm.vision.dit import DiT
 from moh_lm.vision.loader import open_source
 from moh_lm.vision.transnext import TransNeXt
 from tools import head_report_images
-from tools.hf.import_step import write_step
-from tools.hf.import_weights import Part
+from tools.hf.convert.import_step import write_step
+from tools.hf.convert.import_weights import Part
 from tools.work import head_report_images as work
 
 CLASSES, OF_CLASS, SIDE, STEPS, SEED = 3, 4, 32, 43, 5

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moh_lm.checkpoint.fragments import FragmentReader, load_fragments
+from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.data.files import read_json
 from moh_lm.data.loader import MicroBatch
@@ -20,7 +20,7 @@ from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import PipelineEngine, make_engine
 from tests.distributed import run_ranks
-from tests.training.test_training import rows, run
+from tests.training.runs import distance, losses, rows, run, state
 
 SIZES = """
     --num-layers 4 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --head-dim 8 --vocab-size 67
@@ -129,19 +129,6 @@ def one_process(data_dir, tmp_path_factory):
     return of
 
 
-def state(directory, step):
-    """{kind/name: whole tensor} of a checkpoint."""
-    reader = FragmentReader(Path(directory) / "checkpoints" / f"step-{step}")
-    kinds = ("master", "exp_avg", "exp_avg_sq")
-    return {f"{kind}/{name}": reader.read(kind, name) for name in reader.shapes for kind in kinds}
-
-
-def distance(got, expected):
-    """Relative L2 distance of two tensors."""
-    scale = expected.double().norm().item()
-    return (got.double() - expected.double()).norm().item() / scale if scale else got.double().norm().item()
-
-
 def allowed(key, layout):
     """Relative distance that fp32 rounding explains.
 
@@ -163,7 +150,7 @@ def compared(keys, model):
     return [key for key in keys if not (key.startswith("master/") and key.endswith(uneven))]
 
 
-def test_the_table_holds_every_pair_of_values_that_may_be_combined():
+def test_the_table_holds_every_legal_pair_of_values():
     def pairs(layout):
         return {((i, layout[i]), (j, layout[j])) for i, j in itertools.combinations(range(len(FACTORS)), 2)}
 
@@ -210,12 +197,12 @@ def test_pipeline_degrees_agree_to_the_bit(model, stages, precision, data_dir, t
 
 
 def test_layouts_in_bf16_differ_less_than_bf16_from_fp32(data_dir, one_process, tmp_path):
-    exact = [row["loss"] for row in rows(one_process("paper")) if "loss" in row]
+    exact = losses(one_process("paper"))
 
     def deviations(name, layout, expected):
         flags = [*flags_of(layout, data_dir, tmp_path / name), "--precision", "bf16"]
         run_ranks(run, layout[0] * layout[1] * layout[2], flags)
-        got = [row["loss"] for row in rows(tmp_path / name) if "loss" in row]
+        got = losses(tmp_path / name)
         return got, max(abs(a / b - 1) for a, b in zip(got, expected, strict=True))
 
     reference, rounding = deviations("one", (1, 1, 1, 1, 1, False, "paper"), exact)
@@ -237,19 +224,17 @@ def test_layouts_of_continued_training_run_with_their_degrees(degrees, model, da
     for name, layout in (("one", (1, 1, 1, 1, 1, False, "paper")), ("many", many)):
         flags = [*flags_of(layout, data_dir, tmp_path / name), "--head-selection", "mixture", *sizes]
         run_ranks(run, layout[0] * layout[1] * layout[2], flags)
-    losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("one", "many")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_tied_head_may_be_a_stage_of_its_own(precision, data_dir, tmp_path):
     wide = ["--vocab-size", "4096", "--tie-embeddings", "--num-layers", "2", "--precision", precision]
-    losses = []
     for pipeline in (1, 2):
         layout = (1, pipeline, 1, 1, 4, False, "paper")
         run_ranks(run, pipeline, [*flags_of(layout, data_dir, tmp_path / str(pipeline)), *wide])
-        losses.append([row["loss"] for row in rows(tmp_path / str(pipeline)) if "loss" in row])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 1e-4)
+    limit = 1e-6 if precision == "fp32" else 1e-4
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=limit)
 
 
 def test_a_pipeline_takes_batches_that_are_on_its_device():
@@ -267,7 +252,7 @@ def offload_device(flags):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_an_optimizer_in_the_memory_of_the_cpu_gives_the_same_run(zero, data_dir, one_process, tmp_path):
+def test_an_offloaded_optimizer_gives_the_same_run(zero, data_dir, one_process, tmp_path):
     layout = (1, 1, 2, zero, 2, False, "paper")
     flags = [*flags_of(layout, data_dir, tmp_path), "--offload-optimizer"]
     assert run_ranks(offload_device, 1, flags) == ["cpu"]
@@ -308,7 +293,7 @@ def copy_checkpoint(flags, source):
     Saver(Path(config.run.checkpoint_dir) / "checkpoints").save(3, engine.fragments(), config, saved, None)
 
 
-def test_a_checkpoint_loaded_by_another_layout_is_the_same_state_to_the_bit(data_dir, one_process, tmp_path):
+def test_a_checkpoint_is_the_same_state_in_every_layout(data_dir, one_process, tmp_path):
     # A run that is resumed at its end and saved again by other ranks: the canonical tensors must not change at all.
     source = one_process("paper")
     for name, layout in (("pipelines", (2, 2, 1, 1, 4, False, "paper")), ("shards", (1, 1, 2, 3, 4, False, "paper"))):

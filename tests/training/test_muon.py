@@ -16,8 +16,8 @@ from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import make_engine
 from moh_lm.training.muon import newton_schulz
 from tests.distributed import run_ranks
-from tests.training.test_layouts import allowed, distance, flags_of, state
-from tests.training.test_training import rows, run
+from tests.training.runs import distance, rows, run, state
+from tests.training.test_layouts import allowed, flags_of
 
 STEPS, HEAD, QUERIES_PER_KEY = 5, 8, 2
 MOMENTUM = 0.9
@@ -165,7 +165,7 @@ def test_layouts_take_turns_at_the_updates_of_one_process(data_dir, one_process,
     assert max(far.values()) < 1, sorted(far.items(), key=lambda item: -item[1])[:3]
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit_and_not_with_adamw(data_dir, one_process, tmp_path):
+def test_a_stopped_run_resumes_to_the_bit_but_not_with_adamw(data_dir, one_process, tmp_path):
     shutil.copytree(one_process / "checkpoints" / "step-3", tmp_path / "checkpoints" / "step-3")
     flags = flags_of_layout((1, 1, 1, 1, 4, False), data_dir, tmp_path)
     with pytest.raises(AssertionError, match="--optimizer adamw needs second moments"):

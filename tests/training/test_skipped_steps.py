@@ -17,9 +17,9 @@ from moh_lm.flags import parse_config
 from moh_lm.parallel.groups import ParallelGroups, group_size
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import PipelineEngine, make_engine
-from moh_lm.training.guard import ABSURD, DIVERGENCE, GRADIENT, LOSS, SPIKE
+from moh_lm.training.guard import DIVERGENCE, GRADIENT, LOSS, OUT_OF_RANGE, SPIKE
 from tests.distributed import run_ranks
-from tests.training.test_training import SIZES
+from tests.training.runs import SIZES
 
 RATE = 1e-3
 NORM_WEIGHT, MATRIX = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
@@ -54,11 +54,11 @@ def flipped_bit(engine, weights):
     weight.view(torch.int16 if weight.dtype == torch.bfloat16 else torch.int32).view(-1)[3] ^= 1
 
 
-HARMS = {  # the greatest verdict is that of all ranks; squares of 1e38 are infinite in DeepSpeed's own fp32 norm
+HARMS = {  # the greatest code is that of all ranks; squares of 1e38 are infinite in DeepSpeed's own fp32 norm
     nan_loss: {LOSS},
     nan_gradient: {GRADIENT},
     inf_gradient: {GRADIENT},
-    absurd_gradient: {ABSURD, GRADIENT},
+    absurd_gradient: {OUT_OF_RANGE, GRADIENT},
     spike: {SPIKE},
     flipped_bit: {DIVERGENCE},
 }
@@ -102,7 +102,7 @@ def left_behind(layout):
     config, _ = parse_config([*SIZES.split(), *flags.split(), "--offload-optimizer", str(offload)])
     device = start_process_group(120)
     groups = ParallelGroups.create(tensor, pipeline)
-    harmed, sound = (make_engine(config, groups, device, 1) for _ in range(2))
+    harmed, is_finite_and_bounded = (make_engine(config, groups, device, 1) for _ in range(2))
     weights, found = dict(harmed.named_parameters()), {}
     for seed, harm in enumerate((None, None, *HARMS)):
         if harm is flipped_bit and not copies:
@@ -110,12 +110,12 @@ def left_behind(layout):
         if harm:
             handle = harm(harmed, weights) if os.environ["RANK"] == "1" else None
             bad = step(harmed, seed, 100 + seed)
-            assert bad.skipped and bad.verdict in HARMS[harm], (harm.__name__, bad.verdict)
+            assert bad.skipped and bad.code in HARMS[harm], (harm.__name__, bad.code)
             if handle:
                 handle.remove()
-        mine, theirs = (step(engine, seed, seed) for engine in (harmed, sound))
+        mine, theirs = (step(engine, seed, seed) for engine in (harmed, is_finite_and_bounded))
         assert not mine.skipped and not theirs.skipped
-        differing = [name for name, same in compare(harmed, sound) if not same]
+        differing = [name for name, same in compare(harmed, is_finite_and_bounded) if not same]
         if differing or mine.grad_norm != theirs.grad_norm:
             found[harm.__name__] = [f"norm {mine.grad_norm}, not {theirs.grad_norm}", *differing]
     return found
@@ -136,7 +136,7 @@ def left():
     return run_ranks(all_left_behind, 2, LAYOUTS)
 
 
-def test_the_table_holds_every_pair_of_values_that_may_be_combined():
+def test_the_table_holds_every_legal_pair_of_values():
     def pairs(layout):
         return {((i, layout[i]), (j, layout[j])) for i, j in itertools.combinations(range(len(FACTORS)), 2)}
 
@@ -149,5 +149,5 @@ def test_the_table_holds_every_pair_of_values_that_may_be_combined():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def test_the_step_after_a_skipped_one_is_as_if_that_had_never_been(layout, left):
+def test_a_skipped_step_leaves_nothing_behind(layout, left):
     assert [of_rank[layout] for of_rank in left] == [{}, {}]

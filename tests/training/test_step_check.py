@@ -14,7 +14,7 @@ from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import make_engine
 from moh_lm.training.step_check import NotExamined
 from tests.distributed import run_ranks
-from tests.training.test_training import SIZES
+from tests.training.runs import SIZES
 
 ONE_BATCH = (*SIZES.split(), "--batch-tokens", "32")
 
@@ -41,7 +41,7 @@ def norms(flags, seeds):
     return together, alone
 
 
-def test_engines_in_one_process_look_at_their_own_gradients():
+def test_engines_in_one_process_examine_their_own_gradients():
     ((together, alone),) = run_ranks(norms, 1, ("--precision", "bf16"), (1, 2))
     assert together == alone and together[0] != together[1]
 
@@ -67,7 +67,7 @@ def said_of_a_second_step(ask):
 
 
 @pytest.mark.parametrize("ask, said", [(never, "never asked for the gradient norm"), (twice, "asked twice")])
-def test_an_update_that_was_not_looked_at_is_an_error_and_gets_no_verdict_of_another_step(ask, said):
+def test_an_update_that_was_not_examined_is_an_error(ask, said):
     assert said in run_ranks(said_of_a_second_step, 1, ask)[0]
 
 
@@ -78,5 +78,5 @@ def step_without_labels():
     return result.loss, result.skipped
 
 
-def test_a_step_without_any_label_has_the_loss_0_and_is_not_skipped():
+def test_a_step_without_labels_has_loss_0_and_is_not_skipped():
     assert run_ranks(step_without_labels, 1) == [(0.0, False)]

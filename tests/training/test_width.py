@@ -4,10 +4,10 @@ final norm is a multiplier of the logits."""
 import pytest
 import torch
 
+from moh_lm.build import build_model
 from moh_lm.config import Config
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.training.engine import make_engine
@@ -78,7 +78,7 @@ def test_activations_change_alike_at_every_width():
 def test_the_final_norm_is_the_multiplier_of_the_logits(tied):
     # The plain form of Tensor Programs V, Table 8, in float64: the logits are multiplied, and no norm is scaled.
     config, ratio = config_of(128, 32, f"--tie-embeddings {tied}"), 0.25
-    ours, plain = (CausalLM(config.model).double() for _ in range(2))
+    ours, plain = (build_model(config.model).double() for _ in range(2))
     ours.initialize(1)
     plain.load_state_dict(ours.state_dict())
     plain.model.norm.weight.data.fill_(1)
@@ -110,7 +110,7 @@ def test_tables_of_positions_are_treated_as_the_embedding():
     more = "--position {} --embedding-weight-decay 0.03"
     for kind, name in (("cope", "self_attn.cope.weight"), ("learned --learned-positions 16", "embed_positions.weight")):
         config = config_of(128, 32, more.format(kind))
-        found = dict(CausalLM(config.model).named_parameters())
+        found = dict(build_model(config.model).named_parameters())
         table, embedding = found[next(key for key in found if key.endswith(name))], found["model.embed_tokens.weight"]
         assert table.init_std == pytest.approx(embedding.init_std) == 0.02
         assert rule_of(name, table, config) == rule_of("model.embed_tokens.weight", embedding, config)
@@ -118,7 +118,7 @@ def test_tables_of_positions_are_treated_as_the_embedding():
 
 def test_w_type_begins_as_an_output():
     # By its deviation over that of the hidden matrices: 1 / sqrt(4) at four times the base width.
-    model = CausalLM(config_of(128, 32).model)
+    model = build_model(config_of(128, 32).model)
     deviation = {name.split(".")[-1]: parameter.init_std for name, parameter in model.named_parameters()}
     assert deviation["w_routed"] == deviation["w_shared"] == pytest.approx(0.02 / 2)
     assert deviation["w_type"] == pytest.approx(0.02 / 4)

@@ -9,11 +9,10 @@ from diffusers import AutoencoderKL, DDPMScheduler
 from PIL import Image
 from torch.distributions import Normal, kl_divergence
 
-from moh_lm.checkpoint.fragments import metadata_of, write_safetensors
+from moh_lm.checkpoint.fragments import Fragment, metadata_of, write_safetensors
 from moh_lm.checkpoint.manifest import describe, write_manifest
 from moh_lm.config import Config, ConfigError
 from moh_lm.data.files import write_json
-from moh_lm.training.optimizer import Fragment
 from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.diffusion import Diffusion, image_noise, log_probability
 from moh_lm.vision.dit import DiT

@@ -270,9 +270,9 @@ def test_an_evaluation_reports_progress_after_every_pass_through_the_model(image
 def test_a_drawing_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     (tmp_path / "samples").write_text("no directory")
     made = SimpleNamespace(
-        config=SimpleNamespace(run=SimpleNamespace(checkpoint_dir=str(tmp_path))), log=SimpleNamespace(boards=Mock())
+        config=SimpleNamespace(run=SimpleNamespace(checkpoint_dir=str(tmp_path))), log=SimpleNamespace(writers=Mock())
     )
     ImageRun.keep(made, np.zeros((4, 4, 3), np.uint8), 5)
     said = capsys.readouterr()
     assert said.err == f"{tmp_path}/samples/step-5.png: File exists; this drawing is left out\n" and not said.out
-    made.log.boards.picture.assert_called_once()
+    made.log.writers.picture.assert_called_once()

@@ -16,12 +16,11 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps
-from moh_lm.checkpoint.fragments import AVERAGE, FragmentReader, shard_shape
+from moh_lm.checkpoint.fragments import AVERAGE, MOMENTS, FragmentReader, shard_shape
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_entries, verify
 from moh_lm.config import Config, ConfigError, raise_any
 from moh_lm.model.transformer import CausalLM, saved_tensors
 from moh_lm.run.state import read_state
-from moh_lm.training.optimizer import MOMENTS
 from moh_lm.vision.config import kind_of_run
 from moh_lm.vision.load import MODELS
 

@@ -16,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from data_prep.report import table
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
-from tools.hf.import_config import read_config, refuse_run
+from tools.hf.convert.import_config import read_config, refuse_run
 from tools.tasks.rows import load_tasks
 from tools.tasks.suites import SEED, entries_of
 

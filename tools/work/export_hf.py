@@ -10,24 +10,24 @@ import torch
 from safetensors import SafetensorError
 
 from data_prep.output import writable_directory
+from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters, step_config, write_safetensors
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import read_json, write_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import is_tiktoken
-from moh_lm.model.gates import check_causal
 from moh_lm.model.router import stored_dtype
-from moh_lm.model.transformer import INIT_STD, CausalLM, saved_tensors
-from tools.hf import hugging_face_tokenizer, tiktoken_json
-from tools.hf.export_check import ExportError, check_export
-from tools.hf.export_files import plan_shards
-from tools.hf.hub import UploadError, check_login, push
-from tools.hf.keys import ARCHITECTURES, model_type, written
-from tools.hf.model_card import model_card
-from tools.hf.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
+from moh_lm.model.transformer import INIT_STD, saved_tensors
+from tools.hf.convert import hugging_face_tokenizer, tiktoken_json
+from tools.hf.convert.export_check import ExportError, check_export
+from tools.hf.convert.export_files import plan_shards
+from tools.hf.convert.hub import UploadError, check_login, push
+from tools.hf.convert.keys import ARCHITECTURES, model_type, written
+from tools.hf.convert.model_card import model_card
+from tools.hf.convert.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
 
-HF = Path(__file__).resolve().parents[1] / "hf"
+REMOTE = Path(__file__).resolve().parents[1] / "hf" / "remote_code"
 REMOTE_CODE = (
     "configuration_moh.py",
     "modeling_moh.py",
@@ -53,7 +53,6 @@ def run(arguments):
     try:
         step = find_step(arguments.checkpoint)
         config = step_config(step)
-        check_causal(config.model)
     except ConfigError as error:
         problems += error.problems
     raise_any(problems)
@@ -137,7 +136,7 @@ def write_export(step, config, dtype, arguments, directory):
         ids["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
     write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
     for name in REMOTE_CODE if is_ours(config.model) else ():
-        shutil.copyfile(HF / name, directory / name)
+        shutil.copyfile(REMOTE / name, directory / name)
     parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory)
     card = model_card(step, config, state, dtype, parameters, bool(tokenizer), arguments.license, arguments.base_model)
     (directory / "README.md").write_text(card, encoding="utf-8")
@@ -203,7 +202,7 @@ def hugging_face_config(config, dtype, special):
 def write_weights(step, model_config, dtype, max_shard_size, directory):
     """Write the parameters of ``step`` as safetensors, and an index if there are several; returns their number."""
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in saved_tensors(CausalLM(model_config))}
+        shapes = {name: tensor.shape for name, tensor in saved_tensors(build_model(model_config))}
     sizes = {name: shape.numel() * stored_dtype(name, dtype).itemsize for name, shape in shapes.items()}
     shards = plan_shards(sizes, max_shard_size)
     files = ["model.safetensors"]

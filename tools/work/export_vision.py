@@ -15,11 +15,11 @@ from moh_lm.data.files import read_json, write_json
 from moh_lm.vision.augment import DEVIATION, MEAN
 from moh_lm.vision.load import load_model
 from moh_lm.vision.loader import names_of_training
-from tools.hf.export_check import ExportError
-from tools.hf.modeling_moh_dit import MoHDiTModel
-from tools.hf.modeling_moh_vit import MoHViTConfig, MoHViTForImageClassification
+from tools.hf.convert.export_check import ExportError
+from tools.hf.remote_code.modeling_moh_dit import MoHDiTModel
+from tools.hf.remote_code.modeling_moh_vit import MoHViTConfig, MoHViTForImageClassification
 
-HF = Path(__file__).resolve().parents[1] / "hf"
+REMOTE = Path(__file__).resolve().parents[1] / "hf" / "remote_code"
 ROUTING = "head_selection num_shared_heads num_active_routed_heads routing two_stage".split()
 VIT = "image_size hidden_sizes depths num_attention_heads mlp_ratios sr_ratios".split()
 DIT = "input_size in_channels patch_size num_classes hidden_size num_layers num_attention_heads".split()
@@ -106,8 +106,8 @@ def write_pipeline(config, model, vae, directory):
     copy.load_state_dict(model.state_dict())
     copy.save_pretrained(directory / "transformer")
     for name in ("modeling_moh_dit.py", "moh_router.py"):
-        shutil.copyfile(HF / name, directory / "transformer" / name)
-    shutil.copyfile(HF / "pipeline_moh_dit.py", directory / "pipeline_moh_dit.py")
+        shutil.copyfile(REMOTE / name, directory / "transformer" / name)
+    shutil.copyfile(REMOTE / "pipeline_moh_dit.py", directory / "pipeline_moh_dit.py")
     DDPMScheduler(
         steps, beta_start=0.1 / steps, beta_end=20 / steps, variance_type="learned_range", clip_sample=False,
         timestep_spacing="linspace",

@@ -9,18 +9,17 @@ import time
 import torch
 
 from data_prep.encoding import Tokenizer
-from moh_lm.build import attention_kind
+from moh_lm.build import attention_kind, build_model
 from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.tokenizer import continuation
 from moh_lm.inference.generate import generate
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS
-from moh_lm.model.gates import check_causal
-from moh_lm.model.transformer import CausalLM, saved_tensors
-from tools.hf.export_files import exported_files
-from tools.hf.import_config import model_config, read_config
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
+from moh_lm.model.transformer import saved_tensors
+from tools.hf.convert.export_files import exported_files
+from tools.hf.convert.import_config import model_config, read_config
 
 FAILURES = ()
 UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet
@@ -49,7 +48,6 @@ def load(arguments, attention_backend="auto"):
     else:
         directory = find_step(directory)
         run = step_config(directory)
-        check_causal(run.model)
         config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
     device = arguments.device or usable_device(None)
     if attention_backend == "loops" and device != "cpu":
@@ -64,7 +62,7 @@ def load(arguments, attention_backend="auto"):
         reason, advice = error.problems[0].removeprefix(f"--tokenizer {directory}: "), "or copy that of its data there"
         raise ConfigError([f"--model {directory}: has no tokenizer that can be read: {reason}, {advice}"]) from error
     with torch.device("meta"):
-        model = CausalLM(config).to(getattr(torch, arguments.dtype))
+        model = build_model(config).to(getattr(torch, arguments.dtype))
     model.to_empty(device=device)
     wanted = dict(saved_tensors(model))
     with torch.no_grad():

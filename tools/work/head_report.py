@@ -10,7 +10,6 @@ from tqdm import tqdm
 from data_prep.output import writable_directory
 from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, publish
-from moh_lm.extras.heterogeneous_heads import UnevenAttention
 from tools.heads import findings
 from tools.heads.ablation import measure_ablation, measure_pruning
 from tools.heads.changes import measure_changes, rare_against_others
@@ -40,8 +39,7 @@ def run(arguments):
         raise ConfigError([f"--suite {arguments.suite}: pip install -e '.[eval]' for its tasks"])
     writable_directory(arguments.output)
     model, limit, tokenizer = load(arguments)
-    layers = [layer.self_attn for layer in model.model.layers]
-    if len({layer.heads.num_heads for layer in layers}) > 1 or isinstance(layers[0], UnevenAttention):
+    if len(model.config.head_counts) > 1 or model.config.head_dims:
         raise ConfigError([f"--model {arguments.model}: needs as many heads in every layer, and of one width"])
     length = arguments.seq_length or min(limit, LONGEST_WINDOW)
     if not SEGMENT <= length <= limit:

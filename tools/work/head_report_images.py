@@ -29,7 +29,8 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish
-from moh_lm.model.router import routers_of
+from moh_lm.model.block import modules_of
+from moh_lm.model.router import HeadRouter
 from moh_lm.monitor.head_load import entropy
 from moh_lm.vision.diffusion import image_noise
 from moh_lm.vision.images import order
@@ -105,14 +106,13 @@ def tenths(config):
 @torch.no_grad()
 def measure(config, model, dataset, indices, batch_size):
     """(router, shares of tokens that use each head [N, P, h], means of gates and of their squares [2, h]) of each."""
-    routers = [router for router in routers_of(model) if router.layer.num_routed]
+    routers = [router for router in modules_of(model, HeadRouter) if router.layer.num_routed]
     passes = len(tenths(config)) or 1
     shares, gates = [[] for _ in routers], [0.0] * len(routers)
 
-    def keep(number, router, _, outputs):
-        found, routed = outputs
-        shares[number].append(router.heads_in_use(routed.selection).mean(0))
-        found = found.double()
+    def keep(number, router, _, routing):
+        shares[number].append(router.heads_in_use(routing.selection).mean(0))
+        found = routing.gates.double()
         gates[number] += torch.stack((found, found.square())).mean(1).sum(1)
 
     hooks = [router.register_forward_hook(partial(keep, number)) for number, router in enumerate(routers)]

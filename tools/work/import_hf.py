@@ -17,12 +17,12 @@ from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import read_value
 from moh_lm.model.attention import Attention
 from tools.heads.importance import ranked, sample_shards, sample_text
-from tools.hf.hub import model_directory
-from tools.hf.import_config import fits, model_config, own_heads, read_config, refuse_run
-from tools.hf.import_step import output_problems, write_step
-from tools.hf.import_vocabulary import new_rows, read_tokenizer, spelled, tokens_of
-from tools.hf.import_weights import Source, plan
-from tools.hf.keys import ARCHITECTURES
+from tools.hf.convert.hub import model_directory
+from tools.hf.convert.import_config import fits, model_config, own_heads, read_config, refuse_run
+from tools.hf.convert.import_step import output_problems, write_step
+from tools.hf.convert.import_vocabulary import new_rows, read_tokenizer, spelled, tokens_of
+from tools.hf.convert.import_weights import Source, plan
+from tools.hf.convert.keys import ARCHITECTURES
 
 RELEASED = {  # half of the heads shared and a quarter routed, which is the default, stands in their code alone
     "moh-llama3-8b": {"head_selection": "mixture", "routing": "query_norm", "routing_dtype": "bf16"},

@@ -14,8 +14,8 @@ from moh_lm.vision.checks import vit_problems
 from moh_lm.vision.config import KINDS
 from moh_lm.vision.load import MODELS
 from moh_lm.vision.released import POSITIONS, sizes, state_dict
-from tools.hf.import_step import output_problems, write_step
-from tools.hf.import_weights import Part
+from tools.hf.convert.import_step import output_problems, write_step
+from tools.hf.convert.import_weights import Part
 
 MOST_PROBLEMS = 10
 FAILURES = OSError

@@ -12,9 +12,10 @@ from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
 from moh_lm.checks.run import frozen_problems, optimizer_problems, split_problems
 from moh_lm.config import BUDGETS, Config, ConfigError, raise_any
-from moh_lm.cost.flops import flops_per_token, muon_flops
+from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.memory import cache_bytes, exchanged, layer_matrices, memory_estimate, parameter_counts, stage_shares
 from moh_lm.cost.summary import describe_cache, describe_cost, describe_flops
+from moh_lm.training.muon import muon_flops
 from moh_lm.units import short, wrapped
 
 USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers

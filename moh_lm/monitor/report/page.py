@@ -211,4 +211,11 @@ def facts_of(event):
     """Such as "reason: spike"."""
     told = {key: value for key, value in event.items() if key not in ("time", "event", "step")}
     facts = {key: rounded(value) for key, value in told.items() if value not in (None, "", [], {})}
-    return "; ".join(f"{key}: {written(value)}" for key, value in facts.items())
+    return "; ".join(f"{key}: {changed(value)}" for key, value in facts.items())
+
+
+def changed(value):
+    """A fact in words; of {setting: [before, now]} such as "learning_rate 0.001, now 0.002"."""
+    if not isinstance(value, dict) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value.values()):
+        return written(value)
+    return ", ".join(f"{name} {written(before)}, now {written(now)}" for name, (before, now) in value.items())

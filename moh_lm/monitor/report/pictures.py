@@ -16,6 +16,7 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#b8a020", "#30a0c0", "#aa3377", "#8
 MARKS = {  # events that are drawn into the curves
     "resumed": "#228833", "skipped": "#ee6677", "spike": "#ee6677", "alarm": "#b8a020", "damaged": "#aa3377",
     "stopped": "#8a8a8a", "failed": "#aa3377", "data changed": "#30a0c0",
+    "routing changed": "#4477aa", "loss changed": "#4477aa", "training changed": "#4477aa",
 }  # fmt: skip
 SIZE = (5.2, 3.1)  # inches
 COLUMNS = 800  # of the map of loads, and places of marks

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.model.transformer import CausalLM
 
 
 def domain(tools, name, windows):
@@ -32,7 +32,7 @@ MODELS = {
 
 def random_model(name):
     heads, sizes = MODELS[name]
-    model = CausalLM(ModelConfig(**(SMALL | sizes), heads=HeadsConfig(**heads)))
+    model = build_model(ModelConfig(**(SMALL | sizes), heads=HeadsConfig(**heads)))
     model.initialize(seed=5)
     with torch.no_grad():
         for parameter in model.double().parameters():

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.model.transformer import CausalLM
 from tests.tools.heads.models import domain, nothing
 
 VOCAB, HEAD_DIM = 64, 128
@@ -25,7 +25,7 @@ def built_by_hand(ranks):
         num_layers=2, hidden_size=2 + 2 * VOCAB, intermediate_size=4, num_attention_heads=4, head_dim=HEAD_DIM,
         vocab_size=VOCAB, rope_theta=1e8, heads=HeadsConfig(head_selection="all"),
     )  # fmt: skip
-    model = CausalLM(config)
+    model = build_model(config)
     model.initialize(seed=0)
     with torch.no_grad():
         for layer in model.model.layers:

@@ -16,7 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 
-from moh_lm.training.step_sums import reduce
+from moh_lm.parallel.groups import sum_over_ranks
+from moh_lm.training.deepspeed.shards import is_tied_copy
 
 
 def examine_norms(optimizer, zero_stage, examine, router_limit=0.0):
@@ -168,7 +169,7 @@ def without(tensors, others):
 
 def counts(optimizer, parameter):
     """Whether this rank counts ``parameter``: of copies in other stages or tensor-parallel ranks, one does."""
-    if getattr(parameter, "ds_pipe_replicated", False):
+    if is_tied_copy(parameter):
         return False
     return parameter.tensor_model_parallel or optimizer.model_parallel_rank == 0
 
@@ -181,4 +182,4 @@ def norm_of(tensors, groups):
     total = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     for tensor in tensors:
         total += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
-    return reduce(total, *groups).sqrt().float()
+    return sum_over_ranks(total, *groups).sqrt().float()

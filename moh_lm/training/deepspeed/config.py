@@ -3,7 +3,7 @@
 They follow from the configuration of the run; there is no second file to keep in step.
 """
 
-REDUCE_BUCKET = 500_000_000  # gradients at most that DeepSpeed sums over the ranks at once
+from moh_lm.config import REDUCE_BUCKET
 
 
 def deepspeed_config(config, micro_batches, num_parameters):

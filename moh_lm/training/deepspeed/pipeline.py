@@ -1,20 +1,19 @@
-"""The model as one ordered list of layers, for pipeline parallelism.
+"""The model as one ordered list of layers, of which each pipeline stage holds a run: DeepSpeed's ``PipelineModule``.
 
-DeepSpeed's PipelineModule takes the list, gives every stage a run of consecutive layers, and passes one tensor
-[s/tp, b, d] between them; losses of routers start where they are computed (``attach_loss``) and need no passage. Each
-layer stands in the list with the prefix that turns its parameter names into those of ``CausalLM``.
+One tensor [s/tp, b, d] passes between the stages; losses of routers start where they are computed (``attach_loss``) and
+need no passage. Each layer stands in the list with the prefix that turns its parameter names into those of
+``CausalLM``.
 """
 
 import contextlib
 from collections import deque
 
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed import pipe
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.runtime.utils import partition_balanced
 
-from moh_lm.kernels.masks import Documents
+from moh_lm.build import decoder_layers
 from moh_lm.model.positions import LearnedPositions
-from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, FinalNorm, initialize, loss_terms
+from moh_lm.model.transformer import INIT_STD, FinalNorm, initialize
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, even_partition
 from moh_lm.parallel.mappings import gather_sequence
@@ -36,46 +35,28 @@ def gather(layer, x):
     return gather_sequence(x, layer.group)
 
 
-def layer_list(
-    config, seq_length, group, micro_batches, recompute, documents=None, attention_backend="auto", context=None
-):
-    """[(prefix of the parameter names, LayerSpec, cost in multiplications per token)] of the whole model.
-
-    The cost of a layer is that of all its heads, which the dense backend computes.
-    """
-    common = (loss_terms(config, micro_batches), recompute, group, documents, attention_backend, context)
+def layer_list(config, settings, batch):
+    """[(prefix of the parameter names, LayerSpec)] of the whole model. settings: ``Settings`` of moh_lm/build.py."""
+    group = settings.group
     blocks = [
-        (
-            f"model.layers.{i}.",
-            LayerSpec(DecoderLayer, config, i, *common),
-            round(DecoderLayer.cost(config, i, seq_length)["dense"]),
-        )
-        for i in range(config.num_layers)
+        (f"model.layers.{index}.", pipe.LayerSpec(make.func, *make.args))
+        for index, make in enumerate(decoder_layers(config, batch, settings))
     ]
     table = (VocabParallelEmbedding, config.vocab_size, config.hidden_size, INIT_STD, group)
     if config.tie_embeddings:
-        embedding = TiedLayerSpec("embed", *table)
-        head = ("model.embed_tokens.", TiedLayerSpec("embed", *table, forward_fn=gather))
+        embedding = pipe.TiedLayerSpec("embed", *table)
+        head = ("model.embed_tokens.", pipe.TiedLayerSpec("embed", *table, forward_fn=gather))
     else:
-        embedding = LayerSpec(*table)
-        head = ("lm_head.", LayerSpec(Head, config, group))
-    norm = ("model.norm.", LayerSpec(FinalNorm, config, group), 0)
-    first = [("model.embed_tokens.", embedding, 0)]
+        embedding = pipe.LayerSpec(*table)
+        head = ("lm_head.", pipe.LayerSpec(Head, config, group))
+    first = [("model.embed_tokens.", embedding)]
     if "learned" in config.position:
-        positions = LayerSpec(LearnedPositions, config, INIT_STD, group, documents, context)
-        first.append(("model.embed_positions.", positions, 0))
-    return [*first, *blocks, norm, (*head, CausalLM.head_cost(config))]
+        positions = pipe.LayerSpec(LearnedPositions, config, INIT_STD, group, batch, settings.context)
+        first.append(("model.embed_positions.", positions))
+    return [*first, *blocks, ("model.norm.", pipe.LayerSpec(FinalNorm, config, group)), head]
 
 
-def stage_bounds(layers, num_stages):
-    """First layer of every stage, and the end, so that the costs of the stages differ as little as possible.
-
-    A costly output head may be a stage of its own.
-    """
-    return list(map(int, partition_balanced([max(1, cost) for _, _, cost in layers], num_stages)))
-
-
-class PipelineCausalLM(PipelineModule):
+class PipelineCausalLM(pipe.PipelineModule):
     """This rank's stage of the model, its parameters drawn.
 
     The last stage computes the loss inside ``forward``, where DeepSpeed sees all that takes part in it: in bf16 it
@@ -83,37 +64,34 @@ class PipelineCausalLM(PipelineModule):
     ``loss_fn(mean, labels)`` gets the mean; ``losses`` [s, b] are those of the last micro-batch.
     """
 
-    def __init__(
-        self, config, seq_length, groups_shape, group, micro_batches, recompute, attention_backend, z_loss, seed,
-        loss_fn, context=None,
-    ):  # fmt: skip
+    def __init__(self, config, settings, bounds, groups_shape, z_loss, loss_fn):
+        """settings: ``Settings``. bounds: first layer of every stage, and the end. groups_shape: [pipeline, data,
+        tensor]."""
         pipeline, data, tensor = groups_shape
-        documents = Documents(attention_backend)
-        self.layers = layer_list(
-            config, seq_length, group, micro_batches, recompute, documents, attention_backend, context
-        )
+        batch, self.bounds = settings.batch_context(), bounds
+        self.layers = layer_list(config, settings, batch)
         with contextlib.redirect_stdout(None):  # DeepSpeed prints the list on every start
             super().__init__(
-                [spec for _, spec, _ in self.layers],
+                [spec for _, spec in self.layers],
                 topology=PipeModelDataParallelTopology(num_pp=pipeline, num_mp=tensor, num_dp=data),
                 loss_fn=loss_fn,
             )
-        self.documents = documents
+        self.batch = batch
         self.tied, self.z_loss = config.tie_embeddings, z_loss
-        self.group = group
-        self.vocab_partition = even_partition(0, config.vocab_size, group)
+        self.group = settings.group
+        self.vocab_partition = even_partition(0, config.vocab_size, settings.group)
         self.labels = deque()
         self.losses = None
-        initialize(self.canonical_parameters(), seed)
+        initialize(self.canonical_parameters(), settings.seed)
 
     def feed(self, micro_batches):
         """Take what the coming forward passes need besides their input. micro_batches: [MicroBatch], in their order."""
-        self.documents.feed([batch.positions for batch in micro_batches], [batch.samples for batch in micro_batches])
+        self.batch.feed([batch.positions for batch in micro_batches], [batch.samples for batch in micro_batches])
         if self.stage_id == self.num_stages - 1:
             self.labels.extend(batch.labels for batch in micro_batches)
 
     def forward(self, x):
-        self.documents.advance(x.device)
+        self.batch.advance(x.device)
         x = super().forward(x)
         if self.stage_id < self.num_stages - 1:
             return x
@@ -124,17 +102,17 @@ class PipelineCausalLM(PipelineModule):
 
     def _partition_layers(self, method):
         """Give the stages equal costs, not DeepSpeed's equal numbers of parameters: an embedding costs nothing."""
-        self.parts = stage_bounds(self.layers, self.num_stages)
+        self.parts = self.bounds
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
     def canonical_parameters(self):
         """(name, parameter) of this stage, with the names of ``CausalLM``."""
         seen = set()
-        for (prefix, spec, _), function in zip(
+        for (prefix, spec), function in zip(
             self.layers[self._local_start : self._local_stop], self.forward_funcs, strict=True
         ):
-            layer = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else function
+            layer = self.tied_modules[spec.key] if isinstance(spec, pipe.TiedLayerSpec) else function
             for name, parameter in layer.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))

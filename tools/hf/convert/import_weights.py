@@ -5,7 +5,7 @@ read, widened to fp32 and written. ``plan`` says for every parameter where its e
 
     the source       as they are, or with heads in another order: rows of q, columns of o, and the rows of k and v of
                      whole groups (tools/heads/importance.py says which orders are legal)
-    vocabulary       rows of the source, then new ones (tools/hf/import_vocabulary.py)
+    vocabulary       rows of the source, then new ones (tools/hf/convert/import_vocabulary.py)
     router           drawn as a fresh run draws them, from (seed, name); a Llama has none
 
 Blocks of a few megabytes are in memory at a time, whatever the size of the model.
@@ -19,10 +19,11 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moh_lm.build import build_model
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import read_json
-from moh_lm.model.gates import layer_gates
-from moh_lm.model.transformer import CausalLM, initialize, saved_tensors
+from moh_lm.model.initial_gates import layer_gates
+from moh_lm.model.transformer import initialize, saved_tensors
 from moh_lm.parallel.layers import make_parameter
 
 BLOCK = 1 << 22  # elements read at once: 16 MiB in fp32
@@ -129,7 +130,7 @@ def plan(config, source, old_vocab_size, orders, extend, router_seed, trained=No
     were near.
     """
     with torch.device("meta"):
-        wanted = dict(saved_tensors(CausalLM(config)))
+        wanted = dict(saved_tensors(build_model(config)))
     shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
     parts, problems = [], []
     kept, new = extend or (None, None)

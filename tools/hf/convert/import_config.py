@@ -17,7 +17,7 @@ from moh_lm.checks.model import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig, raise_any
 from moh_lm.config.fields import as_tuples
 from moh_lm.config.model import OF_LAYERS
-from tools.hf import keys
+from tools.hf.convert import keys
 
 ASSUMED = {"sliding_window": 4096, "num_key_value_heads": 8}  # by transformers of a mistral whose file is silent
 USUAL = {**keys.FIXED, "partial_rotary_factor": 1.0}  # or absent

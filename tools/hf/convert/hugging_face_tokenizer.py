@@ -1,6 +1,6 @@
 """A tokenizer of Hugging Face that a model was trained with -> the files of its export, equal in ids.
 
-As tools/hf/tokenizer_json.py has it: nothing is added to a text, special tokens that are spelled out in it stay text,
+See tokenizer_json.py: nothing is added to a text, special tokens that are spelled out in it stay text,
 and EOS is declared as BOS too. Padding is the tokenizer's own, or the piece for unknown text, or a special token whose
 name says that it has no other use; else there is none.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moh_lm.data.files import read_json
 from moh_lm.data.hugging_face_model import HuggingFaceModel
-from tools.hf.tokenizer_json import config_with, write_files
+from tools.hf.convert.tokenizer_json import config_with, write_files
 
 
 def write_tokenizer(step, directory, max_length):

@@ -14,15 +14,14 @@ import shutil
 import torch
 
 from moh_lm.checkpoint.directory import point_latest, remove_leftovers
-from moh_lm.checkpoint.fragments import safetensors_header
+from moh_lm.checkpoint.fragments import MOMENTS, safetensors_header
 from moh_lm.checkpoint.manifest import HashedFile, write_manifest
 from moh_lm.data.files import flush, json_bytes
 from moh_lm.monitor.events import EventLog
 from moh_lm.run.state import first_state
 from moh_lm.supervise.run_directory import lock_run_directory, make_run_directory
-from moh_lm.training.optimizer import MOMENTS
 from tools.checkpoints.write import refuse_without_room
-from tools.hf.export_files import plan_shards
+from tools.hf.convert.export_files import plan_shards
 
 FILE_BYTES = 1 << 32
 OVERHEAD = 1 << 20  # bytes of a step besides its tensors, generously
@@ -43,7 +42,7 @@ def output_problems(run):
 def write_step(run, config, parts, facts, tokenizer, progress):
     """Write step-0 of the run directory ``run`` and return its path.
 
-    config: Config. parts: [Part] of tools/hf/import_weights.py. facts: JSON-able, for state.json and events.jsonl.
+    config: Config. parts: [Part] (import_weights.py). facts: JSON-able, for state.json and events.jsonl.
     tokenizer: {file name: bytes}. progress: takes the bytes of every block. Raises ConfigError or OSError, and nothing
     is left under the final name then.
     """

@@ -1,4 +1,4 @@
-"""LLaMA-3's ``tokenizer.model``, in tiktoken's format -> the files of tools/hf/tokenizer_json.py, equal in ids.
+"""LLaMA-3's ``tokenizer.model``, in tiktoken's format -> the files of tools/hf/convert/tokenizer_json.py, equal in ids.
 
 tiktoken joins the neighbours whose result has the lowest rank; Hugging Face's BPE has a list of pairs. It gets every
 pair of tokens that make a token, in the order of ranks. ``ignore_merges`` takes a word that is a token as it is, as
@@ -8,21 +8,21 @@ one.
 """
 
 from moh_lm.data.tiktoken_model import END_OF_TEXT, WORDS, read_ranks
-from tools.hf.tokenizer_json import bpe_model, config_with, content_of, write_files
+from tools.hf.convert.tokenizer_json import bpe_model, config_with, content_of, write_files
 
 END, PAD = "<|end_of_text|>", "<|finetune_right_pad_id|>"
 SPECIAL = {"<|begin_of_text|>": 0, END: END_OF_TEXT, PAD: 4}  # their numbers among the special tokens
 
 
 def special_ids(path):
-    """As in tools/hf/tokenizer_json.py. Raises ConfigError."""
+    """As in tools/hf/convert/tokenizer_json.py. Raises ConfigError."""
     first = read_ranks(path)[1]
     end, pad = first + SPECIAL[END], first + SPECIAL[PAD]
     return {"bos": end, "eos": end, "pad": pad, "unk": None}
 
 
 def write_tokenizer(path, directory, max_length):
-    """As in tools/hf/tokenizer_json.py, of the file at ``path``. Raises ConfigError."""
+    """As in tools/hf/convert/tokenizer_json.py, of the file at ``path``. Raises ConfigError."""
     tokens = {"bos_token": END, "eos_token": END, "pad_token": PAD}
     write_files(directory, tokenizer_json(path), config_with(tokens, max_length))
 

@@ -4,7 +4,7 @@ Three models compute the logits of the same random tokens in fp32 (docs/evaluati
 embedding, the output head and one decoder layer at a time; transformers holds the export as it is, and one layer of it
 in fp32. It works in a process of its own,
 
-    python tools/hf/export_check.py EXPORT SCRATCH [TOKENIZER]
+    python tools/hf/convert/export_check.py EXPORT SCRATCH [TOKENIZER]
 
 since a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
 [b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with the TOKENIZER of training on
@@ -15,7 +15,7 @@ import os
 import sys
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import functools
 import signal
@@ -27,14 +27,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.config import ConfigError
 from moh_lm.data.files import read_json
 from moh_lm.data.tokenizer import read_model
 from moh_lm.model.router import stored_dtype
-from moh_lm.model.transformer import CausalLM, saved_tensors
-from tools.hf.export_files import exported_files
-from tools.hf.import_config import model_config
+from moh_lm.model.transformer import saved_tensors
+from tools.hf.convert.export_files import exported_files
+from tools.hf.convert.import_config import model_config
 
 try:
     import transformers
@@ -101,7 +102,7 @@ def trainer_logits(config, read, tokens):
     config: ModelConfig. read: the tensor of a parameter, by its name. tokens: int64 [b, s].
     """
     with torch.device("meta"):
-        model = CausalLM(config)
+        model = build_model(config)
     layers = {f"model.layers.{index}.": layer for index, layer in enumerate(model.model.layers)}
     for prefix, layer in layers.items():
         layer.register_forward_pre_hook(functools.partial(fill, prefix=prefix, read=read))

@@ -2,61 +2,28 @@
 
 Under every ZeRO stage a rank owns, of some parameters, a range of the flattened elements: their fp32 masters and their
 moments, both of AdamW's and the first of Muon's. DeepSpeed keeps these in flat buffers whose layout depends on the
-stage and on the number of ranks; here they become ``Fragment``s with canonical addresses, the optimizer's own memory,
-to be written to a checkpoint or filled from one.
+stage and on the number of ranks; here they become ``Fragment``s of moh_lm.checkpoint.fragments with canonical
+addresses, the optimizer's own memory, to be written to a checkpoint or filled from one.
 """
 
 import contextlib
 from itertools import chain
-from typing import NamedTuple
 
 import torch
-from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from moh_lm.checkpoint.fragments import AVERAGE, MOMENTS
-from moh_lm.training.gradient_norm import examine_norms
-from moh_lm.training.muon import Muon, Place, find_matrices
-from moh_lm.training.parameter_groups import EPS, parameter_groups, rule_of
-
-ZERO_SUPPORTED_OPTIMIZERS.append(Muon)  # else DeepSpeed refuses it, or warns of it in every start
-
-
-class Fragment(NamedTuple):
-    """A range of one parameter that this rank's optimizer owns.
-
-    start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg" and
-    "exp_avg_sq", flat fp32, all of one length, the optimizer's own; Muon has no "exp_avg_sq", a frozen weight only the
-    master. "ema": the moving average of the master, where there is one. is_copy: another rank has the same and speaks
-    for it.
-    """
-
-    name: str
-    parameter: torch.nn.Parameter
-    start: int
-    is_copy: bool
-    tensors: dict[str, torch.Tensor]
-
-
-def make_optimizer(named_parameters, config):
-    """AdamW, or Muon, over the ``parameter_groups`` of (canonical name, parameter)."""
-    settings, groups = config.optimizer, parameter_groups(named_parameters, config)
-    common = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2), eps=EPS, fused=True)
-    if settings.optimizer == "muon":
-        return Muon(groups, settings.muon_momentum, **common)
-    return torch.optim.AdamW(groups, **common)
-
-
-def largest(tensor):
-    """Largest magnitude in ``tensor``, []; NaN if an element is. No copy of it is made."""
-    return torch.stack(tensor.detach().aminmax()).abs().max()
+from moh_lm.training.deepspeed.norms import examine_norms
+from moh_lm.training.deepspeed.shards import slice_range
+from moh_lm.training.muon import Place, find_matrices
+from moh_lm.training.parameter_groups import rule_of
 
 
 class ShardedOptimizer:
     """DeepSpeed's optimizer of ``zero_stage``; its moments exist from the start, so that they can always be saved.
 
     rank: in the data-parallel group. examine: sees the gradient norm of every step before the step is taken; see
-    moh_lm.training.gradient_norm. router_limit: of ``examine_norms``. ema_decay: of a moving average of the masters; 0:
-    none.
+    moh_lm.training.deepspeed.norms. router_limit: of ``examine_norms``. ema_decay: of a moving average of the masters;
+    0: none.
     """
 
     def __init__(self, optimizer, zero_stage, rank, examine, router_limit=0.0, ema_decay=0.0):
@@ -104,10 +71,9 @@ class ShardedOptimizer:
         """Set to 0 what ZeRO-3 appends to a parameter that its ranks do not divide: it is what the memory held."""
         for parameter in chain(*self.optimizer.fp16_groups):
             number, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
-            size = parameter.partition_numel()
-            owned = min(size, max(0, parameter.ds_numel - self.rank * size))
+            _, owned = slice_range(parameter, self.rank)
             for flat in (self.masters()[number], self.optimizer.fp16_partitioned_groups_flat[number]):
-                flat.data[offset + owned : offset + size] = 0
+                flat.data[offset + owned : offset + parameter.partition_numel()] = 0
 
     def set_learning_rates(self, rate, router_rate):
         """router_rate: of the routers."""
@@ -123,8 +89,7 @@ class ShardedOptimizer:
             address = mapping.lp_fragment_address
             return Place(mapping.param_group_index, mapping.hp_fragment_address.start, address.start, address.numel)
         number, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
-        start = self.rank * parameter.partition_numel()
-        length = min(parameter.partition_numel(), parameter.ds_numel - start)  # the rest is padding
+        start, length = slice_range(parameter, self.rank)
         return Place(number, offset, start, length) if length > 0 else None
 
     def fragment(self, parameter):

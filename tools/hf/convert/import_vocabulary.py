@@ -22,7 +22,7 @@ from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError
 from moh_lm.data.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
 from moh_lm.data.tokenizer import model_files
-from tools.hf.import_weights import EMBEDDING
+from tools.hf.convert.import_weights import EMBEDDING
 
 NOISE = 0.01
 ROWS = 1024  # new rows made at once

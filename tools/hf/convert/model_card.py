@@ -17,7 +17,7 @@ from moh_lm.data.segments import tokens_read
 from moh_lm.monitor.events import complete_rows
 from moh_lm.monitor.head_load import fair_load
 from moh_lm.units import words
-from tools.hf.keys import model_type
+from tools.hf.convert.keys import model_type
 
 ALL = "all sources"  # the last row of losses; no source has a space in its name
 

@@ -1,0 +1,92 @@
+"""Small runs of the training program on the ranks of a test, and what they leave in the run directory."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+
+from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
+from moh_lm.checkpoint.saver import Saver, find_step
+from moh_lm.flags import parse_config
+from moh_lm.run import program
+from moh_lm.supervise.processes import start_process_group
+from moh_lm.supervise.run_directory import make_run_directory
+
+SIZES = """
+    --num-layers 2 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --vocab-size 64
+    --seq-length 16 --batch-tokens 128 --micro-batch-size 2 --train-iters 7 --warmup-iters 2 --precision fp32
+    --learning-rate 1e-2 --min-learning-rate 1e-3 --data-mix even=2.5 odd=1 --validation-fraction 0.1
+    --log-interval 2 --save-interval 3 --eval-interval 4 --eval-samples 5
+"""
+MEASURED = ("tokens_per_second", "runtime")
+
+
+def arguments(data_dir, directory, *more):
+    """Flags of a run of 7 steps on ``data_dir`` in ``directory``; those of ``more`` count."""
+    return [*SIZES.split(), "--data-dir", str(data_dir), "--checkpoint-dir", str(directory), *more]
+
+
+def run(flags, stop_after=None):
+    """The training program on this rank, without the page of the run, whose pictures take two seconds.
+
+    stop_after: exit after the checkpoint of that step, as a crash would.
+    """
+    if stop_after is not None:
+        save = Saver.save
+
+        def save_and_stop(saver, step, *others):
+            save(saver, step, *others)
+            if step == stop_after:
+                saver.close()
+                raise KeyboardInterrupt
+
+        Saver.save = save_and_stop
+    config, _ = parse_config(["--run-report", "false", *flags])
+    make_run_directory(config.run.checkpoint_dir)
+    with contextlib.suppress(KeyboardInterrupt):
+        return program.train(program.Run, *program.open_text(config, [], False), start_process_group(900))
+
+
+def rows(directory):
+    """The rows of metrics.jsonl without what is measured: times and memory."""
+    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
+
+
+def training_rows(directory):
+    """Those of ``rows`` that are of training, not of an evaluation."""
+    return [row for row in rows(directory) if "loss" in row]
+
+
+def losses(directory):
+    return [row["loss"] for row in training_rows(directory)]
+
+
+def events(directory, kind):
+    """The rows of events.jsonl of one kind."""
+    lines = (Path(directory) / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def parameters(directory):
+    """{name: fp32 tensor} of the newest step."""
+    return dict(full_parameters(find_step(directory)))
+
+
+def state(directory, step):
+    """{kind/name: whole tensor} of the masters and moments of a step."""
+    reader = FragmentReader(Path(directory) / "checkpoints" / f"step-{step}")
+    kinds = ("master", "exp_avg", "exp_avg_sq")
+    return {f"{kind}/{name}": reader.read(kind, name) for name in reader.shapes for kind in kinds}
+
+
+def equal(one, other):
+    """Whether two mappings of tensors are the same to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def distance(got, expected):
+    """Relative L2 distance of two tensors."""
+    scale = expected.double().norm().item()
+    return (got.double() - expected.double()).norm().item() / scale if scale else got.double().norm().item()
