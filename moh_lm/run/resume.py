@@ -17,7 +17,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
-from moh_lm.config import TRAINING_ONLY, Config, ConfigError, ParallelConfig, flag, walk
+from moh_lm.config import TRAINING_ONLY, Config, ConfigError, ParallelConfig, flag, raise_any, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.segments import tokens_read
@@ -27,13 +27,14 @@ from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
 from moh_lm.monitor.record import last_step
 from moh_lm.monitor.writers import first_drawn
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, problems_of_all_ranks
-from moh_lm.run.state import read_state
+from moh_lm.run.state import read_state, state_problems
 from moh_lm.supervise.processes import log_rank0
 
 SPEED = (  # fields that change how many tokens a device computes in a second
     *(entry.name for _, entry in walk(ParallelConfig())), "micro_batch_size", "seq_length", "precision", "recompute",
     "compile", "attention_backend", "head_selection", "train_only", "optimizer", "workers",
 )  # fmt: skip
+SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"
 OF_TRAINING = (  # fields that change how a run is trained, beside those of the optimizer
     "train_iters", "train_tokens", "precision", "seed", "absurd_factor", "spike_sigmas", "spike_window", "on_spike",
 )  # fmt: skip
@@ -50,7 +51,9 @@ def resume(state, event_log, progress):
     if step is None:
         return
     saved = all_ranks_or_raise(lambda: read_state(step))
-    before, now = all_ranks_or_raise(lambda: type(config).load(step / "config.json")).to_dict(), config.to_dict()
+    was = all_ranks_or_raise(lambda: type(config).load(step / "config.json"))
+    all_ranks_or_raise(lambda: refuse_state(step, saved, was.model))
+    before, now = was.to_dict(), config.to_dict()
     if config.run.window_strategy == "entropy":
         before["window"] = now["window"]  # where the windows of a run began; state.json has those of now
     all_ranks_or_raise(lambda: refuse_changes(step, saved, before, config, state.dataset))
@@ -122,8 +125,12 @@ def load(step, fragments, progress):
     try:
         load_fragments(step, fragments, progress)
     except ValueError as error:
-        advice = "set it aside by hand, and the run goes on from the one before it"
-        raise ConfigError([f"{step}: {error}; {advice}"]) from error
+        raise ConfigError([f"{step}: {error}; {SET_ASIDE}"]) from error
+
+
+def refuse_state(step, saved, model):
+    """Raise ConfigError if the state ``saved`` in a step directory has values that no run of its ``model`` writes."""
+    raise_any([f"{step / 'state.json'}: {problem}; {SET_ASIDE}" for problem in state_problems(saved, model)])
 
 
 def refuse_changes(step, saved, before, config, dataset):
