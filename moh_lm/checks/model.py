@@ -3,7 +3,7 @@
 import math
 
 from moh_lm.checks import attention
-from moh_lm.checks.ranges import below, divisors
+from moh_lm.checks.ranges import below, between, divisors
 from moh_lm.config import flag
 from moh_lm.model.initial_gates import gates_of_one, layer_gates
 
@@ -181,8 +181,8 @@ def budget_problems(model):
             )
         elif not min(1, routed) <= active <= routed:
             sentence = (
-                f"--num-active-routed-heads {active}: must be between {min(1, routed)} and {routed}, "
-                f"the heads that --num-shared-heads {shared} leaves of {heads}"
+                f"--num-active-routed-heads {active}: {between(min(1, routed), routed)}: --num-shared-heads {shared} "
+                f"leaves {routed} of {heads} heads"
             )
         elif shared % size or active % size:
             sentence = (
