@@ -114,7 +114,7 @@ def build_attention(config, layer_index, settings):
     counted = None
     if of.position[layer_index] == "cope":
         counted = ContextualPositions(of, INIT_STD, heads, exchange)
-        core = CoPECore(counted, **core)
+        core = CoPECore(counted, **core | {"backend": None})  # which needs all scores
     else:
         core = (LatentCore if of.attention == "latent" else CoreAttention)(**core)
     router = build_router(of, layer_index, heads, core, init_std, settings)

@@ -3,14 +3,15 @@
 import pytest
 
 from moh_lm.checks import config_problems
+from moh_lm.checks.idle import idle_flags
 from moh_lm.checks.layout import context_problems, tensor_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.config import Config, ConfigError, RoutedLayer, walk
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import write_json
-from moh_lm.flags import config_of, idle_flags, make_parser, parse_config, parse_flags, save_config, without_replaced
-from moh_lm.monitor.head_map import CELL, LEFT, TOP, head_map
+from moh_lm.flags import config_of, make_parser, parse_config, parse_flags, save_config, without_replaced
 from moh_lm.model.matrices import blocks_of
+from moh_lm.monitor.head_map import CELL, LEFT, TOP, head_map
 
 REQUIRED = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
 TINY = ["--vocab-size", "64", "--seq-length", "16", "--validation-fraction", "0"]

@@ -12,6 +12,7 @@ from moh_lm.checks.model import model_problems
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import parse_config
 from moh_lm.run import program
+from moh_lm.run.text import open_data
 from tests.test_config import REQUIRED, TINY, parse
 
 REFUSALS = {  # flags: what the one line has to name
@@ -135,7 +136,7 @@ def test_what_is_wrong_with_a_layout_is_said_at_once():
 def test_sources_that_are_not_there_are_one_sentence(data_dir):
     mix = ("books=1", "evn=1", "web=1")
     with pytest.raises(ConfigError) as error:
-        program.open_text(parse("--data-dir", str(data_dir), "--data-mix", *mix), [], False)
+        open_data(parse("--data-dir", str(data_dir), "--data-mix", *mix), [], False)
     (problem,) = [text for text in error.value.problems if "--data-mix" in text]
     there = "no source is named books, evn, web; the data directory has even, odd: did you mean even?"
     assert problem == f"--data-mix: {there}"

@@ -248,13 +248,17 @@ def full_parameters(step):
 
 @torch.no_grad()
 def load_fragments(step, fragments, progress=lambda: None):
-    """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them."""
+    """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them.
+
+    Returns whether the files hold a moving average; where they hold none, it begins with the masters.
+    """
     reader = FragmentReader(step)
     for fragment in fragments:
         reader.require(fragment.name, fragment.parameter.whole_shape)
         for kind, tensor in fragment.tensors.items():
             partition = fragment.parameter.tensor_partition
             if kind == AVERAGE and fragment.name not in reader.averaged:
-                kind = "master"  # the average begins here
+                kind = "master"
             tensor.copy_(reader.read(kind, fragment.name, partition, fragment.start, tensor.numel()))
             progress()
+    return bool(reader.averaged)

@@ -8,9 +8,10 @@ from moh_lm.data.mixture import Mixture, data_problems, integer_weights
 from moh_lm.data.segments import changes, next_segments, tokens_read, windows_read
 from moh_lm.data.shards import ShardError, open_source, read_manifest, tokenizer_files
 from moh_lm.data.source import Source
+from moh_lm.data.training_data import TrainingData
 
 
-class Dataset:
+class Dataset(TrainingData):
     """The sources of a run and their mixture; ``Dataset.open`` makes it. ``notes`` are remarks for the user.
 
     ``segments``: what the run has read up to now (segments.py); by default nothing. ``decay``: (first sample, mixture)

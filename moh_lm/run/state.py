@@ -18,7 +18,6 @@
 
 import math
 import textwrap
-from dataclasses import replace
 
 from moh_lm.config import ConfigError, ReliabilityConfig
 from moh_lm.data.files import read_json
@@ -56,15 +55,9 @@ class RunState:
             **({"rested_steps": optimizer.rested} if optimizer.rested else {}),
             **({"frozen_steps": frozen} if frozen else {}),
             **({"imported": self.imported} if self.imported else {}),
-            **({"windows": [windows.widths, windows.entropies]} if (windows := self.engine.windows) else {}),
+            **self.engine.state(),
             **({"l1_steps": int(routers.l1_steps)} if self.config.model.heads.routing == "relu" else {}),
         }
-
-    def config_now(self):
-        """The configuration with the windows of now."""
-        windows = self.engine.windows
-        model = replace(self.config.model, window=tuple(windows.widths)) if windows else self.config.model
-        return replace(self.config, model=model)
 
     def restore(self, saved, changes=()):
         """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data.
@@ -76,8 +69,7 @@ class RunState:
         shares = saved["router_shares"][:layers]
         steps = [saved.get(name, 0) for name in ("l1_steps", "rested_steps", "frozen_steps")]
         self.engine.adopt(saved["optimizer_steps"], shares, *steps)
-        if self.engine.windows and "windows" in saved:
-            self.engine.windows.set(*saved["windows"])
+        self.engine.restore(saved)
         if self.step == 0:  # an imported model: nothing was read yet
             return []
         self.engine.guard.restore(saved["guard"])
@@ -134,7 +126,9 @@ def shares_fit(state, model):
 
 
 def windows_fit(state, model):
-    widths, entropies = state.get("windows", [model.window, [0] * model.num_layers])
+    if "windows" not in state:
+        return True
+    widths, entropies = state["windows"]
     sizes = {len(widths), len(entropies)} == {model.num_layers}
     return sizes and all(map(is_count, widths)) and are_numbers((value or 0 for value in entropies), 0)
 

@@ -17,7 +17,8 @@ from moh_lm.flags import parse_config
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.writers import Writers
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.run.resume import budget_problems, contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
+from moh_lm.run.resume import contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
+from moh_lm.run.text import budget_problems
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, events, run
 
@@ -161,7 +162,7 @@ def test_a_token_budget_does_not_end_early_after_a_new_length(length, budget, st
 
     saved = {"step": 10, "consumed_samples": 80, "data": {"segments": [{"first_sample": 0, "seq_length": 16}]}}
     now = parsed(length, budget)
-    found = budget_problems(saved, parsed(16, "--train-tokens 10240").to_dict(), now.run)
+    found = budget_problems(now, saved, parsed(16, "--train-tokens 10240").to_dict())
     assert len(found) == (steps is not None)
     assert all(text.endswith(f"(--train-iters {steps} reads the rest)") for text in found)
 
@@ -171,7 +172,7 @@ def test_a_run_of_two_lengths_resumes_with_iterations_only():
     saved = {"step": 20, "consumed_samples": 160, "data": {"segments": segments}}
     for budget, problems in (("--train-iters 45", 0), ("--train-tokens 10000", 1)):
         now = parse_config([*"--seq-length 32 --batch-tokens 256".split(), *budget.split()])[0]
-        assert len(budget_problems(saved, now.to_dict(), now.run)) == problems
+        assert len(budget_problems(now, saved, now.to_dict())) == problems
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from moh_lm.flags import parse_config
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Question, Tasks
-from moh_lm.run import program
+from moh_lm.run.text import open_data
 from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
 from tests.tools.evaluating import LLM6, call
@@ -146,7 +146,7 @@ def test_samples_that_cannot_be_written_are_refused_before_the_run(flags, data_d
     ]:
         config, _ = parse_config([*flags, "--eval-tasks", "", *changes, "--checkpoint-dir", str(tmp_path)])
         with pytest.raises(ConfigError, match=message):
-            program.open_text(config, [], False)
+            open_data(config, [], False)
 
 
 def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_dir, tmp_path):
@@ -165,7 +165,7 @@ def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_d
     for changes, message in cases:
         config, _ = parse_config([*flags, *changes, "--checkpoint-dir", str(tmp_path)])
         with pytest.raises(ConfigError, match=message):
-            program.open_text(config, [], False)
+            open_data(config, [], False)
 
 
 def question(**changes):

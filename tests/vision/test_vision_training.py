@@ -19,14 +19,15 @@ from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.config import Config, ConfigError, flag
 from moh_lm.flags import config_of, make_parser, parse_flags
-from moh_lm.run import program as runs
+from moh_lm.run import program
+from moh_lm.run.loop import Run
 from moh_lm.run.resume import contradictions, of_data
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.supervise.run_directory import make_run_directory
-from moh_lm.vision import program
 from moh_lm.vision.checks import vit_problems
 from moh_lm.vision.config import KINDS, ViTConfig
-from moh_lm.vision.run import ImageRun
+from moh_lm.vision.evaluation import DiffusionEvaluation
+from moh_lm.vision.task import DIT, VIT
 from tests.distributed import run_ranks
 from tools import checkpoint, evaluate_vision
 
@@ -41,6 +42,7 @@ FLAGS = {
     "dit": """--input-size 16 --patch-size 4 --hidden-size 32 --num-layers 2 --num-attention-heads 4 8 --head-dim 8
         --num-shared-heads 4 3 --num-active-routed-heads 0 2 --samples 3 --sampling-steps 3 --diffusion-steps 50""",
 }
+TASKS = {"vit": VIT, "dit": DIT}
 MEASURED = ("tokens_per_second", "runtime")
 
 
@@ -79,10 +81,10 @@ def run(kind, flags, stop_after=None):
                 raise KeyboardInterrupt
 
         Saver.save = save_and_stop
-    config, dataset = program.open_data(parsed(kind, flags), [], False)
+    config, dataset = TASKS[kind].open_data(parsed(kind, flags), [], False)
     make_run_directory(config.run.checkpoint_dir)
     with contextlib.suppress(KeyboardInterrupt):
-        return runs.train(ImageRun, config, dataset, start_process_group(900))
+        return program.train(TASKS[kind], config, dataset, start_process_group(900))
 
 
 def rows(directory):
@@ -244,20 +246,21 @@ def test_what_cannot_be_trained_is_refused_by_name(images, tmp_path, words, said
     kind, *more = words.split()
     config = parsed(kind, arguments(kind, images, tmp_path / "run", *more))
     with pytest.raises(ConfigError, match=r"(?s)" + said.replace("(", r"\(").replace(")", r"\)")):
-        program.open_data(config, program.image_problems(config, 1), False)
+        TASKS[kind].open_data(config, TASKS[kind].problems(config, 1), False)
 
 
 def evaluated(kind, flags):
     """What happens in an evaluation, in order: p for each report of progress, m for each pass through the model."""
-    config, dataset = program.open_data(parsed(kind, flags), [], False)
+    task, events = TASKS[kind], []
+    config, dataset = task.open_data(parsed(kind, flags), [], False)
     make_run_directory(config.run.checkpoint_dir)
-    made, events = ImageRun(config, dataset, start_process_group(900), Mock(), Mock()), []
-    made.open_data(dataset)
-    made.log, made.state.step = None, 1
+    made = Run(task, config, dataset, start_process_group(900), Mock(), Mock())
+    loader = task.make_loader(config, dataset, made.groups, made.device)
+    evaluate = task.make_evaluation(config, made.engine, loader, None, lambda: events.append("p"))
     made.watchdog.progress.side_effect = lambda: events.append("p")
     first = "patch_embed1" if kind == "vit" else "x_embedder.proj"
     made.engine.model.get_submodule(first).register_forward_hook(lambda *_: events.append("m"))
-    made.evaluate()
+    evaluate(1)
     return "".join(events)
 
 
@@ -272,7 +275,7 @@ def test_a_drawing_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     made = SimpleNamespace(
         config=SimpleNamespace(run=SimpleNamespace(checkpoint_dir=str(tmp_path))), log=SimpleNamespace(writers=Mock())
     )
-    ImageRun.keep(made, np.zeros((4, 4, 3), np.uint8), 5)
+    DiffusionEvaluation.keep(made, np.zeros((4, 4, 3), np.uint8), 5)
     said = capsys.readouterr()
     assert said.err == f"{tmp_path}/samples/step-5.png: File exists; this drawing is left out\n" and not said.out
     made.log.writers.picture.assert_called_once()

@@ -23,13 +23,13 @@ QUIET = ("saved",)  # events that are not worth a row
 MOST_NAMED = 8  # layers in a legend
 
 
-def write_page(directories, output, kind=Config, with_png=False):
+def write_page(directories, output, config_type=Config, with_png=False):
     """Write the report of the runs at ``output``, an HTML file, and each picture as PNG beside it; the files written.
 
-    kind: of their ``Config``. Raises ConfigError if a directory is not that of a run, OSError if a file cannot be
-    written.
+    config_type: of their configurations. Raises ConfigError if a directory is not that of a run, OSError if a file
+    cannot be written.
     """
-    runs = [RunRecord(directory, kind) for directory in directories]
+    runs = [RunRecord(directory, config_type) for directory in directories]
     figures = figures_of_run(runs[0]) if len(runs) == 1 else figures_of_comparison(runs)
     has_bits = any(run.last_evaluation and "evaluation_bits_per_byte" in run.last_evaluation for run in runs)
     drawn = {name: Markup(pictures.svg(figure, name)) for name, (_, figure) in figures.items()}  # noqa: S704 - ours

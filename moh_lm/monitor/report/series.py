@@ -30,15 +30,15 @@ HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md def
 class RunRecord:
     """One run. ``curves``: {name: (steps, values)}, arrays [points]; ``loads``: {layer: (steps, [points, heads])}.
 
-    kind: of its ``Config``. Raises ConfigError if ``directory`` is not that of a run.
+    config_type: of its configuration. Raises ConfigError if ``directory`` is not that of a run.
     """
 
-    def __init__(self, directory, kind=Config):
+    def __init__(self, directory, config_type=Config):
         self.directory = Path(directory)
         self.name = self.directory.resolve().name
         if not (self.directory / "metrics.jsonl").exists():
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
-        self.config = kind.load(self.directory / "config.json")
+        self.config = config_type.load(self.directory / "config.json")
         if self.config.run.train_iters is None:
             raise ConfigError([f"{directory}/config.json: has no train_iters; give the directory of a run"])
         self.left_out = {}  # {file: rows that could not be read}
@@ -91,7 +91,7 @@ class RunRecord:
 
     def tokens_at(self, step):
         """Tokens up to ``step``, as the rows say; those of later steps have the length of now."""
-        return self.last_row["tokens"] + (step - self.last_row["step"]) * self.config.run.tokens_per_iteration
+        return self.last_row["tokens"] + (step - self.last_row["step"]) * self.config.tokens_per_iteration
 
     def tokens_of_parent(self, training):
         """Tokens that another run had read whose checkpoint this one began with: it resumed before any save."""
@@ -99,7 +99,7 @@ class RunRecord:
         if not training or first["event"] == "saved":
             return 0
         row = training[0]
-        return row["tokens"] - (row["step"] - first["step"]) * self.config.run.tokens_per_iteration
+        return row["tokens"] - (row["step"] - first["step"]) * self.config.tokens_per_iteration
 
     def standing_events(self):
         """The events but those of steps that a later resume undid."""
