@@ -7,8 +7,9 @@ import torch.distributed as dist
 from moh_lm import pretrain
 from moh_lm.checks import config_problems
 from moh_lm.checks.model import model_problems
-from moh_lm.config import Config
+from moh_lm.config import Config, ConfigError
 from moh_lm.run import program
+from moh_lm.run.text import open_data
 from tests.test_config import REQUIRED, TINY, parse
 
 REFUSALS = {  # flags: what the one line has to name
@@ -72,7 +73,7 @@ REFUSALS = {  # flags: what the one line has to name
     "--routing-top-p 0.4 --routing query_norm": ("--routing-top-p 0.4", "query_norm", "paper or released"),
     "--routing-entropy-coefficient -1": ("--routing-entropy-coefficient -1", "0 or above"),
     "--batch-tokens 5000": ("--batch-tokens 5000", "4992 or 5008"),
-    "--micro-batch-size 3": ("micro_batch_size(3)", "choose 4194336"),
+    "--micro-batch-size 3": ("micro_batch_size(3)", "choose --batch-tokens 4194336"),
     "--learning-rate 1e-5": ("--min-learning-rate 3e-05", "1e-05"),
     "--adam-beta2 1": ("--adam-beta2 1", "below 1"),
     "--muon-split head": ("--muon-split head", "no meaning with --optimizer adamw"),
@@ -85,7 +86,8 @@ REFUSALS = {  # flags: what the one line has to name
     "--seed 99999999999999999999 --train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
     "--window 4 9223372036854775808": ("--window 4 9223372036854775808", "below 2^63"),
     "--hang-timeout 366d": ("--hang-timeout 31622400", "at most 31536000, a year"),
-    "--tensor-parallel-size 2": ("1 processes", "tensor_parallel_size(2) * pipeline_parallel_size(1) = 2"),
+    "--tensor-parallel-size 2": ("--tensor-parallel-size 2: needs a multiple of 2", "1 was started", "torchrun"),
+    "--num-shared-heads 11 --num-active-routed-heads 2": ("--num-active-routed-heads 2", "must be 1: ", "leaves 1 of"),
 }
 
 
@@ -128,6 +130,23 @@ def test_all_problems_are_reported_together():
     assert len(config_problems(config, world_size=1)) == 3
 
 
+def test_what_is_wrong_with_a_layout_is_said_at_once():
+    layout = "--tensor-parallel-size 2 --pipeline-parallel-size 3 --zero-stage 3 --intermediate-size 2049"
+    found = config_problems(parse(*layout.split(), "--num-shared-heads", "5"), world_size=4)
+    named = ["= 6: need a multiple of 6 processes, and 4 were started", "--intermediate-size 2049", "5 heads always on",
+             "--zero-stage 3: DeepSpeed's pipeline"]  # fmt: skip
+    assert len(found) == len(named) and all(part in text for part, text in zip(named, found, strict=True)), found
+
+
+def test_sources_that_are_not_there_are_one_sentence(data_dir):
+    mix = ("books=1", "evn=1", "web=1")
+    with pytest.raises(ConfigError) as error:
+        open_data(parse("--data-dir", str(data_dir), "--data-mix", *mix), [], False)
+    (problem,) = [text for text in error.value.problems if "--data-mix" in text]
+    there = "no source is named books, evn, web; the data directory has even, odd: did you mean even?"
+    assert problem == f"--data-mix: {there}"
+
+
 @pytest.mark.parametrize(
     "flags, named",
     [
@@ -152,7 +171,7 @@ def test_what_tensor_parallelism_cannot_share_is_refused(flags, named):
         ("--num-shared-heads 8 --tensor-parallel-size 4", "4 * --tensor-parallel-size 4 = 16: must divide the 8 heads"),
         ("--num-shared-heads 8 --routing expert_choice", "needs whole sequences; choose 1"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 8176", "--context-parallel-size 4 = 4"),
-        ("--num-shared-heads 8 --context-parallel-size 3", "* context_parallel_size(3)"),
+        ("--num-shared-heads 8 --context-parallel-size 3", "--context-parallel-size 3: needs a multiple of 3"),
     ],
 )
 def test_what_context_parallelism_cannot_share_is_refused(flags, named):
@@ -200,7 +219,7 @@ def test_without_a_rank_a_run_has_one_process(refused, monkeypatch, data_dir):
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = ["--data-dir", data_dir, *TINY, "--tensor-parallel-size", "2", "--train-iters", "0"]
     for more, said in (([], True), (["--dry-run"], False)):
-        assert any("1 processes" in line for line in refused(*REQUIRED, *flags, *more)) == said
+        assert any("1 was started" in line for line in refused(*REQUIRED, *flags, *more)) == said
 
 
 def test_limits_of_own_keys_ask_the_layers_that_have_them():

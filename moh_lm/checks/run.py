@@ -8,7 +8,7 @@ import shutil
 import torch
 
 from moh_lm.checks.attention import length_problems
-from moh_lm.checks.ranges import below
+from moh_lm.checks.ranges import below, between
 from moh_lm.config import OptimizerConfig, RunConfig, flag
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.gates import FORMS
@@ -105,7 +105,7 @@ def decay_problems(optimizer, train_iters):
     most = train_iters - optimizer.warmup_iters
     if not 0 <= decay <= most:
         return [
-            f"--decay-iters {decay}: must be between 0 and {max(0, most)}, the {train_iters} iterations of the run "
+            f"--decay-iters {decay}: {between(0, max(0, most))}, the {train_iters} iterations of the run "
             f"without the --warmup-iters {optimizer.warmup_iters}"
         ]
     return []

@@ -42,7 +42,7 @@ class HeadsConfig:
     )
     routed_keys: str = text_option(
         "all",
-        "keys that a routed head sees, and keeps: of all tokens, or of those only that select it",
+        "whether a routed head attends to all tokens or only to those that selected it",
         choices=("all", "selected"),
     )
     routing_dtype: str = text_option(
@@ -68,7 +68,7 @@ class HeadsConfig:
         0, "first iterations of a mixture in which all heads have gate 1, without a balance loss; routers rest"
     )
     load_balance_bias_rate: float = text_option(
-        0.0, "select by a bias too, which moves so far in each step, up for heads below the mean load; 0: no bias"
+        0.0, "update rate of the balancing bias (DeepSeek-V3); 0: no bias"
     )
 
 

@@ -30,12 +30,12 @@ class ModelConfig(HeadsOfLayers):
         "which is what a cache keeps (DeepSeek-V2)",
         choices=("heads", "latent"),
     )
-    kv_lora_rank: int | None = option(None, "of latent: features of that vector (default: 4 heads)")
+    kv_lora_rank: int | None = option(None, "dimension of the compressed key/value latent (default: 4 x head dim)")
     q_lora_rank: int | None = option(
-        None, "of latent: features of a vector that queries are made of (default: of the input itself)"
+        None, "rank of the query projection (latent attention; default: none)"
     )
     qk_rope_head_dim: int | None = option(
-        None, "of latent: features that turn, beside the --head-dim others (default: half of them)"
+        None, "features of a head with rotary positions, beside --head-dim others (latent attention; default: half)"
     )
     base_width: int | None = option(
         None, "hidden size at which learning rates and first weights are as given; others follow (default: this one)"

@@ -87,8 +87,8 @@ def gated_mixture(heads, counts):
     """--head-selection gated, as it is kept: a mixture whose heads are all shared has the same gates and the same
     parameters, so that its files need no name of their own. Raises ConfigError for what contradicts it."""
     if heads.routing != "sigmoid":
-        given = f"--head-selection gated: contradicts --routing {heads.routing}"
-        raise ConfigError([f"{given}; leave it out, or add --routing sigmoid, whose gates it has"])
+        given = f"--head-selection gated: contradicts --routing {heads.routing}, since its gates"
+        raise ConfigError([f"{given} are those of sigmoid; add --routing sigmoid"])
     for name in ("head_budget", "routing_top_p"):
         value = getattr(heads, name)
         if value is not None:

@@ -102,7 +102,7 @@ class RunBase:
     eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
     log_interval: int = option(10, "iterations per line of the log")
     peak_tflops: float | None = option(
-        None, "of one device in this precision, for the MFU (default: of the GPUs that are known)"
+        None, "peak TFLOPS of one device in this precision, for MFU (default: those of a known GPU)"
     )
     gpu_hour_price: float | None = option(
         None, "price of an hour of one device, for what --dry-run and tools/plan.py estimate"

@@ -75,13 +75,14 @@ def run_task(given, task):
 
 
 def describe(task, given, config, dataset, world_size):
-    """Print what the run is, of a dry run all settings too, and warnings of what is hardly meant."""
+    """Print warnings of what is hardly meant, and what the run is; of a dry run all settings too."""
     lines = [*idle_flags(given, config), *task.describe(config, dataset, world_size)]
     if given.dry_run:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may have seen enough
-        lines = [*given.changes(), "", *lines, *describe_configuration(config), ""]
+        lines = [*given.changes(), "", *lines, *describe_configuration(config)]
     warnings = (*task.warnings(config, dataset, world_size), *contradictions(config))
-    print("\n".join([*lines, *(wrapped(f"warning: {text}", 9) for text in warnings)]), flush=True)
+    shown = [wrapped(f"warning: {text}", 9) for text in warnings]
+    print("\n".join([*shown, *([""] if shown else []), *lines]), flush=True)
 
 
 def train(task, config, dataset, device):

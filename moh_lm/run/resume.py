@@ -16,7 +16,7 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
-from moh_lm.config import TRAINING_ONLY, UNNAMED, ConfigError, ParallelConfig, flag, walk
+from moh_lm.config import TRAINING_ONLY, UNNAMED, ConfigError, ParallelConfig, flag, raise_any, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import TOKENIZER_FILES
@@ -25,12 +25,16 @@ from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
 from moh_lm.monitor.record import last_step
 from moh_lm.monitor.writers import first_drawn
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, problems_of_all_ranks
-from moh_lm.run.state import read_state
+from moh_lm.run.state import read_state, state_problems
 from moh_lm.supervise.processes import log_rank0
 
 SPEED = (  # fields that change how many tokens a device computes in a second
     *(entry.name for _, entry in walk(ParallelConfig())), "micro_batch_size", "seq_length", "precision", "recompute",
     "compile", "attention_backend", "head_selection", "train_only", "optimizer", "workers",
+)  # fmt: skip
+SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"
+OF_TRAINING = (  # fields that change how a run is trained, beside those of the optimizer
+    "train_iters", "train_tokens", "precision", "seed", "absurd_factor", "spike_sigmas", "spike_window", "on_spike",
 )  # fmt: skip
 
 
@@ -45,7 +49,9 @@ def resume(task, state, event_log, progress):
     if step is None:
         return
     saved = all_ranks_or_raise(lambda: read_state(step))
-    before, now = all_ranks_or_raise(lambda: type(config).load(step / "config.json")).to_dict(), config.to_dict()
+    was = all_ranks_or_raise(lambda: type(config).load(step / "config.json"))
+    all_ranks_or_raise(lambda: refuse_state(step, saved, was.model))
+    before, now = was.to_dict(), config.to_dict()
     before |= {name: now[name] for name in config.moving}  # where they began; state.json has those of now
     all_ranks_or_raise(lambda: refuse_changes(task, step, saved, before, config, state.dataset))
     begins = saved["step"] == 0
@@ -54,7 +60,8 @@ def resume(task, state, event_log, progress):
             log_rank0(f"resuming with another {key}: {now[key]} instead of {before[key]}")
     changes = differing(names_of(config.model), before, now)
     losses = {} if begins else differing(config.of_loss, before, now)
-    for event, fields in (("routing changed", changes), ("loss changed", losses)):
+    training = {} if begins else differing(of_training(config), before, now)
+    for event, fields in (("routing changed", changes), ("loss changed", losses), ("training changed", training)):
         if fields:
             event_log.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
     averaged = all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
@@ -79,6 +86,12 @@ def resume(task, state, event_log, progress):
 def differing(names, before, now):
     """{field: [value before, value now]} of those of the fields ``names`` that are not the same."""
     return {name: [before[name], now[name]] for name in names if before.get(name) != now.get(name)}
+
+
+def of_training(config):
+    """Names of the fields that change the training and none of what losses, model and data are."""
+    names = (*OF_TRAINING, *(entry.name for _, entry in walk(config.optimizer)))
+    return [name for name in names if name not in config.of_loss]
 
 
 def ranks_of(step):
@@ -111,8 +124,12 @@ def load(step, fragments, progress):
     try:
         return load_fragments(step, fragments, progress)
     except ValueError as error:
-        advice = "set it aside by hand, and the run goes on from the one before it"
-        raise ConfigError([f"{step}: {error}; {advice}"]) from error
+        raise ConfigError([f"{step}: {error}; {SET_ASIDE}"]) from error
+
+
+def refuse_state(step, saved, model):
+    """Raise ConfigError if the state ``saved`` in a step directory has values that no run of its ``model`` writes."""
+    raise_any([f"{step / 'state.json'}: {problem}; {SET_ASIDE}" for problem in state_problems(saved, model)])
 
 
 def refuse_changes(task, step, saved, before, config, dataset):
@@ -175,7 +192,8 @@ def model_changes(before, config):
             continue
         hint = " (--allow-routing-change goes on all the same)" if dropped or key in TRAINING_ONLY else ""
         if dropped and not gates_of_one(type(config).from_dict(before).model):
-            hint = f", and gates of --routing {before['routing']} are far from 1 (an export and its import scale them)"
+            hint = f", but gates of --routing {before['routing']} are far from 1 (tools/export_hf.py, then "
+            hint += "tools/import_hf.py --head-selection all --allow-routing-change scale the projections by them)"
         elif dropped and config.run.allow_routing_change:
             continue
         found.append(f"{key} was {before[key]} and is {now[key]}{hint}")

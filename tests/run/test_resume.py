@@ -129,6 +129,23 @@ def test_another_micro_batch_of_a_balance_loss_is_recorded(data_dir, tmp_path):
     assert {len(values) for kind, _, values in state["alarms"]["history"] if kind != "throughput"} == {3}  # 4, 6 and 7
 
 
+def test_a_resume_with_another_rate_or_budget_is_an_event_and_a_line_of_the_page(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, "--run-report", "true", "--train-iters", "4")
+    run_ranks(run, 1, flags, 3)
+    more = "--learning-rate 2e-3 --warmup-iters 1 --weight-decay 0.2 --gradient-clipping 0.5 --train-iters 5"
+    run_ranks(run, 1, [*flags, *more.split(), "--log-interval", "1"])
+    (event,) = events(tmp_path, "training changed")
+    changes, before = event["changes"], parse_config(flags)[0].to_dict()
+    now = {"learning_rate": 2e-3, "warmup_iters": 1, "weight_decay": 0.2, "gradient_clipping": 0.5, "train_iters": 5}
+    assert event["step"] == 3 and changes.pop("train_tokens")
+    assert changes == {name: [before[name], value] for name, value in now.items()}
+    page = (tmp_path / "report.html").read_text()
+    assert f"weight_decay {before['weight_decay']}, now 0.2" in page and "train_iters 4, now 5" in page
+    run_ranks(run, 1, [*flags, *more.split(), "--train-iters", "6", "--log-interval", "2", "--save-interval", "1"])
+    changes = events(tmp_path, "training changed")[1]["changes"]
+    assert changes.keys() == {"train_iters", "train_tokens"}  # other intervals and saves train the same
+
+
 @pytest.mark.parametrize(
     "length, budget, steps",
     [

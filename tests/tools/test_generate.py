@@ -97,6 +97,11 @@ def test_an_export_with_a_damaged_or_odd_file_is_named(tmp_path, capsys):
         ((name, tensor),) = odd.items()
         words = f"its config.json describes no {name} {list(tensor.shape)}; import it by tools/import_hf.py\n"
         assert capsys.readouterr().err.endswith(words)
+    for value in (float("nan"), float("inf")):
+        odd = {"model.norm.weight": torch.full((SIZES["hidden_size"],), value)}
+        save_file(weights | odd, tmp_path / "model.safetensors")
+        assert generate_tool.main(flags) == 2
+        assert "model.norm.weight has values that are not finite; give another step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

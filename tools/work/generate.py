@@ -39,7 +39,8 @@ def load(arguments, attention_backend="auto"):
     """(model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
     directory = arguments.model
     if not os.path.isdir(directory):
-        raise ConfigError([f"--model {directory}: no such directory; give a run, a step or an export"])
+        remedy = "give a run, a step or an export, or import a model of the hub by tools/import_hf.py first"
+        raise ConfigError([f"--model {directory}: no such directory; {remedy}"])
     values = read_config(directory) if os.path.exists(directory / "config.json") else {}
     if "model_type" in values:
         config, limit = model_config(values), values.get("max_position_embeddings")
@@ -71,6 +72,8 @@ def load(arguments, attention_backend="auto"):
             if name not in wanted or wanted[name].shape != tensor.shape:
                 odd = f"its config.json describes no {name} {list(tensor.shape)}"
                 raise ConfigError([f"--model {directory}: {odd}; import it by tools/import_hf.py"])
+            if not tensor.isfinite().all():
+                raise ConfigError([f"--model {directory}: {name} has values that are not finite; give another step"])
             wanted.pop(name).copy_(tensor)
     if wanted:
         raise ConfigError([f"--model {directory}: has no {', '.join(wanted)}; export it again"])
