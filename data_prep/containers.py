@@ -135,7 +135,7 @@ def begins_with_another_line(content: bytes) -> bool:
 
 
 def unpacked(file: BinaryIO, container: str) -> BinaryIO:
-    """The content of an open file of bytes; ``file.report_errors()`` still counts the bytes of the file itself."""
+    """The content of an open file of bytes; ``file.tell()`` still counts the bytes of the file itself."""
     return file if container == "plain" else io.BufferedReader(Unpacked(file, container), READ)
 
 

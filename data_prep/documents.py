@@ -156,7 +156,7 @@ def lines(piece: Piece) -> Iterator[tuple[bytes | None, int, int]]:
             if len(line) > LONGEST and not line.endswith(b"\n"):
                 offset += skip_line(content)
                 line = None
-            position = min(file.report_errors() - piece.start, piece.num_bytes)
+            position = min(file.tell() - piece.start, piece.num_bytes)
             yield line and line.removeprefix(BYTE_ORDER_MARK), start, position
 
 
@@ -229,9 +229,9 @@ def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, i
             require_column(piece, text_key, reader.schema.names)
         row = 0
         for batch in batches:
-            yield batch, row, file.report_errors()
+            yield batch, row, file.tell()
             row += len(batch)
-        if batches is reader and file.report_errors() < piece.size:
+        if batches is reader and file.tell() < piece.size:
             raise InputError(f"{piece.path}: several Arrow streams, one after another; give each a file of its own")
 
 

@@ -71,7 +71,7 @@ def describe(path, progress=lambda: None):
             while block := file.read(BLOCK_BYTES):
                 hashes.append(hashlib.sha256(block).hexdigest())
                 progress()
-            return {"bytes": file.report_errors(), "sha256": hashes}
+            return {"bytes": file.tell(), "sha256": hashes}
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

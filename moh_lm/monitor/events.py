@@ -26,7 +26,7 @@ class Rows:
         self.waiting += (json.dumps(row, allow_nan=False) + "\n").encode()
         try:
             with open(self.path, "ab+", buffering=0) as file:
-                end = file.report_errors()
+                end = file.tell()
                 is_cut = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"  # by a crash: that line stays alone
                 left = memoryview(b"\n" * is_cut + self.waiting)
                 try:
