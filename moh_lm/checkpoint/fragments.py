@@ -27,6 +27,7 @@ from moh_lm.checkpoint.manifest import NO_SUCH_FILE, HashedFile, read_entries, r
 from moh_lm.config import Config
 from moh_lm.model.transformer import CausalLM, saved_tensors
 from moh_lm.parallel.layers import Partition
+from moh_lm.parsing import parse_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "ema"
@@ -101,8 +102,8 @@ class FragmentReader:
                 open(path, "rb").close()  # safe_open calls every file that it cannot open absent
                 file = safe_open(path, "pt")
                 self.averaged |= {name[len(AVERAGE) + 1 :] for name in file.keys() if name.startswith(f"{AVERAGE}/")}  # noqa: SIM118
-                self.zero |= set(json.loads(file.metadata().get("zero", "[]")))
-                for name, address in json.loads(file.metadata()["fragments"]).items():
+                self.zero |= set(parse_json(file.metadata().get("zero", "[]")))
+                for name, address in parse_json(file.metadata()["fragments"]).items():
                     self.shapes[name] = tuple(address["whole_shape"])
                     pieces = self.shards.setdefault(name, {}).setdefault(read_partition(address["partition"]), [])
                     pieces.append(Piece(file, address["start"], address["length"]))

@@ -10,7 +10,6 @@ Checks return sentences instead of raising: each gives the key, the value, what 
 them are shown at once, before any process group is opened. This package needs the standard library only.
 """
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from moh_lm.config.heads import BUDGETS, SPREAD, TRAINING_ONLY, TWO_STAGE, Heads
 from moh_lm.config.model import ModelConfig
 from moh_lm.config.presets import SIZES, preset
 from moh_lm.config.run import AlarmConfig, DataConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunConfig
+from moh_lm.parsing import parse_json
 
 __all__ = [
     "BUDGETS", "SPREAD", "TRAINING_ONLY", "TWO_STAGE", "AlarmConfig", "Config", "ConfigError", "DataConfig",
@@ -92,7 +92,7 @@ class Config:
     def load(cls, path):
         """The configuration in a config.json. Raises ConfigError if the file is absent or not such a file."""
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = parse_json(Path(path).read_text(encoding="utf-8"))
             if not isinstance(values, dict):
                 raise ValueError("it holds no settings")
         except (OSError, ValueError) as error:

@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from moh_lm.parsing import parse_json
+
 
 class Rows:
     """A file of JSON objects, one per line, to which ``add`` appends: whole lines, or for now nothing."""
@@ -46,7 +48,7 @@ def complete_rows(path):
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            row = json.loads(line)
+            row = parse_json(line)
             found += [(line, row)] if isinstance(row["step"], int) else []
     return found
 

@@ -14,7 +14,6 @@ The training nodes need neither the harness nor the data sets, and no second cop
 forward pass of the evaluation, each as a sequence whose labels are its continuation.
 """
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from moh_lm.data.files import sha256_of
 from moh_lm.data.loader import MicroBatch
 from moh_lm.model.gates import check_causal
 from moh_lm.parallel.cross_entropy import IGNORED
+from moh_lm.parsing import parse_json
 
 
 class Question(NamedTuple):
@@ -48,7 +48,7 @@ class Tasks:
             return
         check_causal(config.model)
         try:
-            header, *rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+            header, *rows = map(parse_json, Path(path).read_text(encoding="utf-8").splitlines())
             made_with = header["tokenizer"]
             for row in rows:
                 self.questions.setdefault(row["task"], []).append(Question(row["gold"], row["choices"]))
