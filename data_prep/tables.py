@@ -71,8 +71,8 @@ def check_pages(piece, row_group, columns: list[str]):
     with open(piece.path, "rb") as file:
         for column in map(row_group.column, range(row_group.num_columns)):
             if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in columns):
-                what = f"a page of its column {column.path_in_schema!r}"
-                refuse_large(piece, what, largest_page(file, column), "write_batch_size=1 in pyarrow.parquet.write_table")
+                what, size = f"a page of its column {column.path_in_schema!r}", largest_page(file, column)
+                refuse_large(piece, what, size, "write_batch_size=1 in pyarrow.parquet.write_table")
 
 
 def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
