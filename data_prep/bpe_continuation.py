@@ -102,5 +102,6 @@ def steps(word: str, order: dict[str, int]) -> Iterator[str]:
         yield parts[place]
 
 
-def too_little_text(asked: int, possible: int) -> ConfigError:
-    return ConfigError([f"--vocab-size {asked}: the text is too small for it; give at most {possible}, or more text"])
+def too_little_text(asked: int, possible: int, before: int) -> ConfigError:
+    remedy = f"give at most {possible}, or more text" if possible > before else "it has no token to add; give more text"
+    return ConfigError([f"--vocab-size {asked}: the text is too small for it; {remedy}"])

@@ -11,7 +11,6 @@ saved in place of an archive, a pointer of Git LFS) is an ``InputError``: a part
 """
 
 import io
-import json
 import os
 import re
 import zlib
@@ -22,7 +21,12 @@ from typing import BinaryIO
 import pyarrow
 import zstandard
 
+from moh_lm.parsing import parse_json
+
 READ = 1 << 18  # bytes per read
+SLICE = 1 << 10  # bytes of zstandard that are unpacked at once: at most 32 MB, since 4 bytes may stand for 128 KiB
+LONGEST = 1 << 29  # bytes of a document, and of what is unpacked at once
+MAGIC = 4  # bytes that tell a gzip member or a zstandard frame
 LARGEST_WINDOW = 1 << 31  # of zstandard, in bytes
 CONTAINER = re.compile(
     rb"(?P<gzip>\x1f\x8b)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
@@ -123,8 +127,8 @@ def begins_with_object(content: bytes) -> bool:
     """Whether the first line is a JSON object, or begins one that ``content`` does not end."""
     line, newline, _ = content.partition(b"\n")
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
+        return isinstance(parse_json(line), dict)
+    except ValueError:
         return not newline and re.match(rb'\{\s*"', line) is not None
 
 
@@ -157,21 +161,43 @@ class Unpacked(io.RawIOBase):
 
 
 def decompressed(file: BinaryIO, container: str) -> Iterator[bytes]:
-    """The content of all gzip members, or zstandard frames, of an open file. Raises EOFError if the last is cut off."""
-    member = None
-    while data := file.read(READ):
-        while data:
-            if member is None and container == "gzip":
-                data = data.lstrip(b"\0")  # padding between members
-                member = zlib.decompressobj(wbits=31) if data else None
-            elif member is None:
-                member = zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
-            if member is not None:
-                yield member.decompress(data)
-                data = member.unused_data
-                member = None if member.eof else member
+    """The content of all gzip members, or zstandard frames, of an open file, in parts of at most 32 MB.
+
+    Raises EOFError if the last one is cut off, and ValueError if other bytes follow one.
+    """
+    gzip = container == "gzip"
+    member, data = None, b""
+    while data := data or file.read(READ if gzip else SLICE):
+        if member is None and gzip and not (data := data.lstrip(b"\0")):  # padding between members
+            continue
+        if member is None:
+            data += file.read(max(0, MAGIC - len(data)))
+            check_beginning(file, container, data)
+            member = new_member(gzip)
+        yield member.decompress(data, READ) if gzip else member.decompress(data)
+        data = member.unconsumed_tail or member.unused_data
+        member = None if member.eof else member
     if member is not None:
         raise EOFError("the file is cut off")
+
+
+def new_member(gzip: bool):
+    """What unpacks the next gzip member or zstandard frame."""
+    if gzip:
+        return zlib.decompressobj(wbits=31)
+    return zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
+
+
+def check_beginning(file: BinaryIO, container: str, data: bytes):
+    """Raise ValueError unless ``data``, which was read last, begins a gzip member or a zstandard frame."""
+    match = CONTAINER.match(data)
+    if match is None or match.lastgroup != container:
+        start = file.tell() - len(data)
+        number = file.seek(0, os.SEEK_END) - start
+        raise ValueError(
+            f"{number:,} bytes that are no {container} follow its {container} data, which end at byte {start}; fetch "
+            f"the file again, or cut them off, such as with head -c {start}"
+        )
 
 
 def unchanged(path: str, size: int, written: int):

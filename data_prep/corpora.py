@@ -7,9 +7,10 @@ attributes, such as Dolma's, are no corpus.
 """
 
 import ast
-import json
 import re
 from pathlib import PurePath
+
+from moh_lm.parsing import parse_json
 
 SET_COLUMNS = ("red_pajama_subset", "meta")  # parquet columns that tell the set of a row
 # As they are spelled in records and paths, in lower case without punctuation.
@@ -99,8 +100,8 @@ def parsed(meta) -> dict:
     """``meta`` as a dictionary, empty if it is none."""
     if isinstance(meta, str):
         try:
-            meta = json.loads(meta)
-        except (ValueError, RecursionError):
+            meta = parse_json(meta)
+        except ValueError:
             try:
                 meta = ast.literal_eval(meta)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -9,7 +9,6 @@ and the counts of what was dropped add up to the lines, rows or texts of the inp
 (data_prep/corpora.py) is read for one source at a time: ``Piece.source``.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -17,16 +16,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
-import pyarrow.ipc
 import pyarrow.parquet
 
-from data_prep.containers import BYTE_ORDER_MARK, READ, InputError, reading, sniff, unchanged, unpacked
+from data_prep.containers import BYTE_ORDER_MARK, LONGEST, READ, reading, sniff, unchanged, unpacked
 from data_prep.corpora import SET_COLUMNS, source_of_line, source_of_record
+from data_prep.tables import arrow_batches, parquet_batches
+from moh_lm.parsing import BeyondLimits, parse_json
 
 SAMPLE = 1 << 16  # bytes at either end of a file that tell it from others
-LONGEST = 1 << 29  # bytes of a line, or of a text
-ARROW_FILE, END_OF_STREAM = b"ARROW1\0\0", b"\xff\xff\xff\xff\0\0\0\0"
-BATCH = 1 << 24  # bytes of text that are read from a row group at once
 EXCERPT = 200  # bytes of what was dropped
 STDIN = "/dev/stdin"  # the name of a piece that was standard input
 HARMLESS = frozenset({"blank line", "empty text", "of another set"})
@@ -98,6 +95,7 @@ def document(text, dropped, position, offset, raw) -> Document:
     elif dropped is None:
         try:
             num_bytes = len(text) if text.isascii() else len(text.encode())
+            dropped = "too long" if num_bytes > LONGEST else None
         except UnicodeEncodeError:
             dropped = "lone surrogate"
     if dropped is None:
@@ -122,10 +120,12 @@ def text_of_line(line: bytes, text_key: str, source: str):
     if not line or line.isspace():
         return None, "blank line"
     try:
-        record = json.loads(line.decode())
+        record = parse_json(line.decode())
     except UnicodeDecodeError:
         return None, "bad UTF-8"
-    except (ValueError, RecursionError):
+    except BeyondLimits as error:
+        return None, str(error)
+    except ValueError:
         return None, "broken JSON"
     if not isinstance(record, dict):
         return None, "not an object"
@@ -170,21 +170,6 @@ def skip_line(file) -> int:
     return skipped
 
 
-def row_group_bytes(piece: Piece, text_key: str) -> list[int]:
-    """Uncompressed bytes of the text column in each row group. Raises InputError if the file has no such column."""
-    with reading(piece.path), open(piece.path, "rb") as file:
-        metadata = pyarrow.parquet.read_metadata(file)
-        require_column(piece, text_key, metadata.schema.to_arrow_schema().names)
-    leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # of what is nested: a.b
-    column = next(i for i, leaf in enumerate(leaves) if f"{leaf}.".startswith(f"{text_key}."))
-    return [metadata.row_group(i).column(column).total_uncompressed_size for i in range(metadata.num_row_groups)]
-
-
-def require_column(piece: Piece, text_key: str, columns: list[str]):
-    if text_key not in columns:
-        raise InputError(f"{piece.path}: has no column {text_key!r} but {', '.join(columns)}; give --text-key")
-
-
 def column_documents(piece, text_key):
     read = parquet_batches if piece.container == "parquet" else arrow_batches
     for batch, row, position in read(piece, text_key):
@@ -193,58 +178,6 @@ def column_documents(piece, text_key):
         for i, value in enumerate(batch.column(text_key)):
             text, dropped = text_of_row(value, {name: column[i] for name, column in sets}, piece.source)
             yield document(text, dropped, position, row + i, None)
-
-
-def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
-    """(some rows, the number of the first, the bytes of the piece read with them) of its row groups."""
-    sizes = row_group_bytes(piece, text_key)
-    # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
-    # ParquetFile takes no path that is not UTF-8, OSFile takes its bytes.
-    with pyarrow.OSFile(os.fsencode(piece.path)) as raw:
-        file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ, pre_buffer=False)
-        columns = [text_key, *(name for name in SET_COLUMNS if piece.source and name in file.schema_arrow.names)]
-        rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]
-        row = first = sum(rows[: piece.start])
-        total = sum(rows[piece.start : piece.end])
-        for group in range(piece.start, piece.end):
-            batch_size = max(1, min(1024, BATCH * rows[group] // max(1, sizes[group])))
-            for batch in file.iter_batches(batch_size, row_groups=[group], columns=columns):
-                yield batch, row, piece.num_bytes * (row + len(batch) - first) // total
-                row += len(batch)
-
-
-def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
-    """The same of the record batches of an Arrow file; ``text_key`` None asks for no column."""
-    with pyarrow.memory_map(os.fsencode(piece.path)) as file:
-        if file.read(len(ARROW_FILE)) == ARROW_FILE:
-            reader = pyarrow.ipc.open_file(file)
-            batches = map(reader.get_batch, range(reader.num_record_batches))
-        else:
-            file.seek(piece.size - len(END_OF_STREAM))
-            if file.read() != END_OF_STREAM:  # pyarrow takes a stream that is cut between batches
-                raise EOFError("the file is cut off")
-            file.seek(0)
-            batches = reader = pyarrow.ipc.open_stream(file)
-        if text_key is not None:
-            require_column(piece, text_key, reader.schema.names)
-        row = 0
-        for batch in batches:
-            yield batch, row, file.tell()
-            row += len(batch)
-        if batches is reader and file.tell() < piece.size:
-            raise InputError(f"{piece.path}: several Arrow streams, one after another; give each a file of its own")
-
-
-def first_row(piece: Piece, text_key: str) -> dict | None:
-    """The first row of a table, in parquet without the text itself; None if there is no row."""
-    if piece.container == "arrow":
-        batch = next((batch for batch, _, _ in arrow_batches(piece) if len(batch)), None)
-        return batch.slice(0, 1).to_pylist()[0] if batch else None
-    with open(piece.path, "rb") as raw:
-        file = pyarrow.parquet.ParquetFile(raw)
-        names = file.schema_arrow.names
-        batch = next(file.iter_batches(1, columns=[name for name in names if name != text_key]), None)
-        return {**dict.fromkeys(names), **batch.to_pylist()[0]} if batch else None
 
 
 def text_of_row(value, record, source):

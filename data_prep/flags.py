@@ -8,6 +8,8 @@ from moh_lm.config import ConfigError
 from moh_lm.flags import name_and_weight
 from moh_lm.units import at_least, quantity, real
 
+MOST_PIECES = 1 << 30  # SentencePiece counts with 32 bits
+
 
 def tokenize_flags(texts):
     parser = Parser(
@@ -62,7 +64,7 @@ def train_flags(texts):
     what = "Train a SentencePiece BPE model with byte fallback, as LLaMA's, on a sample of the documents."
     parser = Parser(prog="python data_prep/tokenize.py train", description=what)
     add_sample_flags(parser)
-    parser.add_argument("--vocab-size", metavar="N", type=size, default="65536", help="pieces (default: 65536)")
+    parser.add_argument("--vocab-size", metavar="N", type=pieces, default="65536", help="pieces (default: 65536)")
     parser.add_argument("--output", metavar="MODEL", type=output_path, required=True, help="the model file to write")
     return parser.parse_args(texts)
 
@@ -73,7 +75,7 @@ def extend_flags(texts):
     add = parser.add_argument
     add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece BPE model, or LLaMA-3's tokenizer.model")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--vocab-size", metavar="N", type=size, help="tokens after the extension, old and new")
+    which.add_argument("--vocab-size", metavar="N", type=pieces, help="tokens after the extension, old and new")
     which.add_argument("--add-pieces", metavar="FILE", help="new pieces of a SentencePiece model, a line each")
     add("--output", metavar="MODEL", type=output_path, required=True, help="the file to write")
     add(
@@ -106,6 +108,13 @@ def size(text: str) -> int:
     value = quantity(1024)(text)
     if value < 1:
         raise ValueError("must be at least 1")
+    return value
+
+
+def pieces(text: str) -> int:
+    value = size(text)
+    if value > MOST_PIECES:
+        raise ValueError(f"must be at most {MOST_PIECES}")
     return value
 
 

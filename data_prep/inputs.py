@@ -6,7 +6,6 @@ A file counts once in a source, whatever names it has there: copies are left out
 
 import glob
 import hashlib
-import json
 import os
 import re
 import sys
@@ -21,10 +20,12 @@ from tqdm import tqdm
 
 from data_prep.containers import READ, InputError, reading
 from data_prep.corpora import recognize
-from data_prep.documents import SAMPLE, STDIN, Piece, first_row, inspect_file, lines
+from data_prep.documents import SAMPLE, STDIN, Piece, inspect_file, lines
+from data_prep.tables import first_row
 from moh_lm.config import ConfigError
 from moh_lm.data.files import refuse_folder, sha256_of
 from moh_lm.data.shards import TOKENIZER_FILES
+from moh_lm.parsing import parse_json
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FIRST_RECORDS = 100  # of which one must tell the corpus
@@ -231,8 +232,8 @@ def first_records(piece: Piece, text_key: str) -> Iterator[dict]:
             return
         for line, _, _ in islice(lines(piece), FIRST_RECORDS):
             try:
-                record = json.loads(line or b"")
-            except (ValueError, RecursionError):
+                record = parse_json(line or b"")
+            except ValueError:
                 continue
             if isinstance(record, dict):
                 yield record

@@ -22,6 +22,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError, beside, publish
 from moh_lm.data.reader import open_shard, read_sidecar
 from moh_lm.data.shards import TOKENIZER_FILES
+from moh_lm.parsing import parse_json
 
 SHARD_FILE = re.compile(r"(?P<unit>.+-[0-9a-f]{16})\.(bin|idx|json|rejects\.jsonl)(?P<temporary>\.tmp-\d+)?")
 FILES = "|".join(map(re.escape, ("stdin", "groups.jsonl", "manifest.json", *TOKENIZER_FILES)))
@@ -173,7 +174,7 @@ def recorded_groups(directory: Path) -> list[list[str]]:
     """The groups of small files that earlier runs have formed in a source. Raises ConfigError."""
     path = directory / "groups.jsonl"
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return [parse_json(line) for line in path.read_text().splitlines()]
     except FileNotFoundError:
         return []
     except ValueError as error:

@@ -110,6 +110,7 @@ def add_pieces(proto, pieces: Iterable[str]):
 def extended_model(path: str, texts: list[str], old_texts: list[str], vocab_size: int) -> bytes:
     """The serialized model with ``vocab_size`` pieces. Raises ConfigError if ``texts`` do not give so many."""
     proto = bpe_model(path)
+    before = len(proto.pieces)
     characters = bpe.typical(new_characters(proto, texts), new_characters(proto, old_texts))
     add_pieces(proto, frequent(characters, (vocab_size - len(proto.pieces)) // 2))
     room = vocab_size - len(proto.pieces)
@@ -118,7 +119,7 @@ def extended_model(path: str, texts: list[str], old_texts: list[str], vocab_size
     pieces = [piece.piece for piece in proto.pieces]
     add_pieces(proto, ["".join(pieces[index] for index in ids) for ids in joined])
     if len(proto.pieces) < vocab_size:
-        raise bpe.too_little_text(vocab_size, len(proto.pieces))
+        raise bpe.too_little_text(vocab_size, len(proto.pieces), before)
     del proto.pieces[vocab_size:]
     proto.trainer_spec.vocab_size = vocab_size
     return proto.SerializeToString()

@@ -16,11 +16,14 @@ import sentencepiece
 from data_prep.containers import InputError
 from data_prep.output import check_model_file
 from data_prep.training_sample import LONGEST_SENTENCE, read_sample
-from moh_lm.config import ConfigError
+from moh_lm.config import raise_any
 from moh_lm.data.files import publish
 
 FAILURES = (InputError, OSError)  # of text that cannot be read, of a model that cannot be written
 BYTES_AND_CONTROLS = 256 + 3  # pieces that every model has
+SMALLEST = BYTES_AND_CONTROLS + 1  # the size from which on SentencePiece says what is wrong with it
+# The sizes that it advises. Which characters have to be pieces depends on the size, so the next one may fail as well.
+LARGEST_SIZE, SMALLEST_SIZE = re.compile(r"size too high .*<= (\d+)"), re.compile(r"required_chars\. \d+ vs (\d+)")
 
 
 def run(flags) -> int:
@@ -35,37 +38,51 @@ def run(flags) -> int:
 
 
 def train(sentences: list[bytes], vocab_size: int) -> bytes:
-    """The serialized model. Raises ConfigError if the text has too few pieces, or too many characters, for the size."""
+    """The serialized model. Raises ConfigError with the nearest size that can be trained, which has been tried."""
     characters = Counter()
     for sentence in sentences:
         characters.update(sentence.decode())
+    size, tried, model = max(vocab_size, SMALLEST), set(), None
+    while model is None and size not in tried:
+        tried.add(size)
+        try:
+            model = model_of(sentences, size, characters)
+        except RuntimeError as error:
+            refused = " ".join(str(error).split())
+            advised = LARGEST_SIZE.search(refused) or SMALLEST_SIZE.search(refused)
+            size = int(advised[1]) if advised else size
+    problem = None
+    if model is None:
+        problem = f"SentencePiece cannot train on this text ({refused}); give more, or other text"
+    elif size < vocab_size:
+        problem = f"the text is too small for it; give at most {size}, or more text"
+    elif size > vocab_size:
+        problem = f"the characters of the text do not fit into it; give at least {size}"
+    raise_any([f"--vocab-size {vocab_size}: {problem}"] if problem else [])
+    return model
+
+
+def model_of(sentences: list[bytes], vocab_size: int, characters: Counter[str]) -> bytes:
+    """The serialized model. Raises RuntimeError if text with these ``characters`` does not fit the size."""
     commonest = sum(count for _, count in characters.most_common(max(1, (vocab_size - BYTES_AND_CONTROLS) // 4)))
     model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sentences),
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type="bpe",
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            # LLaMA's, or less, lest a small vocabulary is spent on rare characters, which bytes can spell
-            character_coverage=min(0.99995, max(0.98, commonest / characters.total())),
-            max_sentence_length=LONGEST_SENTENCE,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        message = str(error)
-        if largest := re.search(r"size too high .*<= (\d+)", message):
-            message = f"the text is too small for it; give at most {largest[1]}, or more text"
-        elif smallest := re.search(r"required_chars\. \d+ vs (\d+)", message):
-            message = f"the characters of the text do not fit into it; give at least {smallest[1]}"
-        raise ConfigError([f"--vocab-size {vocab_size}: {message}"]) from error
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        vocab_size=vocab_size,
+        model_type="bpe",
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        # LLaMA's, or less, lest a small vocabulary is spent on rare characters, which bytes can spell
+        character_coverage=min(0.99995, max(0.98, commonest / characters.total())),
+        max_sentence_length=LONGEST_SENTENCE,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        minloglevel=2,
+    )
     return model.getvalue()

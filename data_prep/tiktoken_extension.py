@@ -27,7 +27,7 @@ def extended_ranks(path: str, texts: list[str], old_texts: list[str], vocab_size
     new = dict.fromkeys(b"".join(tokens[index] for index in ids) for ids in joined)
     added = [token for token in new if token not in model.ranks][:room]
     if len(added) < room:
-        raise too_little_text(vocab_size, first + len(added))
+        raise too_little_text(vocab_size, first + len(added), first)
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(added, first)]
     return Path(path).read_bytes().rstrip(b"\r\n") + b"\n" + b"".join(lines)
 

@@ -21,6 +21,11 @@ from moh_lm.data.mixture import data_problems
 
 SAMPLED_UNIT = 16 << 20  # bytes of input from whose beginning the sample takes its share
 LONGEST_SENTENCE = 4096  # bytes; SentencePiece would skip longer ones
+RESERVED = {  # characters that SentencePiece keeps for itself, and why lines are cut there
+    "\0": "which SentencePiece cannot read",
+    "\u2581": "which SentencePiece would take for a space",
+    "\u2585": "whose lines SentencePiece would skip",
+}
 
 
 def read_sample(flags: argparse.Namespace) -> list[bytes]:
@@ -63,19 +68,22 @@ def sampled_sources(flags) -> dict[str, tuple[float, list[str]]]:
 def sample_sentences(units: list[Unit], text_key: str, sample_bytes: float) -> Iterator[bytes]:
     """Lines of the first documents of each unit, ``sample_bytes`` in all and up to a line more. Raises InputError.
 
-    Says at its end which bad records it left out.
+    Says at its end which bad records it left out, and where lines were cut.
     """
-    total, left, bad = sum(unit.num_bytes for unit in units), 0.0, {}
+    total, left, bad, cuts = sum(unit.num_bytes for unit in units), 0.0, {}, Counter()
     for unit in units:
         left += sample_bytes * unit.num_bytes / max(1, total)  # to what the units before took too little or too much
         texts = (text for piece in unit.pieces for text in good_texts(piece, text_key, bad))
-        for sentence in (sentence for text in texts for sentence in sentences(text)):
+        for sentence in (sentence for text in texts for sentence in sentences(text, cuts)):
             if left <= 0:
                 break
             yield sentence
             left -= len(sentence) + 1  # and its newline
     for reason, files in bad.items():
         words = f"left out of the sample: {files.total():,} {reason}, the first in {next(iter(files))}"
+        tqdm.write(words, file=sys.stderr)
+    for character, count in cuts.items():
+        words = f"lines of the sample were cut at {count:,} characters U+{ord(character):04X}, {RESERVED[character]}"
         tqdm.write(words, file=sys.stderr)
 
 
@@ -88,10 +96,17 @@ def good_texts(piece: Piece, text_key: str, bad: dict[str, Counter]) -> Iterator
             bad.setdefault(document.dropped, Counter())[piece.origin] += 1
 
 
-def sentences(text: str) -> Iterator[bytes]:
-    """The lines of a text that SentencePiece can train on, long ones cut at spaces."""
+def sentences(text: str, cuts: Counter[str]) -> Iterator[bytes]:
+    """The lines of a text that SentencePiece can train on, cut where it has RESERVED characters; they are counted.
+
+    Long lines are cut at spaces.
+    """
+    for character in RESERVED:
+        if character in text:
+            cuts[character] += text.count(character)
+            text = text.replace(character, "\n")
     for line in text.split("\n"):
-        line, start = line.replace("\0", "").encode(), 0
+        line, start = line.encode(), 0
         while len(line) - start > LONGEST_SENTENCE:
             cut = line.rfind(b" ", start + 1, start + LONGEST_SENTENCE)
             if cut < 0:

@@ -18,8 +18,9 @@ from hashlib import sha256
 from itertools import pairwise
 
 from data_prep.containers import InputError
-from data_prep.documents import STDIN, Piece, row_group_bytes
+from data_prep.documents import STDIN, Piece
 from data_prep.inputs import Source, named_source
+from data_prep.tables import row_group_bytes
 from moh_lm.config import ConfigError
 
 SMALL = 16  # files below this fraction of the unit size are small

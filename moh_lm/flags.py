@@ -172,8 +172,10 @@ class FlagsOfFile(argparse.Action):
     def __call__(self, parser, namespace, path, option_string=None):
         try:
             values = yaml.load(Path(path).read_text(encoding="utf-8"), Texts)
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, LookupError, AttributeError, RecursionError, yaml.YAMLError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            if isinstance(error, LookupError | AttributeError | RecursionError):
+                reason = "nested too deeply, or a value does not fit its tag"
             raise ConfigError([f"--config {path}: cannot be read ({reason}); give a file of --save-config"]) from error
         if not isinstance(values, dict):
             raise ConfigError([f"--config {path}: write NAME: VALUE on each line, such as num_layers: 12"])
@@ -183,6 +185,9 @@ class FlagsOfFile(argparse.Action):
             raise ConfigError([f"{given}: {name} is unknown: {nearest(str(name), actions)}" for name in unknown])
         for name, value in values.items():
             action = actions[name]
+            items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            if any(isinstance(item, dict | list) for item in items):  # with aliases such a list can be endless
+                raise ConfigError([f"--config {path}: {name}: holds a list inside of a list; give plain values"])
             if action.nargs != "+" and isinstance(value, dict | list):
                 shown, example = ", ".join(as_texts(value, True)), f"{name}: {action.metavar or action.choices[0]}"
                 raise ConfigError([f"--config {path}: {name}: [{shown}]: takes one value, {example}"])

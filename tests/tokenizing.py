@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import zstandard
 
+from data_prep.documents import documents, inspect_file
 from data_prep.tokenize import main
 from moh_lm.data.files import json_bytes, read_facts, seal, sha256_of
 from moh_lm.data.reader import open_shard, verify_shard
@@ -100,6 +102,30 @@ def hugging_face_tokenizer(directory, kind, vocab_size=300, **config):
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, **config}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+def write(path, data):
+    path.write_bytes(data)
+    return path
+
+
+def zstd(data, **options):
+    return zstandard.ZstdCompressor(**options).compress(data)
+
+
+def read(path, text_key="text"):
+    """(texts, dropped: a count for each reason) of a file."""
+    piece = inspect_file(str(path), path.name)
+    found = list(documents(piece, text_key))
+    dropped = {}
+    for document in found:
+        if document.text is None:
+            dropped[document.dropped] = dropped.get(document.dropped, 0) + 1
+        else:
+            assert document.num_bytes == len(document.text.encode())
+    positions = [document.position for document in found]
+    assert positions == sorted(positions) and max(positions, default=0) <= piece.num_bytes
+    return [document.text for document in found if document.text is not None], dropped
 
 
 def command(*arguments, interpreter=(), script="data_prep/tokenize.py"):

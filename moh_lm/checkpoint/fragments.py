@@ -28,6 +28,7 @@ from moh_lm.checkpoint.manifest import NO_SUCH_FILE, HashedFile, read_entries, r
 from moh_lm.config import Config
 from moh_lm.model.transformer import saved_tensors
 from moh_lm.parallel.layers import Partition
+from moh_lm.parsing import parse_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "ema"
@@ -118,8 +119,8 @@ class FragmentReader:
                 open(path, "rb").close()  # safe_open calls every file that it cannot open absent
                 file = safe_open(path, "pt")
                 self.averaged |= {name[len(AVERAGE) + 1 :] for name in file.keys() if name.startswith(f"{AVERAGE}/")}  # noqa: SIM118
-                self.zero |= set(json.loads(file.metadata().get("zero", "[]")))
-                addresses = json.loads(file.metadata()["fragments"])
+                self.zero |= set(parse_json(file.metadata().get("zero", "[]")))
+                addresses = parse_json(file.metadata()["fragments"])
                 for key in file.keys():  # noqa: SIM118
                     elements, length = file.get_slice(key).get_shape(), addresses[key.partition("/")[2]]["length"]
                     if elements != [length]:

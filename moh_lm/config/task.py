@@ -1,12 +1,12 @@
 """The configuration of a run of any task: its sections, its file, and what a run asks of it whatever is trained."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moh_lm.config.fields import ConfigError, build, raise_any, walk
 from moh_lm.config.heads import HeadsOfLayers
 from moh_lm.config.run import AlarmConfig, OptimizerConfig, ParallelConfig, ReliabilityConfig, RunBase
+from moh_lm.parsing import parse_json
 
 UNNAMED = "moh_lm.pretrain"  # the command of a run whose config.json names none
 
@@ -83,7 +83,7 @@ class TaskConfig:
     def load(cls, path):
         """The configuration in a config.json. Raises ConfigError if the file is absent or not such a file."""
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = parse_json(Path(path).read_text(encoding="utf-8"))
             if not isinstance(values, dict):
                 raise ValueError("it holds no settings")
         except (OSError, ValueError) as error:

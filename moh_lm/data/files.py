@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moh_lm.config import ConfigError
+from moh_lm.parsing import parse_json
 
 VERSION = 3  # of the sidecar and of the manifest
 UNSEALED = 2  # the version before, which is read too
@@ -124,7 +125,7 @@ def opened(path: str | Path):
 
 def read_json(path: Path):
     """The value of a JSON file. Raises OSError, and ValueError if it is none."""
-    return json.loads(path.read_bytes())
+    return parse_json(path.read_bytes())
 
 
 def read_facts(path: Path) -> dict:
@@ -132,7 +133,7 @@ def read_facts(path: Path) -> dict:
     with opened(path) as file:
         data = file.read()
     try:
-        value = json.loads(data)
+        value = parse_json(data)
     except ValueError as error:
         raise ShardError(f"{path}: not JSON ({error}); {REMEDY}") from error
     if not isinstance(value, dict) or value.get("version") not in (VERSION, UNSEALED):

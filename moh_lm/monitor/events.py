@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from moh_lm.parsing import parse_json
+
 
 class Rows:
     """A file of JSON objects, one per line, to which ``add`` appends: whole lines, or for now nothing."""
@@ -45,8 +47,8 @@ def complete_rows(path):
     """[(line, object)] of a file of ``Rows`` with steps; none without the file. Lines that a crash cut are left out."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            row = json.loads(line)
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            row = parse_json(line)
             found += [(line, row)] if isinstance(row["step"], int) else []
     return found
 

@@ -25,6 +25,7 @@ from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import sha256_of
 from moh_lm.data.loader import MicroBatch
 from moh_lm.parallel.cross_entropy import IGNORED
+from moh_lm.parsing import parse_json
 
 
 class Question(NamedTuple):
@@ -46,9 +47,9 @@ class Tasks:
         if not path:
             return
         try:
-            header, *rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+            header, *rows = map(parse_json, Path(path).read_text(encoding="utf-8").splitlines())
             made_with = header["tokenizer"]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             remedy = "make one with tools/evaluate_prepare.py"
             raise ConfigError([f"--eval-tasks {path}: is no file of tasks ({error}); {remedy}"]) from error
         problems = row_problems(rows, config.model.vocab_size, self.seq_length)

@@ -225,7 +225,7 @@ def program_of(directory):
     try:
         steps = list_steps(path)
         for path in [*(step / "config.json" for step in steps), Path(directory) / "config.json"]:
-            with contextlib.suppress(*NO_SUCH_FILE, ValueError, RecursionError, AttributeError):
+            with contextlib.suppress(*NO_SUCH_FILE, ValueError, AttributeError):
                 return read_json(path).get("program", UNNAMED)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror}); make it readable"]) from error
@@ -308,5 +308,5 @@ def trace_of_checkpoints(directory, event_log):
 def saved_every(path):
     try:
         return int(read_json(path)["save_interval"])
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return 0

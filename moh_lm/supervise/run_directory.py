@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from moh_lm.config import ConfigError
+from moh_lm.parsing import parse_json
 from moh_lm.supervise.local_ranks import process_state
 from moh_lm.units import wrapped
 
@@ -67,7 +68,7 @@ def lock_run_directory(path, called="--checkpoint-dir"):
 def describe_holder(name):
     """Words for who holds the lock, how to tell whether that process is alive, and what to do then."""
     try:
-        holder = json.loads(name.read_text(encoding="utf-8"))
+        holder = parse_json(name.read_text(encoding="utf-8"))
         host, process, since = holder["host"], int(holder["process"]), holder["since"]
     except (OSError, ValueError, KeyError, TypeError):
         return " (the lock does not say which); end it"

@@ -5,7 +5,6 @@ Layers are numbered through all stages. Heads, routers, optimizer, reliability a
 with the defaults of the authors' released image models: gates of ``released``, Eq. 7 over a micro-batch.
 """
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from moh_lm.config import BUDGETS, Config, HeadsConfig, RoutedLayer, TaskConfig,
 from moh_lm.config.heads import HeadsOfLayers
 from moh_lm.config.resolve import by_layer
 from moh_lm.config.run import RunBase
+from moh_lm.parsing import parse_json
 from moh_lm.vision.presets import DIT, VIT
 
 
@@ -293,7 +293,7 @@ KINDS = {kind.kind: kind for kind in (ViTTraining, DiTTraining)}
 def kind_of_run(directory):
     """The class of the configuration in the directory of a run or of a step; ``Config`` if it is of no image model."""
     try:
-        program = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8")).get("program")
+        program = parse_json((Path(directory) / "config.json").read_text(encoding="utf-8")).get("program")
     except (OSError, ValueError, AttributeError):
         return Config  # which says what is wrong
     return next((kind for kind in KINDS.values() if kind.program == program), Config)

@@ -5,8 +5,6 @@ import json
 import os
 import random
 import struct
-import subprocess
-import sys
 import tracemalloc
 
 import pyarrow
@@ -16,38 +14,14 @@ import zstandard
 
 from data_prep import documents as module
 from data_prep.containers import InputError
-from data_prep.documents import documents, first_row, inspect_file
+from data_prep.documents import documents, inspect_file
 from data_prep.units import split
-from tests.tokenizing import ROOT, TEXTS, json_lines
+from tests.tokenizing import TEXTS, json_lines, read, write, zstd
 
 SKIPPABLE = struct.pack("<II", 0x184D2A53, 11) + b"not content"  # a frame of zstandard that holds no content
 
 
-def read(path, text_key="text"):
-    """(texts, dropped: a count for each reason) of a file."""
-    piece = inspect_file(str(path), path.name)
-    found = list(documents(piece, text_key))
-    dropped = {}
-    for document in found:
-        if document.text is None:
-            dropped[document.dropped] = dropped.get(document.dropped, 0) + 1
-        else:
-            assert document.num_bytes == len(document.text.encode())
-    positions = [document.position for document in found]
-    assert positions == sorted(positions) and max(positions, default=0) <= piece.num_bytes
-    return [document.text for document in found if document.text is not None], dropped
-
-
-def write(path, data):
-    path.write_bytes(data)
-    return path
-
-
 # --- Containers ---
-
-
-def zstd(data, **options):
-    return zstandard.ZstdCompressor(**options).compress(data)
 
 
 def halves(data, pack, between=b""):
@@ -111,66 +85,6 @@ def test_texts_are_one_document_each_whatever_they_are_packed_in(tmp_path):
         assert read(write(tmp_path / name, data)) == ([text], {})
 
 
-COLUMNS = {
-    "string": pyarrow.string(),
-    "large string": pyarrow.large_string(),
-    "binary": pyarrow.binary(),
-    "dictionary": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
-}
-
-
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_a_parquet_column_is_read_in_ranges_of_row_groups_without_loss(kind, tmp_path):
-    texts = [f"row {number} {TEXTS[number % len(TEXTS)]}" for number in range(100)]
-    column = pyarrow.array(texts).cast(pyarrow.string())
-    column = column.dictionary_encode() if kind == "dictionary" else column.cast(COLUMNS[kind])
-    table = pyarrow.table({"id": list(range(100)), "text": column})
-    pyarrow.parquet.write_table(table, tmp_path / "x", row_group_size=13)
-    piece = inspect_file(str(tmp_path / "x"), "x")
-    pieces = split(piece, "text", 2000)
-    assert len(pieces) > 3
-    found = [document for piece in pieces for document in documents(piece, "text")]
-    assert [document.text for document in found] == texts
-    assert [document.offset for document in found] == list(range(100))
-
-
-def arrow(table, form, **options):
-    """A table in one of the two formats of Arrow IPC, in batches of 13 rows."""
-    sink = pyarrow.BufferOutputStream()
-    with getattr(pyarrow.ipc, f"new_{form}")(sink, table.schema, **options) as writer:
-        writer.write_table(table, 13)
-    return sink.getvalue().to_pybytes()
-
-
-@pytest.mark.parametrize("form", ["file", "stream"])
-def test_arrow_files_as_hugging_face_datasets_writes_them_are_read_without_loss(form, tmp_path):
-    texts = [f"row {number} {TEXTS[number % len(TEXTS)]}" for number in range(100)]
-    table = pyarrow.table({"id": list(range(102)), "text": pyarrow.array([*texts, None, ""], pyarrow.large_string())})
-    data = arrow(table, form, options=pyarrow.ipc.IpcWriteOptions(compression="zstd"))
-    assert read(write(tmp_path / "x", data)) == (texts, {"missing text": 1, "empty text": 1})
-    assert [document.offset for document in documents(inspect_file(str(tmp_path / "x"), "x"), "text")] == [*range(102)]
-    with pytest.raises(InputError, match="no column 'body' but id, text; give --text-key"):
-        read(tmp_path / "x", "body")
-    for cut in (8, 9, len(data) // 2):  # the first loses the mark at the end of a stream and no row
-        with pytest.raises(InputError, match=f"{tmp_path}/cut"):
-            read(write(tmp_path / "cut", data[:-cut]))
-
-
-@pytest.mark.parametrize("container", ["parquet", "arrow"])
-def test_tables_whose_names_are_not_utf_8_are_read(container, tmp_path):
-    path, table = tmp_path / os.fsdecode(b"\xff"), pyarrow.table({"text": ["a", "b"], "id": [1, 2]})
-    pyarrow.parquet.write_table(table, sink := pyarrow.BufferOutputStream())
-    write(path, sink.getvalue().to_pybytes() if container == "parquet" else arrow(table, "stream"))
-    assert read(path) == (["a", "b"], {})
-    assert first_row(inspect_file(str(path), path.name), "text")["id"] == 1
-
-
-def test_arrow_streams_one_after_another_are_refused(tmp_path):
-    data = arrow(pyarrow.table({"text": TEXTS}), "stream")
-    with pytest.raises(InputError, match="both: several Arrow streams, one after another; give each a file of its own"):
-        read(write(tmp_path / "both", data + data))
-
-
 @pytest.mark.parametrize("unit_size", [50, 300, 1000, 10**6])
 def test_byte_ranges_of_json_lines_lose_and_repeat_nothing(unit_size, tmp_path):
     texts = [f"{number} {TEXTS[number % len(TEXTS)]}" for number in range(100)]
@@ -193,7 +107,9 @@ BAD_LINES = {  # line -> reason
     b'{"text": "two"} {"text": "objects"}': "broken JSON",
     b"\0\0\0": "broken JSON",
     b'{"text": "raw \0 NUL"}': "broken JSON",
-    b"[" * 100_000: "broken JSON",
+    b"[" * 100_000: "nested too deeply",
+    b'{"text": "fine", "other": ' + b"[" * 5000 + b"]" * 5000 + b"}": "nested too deeply",
+    b'{"text": "fine", "id": ' + b"9" * 5000 + b"}": "number of more than 4300 digits",
     b'{"text": "bad \xff\xfe UTF-8"}': "bad UTF-8",
     b'{"text": "Latin-1 \xe9"}': "bad UTF-8",
     b'{"text": "surrogate in UTF-8 \xed\xa0\x80"}': "bad UTF-8",
@@ -239,16 +155,6 @@ def test_a_bad_line_costs_no_other_document_and_is_counted_by_its_reason(pack, t
     for document, line in zip(documents(piece, "text"), lines, strict=True):
         assert b"\n".join(lines)[document.offset :].startswith(line)
         assert document.excerpt == (b"" if line in good else (line + b"\n")[:200])
-
-
-def test_bad_rows_of_a_parquet_column_are_counted_by_their_reason(tmp_path):
-    column = pyarrow.array([b"good", None, b"", b"\xff\xfe", b"fine"]).cast(pyarrow.string(), safe=False)
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "strings.parquet")
-    lists = pyarrow.table({"text": [["a", "b"], ["c"]]})
-    pyarrow.parquet.write_table(lists, tmp_path / "lists.parquet")
-    texts, dropped = read(tmp_path / "strings.parquet")
-    assert (texts, dropped) == (["good", "fine"], {"missing text": 1, "empty text": 1, "bad UTF-8": 1})
-    assert read(tmp_path / "lists.parquet") == ([], {"text is not a string": 2})
 
 
 def test_bad_and_empty_texts_are_counted(tmp_path):
@@ -297,7 +203,13 @@ DAMAGED = {
     "cut-in-the-last-bytes.jsonl.gz": (PACKED[:-3], "cut off"),
     "cut-in-a-second-member.jsonl.gz": (PACKED + PACKED[:5], "cut off"),
     "wrong-checksum.jsonl.gz": (PACKED[:-8] + b"\0\0\0\0" + PACKED[-4:], "incorrect data check"),
-    "garbage-after.jsonl.gz": (PACKED + b"garbage", "incorrect header check"),
+    "garbage-after.jsonl.gz": (PACKED + b"garbage", f": 7 bytes that are no gzip follow .*-c {len(PACKED)}$"),
+    "byte-after.jsonl.gz": (PACKED + b"\x1f", ": 1 bytes that are no gzip follow"),
+    "zstd-after.jsonl.gz": (PACKED + zstd(b"{}"), f": {len(zstd(b'{}'))} bytes that are no gzip follow"),
+    "garbage-after-zeros.gz": (PACKED + bytes(9) + b"x" * 10**6, f": 1,000,000 .* -c {len(PACKED) + 9}$"),
+    "garbage-between.gz": (PACKED + b"#" + PACKED, f": {1 + len(PACKED):,} bytes that are no gzip follow"),
+    "zeros-after.jsonl.zst": (zstd(b"{}") + bytes(5), f": 5 bytes that are no zstd .* -c {len(zstd(b'{}'))}$"),
+    "half-a-magic.jsonl.zst": (zstd(b"{}") + zstd(b"{}")[:3], ": 3 bytes that are no zstd follow"),
     "cut.jsonl.zst": (zstd(RANDOM_LINES)[:-20_000], "cut off"),
     "cut-in-a-second-frame.jsonl.zst": (zstd(RANDOM_LINES) + zstd(RANDOM_LINES)[:9], "cut off"),
     "flipped.jsonl.zst": (zstd(RANDOM_LINES, write_checksum=True)[:-1] + b"\0", "checksum"),
@@ -356,23 +268,6 @@ def test_texts_may_look_like_pages_and_arrays_if_their_names_promise_nothing_els
         assert read(write(tmp_path / name, data)) == ([text], {})
 
 
-def test_a_parquet_file_without_the_column_is_an_error_that_lists_its_columns(tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "id": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(InputError, match="no column 'text' but content, id; give --text-key"):
-        read(tmp_path / "x.parquet")
-    assert read(tmp_path / "x.parquet", "content") == (["a"], {})
-
-
-def test_the_name_of_a_parquet_column_may_have_dots_as_of_a_table_that_was_flattened(tmp_path):
-    nested = pyarrow.table({"page": [{"id": 1, "text": "a"}]})
-    pyarrow.parquet.write_table(nested.flatten(), tmp_path / "flat.parquet")
-    assert read(tmp_path / "flat.parquet", "page.text") == (["a"], {})
-    pyarrow.parquet.write_table(nested, tmp_path / "nested.parquet")
-    with pytest.raises(InputError, match="no column 'page.text' but page; give --text-key"):
-        read(tmp_path / "nested.parquet", "page.text")
-    assert read(tmp_path / "nested.parquet", "page") == ([], {"text is not a string": 1})
-
-
 def test_a_file_that_grows_or_shrinks_after_it_was_inspected_is_an_error(tmp_path):
     path = write(tmp_path / "x.jsonl", LINES)
     piece = inspect_file(str(path), path.name)
@@ -394,32 +289,3 @@ def test_a_file_that_is_written_to_while_it_is_read_and_keeps_its_size_is_an_err
         for _ in documents(inspect_file(str(path), path.name), "text"):
             path.write_bytes(LINES.upper())
             os.utime(path, (1, 1))  # not within a tick of the clock of the file system
-
-
-# --- Memory ---
-
-
-MEASURE = """
-import re, sys
-from data_prep.documents import documents, inspect_file
-
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-
-before = peak()
-assert sum(document.num_bytes for document in documents(inspect_file(*sys.argv[1:]), "text")) == 96_000_000
-print(peak() - before)
-"""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the peak of memory is read from /proc")
-@pytest.mark.parametrize("name", ["x.jsonl.zst", "x.parquet"])
-def test_memory_does_not_follow_the_size_of_the_file_or_of_its_row_groups(name, tmp_path):
-    path = tmp_path / name
-    texts = [os.urandom(8000).hex() for _ in range(6000)]  # 96 MB, in one row group
-    if name == "x.parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, use_dictionary=False, compression="none")
-    else:
-        write(path, zstd(json_lines(texts), level=1))
-    command = [sys.executable, "-c", MEASURE, str(path), name]
-    assert int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout) < 80_000_000

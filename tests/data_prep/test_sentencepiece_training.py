@@ -1,12 +1,17 @@
 """Training of a SentencePiece model: what it is like, and what it is trained on."""
 
+import random
+import re
+
 import pytest
 import sentencepiece
 
 from data_prep.encoding import Tokenizer
+from data_prep.sentencepiece_training import train as train_model
 from data_prep.tokenize import main
-from data_prep.training_sample import sample_sentences
+from data_prep.training_sample import RESERVED, sample_sentences
 from data_prep.units import plan_units
+from moh_lm.config import ConfigError
 from tests.tokenizing import TEXTS, json_lines
 
 
@@ -40,14 +45,61 @@ def test_a_trained_model_is_one_that_the_segment_cache_can_encode_with(model):
     assert Tokenizer(str(model)).cache is not None
 
 
-def test_a_text_too_small_for_the_vocabulary_is_refused_with_the_largest_size_that_works(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text(" ".join(TEXTS))
-    train(tmp_path / "text.txt", 5000, tmp_path / "m.model", code=2)
-    message = capsys.readouterr().err
-    largest = message.split("at most ")[1].split(",")[0]
-    assert message.count("tokenize.py: ") == 1
+def scattered(seed):
+    """A text of Latin letters, spaces and some rarer characters."""
+    draw = random.Random(seed)
+    rare = draw.randrange(2, 800)
+    return "\n".join(
+        "".join(
+            draw.choice([" ", chr(ord("a") + draw.randrange(26)), chr(0x4E00 + int(draw.paretovariate(0.7)) % rare)])
+            for _ in range(draw.randrange(1, 60))
+        )
+        for _ in range(draw.randrange(1, 60))
+    )
+
+
+SIZES = [("TEXTS", 5000, "most"), ("TEXTS", 2**30, "most"), ("TEXTS", 1, "least"), ("TEXTS", 2, "least")]
+SIZES += [("TEXTS", 258, "least"), (7, 700, "most"), (22, 2000, "most"), (2, 280, "least")]
+
+
+@pytest.mark.parametrize(("text", "size", "word"), SIZES)
+def test_a_size_that_does_not_fit_is_refused_with_the_nearest(text, size, word, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(" ".join(TEXTS) if text == "TEXTS" else scattered(text))
+    train(tmp_path / "text.txt", size, tmp_path / "m.model", code=2)
+    message = capsys.readouterr().err.splitlines()[-1]
+    nearest = int(re.search(rf"give at {word} (\d+)", message)[1])
+    assert "INTERNAL" not in message
     assert not (tmp_path / "m.model").exists()
-    train(tmp_path / "text.txt", largest, tmp_path / "m.model")
+    train(tmp_path / "text.txt", nearest + (1 if word == "most" else -1), tmp_path / "m.model", code=2)
+    train(tmp_path / "text.txt", nearest, tmp_path / "m.model")
+
+
+def test_a_size_beyond_32_bits_is_refused(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(" ".join(TEXTS))
+    train(tmp_path / "text.txt", "2G", tmp_path / "m.model", code=2)
+    assert "--vocab-size 2G: must be at most 1073741824" in capsys.readouterr().err
+
+
+def test_what_sentencepiece_cannot_train_on_is_one_line(monkeypatch):
+    def fail(**options):
+        raise RuntimeError("INTERNAL: src/trainer_interface.cc(467) [!sentences_.empty()] ")
+
+    monkeypatch.setattr("sentencepiece.SentencePieceTrainer.train", fail)
+    with pytest.raises(ConfigError, match=r"--vocab-size 300: SentencePiece cannot .*; give more, or other text$"):
+        train_model([b"text"], 300)
+
+
+@pytest.mark.parametrize("mark", RESERVED)
+def test_reserved_characters_cut_lines_and_are_counted(mark, tmp_path, capsys):
+    """SentencePiece would skip whole lines with U+2585, and learn spaces where there is U+2581."""
+    words = [f"{first} and {last} more" for first in ("ka", "lo", "mi") for last in ("stver", "ding", "mon")]
+    (tmp_path / "cut.txt").write_text("\n".join(mark.join(words) for _ in range(50)))
+    (tmp_path / "lines.txt").write_text("\n".join(words * 50))
+    cut, lines = (train(tmp_path / name, 290, tmp_path / f"{name}.model") for name in ("cut.txt", "lines.txt"))
+    assert cut.read_bytes() == lines.read_bytes()
+    said = capsys.readouterr().err
+    assert f"lines of the sample were cut at 400 characters U+{ord(mark):04X}, wh" in said
+    assert said.count("lines of the sample") == 1
 
 
 def test_a_small_vocabulary_is_not_spent_on_rare_characters(tmp_path):

@@ -11,7 +11,6 @@ examples (dev or train). MC1 of TruthfulQA reads the rows of MC2. A small file p
 path and replaces where rows come from.
 """
 
-import json
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 from moh_lm.config import ConfigError
+from moh_lm.parsing import parse_json
 
 SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 
@@ -164,7 +164,7 @@ def row_problems(path, fields):
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 missing = [field for field in fields if field not in row]
             except (ValueError, TypeError) as error:
                 return [f"{path}: line {number} is no JSON object ({error})"]

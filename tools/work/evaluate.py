@@ -16,6 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from data_prep.report import table
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
+from moh_lm.parsing import parse_json
 from tools.hf.convert.import_config import read_config, refuse_run
 from tools.tasks.rows import load_tasks
 from tools.tasks.suites import SEED, entries_of
@@ -135,7 +136,7 @@ def table_row(entry, harness):
 def result_in(path, arguments):
     """The result in a file of --output. Raises ConfigError if it is not of the tasks and questions asked for."""
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = parse_json(path.read_text(encoding="utf-8"))
         found = [(row["task"], row["shots"], row["metric"]) for row in result["tasks"]]
         suite, limit = result["suite"], result["limit"]
         _ = [result[key] for key in ("model", "average", "average_stderr", "max_length")]  # that they are there
@@ -165,7 +166,7 @@ def result_of(path, arguments):
         finished = subprocess.run([sys.executable, COMMAND, *flags, *tasks], stdout=subprocess.DEVNULL, check=False)
         if finished.returncode:
             raise RuntimeError(f"{path} could not be evaluated (exit code {finished.returncode})")
-        return json.loads(output.read_text(encoding="utf-8"))
+        return parse_json(output.read_text(encoding="utf-8"))
 
 
 def print_table(results, arguments):

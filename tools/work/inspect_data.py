@@ -12,6 +12,7 @@ from moh_lm.data.dataset import Dataset
 from moh_lm.data.files import ShardError
 from moh_lm.data.shards import tokenizer_files
 from moh_lm.data.tokenizer import read_model
+from moh_lm.parsing import parse_json
 from tools.shards.directory import open_directory, sum_of, summarize, verify
 
 ANY_VOCABULARY = 2**31
@@ -122,7 +123,7 @@ def piece(shard, document, start, stop, decode):
 def dataset_of_state(arguments, number):
     """The data of the segment that ``number`` is in, as the state of a checkpoint describes it."""
     try:
-        state = json.loads(Path(arguments.state).read_text(encoding="utf-8"))
+        state = parse_json(Path(arguments.state).read_text(encoding="utf-8"))
         consumed = state["consumed_samples"]
         read = [segment for segment in state["data"]["segments"] if segment["first_sample"] <= number]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -8,7 +8,6 @@ since a wrong one trains on silently. Whatever would make another function of th
 other activations, windows of a Llama, other scalings of the rotary embedding, quantized weights, remote code.
 """
 
-import json
 import shlex
 from dataclasses import fields
 from typing import get_args, get_origin
@@ -17,6 +16,7 @@ from moh_lm.checks.model import model_problems
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig, raise_any
 from moh_lm.config.fields import as_tuples
 from moh_lm.config.model import OF_LAYERS
+from moh_lm.parsing import parse_json
 from tools.hf.convert import keys
 
 ASSUMED = {"sliding_window": 4096, "num_key_value_heads": 8}  # by transformers of a mistral whose file is silent
@@ -39,7 +39,7 @@ def read_config(directory):
     """The content of ``directory``/config.json, with values of the types that are read. Raises ConfigError."""
     path = directory / "config.json"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError([f"{path}: cannot be read ({error}); give a model in Hugging Face form"]) from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type", ""), str):

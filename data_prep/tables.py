@@ -1,0 +1,115 @@
+"""The rows of parquet and Arrow files, some at a time, so that memory follows the longest document and not the file.
+
+pyarrow unpacks a page of parquet, or a compressed record batch of Arrow, as a whole. One that holds more than the
+longest document is refused by the name of its file (data_prep/table_sizes.py). Inside of a page a value may be repeated
+by a number, so few rows are taken from it at once, whatever their sizes are said to be.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pyarrow.ipc
+import pyarrow.parquet
+
+from data_prep.containers import LONGEST, READ, InputError, reading
+from data_prep.corpora import SET_COLUMNS
+from data_prep.table_sizes import largest_batch, largest_page
+
+ARROW_FILE, END_OF_STREAM = b"ARROW1\0\0", b"\xff\xff\xff\xff\0\0\0\0"
+BATCH, ROWS = 1 << 24, 8  # bytes of text, as a row group says, and rows that are read from it at once
+pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the default one holds on to pages that were freed
+
+
+def row_group_bytes(piece, text_key: str) -> list[int]:
+    """Uncompressed bytes of the text column in each row group. Raises InputError if the file has no such column."""
+    with reading(piece.path), open(piece.path, "rb") as file:
+        metadata = pyarrow.parquet.read_metadata(file)
+        require_column(piece, text_key, metadata.schema.to_arrow_schema())
+    leaves = [metadata.schema.column(i).path for i in range(metadata.num_columns)]  # of what is nested: a.b
+    column = next(i for i, leaf in enumerate(leaves) if f"{leaf}.".startswith(f"{text_key}."))
+    return [metadata.row_group(i).column(column).total_uncompressed_size for i in range(metadata.num_row_groups)]
+
+
+def require_column(piece, text_key: str, schema: pyarrow.Schema):
+    """Raise InputError unless there is such a column of single values: a list may have no bytes and no end."""
+    if text_key not in schema.names:
+        raise InputError(f"{piece.path}: has no column {text_key!r} but {', '.join(schema.names)}; give --text-key")
+    kind = schema.field(text_key).type
+    encoded = pyarrow.types.is_dictionary(kind) or pyarrow.types.is_run_end_encoded(kind)
+    if pyarrow.types.is_nested(kind.value_type if encoded else kind):
+        raise InputError(f"{piece.path}: its column {text_key!r} holds {kind}, no text; give another --text-key")
+
+
+def refuse_large(piece, what: str, num_bytes: int, remedy: str):
+    """Raise InputError if ``num_bytes``, which pyarrow unpacks at once, are more than the longest document has."""
+    if num_bytes > LONGEST:
+        size = f"{num_bytes:,} bytes when it is unpacked, and at most {LONGEST:,} can be read"
+        raise InputError(f"{piece.path}: {what} has {size}; write the table again, with {remedy}")
+
+
+def parquet_batches(piece, text_key) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
+    """(some rows, the number of the first, the bytes of the piece read with them) of its row groups."""
+    sizes = row_group_bytes(piece, text_key)
+    # Without a buffer size, pyarrow would unpack a whole column of a row group at once.
+    # ParquetFile takes no path that is not UTF-8, OSFile takes its bytes.
+    with pyarrow.OSFile(os.fsencode(piece.path)) as raw:
+        file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ, pre_buffer=False)
+        columns = [text_key, *(name for name in SET_COLUMNS if piece.source and name in file.schema_arrow.names)]
+        rows = [file.metadata.row_group(group).num_rows for group in range(len(sizes))]
+        row = first = sum(rows[: piece.start])
+        total = sum(rows[piece.start : piece.end])
+        for group in range(piece.start, piece.end):
+            check_pages(piece, file.metadata.row_group(group), columns)
+            batch_size = max(1, min(ROWS, BATCH * rows[group] // max(1, sizes[group])))
+            for batch in file.iter_batches(batch_size, row_groups=[group], columns=columns):
+                yield batch, row, piece.num_bytes * (row + len(batch) - first) // total
+                row += len(batch)
+
+
+def check_pages(piece, row_group, columns: list[str]):
+    """Raise InputError if a page of ``columns`` is too large to be unpacked."""
+    with open(piece.path, "rb") as file:
+        for column in map(row_group.column, range(row_group.num_columns)):
+            if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in columns):
+                what, size = f"a page of its column {column.path_in_schema!r}", largest_page(file, column)
+                refuse_large(piece, what, size, "write_batch_size=1 in pyarrow.parquet.write_table")
+
+
+def arrow_batches(piece, text_key=None) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
+    """The same of the record batches of an Arrow file; ``text_key`` None asks for no column."""
+    with pyarrow.memory_map(os.fsencode(piece.path)) as file:
+        first = len(ARROW_FILE) if file.read(len(ARROW_FILE)) == ARROW_FILE else 0
+        file.seek(piece.size - len(END_OF_STREAM))
+        if not first and file.read() != END_OF_STREAM:  # pyarrow takes a stream that is cut between batches
+            raise EOFError("the file is cut off")
+        file.seek(first)
+        refuse_large(piece, "a record batch", largest_batch(file), "chunksize=100 in pyarrow.feather.write_feather")
+        file.seek(0)
+        if first:
+            reader = pyarrow.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            batches = reader = pyarrow.ipc.open_stream(file)
+        if text_key is not None:
+            require_column(piece, text_key, reader.schema)
+        row = 0
+        for batch in batches:
+            yield batch, row, file.tell()
+            row += len(batch)
+        if batches is reader and file.tell() < piece.size:
+            raise InputError(f"{piece.path}: several Arrow streams, one after another; give each a file of its own")
+
+
+def first_row(piece, text_key: str) -> dict | None:
+    """The first row of a table, in parquet without the text itself; None if there is no row."""
+    if piece.container == "arrow":
+        batch = next((batch for batch, _, _ in arrow_batches(piece) if len(batch)), None)
+        return batch.slice(0, 1).to_pylist()[0] if batch else None
+    with open(piece.path, "rb") as raw:
+        file = pyarrow.parquet.ParquetFile(raw, buffer_size=READ)
+        names = file.schema_arrow.names
+        others = [name for name in names if name != text_key]
+        for group in range(file.num_row_groups):
+            check_pages(piece, file.metadata.row_group(group), others)
+        batch = next(file.iter_batches(1, columns=others), None)
+        return {**dict.fromkeys(names), **batch.to_pylist()[0]} if batch else None

@@ -1,0 +1,20 @@
+"""JSON that others wrote: its value, or a ValueError that says what is wrong with it."""
+
+import json
+import sys
+
+
+class BeyondLimits(ValueError):
+    """JSON that Python does not read, whether or not it is valid. The message says which limit it exceeds."""
+
+
+def parse_json(text: str | bytes):
+    """The value of a JSON text. Raises ValueError: BeyondLimits where only Python's limits stand in the way."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise BeyondLimits("nested too deeply") from error
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError as error:  # its advice would be a call in Python
+        raise BeyondLimits(f"number of more than {sys.get_int_max_str_digits()} digits") from error
