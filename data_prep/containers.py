@@ -22,6 +22,8 @@ from typing import BinaryIO
 import pyarrow
 import zstandard
 
+from moh_lm.cli.command import Failure
+
 READ = 1 << 18  # bytes per read
 LARGEST_WINDOW = 1 << 31  # of zstandard, in bytes
 CONTAINER = re.compile(
@@ -55,7 +57,7 @@ FAILURES = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowExc
 FAILURES += (ValueError, OverflowError, KeyError)  # of pyarrow: values that Python cannot hold, a column twice
 
 
-class InputError(Exception):
+class InputError(Failure):
     """An input that cannot be read to its end; the message names the file."""
 
 

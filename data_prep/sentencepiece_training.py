@@ -13,13 +13,11 @@ from collections import Counter
 
 import sentencepiece
 
-from data_prep.containers import InputError
 from data_prep.output import check_model_file
 from data_prep.training_sample import LONGEST_SENTENCE, read_sample
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish
 
-FAILURES = (InputError, OSError)  # of text that cannot be read, of a model that cannot be written
 BYTES_AND_CONTROLS = 256 + 3  # pieces that every model has
 
 

@@ -214,7 +214,7 @@ def test_what_has_no_graph_is_refused(flags, problem, monkeypatch):
 def test_a_command_that_compiles_nothing_does_not_load_torchs_compiler():
     code = """
 import sys
-import moh_lm.cost.summary, moh_lm.run.program, tools.work.generate, tools.work.export_hf
+import moh_lm.cost.summary, moh_lm.run.program, tools.hf.convert.trainer_model, tools.hf.convert.write_export
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,7 +12,7 @@ from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.supervise.processes import start_process_group
 from tests.distributed import run_ranks
-from tools.work.generate import check_triton
+from tools.hf.convert.trainer_model import check_triton
 
 D, E, T, R = 24, 6, 4, 10  # width; features of a head that stay, that turn; of the latent
 HEADS = {

@@ -18,7 +18,6 @@ from moh_lm.vision.config import DiTConfig, DiTTraining, ImageDataConfig, ImageR
 from moh_lm.vision.latents import LatentPlace, center_crop, pixels, quarters
 from moh_lm.vision.loader import ImageLoader, open_images
 from tools import encode_latents
-from tools.work import encode_latents as work
 
 COUNT, SIZE = 6, 16
 
@@ -77,7 +76,7 @@ def test_the_file_has_the_moments_of_each_image_and_its_mirror_image(place):
 
 
 def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypatch, capsys):
-    encode, done = work.encode, []
+    encode, done = encode_latents.encode, []
 
     def stopped(vae, batch):
         done.append(len(batch))
@@ -85,8 +84,8 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
             raise KeyboardInterrupt
         return encode(vae, batch)
 
-    monkeypatch.setattr(work, "encode", stopped)
-    monkeypatch.setattr(work, "FLUSHED", 1)
+    monkeypatch.setattr(encode_latents, "encode", stopped)
+    monkeypatch.setattr(encode_latents, "FLUSHED", 1)
     flags = dict(output="stopped", batch_size=2)
     assert encode_latents.main(call(place, **flags)) == 130
     assert capsys.readouterr().err.endswith("encode_latents: stopped; the same command goes on\n")
