@@ -18,7 +18,7 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.comparison import FLAGS, Size, Table, Variant, add_comparison_flags, read_flags
-from moh_lm.cli.command import GOES_ON, run
+from moh_lm.cli.command import GOES_ON, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.units import above_0, at_least
@@ -96,7 +96,10 @@ QUESTIONS = (
 
 
 def main(texts):
-    return run("ablation", parse_arguments, texts, work="launch.work.comparison", interrupted=GOES_ON)
+    failures = (RuntimeError, OSError)
+    return run_command(
+        "ablation", parse_arguments, run, texts, failures=failures, interrupted=GOES_ON, trains=True
+    )  # fmt: skip
 
 
 def parse_arguments(texts):
@@ -118,6 +121,12 @@ def parse_arguments(texts):
     size = Size("model", heads, flags.learning_rate, 0, f"--num-layers {layers}", layers, flags.train_iters)
     flags.table, flags.sizes = Table(VARIANTS, (size,), COMMON, questions=QUESTIONS), [size.name]
     return flags
+
+
+def run(flags):
+    from launch.work import comparison
+
+    return comparison.run(flags)
 
 
 if __name__ == "__main__":

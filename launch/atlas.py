@@ -17,13 +17,16 @@ if __name__ == "__main__":  # the root of the checkout, in place of this folder
 
 from launch.atlas_forms import SIZES, TABLE, VARIANTS
 from launch.comparison import FLAGS, add_comparison_flags, read_flags
-from moh_lm.cli.command import GOES_ON, run
+from moh_lm.cli.command import GOES_ON, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.units import above_0
 
 
 def main(texts):
-    return run("atlas", parse_arguments, texts, work="launch.work.comparison", interrupted=GOES_ON)
+    failures = (RuntimeError, OSError)
+    return run_command(
+        "atlas", parse_arguments, run, texts, failures=failures, interrupted=GOES_ON, trains=True
+    )  # fmt: skip
 
 
 def parse_arguments(texts):
@@ -40,6 +43,12 @@ def parse_arguments(texts):
     tokens = flags.tokens_per_parameter
     flags.table = TABLE._replace(sizes=tuple(size._replace(tokens=tokens or size.tokens) for size in SIZES))
     return flags
+
+
+def run(flags):
+    from launch.work import comparison
+
+    return comparison.run(flags)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,9 @@ import zipfile
 from email import message_from_string
 
 from launch.quickstart_corpus import size, split_docstrings, write
-from moh_lm.cli import command
+from moh_lm.cli.command import run_command
 from moh_lm.cli.parser import Parser
 
-FAILURES = (OSError, RuntimeError)
 PACKAGES = Path(__file__).with_name("atlas_packages.txt")
 SHA256 = "8d5cfc8c2c0821435fb21e6844a2c06b204ae807e29c01502168c1bc529b9c68"  # of the text that these give
 KINDS = ("docstrings", "prose", "code")
@@ -46,7 +45,7 @@ LONG_LINE = 30  # characters; shorter lines are alike in documents that are not
 
 
 def main(texts):
-    return command.run("atlas_corpus", parse_arguments, texts, work="launch.atlas_corpus")
+    return run_command("atlas_corpus", parse_arguments, run, texts, failures=(OSError, RuntimeError))
 
 
 def parse_arguments(texts):

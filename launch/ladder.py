@@ -14,12 +14,13 @@ Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopp
 import signal
 import sys
 from pathlib import Path
+from subprocess import CalledProcessError
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.comparison import FLAGS, add_flags, read_flags
-from moh_lm.cli.command import GOES_ON, run
+from moh_lm.cli.command import GOES_ON, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.config.presets import SIZES
@@ -29,7 +30,10 @@ RATES = [3e-3 * 2**power for power in (-2, -1, 0, 1, 2)]  # for --widths
 
 
 def main(texts):
-    return run("ladder", parse_arguments, texts, work="launch.work.ladder", interrupted=GOES_ON)
+    failures = (OSError, CalledProcessError)
+    return run_command(
+        "ladder", parse_arguments, run, texts, failures=failures, interrupted=GOES_ON, trains=True
+    )  # fmt: skip
 
 
 def parse_arguments(texts):
@@ -57,6 +61,12 @@ def parse_arguments(texts):
     flags.rungs = sorted({*flags.rungs}, key=SIZES.index)
     flags.widths, flags.rates = list(dict.fromkeys(flags.widths or ())), list(dict.fromkeys(flags.rates))
     return flags
+
+
+def run(flags):
+    from launch.work import ladder
+
+    return ladder.run(flags)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.shards import ShardError, read_manifest
 from moh_lm.flags import parse_config
 
-FAILURES = (RuntimeError, OSError)
 MOST_RATES = 6  # tried for one form, if the best is always at the edge
 OVERHEAD = 1.1  # evaluations and the start of a run, over its training
 RECENT = 100  # intervals of the log that tell the speed: a machine may be busier on one day than on another

@@ -15,7 +15,6 @@ from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.flags import make_parser, parse_config, parse_flags
 
-FAILURES = (OSError, subprocess.CalledProcessError)
 PARTS = (1, 2, 4)  # the budgets are the whole one over these
 DECAY = 5  # a budget over this is its decay, so that all decays begin at a multiple of a fifth of the whole run
 

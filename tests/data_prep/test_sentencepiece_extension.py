@@ -11,8 +11,8 @@ from sentencepiece import sentencepiece_model_pb2
 
 from data_prep.bpe_continuation import LETTERS, joined_tokens
 from data_prep.encoding import Tokenizer
-from data_prep.flags import extend_flags
 from data_prep.sentencepiece_extension import run
+from data_prep.tokenize import extend_flags
 from moh_lm.config import ConfigError
 from moh_lm.data.tiktoken_model import read_ranks
 from tests.data_prep.test_encoding import nasty_texts, small_ranks

@@ -190,7 +190,7 @@ def test_what_has_no_graph_is_refused(flags, problem, monkeypatch):
 def test_commands_that_compile_nothing_load_no_compiler():
     code = """
 import sys
-import moh_lm.cost.summary, moh_lm.run.text, tools.work.generate, tools.work.export_hf
+import moh_lm.cost.summary, moh_lm.run.text, tools.hf.convert.trainer_model, tools.hf.convert.write_export
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,7 +7,7 @@ from moh_lm.build import build_model
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
 from moh_lm.cost.summary import describe_model
 from tests.layers import assert_equals_equations, vivid_layer
-from tools.work.generate import check_triton
+from tools.hf.convert.trainer_model import check_triton
 
 D, E, T, R = 24, 6, 4, 10  # width; features of a head that stay, that turn; of the latent
 HEADS = {

@@ -14,7 +14,7 @@ from moh_lm.training.schedule import learning_rate
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, equal, losses, parameters, run
 from tools import branch
-from tools.work.branch import steps_below_the_peak
+from tools.branch import steps_below_the_peak
 
 
 def test_the_learning_rate_at_every_corner():

@@ -19,7 +19,6 @@ from moh_lm.vision.latents import LatentPlace, center_crop, pixels, quarters
 from moh_lm.vision.loader import open_images
 from tests.vision.cases import loader_of, save_autoencoder
 from tools import encode_latents
-from tools.work import encode_latents as work
 
 COUNT, SIZE = 6, 16
 
@@ -74,7 +73,7 @@ def test_latents_are_the_moments_of_images_and_their_mirrors(place):
 
 
 def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypatch, capsys):
-    encode, done = work.encode, []
+    encode, done = encode_latents.encode, []
 
     def stopped(vae, batch):
         done.append(len(batch))
@@ -82,8 +81,8 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
             raise KeyboardInterrupt
         return encode(vae, batch)
 
-    monkeypatch.setattr(work, "encode", stopped)
-    monkeypatch.setattr(work, "FLUSHED", 1)
+    monkeypatch.setattr(encode_latents, "encode", stopped)
+    monkeypatch.setattr(encode_latents, "FLUSHED", 1)
     flags = dict(output="stopped", batch_size=2)
     assert encode_latents.main(call(place, **flags)) == 130
     assert capsys.readouterr().err.endswith("encode_latents: stopped; the same command goes on\n")

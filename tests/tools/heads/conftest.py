@@ -12,15 +12,14 @@ from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.data.shards import ShardWriter, write_manifest
 from tests.tokenizing import json_lines, train_model
 from tests.tools.heads.models import MODELS, SENTENCES, domain, random_model
-from tools.work import head_report as report
 
-NAMES = ("ablation", "changes", "findings", "gates", "importance", "measures", "page", "syntax", "text")
+NAMES = ("ablation", "changes", "findings", "gates", "importance", "measures", "page", "report", "syntax", "text")
 
 
 @pytest.fixture(scope="module")
 def tools():
-    """The program and the modules of tools/heads/."""
-    return {name: importlib.import_module(f"tools.heads.{name}") for name in NAMES} | {"report": report}
+    """The modules of tools/heads/."""
+    return {name: importlib.import_module(f"tools.heads.{name}") for name in NAMES}
 
 
 @pytest.fixture(params=MODELS)

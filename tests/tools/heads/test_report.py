@@ -132,7 +132,7 @@ def test_what_has_to_be_mended_is_said(tools, capsys, run, corpus, tmp_path, mon
     ]:
         code, _, err = call(tools, capsys, *flags, *more)
         assert code == 2 and words in err and err.startswith("head_report: ")
-    for module in ("tools.work.head_report", "tools.heads.pictures"):
+    for module in ("tools.heads.report", "tools.heads.pictures"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # so that its import fails
     code, _, err = call(tools, capsys, *flags)
@@ -148,6 +148,6 @@ def test_a_report_that_cannot_be_written_is_one_line(tools, capsys, run, corpus,
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tools["report"], "publish", full)
+    monkeypatch.setattr(head_report, "publish", full)
     code, _, err = call(tools, capsys, *flags, "--output", tmp_path / "out")
     assert code == 1 and err.splitlines()[-1] == "head_report: no space left on device"

@@ -34,7 +34,7 @@ from moh_lm.data.files import read_json
 from moh_lm.data.tokenizer import read_model
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import saved_tensors
-from tools.hf.convert.export_files import exported_files
+from tools.hf.convert.export_files import ExportError, exported_files
 from tools.hf.convert.import_config import model_config
 
 try:
@@ -50,10 +50,6 @@ TEXTS = (  # without runs of a character, which a unigram model may split in two
     "Zürich, naïve café, Ελληνικά, русский, العربية, हिन्दी, 한국어, 日本語",
     "\U0001f642 \U0001d54f \u00a0 \u200b \ufffd",
 )
-
-
-class ExportError(Exception):
-    """The export could not be written, or does not compute what the checkpoint computes."""
 
 
 def check_export(step, config, directory, tokenizer):

@@ -2,7 +2,12 @@
 
 from safetensors import SafetensorError, safe_open
 
+from moh_lm.cli.command import Failure
 from moh_lm.config import ConfigError
+
+
+class ExportError(Failure):
+    """The export could not be written, or does not compute what the checkpoint computes."""
 
 
 def plan_shards(sizes, most):

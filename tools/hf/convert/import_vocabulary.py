@@ -19,9 +19,12 @@ import torch
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from data_prep.encoding import Tokenizer
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, flag
+from moh_lm.data.files import read_json
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
 from moh_lm.data.tokenizer import model_files
+from tools.hf.convert.import_config import fits
 from tools.hf.convert.import_weights import EMBEDDING
 
 NOISE = 0.01
@@ -126,3 +129,39 @@ def refuse_other_ids(old, new, before, now):
                 f"--tokenizer {new}: id {index} is {now.get(index)!r} and in {old} it is {token!r}; give one that "
                 "data_prep/tokenize.py extend has made of it"
             ])
+
+
+def find_tokenizers(arguments, vocab_size):
+    """(path of the model's tokenizer, path of that of the data to come, {name: bytes} of files for the step).
+
+    A model without tokenizer.model has no path of its own, and its tokenizer in Hugging Face form is kept unread.
+    """
+    places = [arguments.model / TOKENIZER_FILES[0], arguments.model / "original" / TOKENIZER_FILES[0]]
+    old = arguments.old_tokenizer or next((path for path in places if path.is_file()), None)
+    new = arguments.tokenizer or (None if arguments.extend_vocab else old)
+    given = [flag(name) for name in ("tokenizer", "old_tokenizer") if getattr(arguments, name)]
+    named = given[0] if given else "tokenizer of the model,"
+    if new:
+        return old, new, read_tokenizer(new, vocab_size, named)
+    kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
+    return old, new, {path.name: path.read_bytes() for path in kept}
+
+
+def token_ids(directory, values):
+    """{"bos", "eos", "pad"} -> id of config.json's ``values`` or of generation_config.json, or None."""
+    path = directory / "generation_config.json"
+    try:
+        more = read_json(path) if path.is_file() else {}
+        if not isinstance(more, dict):
+            raise ValueError("it holds no settings")
+    except ValueError as error:
+        raise ConfigError([f"{path}: cannot be read ({error}); mend it, or delete it"]) from error
+    keys = {name: f"{name}_token_id" for name in ("bos", "eos", "pad")}
+    found = {name: more.get(key) if values.get(key) is None else values[key] for name, key in keys.items()}
+    if isinstance(more.get("eos_token_id"), list):  # all that end a text; config.json may name one of them
+        found["eos"] = more["eos_token_id"]
+    odd = {keys[name]: value for name, value in found.items() if not fits(value, int | None | tuple[int, ...])}
+    if odd:
+        given = f"{directory}: config.json or generation_config.json"
+        raise ConfigError([f"{given} has {key} {value!r}: write a whole number, or null" for key, value in odd.items()])
+    return found

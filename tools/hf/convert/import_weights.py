@@ -12,12 +12,15 @@ Blocks of a few megabytes are in memory at a time, whatever the size of the mode
 """
 
 import math
+import zipfile
+from argparse import Namespace
 from collections.abc import Callable
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from moh_lm.build import build_model
 from moh_lm.config import ConfigError, raise_any
@@ -215,3 +218,20 @@ def weighed(source, name, trained):
 def equal(source, one, other):
     same = source.shapes[one] == source.shapes[other]
     return same and all(map(torch.equal, source.blocks(one), source.blocks(other)))
+
+
+def read_released(path):
+    """What a released .pth, .pt or .safetensors file holds: tensors, numbers, texts and containers of them.
+
+    Raises ConfigError for a file that holds anything else, or cannot be read.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        with torch.serialization.safe_globals([Namespace]):  # args of training
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except OSError as error:
+        raise ConfigError([f"cannot be read ({error.strerror or error}); give another file"]) from error
+    except Exception as error:  # a damaged file may raise anything
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+        raise ConfigError([f"holds no weights alone ({reason}); give a file with nothing but weights"]) from error

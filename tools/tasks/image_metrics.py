@@ -11,7 +11,7 @@ from moh_lm.config import ConfigError
 from moh_lm.data.files import ShardError
 from moh_lm.vision import packages  # noqa: F401 - before torch-fidelity
 from moh_lm.vision.images import ImagePlace, folder_files
-from tools.work.import_vision import read
+from tools.hf.convert.import_weights import read_released
 
 # isort: split
 from torch_fidelity import calculate_metrics
@@ -61,7 +61,7 @@ def compare(arguments, device):
     """Print how near the samples are to the reference."""
     samples, reference = Pictures("--samples", arguments.samples), Pictures("--reference", arguments.reference)
     try:
-        weights = read(arguments.inception)  # torch-fidelity would run code that is in it
+        weights = read_released(arguments.inception)  # torch-fidelity would run code that is in it
     except ConfigError as error:
         raise ConfigError([f"--inception {arguments.inception}: {error.problems[0]}"]) from error
     if "Mixed_7c.branch_pool.bn.weight" not in weights:

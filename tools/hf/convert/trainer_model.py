@@ -1,10 +1,7 @@
-"""The work of tools/generate.py: a model and its tokenizer, and text from them."""
+"""The trainer's own model and its tokenizer, from a run, a step of it or an export."""
 
 import importlib.util
-import json
 import os
-import sys
-import time
 
 import torch
 
@@ -15,24 +12,10 @@ from moh_lm.checkpoint.saver import find_step
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.cost.attention import cache_width
-from moh_lm.data.tokenizer import continuation
-from moh_lm.inference.generate import generate
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.transformer import saved_tensors
 from tools.hf.convert.export_files import exported_files
 from tools.hf.convert.import_config import model_config, read_config
-
-FAILURES = ()
-UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet
-
-
-@torch.no_grad()
-def run(arguments):
-    model, limit, encoder = load(arguments, arguments.attention_backend)
-    tokenizer = encoder.model
-    prompts = [tokenizer.encode(prompt, out_type=int) for prompt in arguments.prompt]
-    check_lengths(arguments, prompts, limit)
-    write(arguments, model, tokenizer, prompts)
 
 
 def load(arguments, attention_backend="auto"):
@@ -93,49 +76,3 @@ def check_triton(device, config):
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         problems.append(f"has no kernels for head dimension {head_dim}, only for {allowed}; choose auto")
     raise_any([f"--attention-backend triton: {problem}" for problem in problems])
-
-
-def check_lengths(arguments, prompts, limit):
-    problems = []
-    for text, prompt in zip(arguments.prompt, prompts, strict=True):
-        if not len(prompt):
-            problems.append(f"--prompt {text!r}: has no token; give some text")
-        elif len(prompt) + arguments.max_new_tokens > limit:
-            length = f"{len(prompt)} tokens and {arguments.max_new_tokens} new ones"
-            problems.append(f"--prompt {text[:20]!r}...: {length}; the model was trained on {limit} together")
-    raise_any(problems)
-
-
-def write(arguments, model, tokenizer, prompts):
-    prompts = [list(map(int, prompt)) for prompt in prompts]
-    stream = len(prompts) == 1 and not arguments.json
-    new, shown = [[] for _ in prompts], ""
-    if stream:
-        print(arguments.prompt[0], end="", flush=True)
-    started, first = time.perf_counter(), None
-    settings = (
-        arguments.temperature, arguments.top_p, arguments.seed, tokenizer.vocab_size(), arguments.attention_backend,
-    )  # fmt: skip
-    for tokens in generate(model, prompts, arguments.max_new_tokens, tokenizer.eos_id(), *settings):
-        first = first or time.perf_counter()
-        for row, token in enumerate(tokens):
-            if token is not None:
-                new[row].append(token)
-        if stream:
-            text = continuation(tokenizer, prompts[0], new[0])
-            if text.startswith(shown) and not text.endswith(UNFINISHED):
-                print(text[len(shown) :], end="", flush=True)
-                shown = text
-    done = time.perf_counter()
-    texts = [continuation(tokenizer, prompt, tokens) for prompt, tokens in zip(prompts, new, strict=True)]
-    if stream:
-        print(texts[0][len(shown) :])
-    for prompt, text, tokens in zip(arguments.prompt, texts, new, strict=True):
-        if arguments.json:
-            print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens}))
-        elif not stream:
-            print(f"--- {prompt}{text}")
-    read, made = sum(map(len, prompts)), sum(map(len, new))
-    later = made - sum(map(bool, new))  # the first ones come out of the prompts
-    rate = f", then {later} in {done - first:.2f} s: {later / (done - first):.1f} tokens/s" if later else ""
-    print(f"read {read} tokens in {first - started:.2f} s{rate}", file=sys.stderr)

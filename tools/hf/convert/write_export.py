@@ -1,33 +1,25 @@
-"""The work of tools/export_hf.py: every file of an export, its check, and its publication."""
+"""Every file of an export is written here: configuration, tokenizer, remote code, weights and model card."""
 
-import os
 import shutil
-import sys
 from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
-from data_prep.output import writable_directory
 from moh_lm.build import build_model
-from moh_lm.checkpoint.fragments import full_parameters, step_config, write_safetensors
-from moh_lm.checkpoint.saver import find_step
-from moh_lm.config import ConfigError, raise_any
+from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
 from moh_lm.data.files import read_json, write_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.data.tiktoken_model import is_tiktoken
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import INIT_STD, saved_tensors
 from tools.hf.convert import hugging_face_tokenizer, tiktoken_json
-from tools.hf.convert.export_check import ExportError, check_export
-from tools.hf.convert.export_files import plan_shards
-from tools.hf.convert.hub import UploadError, check_login, push
+from tools.hf.convert.export_files import ExportError, plan_shards
 from tools.hf.convert.keys import ARCHITECTURES, model_type, written
 from tools.hf.convert.model_card import model_card
 from tools.hf.convert.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
 
-REMOTE = Path(__file__).resolve().parents[1] / "hf" / "remote_code"
+REMOTE = Path(__file__).resolve().parents[1] / "remote_code"
 REMOTE_CODE = (
     "configuration_moh.py",
     "modeling_moh.py",
@@ -43,83 +35,6 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_moh.MoHLlamaForSequenceClassification",
 }
 EXPORTED_BY = "moh_lm"  # by which an export is known that may be overwritten
-FAILURES = (ExportError, SafetensorError, OSError)
-
-
-def run(arguments):
-    """The whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
-    output = arguments.output.resolve()
-    problems = output_problems(output, arguments.overwrite)
-    try:
-        step = find_step(arguments.checkpoint)
-        config = step_config(step)
-    except ConfigError as error:
-        problems += error.problems
-    raise_any(problems)
-    if arguments.push_to_hub:
-        check_login(arguments.push_to_hub)
-    # The name has no dots: transformers makes a module name of it.
-    temporary = writable_directory(output.parent) / f"export-tmp-{os.getpid()}"
-    temporary.mkdir()
-    try:
-        print(f"writing {step} as {arguments.dtype}", flush=True)
-        parameters = write_export(step, config, getattr(torch, arguments.dtype), arguments, temporary)
-        print("checking the logits", flush=True)
-        checked = check_export(step, config, temporary, tokenizer_of_data(step))
-        size = sum(path.stat().st_size for path in temporary.iterdir())
-        publish(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    print(f"exported {step} to {output}: {parameters:,} parameters, {size:,} bytes")
-    print("\n".join(checked))
-    if not (output / "tokenizer.json").is_file():
-        print("no tokenizer: the checkpoint has none, and token ids are not known; add the files of the model's own")
-    remote = ", trust_remote_code=True" if is_ours(config.model) else ""
-    print("to load it:\n    from transformers import AutoModelForCausalLM")
-    print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}{remote})")
-    try:
-        if arguments.push_to_hub:
-            print(f"published as {push(output, arguments.push_to_hub)}")
-    except UploadError as error:
-        print(f"export_hf: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def output_problems(output, overwrite):
-    """Sentences, none if ``output`` is absent, empty, or an earlier export that may be overwritten."""
-    try:
-        if not output.exists() or not any(output.iterdir()):
-            return []
-    except OSError as error:
-        return [f"--output {output}: is no readable directory ({error.strerror}); give another one"]
-    if not is_export(output):
-        return [f"--output {output}: is not empty and no export; give another directory"]
-    if not overwrite:
-        return [f"--output {output}: has an export already; add --overwrite, or give another directory"]
-    return []
-
-
-def is_export(directory):
-    try:
-        values = read_json(directory / "config.json")
-        return values.get("exported_by") == EXPORTED_BY or values["model_type"] == "moh_llama"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False
-
-
-def publish(temporary, output):
-    """Rename ``temporary`` to ``output``; an earlier export makes room first, and is deleted last."""
-    former = temporary.with_name(temporary.name + "-former")
-    if output.exists():
-        output.rename(former)
-    try:
-        temporary.rename(output)
-    except BaseException:
-        if former.exists():
-            former.rename(output)
-        raise
-    shutil.rmtree(former, ignore_errors=True)
 
 
 def write_export(step, config, dtype, arguments, directory):
@@ -230,3 +145,12 @@ def rounded(name, tensor, dtype):
     if not values.isfinite().all():
         raise ExportError(f"{name}: reaches {tensor.abs().max():.3g}, which {dtype} cannot hold; give another --dtype")
     return values
+
+
+def is_export(directory):
+    """Whether ``directory`` holds an export, which may be overwritten."""
+    try:
+        values = read_json(directory / "config.json")
+        return values.get("exported_by") == EXPORTED_BY or values["model_type"] == "moh_llama"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False

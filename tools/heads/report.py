@@ -1,70 +1,21 @@
-"""The work of tools/head_report.py: measures of the heads, the pictures, and the page."""
+"""The report on the heads of a model: every number of heads.json, and the pictures of the page."""
 
-import json
 import math
-from argparse import Namespace
 
 import numpy as np
 from tqdm import tqdm
 
-from data_prep.output import writable_directory
-from moh_lm.config import ConfigError
-from moh_lm.data.files import ShardError, publish
 from tools.heads import findings
 from tools.heads.ablation import measure_ablation, measure_pruning
-from tools.heads.changes import measure_changes, rare_against_others
+from tools.heads.changes import rare_against_others
 from tools.heads.findings import CLASSES, routed_mask, used_heads
 from tools.heads.gates import measure_gates
-from tools.heads.measures import SEGMENT, measure_prefix, measure_rare, measure_text
-from tools.heads.page import page, picture_of
+from tools.heads.measures import measure_prefix, measure_rare, measure_text
+from tools.heads.page import picture_of
 from tools.heads.pictures import class_map, curves, head_maps, themed
-from tools.heads.syntax import measure_syntax, read_treebank
-from tools.heads.text import SHORTEST, frequency_ranks, read_domains, repeated_sequences
-from tools.work.generate import load
+from tools.heads.text import frequency_ranks, repeated_sequences
 
-try:
-    from tools.heads.task_text import task_domains
-except ModuleNotFoundError:
-    task_domains = None  # no lm-evaluation-harness
-
-FAILURES = (ShardError, RuntimeError, OSError)
-LONGEST_WINDOW = 1024  # tokens, unless --seq-length says otherwise
 ABLATION_TOKENS = 2048  # of a model without routers, unless --ablation-tokens says otherwise
-
-
-def run(arguments):
-    if arguments.tokens < SHORTEST:
-        raise ConfigError([f"--tokens {arguments.tokens}: must be {SHORTEST} or above, such as 16384"])
-    if arguments.suite and task_domains is None:
-        raise ConfigError([f"--suite {arguments.suite}: pip install -e '.[eval]' for its tasks"])
-    writable_directory(arguments.output)
-    model, limit, tokenizer = load(arguments)
-    if len(model.config.head_counts) > 1 or model.config.head_dims:
-        raise ConfigError([f"--model {arguments.model}: needs as many heads in every layer, and of one width"])
-    length = arguments.seq_length or min(limit, LONGEST_WINDOW)
-    if not SEGMENT <= length <= limit:
-        raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, the length of training"])
-    vocab_size = model.model.embed_tokens.weight.shape[0]
-    domains = read_domains(arguments.data, tokenizer, vocab_size, length, arguments.tokens, arguments.text_key)
-    if arguments.suite:
-        of_tasks = arguments.suite, arguments.tasks, arguments.task_data
-        domains += task_domains(*of_tasks, tokenizer, length, arguments.tokens)
-    sentences = arguments.treebank and read_treebank(arguments.treebank, tokenizer, arguments.tokens, length)
-    changes = None
-    if arguments.since:
-        try:
-            earlier = load(Namespace(**{**vars(arguments), "model": arguments.since}))[0]
-        except ConfigError as error:
-            raise ConfigError([text.replace("--model", "--since", 1) for text in error.problems]) from error
-        changes = measure_changes(model, earlier)
-    report, pictures = report_of(arguments, model, tokenizer, domains, changes)
-    report["syntax"] = measure_syntax(model, sentences) if sentences else None
-    text = page(report, pictures, tokenizer.model.decode)
-    files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
-    files |= {"heads.json": json.dumps(plain(report)).encode() + b"\n", "index.html": text.encode()}
-    for name, content in files.items():
-        publish(arguments.output / name, content)
-    print(f"{arguments.output / 'index.html'}: {len(text) / 1e6:.1f} MB, {len(pictures)} pictures")
 
 
 def report_of(arguments, model, tokenizer, domains, changes=None):

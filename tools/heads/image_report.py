@@ -1,4 +1,4 @@
-"""The work of tools/head_report_images.py: the heads that tokens of held-out images select, in numbers and a picture.
+"""The heads that tokens of held-out images select, in numbers.
 
 These are the figures of the paper (arXiv 2410.11842, Fig. 3 to 6). A ViT reads each image once. A DiT reads it at ten
 steps, one of each tenth of the schedule, which the images together cover evenly; its noise follows from the seed of the
@@ -15,8 +15,6 @@ run and the number of the image. With u_in the share of the tokens of image n th
 Shapes: N images of C classes, P passes over each (1 for a ViT), h heads, the shared ones first.
 """
 
-import importlib
-import json
 from functools import partial
 from itertools import pairwise, zip_longest
 
@@ -24,51 +22,16 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data_prep.output import writable_directory
-from moh_lm.checkpoint.saver import find_step
-from moh_lm.cli.devices import usable_device
-from moh_lm.config import ConfigError, raise_any
-from moh_lm.data.files import ShardError, publish
+from moh_lm.data.files import ShardError
 from moh_lm.model.block import modules_of
 from moh_lm.model.router import HeadRouter
 from moh_lm.monitor.head_load import entropy
 from moh_lm.vision.diffusion import image_noise
 from moh_lm.vision.images import order
-from moh_lm.vision.load import load_model
-from moh_lm.vision.loader import IN_ORDER, ImageSet, open_source
+from moh_lm.vision.loader import IN_ORDER, ImageSet
 from tools.heads.measures import ratio
-from tools.work.evaluate_vision import image_problems
 
-FAILURES = (ShardError, OSError)
 TENTHS = 10
-
-
-def run(arguments):
-    device = usable_device(arguments.device)
-    step = find_step(arguments.model)
-    config, model = load_model(step, arguments.weights)
-    if not config.model.routed_layers():
-        raise ConfigError([f"{arguments.model}: routes no heads, each token uses all; give a run that routes some"])
-    source = open_source(arguments.images)
-    classes = list(dict.fromkeys(arguments.classes or range(config.model.num_classes)))
-    check(arguments, step, config.model, source, classes)
-    writable_directory(arguments.output)
-    report = report_of(config, model.to(device), source, classes, arguments.number, arguments.batch_size)
-    report = {"model": str(arguments.model), "source": str(arguments.images), **report}
-    publish(arguments.output / "heads.json", json.dumps(report, default=plain).encode() + b"\n")
-    print(table(report))
-    pictures = importlib.import_module("tools.heads.images")  # not before the numbers: it needs matplotlib
-    publish(arguments.output / "heads.png", pictures.picture(report))
-    print(f"{report['images']} images of {len(classes)} classes; all numbers: {arguments.output / 'heads.json'}")
-
-
-def check(arguments, step, model, source, classes):
-    problems, known = list(image_problems(step, model, source)), model.num_classes
-    problems += [f"--classes {n}: must be below {known}, the classes of the model" for n in classes if n >= known]
-    if arguments.number < len(classes):
-        few = f"must be at least {len(classes)}, one of each class"
-        problems.append(f"--number {arguments.number}: {few}; or name fewer by --classes")
-    raise_any(problems)
 
 
 def report_of(config, model, source, classes, number, batch_size):
