@@ -9,11 +9,12 @@ import time
 import torch
 
 from data_prep.encoding import Tokenizer
-from moh_lm.build import attention_kind, build_model
+from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
+from moh_lm.cost.attention import cache_width
 from moh_lm.data.tokenizer import continuation
 from moh_lm.inference.generate import generate
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
@@ -77,8 +78,8 @@ def load(arguments, attention_backend="auto"):
 
 
 def check_triton(device, config):
-    kind, problems = attention_kind(config), []
-    head_dim = kind.cache_width(config) if kind.one_cache else config.head_dim
+    problems = []
+    head_dim = cache_width(config) if config.attention == "latent" else config.head_dim
     if any(map(config.own_keys, range(config.num_layers))):
         problems.append("cannot leave out keys, which the heads of this model do; choose auto or dense")
     if torch.device(device).type != "cuda":
