@@ -27,7 +27,6 @@ MODEL = ModelConfig(
 MODELS = {
     "mixture": replace(MODEL, **LLAMA3),
     "static": replace(MODEL, heads=replace(HEADS, head_selection="static")),
-    "static, expert choice": replace(MODEL, heads=HeadsConfig("static", routing="expert_choice")),
     "static, own keys": replace(MODEL, heads=HeadsConfig("static", routed_keys="selected")),
     "static, top-p": replace(MODEL, heads=HeadsConfig("static", routing_top_p=0.6)),
     "static, bias": replace(MODEL, heads=HeadsConfig("static", routing="relu", load_balance_bias_rate=0.001)),
