@@ -200,7 +200,7 @@ def serve(command, directory):
 def prepared(programs, tmp_path_factory):
     """A directory with the checkout, and small files under the names that the pages use."""
     directory = tmp_path_factory.mktemp("docs")
-    for name in ("benchmarks", "data_prep", "launch", "moh_lm", "tools", "tests"):
+    for name in ("benchmarks", "data_prep", "launch", "moh_lm", "studies", "tools", "tests"):
         shutil.copytree(ROOT / name, directory / name)
     for name in ("setup.py", "pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, directory)

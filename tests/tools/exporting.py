@@ -78,7 +78,7 @@ def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=3
         "consumed_samples": SEQUENCES,
         "optimizer_steps": STEP - 1,
         "router_shares": [[0.4, 0.6], [0.6, 0.75, 0.75, 0.9]],
-        "data": {"segments": SEGMENTS},
+        "data": {"segments": [{**segment, "seq_length": seq_length} for segment in SEGMENTS]},
     }
     Saver(Path(run) / "checkpoints").save(STEP, fragments, config, state, tokenizer)
 

@@ -104,7 +104,7 @@ TRAINING = {
         extend --tokenizer file --vocab-size 10 --output ./file | --output file: is the --tokenizer, which
         extend --tokenizer file --output m.model | one of the arguments --vocab-size --add-pieces
     """,
-    "launch/ablation.py": """
+    "studies/ablation.py": """
         | OUT and --data-dir: must be given
         out --data-dir DATA --variants mo | --variants mo: choose one of dense, moh-75, moh-50
         out --data-dir DATA --num-attention-heads 12 | --num-attention-heads 12: must be a multiple of
@@ -114,13 +114,13 @@ TRAINING = {
         out --data-dir DATA --dry-run | --dry-run: there are many runs; --plan says which
         out --data-dir DATA --lr 3 | flag --lr is unknown: did you mean --learning-rate?
     """,
-    "launch/atlas.py": """
+    "studies/atlas.py": """
         | OUT and --data-dir: must be given
         out --data-dir DATA --seeds 3 1 3 | --seeds 3: is given twice, and would be trained once
         out --data-dir DATA --seeds 0 | --seeds 0: tunes the learning rates, so it cannot judge them
         out --data-dir DATA --learning-rate 1 | --learning-rate: the atlas sets it; give --rates
     """,
-    "launch/ladder.py": """
+    "studies/ladder.py": """
         | OUT and --data-dir: must be given
         out --data-dir DATA --train-iters 3 | --train-iters: the ladder sets it; give --tokens-per-parameter
         out --data-dir DATA --preset 10M | --preset: the ladder sets it; give --rungs or --widths
@@ -128,7 +128,7 @@ TRAINING = {
         out --data-dir DATA --widths 64 100 | --widths 100: must be a multiple of 32
         out --data-dir DATA --rungs 2M | --rungs 2M: choose one of 100K, 300K
     """,
-    "launch/atlas_corpus.py": """
+    "studies/atlas_corpus.py": """
         | OUTPUT: must be given
     """,
     "launch/quickstart_corpus.py": """

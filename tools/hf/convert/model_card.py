@@ -31,7 +31,7 @@ def model_card(step, config, state, dtype, parameters, own_tokenizer, license=No
     shown = {
         "Model": model_facts(config.model, dtype, parameters, config.run.seq_length),
         "Training": training_facts(config, state),
-        "Data": data_facts(state, config.run.seq_length),
+        "Data": data_facts(state),
         "Losses": loss_facts(step, state["step"]),
         "Head load": load_facts(config.model, state),
     }
@@ -97,7 +97,7 @@ def training_facts(config, state):
         facts["shared heads"] = f"chosen: {imported['shared_heads']}"
     if state["step"] == 0:
         return table([*facts.items(), ("steps", "0: not trained here")])
-    skipped = state["step"] - state.get("optimizer_steps", state["step"])
+    skipped = state["step"] - state["optimizer_steps"]
     facts |= {
         "steps": f"{state['step']:,} of {run.train_iters:,}" + (f", {skipped:,} of them skipped" if skipped else ""),
         "tokens": f"{tokens_read(state['data']['segments'], state['consumed_samples'], run.seq_length):,}",
@@ -121,7 +121,7 @@ def muon_facts(optimizer):
     return {"Muon": f"of the matrices of blocks, attention {by}; rate {rate:g}, momentum {optimizer.muon_momentum:g}"}
 
 
-def data_facts(state, seq_length):
+def data_facts(state):
     """Tokens of every source over all segments of the run, and the weights of the last one."""
     segments = state["data"]["segments"]
     if not segments or not state["consumed_samples"]:
@@ -130,9 +130,8 @@ def data_facts(state, seq_length):
     ends = [*(segment["first_sample"] for segment in segments[1:]), state["consumed_samples"]]
     for segment, end in zip(segments, ends, strict=True):
         names = sorted(segment["weights"])
-        counts = sample_counts([segment["weights"][name] for name in names], end - segment.get("first_sample", 0))
-        length = segment.get("seq_length", seq_length)
-        tokens.update({name: count * length for name, count in zip(names, counts.tolist(), strict=True)})
+        counts = sample_counts([segment["weights"][name] for name in names], end - segment["first_sample"])
+        tokens.update({name: n * segment["seq_length"] for name, n in zip(names, counts.tolist(), strict=True)})
     last, total = segments[-1]["weights"], sum(segments[-1]["weights"].values())
     rows = [
         (name, f"{100 * last.get(name, 0) / total:.2f}%", f"{count:,}")
@@ -175,7 +174,7 @@ def load_facts(model, state):
             f"{most}{layer.num_active} of {layer.num_routed}",
             *(f"{share:.1%}" for share in (fair_load(layer, shares), min(shares), max(shares))),
         )
-        for layer, shares in zip(layers, state.get("router_shares", []), strict=False)
+        for layer, shares in zip(layers, state["router_shares"], strict=False)
     ]
     if not rows or state["step"] == 0:
         return ""

@@ -150,7 +150,6 @@ def rounded(name, tensor, dtype):
 def is_export(directory):
     """Whether ``directory`` holds an export, which may be overwritten."""
     try:
-        values = read_json(directory / "config.json")
-        return values.get("exported_by") == EXPORTED_BY or values["model_type"] == "moh_llama"
+        return read_json(directory / "config.json")["exported_by"] == EXPORTED_BY
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False

@@ -1,4 +1,4 @@
-"""The work of launch/ablation.py and launch/atlas.py: what is trained next, what it costs, and the report."""
+"""A comparison of variants: which run is trained next, what it costs, and when the report is written."""
 
 import itertools
 import math
@@ -7,10 +7,16 @@ import time
 from statistics import mean, median
 from typing import NamedTuple
 
-import launch.work.report as report
-from launch.comparison import TUNING_SEED, Size, Variant, factor
-from launch.work.results import factor_and_seed, final_evaluation, metrics
-from launch.work.runs import (
+from moh_lm.checks import config_problems
+from moh_lm.checks.run import schedule_problems
+from moh_lm.config import ConfigError
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import parameter_counts
+from moh_lm.data.shards import ShardError, read_manifest
+from moh_lm.flags import parse_config
+from studies import report
+from studies.results import factor_and_seed, final_evaluation, metrics
+from studies.runs import (
     DIVERGED,
     Run,
     as_flags,
@@ -22,13 +28,7 @@ from launch.work.runs import (
     lock_directory,
     train_all,
 )
-from moh_lm.checks import config_problems
-from moh_lm.checks.run import schedule_problems
-from moh_lm.config import ConfigError
-from moh_lm.cost.flops import flops_per_token
-from moh_lm.cost.memory import parameter_counts
-from moh_lm.data.shards import ShardError, read_manifest
-from moh_lm.flags import parse_config
+from studies.table import TUNING_SEED, Size, Variant, factor
 
 MOST_RATES = 6  # tried for one form, if the best is always at the edge
 OVERHEAD = 1.1  # evaluations and the start of a run, over its training
@@ -45,7 +45,7 @@ class Trial(NamedTuple):
     seed: int
 
 
-def run(flags):
+def compare(flags):
     if flags.report:
         return report.write(flags.out, flags.table)
     comparison = Comparison(flags)

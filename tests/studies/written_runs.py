@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from moh_lm.config import Config, DataConfig, ModelConfig, RunConfig
 from moh_lm.data.files import write_json
+from studies.runs import opening
 
 
 def write_run(directory, name, seed, losses, speeds, active_heads=None, iterations=10, **heads):
@@ -22,3 +23,9 @@ def write_run(directory, name, seed, losses, speeds, active_heads=None, iteratio
     figures = {"heads": {"layer": [0, 1], "active_heads": active_heads}} if active_heads else {}
     rows[1:1] = [{"step": 5, "loss": 3.0, "tokens_per_second": speed, **figures} for speed in speeds]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1')  # cut off
+
+
+def begin(run, said=b""):
+    """Leave the log of a ``Run`` that has begun with one process, and has ``said`` something since."""
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    run.log.write_bytes(opening(run, 1, {}) + said)

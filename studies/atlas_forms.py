@@ -4,7 +4,7 @@ The flags of a variant come after those of its size, so they win. A form whose f
 out, and the atlas says so.
 """
 
-from launch.comparison import Size, Table, Variant
+from studies.table import Size, Table, Variant
 
 COMMON = (
     "--vocab-size 4096 --seq-length 256 --precision fp32 --validation-fraction 0.02 --eval-samples 128 "

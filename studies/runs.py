@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from launch.work.results import events, final_evaluation
-from moh_lm.config import Config, ConfigError
+from moh_lm.config import ConfigError
 from moh_lm.supervise.run_directory import lock_run_directory
+from studies.results import events, final_evaluation
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
 STOPPED = 75  # asked to stop, and has saved
 INPUTS = b"\nreads: sha256 "
@@ -54,8 +54,7 @@ def check_flags(runs, out):
         if differs(run, out):
             advice = "which stand in its first line; choose another OUT"
             raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
-        begun = run.log.read_bytes() if run.log.exists() else b""
-        if INPUTS in begun and inputs(run) not in begun:
+        if run.log.exists() and inputs(run) not in run.log.read_bytes():
             changed = "what --data-dir or --config names has changed since its run began"
             raise ConfigError([f"{run.log}: {changed}; choose another OUT"])
 
@@ -80,15 +79,7 @@ def differs(run, out):
     given, found, _ = begun.partition(own)
     before = given.rpartition(b"--checkpoint-dir ")[2]
     now_here = (given + found).replace(before + b"/", f"{out}/".encode())
-    return now_here != flags and not is_former_default(run, now_here, flags)
-
-
-def is_former_default(run, begun, flags):
-    """Whether the run was begun before 2026-11-25 without ``--routing``, and has the gates that its flags name now."""
-    config = run.directory / "config.json"
-    if b"--routing " in begun or begun != flags.replace(b"--routing paper ", b"", 1) or not config.exists():
-        return False
-    return Config.load(config).model.heads.routing == "paper"
+    return now_here != flags
 
 
 def lock_directory(out):
@@ -179,8 +170,12 @@ def start(run, ranks, share):
     if ranks > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         program = [*torchrun, str(ranks), "-m", "moh_lm.pretrain"]
-    with open(run.log, "w", encoding="utf-8") as file:
-        print(*run.arguments, file=file)
-        print(place(ranks, share), inputs(run).decode(), sep="", end="", file=file, flush=True)
+    run.log.write_bytes(opening(run, ranks, share))
+    with open(run.log, "ab") as file:
         program, own = [*program, *run.arguments], os.environ | share
         return subprocess.Popen(program, cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT)
+
+
+def opening(run, ranks, share):
+    """The lines with which the log of a run begins."""
+    return f"{' '.join(run.arguments)}\n{place(ranks, share)}".encode() + inputs(run)

@@ -5,17 +5,17 @@ import math
 import os
 import shutil
 import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from launch import atlas as command
-from launch.atlas_forms import SIZES, VARIANTS
-from launch.work import comparison, runs
 from moh_lm.checks import config_problems
 from moh_lm.config import ConfigError
 from moh_lm.flags import parse_config
+from studies import atlas as command
+from studies import comparison, runs
+from studies.atlas_forms import SIZES, VARIANTS
+from tests.studies.written_runs import begin
 
 START = {"a": 4.0}
 
@@ -69,8 +69,7 @@ def test_a_factor_has_the_digits_that_the_directory_of_its_run_keeps(tmp_path):
     assert [float(f"{rate:g}") for rate in wanted] == wanted == [0.333333, 1, 0.166666]
     plan = make(tmp_path, *"--rates 0.3333333333333333 --variants dense --sizes s --seeds 1".split())
     run = plan.next_run(set(), {})
-    run.directory.mkdir(parents=True)
-    run.log.write_text(" ".join(run.arguments) + "\n")
+    begin(run)
     plan.check_flags()  # as the same command again does
 
 
@@ -232,57 +231,47 @@ def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):
         assert iterations[0] / iterations[1] == pytest.approx(own / 0.5, rel=0.01)
 
 
-def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
-    log = tmp_path / "runs" / "s" / "dense" / "rate-1-seed-1.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("--num-layers 12\n")
-    plan = make(tmp_path, "--variants", "dense", "--rates", "1")
-    with pytest.raises(ConfigError, match="rate-1-seed-1.log: its run has other flags"):
+DENSE = ("--variants", "dense", "--rates", "1")
+
+
+def test_a_run_of_other_flags_is_refused(tmp_path):
+    plan, others = make(tmp_path, *DENSE), make(tmp_path, "--variants", "paper-50", "--rates", "0.5")
+    run = plan.next_run(set(), {})
+    begin(run._replace(arguments=["--num-layers", "12"]))
+    refused = pytest.raises(ConfigError, match="rate-1-seed-1.log: its run has other flags")
+    with refused:
         plan.check_flags()
-    others = make(tmp_path, "--variants", "paper-50", "--rates", "0.5")  # which the report would compare with that run
     others.check_flags()
-    log.with_suffix("").mkdir()
-    with pytest.raises(ConfigError, match="rate-1-seed-1.log: its run has other flags"):
+    run.directory.mkdir()  # now the report would compare with that run
+    with refused:
         others.check_flags()
     make(tmp_path, "--variants", "paper-50", "--rates", "0.5", "--sizes", "m").check_flags()
-    run = plan.next_run(set(), {})
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "manifest.json").write_text("one text")
-    log.write_text(" ".join(run.arguments) + f"\nprocesses: 1{runs.inputs(run).decode()}and what the run says\n")
+
+
+def test_a_run_whose_text_has_changed_is_refused(tmp_path):
+    plan, manifest = make(tmp_path, *DENSE), tmp_path / "data" / "manifest.json"
+    manifest.parent.mkdir()
+    manifest.write_text("one text")
+    begin(plan.next_run(set(), {}), b"and what the run says")
     plan.check_flags()
-    (tmp_path / "data" / "manifest.json").write_text("another")
+    manifest.write_text("another")
     with pytest.raises(ConfigError, match="what --data-dir or --config names has changed since its run began"):
         plan.check_flags()
-    (tmp_path / "data" / "manifest.json").write_text("one text")
-    scaled = make(tmp_path, "--variants", "paper-50", "--rates", "1")
-    begun = scaled.next_run(set(), {})
-    begun.log.parent.mkdir(parents=True)
-    begun.log.write_text(" ".join(begun.arguments).replace("--routing paper ", "") + "\n")
-    with pytest.raises(ConfigError, match="its run has other flags"):
-        scaled.check_flags()
-    for routing in ("paper_scaled", "paper"):  # of a preset, and what was the default
-        config, _ = parse_config([*begun.arguments, "--routing", routing])
-        begun.directory.mkdir(exist_ok=True)
-        (begun.directory / "config.json").write_text(json.dumps(config.to_dict()))
-        with nullcontext() if routing == "paper" else pytest.raises(ConfigError, match="its run has other flags"):
-            scaled.check_flags()
-    begun.log.write_text(" ".join(begun.arguments).replace("--routing paper ", "--routing released ") + "\n")
-    with pytest.raises(ConfigError, match="its run has other flags"):
-        scaled.check_flags()
-    begun.log.write_text(" ".join(begun.arguments) + "\n")
-    with pytest.raises(ConfigError, match="its run has other flags"):
-        make(tmp_path, "--variants", "paper-50", "--rates", "1", "--routing", "paper").check_flags()
-    shutil.rmtree(begun.directory)
-    moved = tmp_path.with_name("moved here")
-    shutil.copytree(tmp_path, moved)
-    make(moved, "--variants", "dense", "--rates", "1").check_flags()
-    elsewhere = make(moved, "--variants", "dense", "--rates", "1", "--data-dir", str(tmp_path / "data"))
-    with pytest.raises(ConfigError, match="its run has other flags"):
-        elsewhere.check_flags()
-    beside = ("--variants", "dense", "--rates", "1", "--data-dir", f"{tmp_path} data")  # it did not move
-    begun = make(tmp_path, *beside).next_run(set(), {})
-    (moved / log.relative_to(tmp_path)).write_text(" ".join(begun.arguments) + "\n")
-    make(moved, *beside).check_flags()
+
+
+def test_runs_of_a_directory_that_was_moved_go_on(tmp_path):
+    moved = tmp_path / "moved here"
+    beside = ("--data-dir", f"{tmp_path} data")  # which does not move, and begins as the directory does
+    for more in ((), beside):
+        shutil.rmtree(moved, ignore_errors=True)
+        begin(make(tmp_path / "out", *DENSE, *more).next_run(set(), {}))
+        shutil.copytree(tmp_path / "out", moved)
+        make(moved, *DENSE, *more).check_flags()
+        with pytest.raises(ConfigError, match="its run has other flags"):
+            make(moved, *DENSE, "--data-dir", str(tmp_path / "out" / "data")).check_flags()
+
+
+def test_flags_that_mislead_are_refused(tmp_path):
     file = tmp_path / "flags.yaml"
     file.write_text("learning_rate: 1e-3\n")
     for flags, words in [
@@ -302,7 +291,7 @@ def test_a_run_of_other_flags_and_arguments_that_mislead_are_refused(tmp_path):
 def test_a_run_goes_on_whatever_it_wrote_after_its_flags(tmp_path):
     own = ["--sample-prompts", "two\nlines", "--checkpoint-dir", str(tmp_path / "one")]
     run = runs.Run("one", tmp_path / "one", 1, own)
-    run.log.write_bytes(f"{' '.join(run.arguments)}\nhalf a letter: ".encode() + b"\xc3")
+    begin(run, b"half a letter: \xc3")
     runs.check_flags([run], tmp_path)
 
 

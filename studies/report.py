@@ -13,10 +13,11 @@ from collections import Counter
 from itertools import pairwise
 from statistics import mean
 
-from launch.comparison import TUNING_SEED
-from launch.work import results
-from launch.work.pictures import draw
-from launch.work.results import (
+from moh_lm.cost.memory import parameter_counts
+from moh_lm.model.gates import is_causal
+from studies import results
+from studies.pictures import draw
+from studies.results import (
     differences,
     factor_and_seed,
     final_loss,
@@ -28,8 +29,7 @@ from launch.work.results import (
     results_table,
     told_apart,
 )
-from moh_lm.cost.memory import parameter_counts
-from moh_lm.model.gates import is_causal
+from studies.table import TUNING_SEED
 
 DENSE, LENGTHS = "dense", ("dense-half", "dense", "dense-double")
 

@@ -1,11 +1,11 @@
 """Trains variants of one model with several seeds, several runs at a time, and has the report made.
 
-    python launch/ablation.py OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--rates X ...] [FLAGS]
+    python studies/ablation.py OUT --data-dir DIR [--seeds 1 2 3] [--variants NAME ...] [--rates X ...] [FLAGS]
 
 ``launch/ablation.sh`` calls it. FLAGS of moh_lm.pretrain win over those of the table and of a variant. Runs of one seed
 have the same initial weights where they have the same parameters, and the same samples in the same order, so that they
 can be compared in pairs. With several --rates each variant has the best of them, as seed 0 tells.
-OUT/runs/model/VARIANT/rate-FACTOR-seed-N is the directory of a run (launch/work/runs.py).
+OUT/runs/model/VARIANT/rate-FACTOR-seed-N is the directory of a run (runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
 """
@@ -17,11 +17,10 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.comparison import FLAGS, Size, Table, Variant, add_comparison_flags, read_flags
-from moh_lm.cli.command import GOES_ON, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError
 from moh_lm.units import above_0, at_least
+from studies.table import FLAGS, Size, Table, Variant, add_comparison_flags, read_flags, run_comparison
 
 COMMON = (
     "--hidden-size 128 --intermediate-size 384 --vocab-size 2048 --seq-length 256 --batch-tokens 2K "
@@ -96,15 +95,12 @@ QUESTIONS = (
 
 
 def main(texts):
-    failures = (RuntimeError, OSError)
-    return run_command(
-        "ablation", parse_arguments, run, texts, failures=failures, interrupted=GOES_ON, trains=True
-    )  # fmt: skip
+    return run_comparison("ablation", parse_arguments, texts)
 
 
 def parse_arguments(texts):
     """The flags of the table; ``others``: those of moh_lm.pretrain. Raises ConfigError."""
-    parser = Parser(prog="python launch/ablation.py", description=__doc__.splitlines()[0], epilog=FLAGS)
+    parser = Parser(prog="python studies/ablation.py", description=__doc__.splitlines()[0], epilog=FLAGS)
     add_comparison_flags(parser, VARIANTS, [1])
     add = parser.add_argument
     add("--num-attention-heads", type=at_least(8), metavar="N", default=8, help="a multiple of 8 (default: 8)")
@@ -121,12 +117,6 @@ def parse_arguments(texts):
     size = Size("model", heads, flags.learning_rate, 0, f"--num-layers {layers}", layers, flags.train_iters)
     flags.table, flags.sizes = Table(VARIANTS, (size,), COMMON, questions=QUESTIONS), [size.name]
     return flags
-
-
-def run(flags):
-    from launch.work import comparison
-
-    return comparison.run(flags)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""Trains presets of growing size with three budgets each, and predicts the loss of a size before it is trained.
+"""Trains presets of growing size with three budgets each, and makes a table of their losses.
 
-    python launch/ladder.py OUT --data-dir DIR [--rungs 1M 3M 10M] [--tokens-per-parameter 20] [FLAGS]
-    python launch/ladder.py OUT --data-dir DIR --widths 128 256 512 [--rates R ...] [FLAGS]
+    python studies/ladder.py OUT --data-dir DIR [--rungs 1M 3M 10M] [--tokens-per-parameter 20] [FLAGS]
+    python studies/ladder.py OUT --data-dir DIR --widths 128 256 512 [--rates R ...] [FLAGS]
 
-``launch/ladder.sh`` calls it; docs/ladder.md has the method. FLAGS of moh_lm.pretrain win over its own. A size is
+``launch/ladder.sh`` calls it; docs/ladder.md describes it. FLAGS of moh_lm.pretrain win over its own. A size is
 trained once, with --schedule wsd, for the largest budget. The others branch off where their decay begins, and equal
 runs that were to end there. With --widths it trains one depth at several widths and learning rates, with and without
---base-width. The directories below OUT are all that is remembered (launch/work/runs.py).
+--base-width. The directories below OUT are all that is remembered (runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
 """
 
+import itertools
 import signal
 import sys
 from pathlib import Path
@@ -19,26 +20,24 @@ from subprocess import CalledProcessError
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from launch.comparison import FLAGS, add_flags, read_flags
 from moh_lm.cli.command import GOES_ON, run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.config.presets import SIZES
 from moh_lm.units import above_0, at_least
+from studies.table import FLAGS, add_flags, read_flags
 
 RATES = [3e-3 * 2**power for power in (-2, -1, 0, 1, 2)]  # for --widths
 
 
 def main(texts):
     failures = (OSError, CalledProcessError)
-    return run_command(
-        "ladder", parse_arguments, run, texts, failures=failures, interrupted=GOES_ON, trains=True
-    )  # fmt: skip
+    return run_command("ladder", parse_arguments, run, texts, failures=failures, interrupted=GOES_ON, trains=True)
 
 
 def parse_arguments(texts):
     """The flags of the ladder; ``others``: those of moh_lm.pretrain. Raises ConfigError."""
-    parser = Parser(prog="python launch/ladder.py", description=__doc__.splitlines()[0], epilog=FLAGS)
+    parser = Parser(prog="python studies/ladder.py", description=__doc__.splitlines()[0], epilog=FLAGS)
     add_flags(parser)
     add = parser.add_argument
     add("--rungs", nargs="+", metavar="SIZE", default=["1M", "3M", "10M"], choices=SIZES, help="of --preset, by size")
@@ -64,9 +63,29 @@ def parse_arguments(texts):
 
 
 def run(flags):
-    from launch.work import ladder
+    from moh_lm.checks import config_problems
+    from moh_lm.flags import parse_config
+    from studies.ladder_report import write, write_widths
+    from studies.rungs import dry_run, next_run, rungs_of, width_runs
+    from studies.runs import check_flags, exit_code, jobs_of, lock_directory, train_all
 
-    return ladder.run(flags)
+    report = write_widths if flags.widths else write
+    if flags.report:
+        return report(flags.out)
+    rungs = {"widths": width_runs(flags)} if flags.widths else rungs_of(flags, flags.rungs)
+    if flags.dry_run:
+        return max(dry_run(runs[0]) for runs in rungs.values())
+    asked = [run for runs in rungs.values() for run in runs]
+    configs = {run.directory: parse_config(run.arguments)[0] for run in asked}
+    for run in asked:
+        if problems := config_problems(configs[run.directory], flags.ranks):
+            raise ConfigError([f"{run.name}: {problems[0]}"])
+    there = [size for size in SIZES if (flags.out / "runs" / size).exists()]  # the report has them too
+    check_flags([*asked, *itertools.chain(*rungs_of(flags, there).values())], flags.out)
+    _lock = lock_directory(flags.out)
+    codes = train_all(lambda busy, codes: next_run(rungs, configs, busy, codes), jobs_of(flags), flags.ranks)
+    report(flags.out)
+    return exit_code(codes)
 
 
 if __name__ == "__main__":

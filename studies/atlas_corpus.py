@@ -1,6 +1,6 @@
 """Text for the atlas: three kinds of technical English, from Python packages in fixed versions.
 
-    python launch/atlas_corpus.py OUTPUT_DIRECTORY
+    python studies/atlas_corpus.py OUTPUT_DIRECTORY
 
 - docstrings: what a module says of itself, its classes and functions; a document per module
 - prose: Markdown, reStructuredText and text files, descriptions of packages; and the comments of a module that read as
@@ -13,21 +13,20 @@ the tail of a file, which a run holds out, is a sample of all packages. So the t
 corpus.json has its hash.
 """
 
-import sys
-from pathlib import Path
-
-if __name__ == "__main__":  # the root of the checkout, in place of this folder
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import ast
 import hashlib
 import json
 import subprocess
+import sys
 import tempfile
 import tokenize
 import warnings
 import zipfile
 from email import message_from_string
+from pathlib import Path
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from launch.quickstart_corpus import size, split_docstrings, write
 from moh_lm.cli.command import run_command
@@ -49,7 +48,7 @@ def main(texts):
 
 
 def parse_arguments(texts):
-    parser = Parser(prog="python launch/atlas_corpus.py", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python studies/atlas_corpus.py", description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory for the three files")
     return parser.parse_args(texts)
 

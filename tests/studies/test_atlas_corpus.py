@@ -3,7 +3,7 @@
 import zipfile
 from pathlib import Path
 
-from launch import atlas_corpus
+from studies import atlas_corpus
 
 
 def test_no_text_of_a_module_is_in_two_kinds(tmp_path):

@@ -1,6 +1,6 @@
 """Tables of runs that compare variants of a model: what they hold, and the flags of the commands that train them.
 
-launch/ablation.py and launch/atlas.py have a table each; launch/work/comparison.py trains it.
+ablation.py and atlas.py have a table each; comparison.py trains it.
 """
 
 import math
@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from moh_lm.cli.command import GOES_ON, run_command
 from moh_lm.config import ConfigError, flag, raise_any
 from moh_lm.flags import make_parser, parse_flags
 from moh_lm.units import above_0, at_least
@@ -171,3 +172,15 @@ def from_here(texts):
 
 def whole_path(text):
     return Path(text).resolve()
+
+
+def run_comparison(name, parse, texts):
+    """The exit code of the command ``name``, which trains the table that is among what ``parse`` returns."""
+    failures = (RuntimeError, OSError)
+    return run_command(name, parse, train, texts, failures=failures, interrupted=GOES_ON, trains=True)
+
+
+def train(flags):
+    from studies.comparison import compare
+
+    return compare(flags)

@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from launch import ablation
-from launch.work import comparison, report, results
 from moh_lm.checks import config_problems
 from moh_lm.flags import parse_config
-from tests.launch.written_runs import write_run
+from studies import ablation, comparison, report, results
+from tests.studies.written_runs import write_run
 from tests.tokenizing import ROOT
 
 BASE = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
@@ -158,7 +157,7 @@ def test_files_are_those_of_the_folder_in_which_the_command_is_given(tmp_path, m
 
 
 def test_the_program_starts_as_the_script_calls_it():
-    command = [sys.executable, "-m", "launch.ablation", "--help"]
+    command = [sys.executable, "-m", "studies.ablation", "--help"]
     kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     assert subprocess.run(command, cwd=ROOT, env=kept, capture_output=True).returncode == 0
-    assert "python -m launch.ablation" in (ROOT / "launch/ablation.sh").read_text()
+    assert "python -m studies.ablation" in (ROOT / "launch/ablation.sh").read_text()

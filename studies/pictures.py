@@ -1,6 +1,6 @@
 """Pictures of tables of runs: curves.png, multipliers.png and heads.png, if matplotlib is installed.
 
-table: {size: {variant: {seed: run}}} of launch/work/report.py. A form keeps its colour, a budget of heads has a line.
+table: {size: {variant: {seed: run}}} of report.py. A form keeps its colour, a budget of heads has a line.
 """
 
 from statistics import mean

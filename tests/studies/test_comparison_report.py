@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from launch.atlas_forms import TABLE
-from launch.work import pictures, report, results
-from tests.launch.written_runs import write_run
+from studies import pictures, report, results
+from studies.atlas_forms import TABLE
+from tests.studies.written_runs import write_run
 
 START = {"a": 4.0}
 
