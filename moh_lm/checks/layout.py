@@ -15,13 +15,13 @@ def layout_problems(config, world_size):
     tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
     ranks = parallel.ranks_of_a_sequence()
     if world_size % ranks:
-        factors = f"tensor_parallel_size({tp}) * pipeline_parallel_size({pp})"
-        factors += f" * context_parallel_size({cp})" if cp > 1 else ""
-        return [
-            f"{world_size} processes: not a multiple of {factors} = {ranks}; start a multiple of {ranks} processes or "
-            f"change the degrees"
-        ]
-    found = [*tensor_problems(config.model, tp), *context_problems(config.model, tp, cp), *pipeline_problems(config)]
+        degrees = {"tensor": tp, "pipeline": pp, "context": cp}
+        given = " and ".join(f"--{kind}-parallel-size {size}" for kind, size in degrees.items() if size > 1)
+        found.append(
+            f"{given}: needs a multiple of {ranks} processes, but {world_size} {'was' if world_size == 1 else 'were'} "
+            f"started; launch with torchrun --nproc-per-node {ranks}, or use smaller degrees"
+        )
+    found += [*tensor_problems(config.model, tp), *context_problems(config.model, tp, cp), *pipeline_problems(config)]
     length, tokens = run.seq_length, run.batch_tokens
     if length % (tp * cp):
         flags = f"--tensor-parallel-size {tp}" + (f" * --context-parallel-size {cp} = {tp * cp}" if cp > 1 else "")
@@ -32,13 +32,15 @@ def layout_problems(config, world_size):
             f"--batch-tokens {tokens}: not a whole number of sequences of --seq-length {length}; "
             f"choose {' or '.join(nearest)}"
         ]
+    if world_size % ranks:
+        return found
     dp = config.data_parallel_size(world_size)
     chunk = run.micro_batch_size * dp
     if run.global_batch_size % chunk:
         return found + [
             f"--batch-tokens {tokens}: its {run.global_batch_size} sequences are not a multiple of "
-            f"micro_batch_size({run.micro_batch_size}) * data_parallel_size({dp}) = {chunk}; "
-            f"choose {math.ceil(run.global_batch_size / chunk) * chunk * length} or another --micro-batch-size"
+            f"--micro-batch-size {run.micro_batch_size} on {dp} data-parallel ranks = {chunk}; choose "
+            f"--batch-tokens {math.ceil(run.global_batch_size / chunk) * chunk * length}, or another --micro-batch-size"
         ]
     return found
 
@@ -54,10 +56,10 @@ def pipeline_problems(config):
             f"choose --zero-stage 1, or --pipeline-parallel-size 1"
         )
     if parallel.offload_optimizer:
-        found.append("--offload-optimizer: not together with a pipeline; choose --pipeline-parallel-size 1")
+        found.append("--offload-optimizer: cannot be combined with a pipeline; choose --pipeline-parallel-size 1")
     if pp > config.model.num_layers:
         found.append(
-            f"--pipeline-parallel-size {pp}: is more stages than decoder layers; choose at most "
+            f"--pipeline-parallel-size {pp}: there are fewer decoder layers than stages; choose at most "
             f"--num-layers {config.model.num_layers}"
         )
     return found
@@ -73,8 +75,8 @@ def context_problems(model, tp, cp):
         heads, leading = model.of_layer(layer).num_attention_heads, model.always_on_heads(layer)
         if heads % (tp * cp) or leading % (tp * cp):
             found.append(
-                f"{given}: must divide the {leading} heads always on and the {heads - leading} others; choose a "
-                f"divisor of {math.gcd(heads, leading)}, or other --num-shared-heads"
+                f"{given}: must divide the {leading} heads that are always active and the {heads - leading} others; "
+                f"choose a divisor of {math.gcd(heads, leading)}, or other --num-shared-heads"
             )
     return list(dict.fromkeys(found))
 
@@ -101,5 +103,5 @@ def tensor_problems(model, tp):
                 f"--num-attention-heads {heads}"
             )
         elif leading % step:
-            found.append(f"{leading} heads always on: every rank must hold as many{whole_groups}")
+            found.append(f"{leading} heads that are always active: every rank must hold equally many{whole_groups}")
     return list(dict.fromkeys(found))

@@ -166,6 +166,10 @@ def bias_problems(model):
     return [f"{given}: no layer has routed heads; leave it out"]
 
 
+def between(least, most):
+    return f"between {least} and {most}" if least < most else f"{most}"
+
+
 def budget_problems(model):
     """The numbers of shared and routed heads, layer by layer."""
     size = max(1, model.heads_per_expert) if model.heads.head_selection == "mixture" else 1
@@ -181,8 +185,8 @@ def budget_problems(model):
             )
         elif not min(1, routed) <= active <= routed:
             sentence = (
-                f"--num-active-routed-heads {active}: must be between {min(1, routed)} and {routed}, "
-                f"the heads that --num-shared-heads {shared} leaves of {heads}"
+                f"--num-active-routed-heads {active}: must be {between(min(1, routed), routed)}, "
+                f"since --num-shared-heads {shared} leaves {routed} of {heads} heads to route"
             )
         elif shared % size or active % size:
             sentence = (

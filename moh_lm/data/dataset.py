@@ -213,7 +213,7 @@ def bytes_per_token(units):
 def unknown_source(given, name, present):
     near = difflib.get_close_matches(name, present, n=1)
     remedy = f"did you mean {near[0]}?" if near else "choose among these"
-    return f"{given} {name}: the data directory has no such source but {', '.join(present) or 'none'}; {remedy}"
+    return f"{given} {name}: no such source in the data directory, which has {', '.join(present) or 'none'}; {remedy}"
 
 
 def vocabulary_problems(sources, vocab_size, tokenizer):
