@@ -1,4 +1,4 @@
-"""A checkout, and small files under the names that README.md and docs/ use, for the test that executes their commands."""
+"""A checkout, with small files under the names that README.md and docs/ use, for the test that executes them."""
 
 import gzip
 import json

@@ -1,10 +1,10 @@
 """Every command in README.md and docs/, executed in the order of its page, where all it names exists in small.
 
-A block marked ``bash`` holds commands; one marked ``console`` holds commands after ``$``, and what they print. A comment
-``<!-- test ... -->`` before a block says how to make it small. Of its lines, ``WORD: FLAGS`` adds flags to each command
-with that word (the last flag wins), ``OLD => NEW`` replaces text, ``fails: WORD`` expects exit code 1, and ``together: N``
-executes N copies of all commands of the block at once, as N nodes would. ``@NAME`` stands for ``FLAGS``. ssh,
-pdsh, Slurm and pip are stand-ins: nothing is installed. Questions to models are made up.
+A block marked ``bash`` holds commands; one marked ``console`` holds commands after ``$``, and what they print. A
+comment ``<!-- test ... -->`` before a block makes it small. Of its lines, ``WORD: FLAGS`` adds flags to every command
+with that word (the last flag wins), ``OLD => NEW`` replaces text, ``fails: WORD`` expects exit code 1, and
+``together: N`` executes N copies of the block's commands at once, as N nodes would. ``@NAME`` stands for ``FLAGS``.
+ssh, pdsh, Slurm and pip are stand-ins: nothing is installed. Questions to models are made up.
 """
 
 import json
