@@ -25,7 +25,7 @@ from moh_lm.model.positions import RotaryPositions
 from moh_lm.model.query_norm import QueryNormAttention
 from moh_lm.model.rotary import rotary_of
 from moh_lm.model.router import AllHeads, GatedHeads, HeadRouter, StaticHeads
-from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, init_stds
+from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, init_stds, loss_terms
 from moh_lm.parallel.groups import group_size
 from moh_lm.parallel.head_partition import HeadPartition
 from moh_lm.parallel.ulysses import ContextGroups, UlyssesAttention, UlyssesExchange
@@ -114,10 +114,11 @@ def build_attention(config, layer_index, settings):
     counted = None
     if of.position[layer_index] == "cope":
         counted = ContextualPositions(of, INIT_STD, heads, exchange)
-        core = CoPECore(counted, **core)
+        core = CoPECore(counted, **core | {"backend": None})  # which needs all scores
     else:
         core = (LatentCore if of.attention == "latent" else CoreAttention)(**core)
-    router = build_router(of, layer_index, heads, core, init_std, settings)
+    terms = loss_terms(config, settings.micro_batches)
+    router = build_router(of, layer_index, heads, core, init_std, terms, settings)
     kind, positions = attention_kind(of, router, core, settings), RotaryPositions
     if of.head_dims:
         positions = partial(HeterogeneousPositions, of, layer_index, heads)
@@ -128,8 +129,8 @@ def build_attention(config, layer_index, settings):
     return attention
 
 
-def build_router(config, layer_index, heads, core, init_std, settings):
-    """The router of a layer: see moh_lm/model/router.py."""
+def build_router(config, layer_index, heads, core, init_std, terms, settings):
+    """The router of a layer, whose configuration is ``config``; see moh_lm/model/router.py. terms: ``loss_terms``."""
     if config.heads.head_selection == "all":
         return AllHeads()
     if config.heads.head_selection == "static":
@@ -145,7 +146,7 @@ def build_router(config, layer_index, heads, core, init_std, settings):
         init_std,
         settings.group,
         heads,
-        max(1, len(config.routed_layers())) * settings.micro_batches,
+        terms,
         settings.context,
         GumbelNoise(scale, settings.seed, layer_index) if scale else None,
         says_selected=reads_queries or core.own_keys or core.backend is not None,

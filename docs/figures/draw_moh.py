@@ -27,7 +27,8 @@ def draw(ink, faint, shared, routed, off, text):
     axes.axis("off")
 
     def box(x, y, width, height, face, edge, label, color, style="solid"):
-        patch = FancyBboxPatch((x, y), width, height, "round,pad=0,rounding_size=0.18", fc=face, ec=edge, ls=style, lw=1.4)
+        shape = "round,pad=0,rounding_size=0.18"
+        patch = FancyBboxPatch((x, y), width, height, shape, fc=face, ec=edge, ls=style, lw=1.4)
         axes.add_patch(patch)
         axes.text(x + width / 2, y + height / 2, label, ha="center", va="center", color=color)
 

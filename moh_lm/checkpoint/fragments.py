@@ -119,12 +119,25 @@ class FragmentReader:
                 file = safe_open(path, "pt")
                 self.averaged |= {name[len(AVERAGE) + 1 :] for name in file.keys() if name.startswith(f"{AVERAGE}/")}  # noqa: SIM118
                 self.zero |= set(json.loads(file.metadata().get("zero", "[]")))
-                for name, address in json.loads(file.metadata()["fragments"]).items():
-                    self.shapes[name] = tuple(address["whole_shape"])
+                addresses = json.loads(file.metadata()["fragments"])
+                for key in file.keys():  # noqa: SIM118
+                    elements, length = file.get_slice(key).get_shape(), addresses[key.partition("/")[2]]["length"]
+                    if elements != [length]:
+                        raise ValueError(f"{key} has {elements} elements, and its range {length}")
+                for name, address in addresses.items():
+                    shape = tuple(address["whole_shape"])
+                    if self.shapes.setdefault(name, shape) != shape:
+                        raise ValueError(f"{name} has shape {list(shape)} and {list(self.shapes[name])} elsewhere")
                     pieces = self.shards.setdefault(name, {}).setdefault(read_partition(address["partition"]), [])
                     pieces.append(Piece(file, address["start"], address["length"]))
             except (SafetensorError, *NO_SUCH_FILE, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}: not a rank file of a checkpoint ({error})") from error
+
+    def require(self, name, shape):
+        """Raise ValueError if the parameter ``name`` is there with another shape than the model's."""
+        found = self.shapes.get(name, shape)
+        if found != tuple(shape):
+            raise ValueError(f"{name} has shape {list(found)} in the files and {list(shape)} in the model")
 
     def read(self, kind, name, partition=None, start=0, length=None):
         """Elements [start, start + length) of the flattened shard of ``name`` that ``partition`` describes; fp32.
@@ -228,18 +241,24 @@ def full_parameters(step):
     reader = FragmentReader(step)
     with torch.device("meta"):
         model = build_model(step_config(step).model)
-    for name, _ in saved_tensors(model):
+    for name, tensor in saved_tensors(model):
+        reader.require(name, tensor.shape)
         yield name, reader.read("master", name)
 
 
 @torch.no_grad()
 def load_fragments(step, fragments, progress=lambda: None):
-    """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them."""
+    """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them.
+
+    Returns whether the files hold a moving average; where they hold none, it begins with the masters.
+    """
     reader = FragmentReader(step)
     for fragment in fragments:
+        reader.require(fragment.name, fragment.parameter.whole_shape)
         for kind, tensor in fragment.tensors.items():
             partition = fragment.parameter.tensor_partition
             if kind == AVERAGE and fragment.name not in reader.averaged:
-                kind = "master"  # the average begins here
+                kind = "master"
             tensor.copy_(reader.read(kind, fragment.name, partition, fragment.start, tensor.numel()))
             progress()
+    return bool(reader.averaged)

@@ -4,6 +4,9 @@ import math
 
 from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
+from moh_lm.config import flag
+
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
 
 def layout_problems(config, world_size):
@@ -12,16 +15,9 @@ def layout_problems(config, world_size):
     found = below(parallel, 1, "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     if found or run.seq_length < 1 or run.micro_batch_size < 1:
         return found
-    tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
-    ranks = parallel.ranks_of_a_sequence()
-    if world_size % ranks:
-        degrees = {"tensor": tp, "pipeline": pp, "context": cp}
-        given = " and ".join(f"--{kind}-parallel-size {size}" for kind, size in degrees.items() if size > 1)
-        found.append(
-            f"{given}: needs a multiple of {ranks} processes, but {world_size} {'was' if world_size == 1 else 'were'} "
-            f"started; launch with torchrun --nproc-per-node {ranks}, or use smaller degrees"
-        )
-    found += [*tensor_problems(config.model, tp), *context_problems(config.model, tp, cp), *pipeline_problems(config)]
+    tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
+    found = [*rank_problems(parallel, world_size), *tensor_problems(config.model, tp)]
+    found += [*context_problems(config.model, tp, cp), *pipeline_problems(config)]
     length, tokens = run.seq_length, run.batch_tokens
     if length % (tp * cp):
         flags = f"--tensor-parallel-size {tp}" + (f" * --context-parallel-size {cp} = {tp * cp}" if cp > 1 else "")
@@ -32,17 +28,31 @@ def layout_problems(config, world_size):
             f"--batch-tokens {tokens}: not a whole number of sequences of --seq-length {length}; "
             f"choose {' or '.join(nearest)}"
         ]
-    if world_size % ranks:
-        return found
-    dp = config.data_parallel_size(world_size)
+    dp = max(1, config.data_parallel_size(world_size))  # of the ranks that there must be at least
     chunk = run.micro_batch_size * dp
     if run.global_batch_size % chunk:
         return found + [
             f"--batch-tokens {tokens}: its {run.global_batch_size} sequences are not a multiple of "
-            f"--micro-batch-size {run.micro_batch_size} on {dp} data-parallel ranks = {chunk}; choose "
-            f"--batch-tokens {math.ceil(run.global_batch_size / chunk) * chunk * length}, or another --micro-batch-size"
+            f"micro_batch_size({run.micro_batch_size}) * data_parallel_size({dp}) = {chunk}; "
+            f"choose --batch-tokens {math.ceil(run.global_batch_size / chunk) * chunk * length} or another "
+            "--micro-batch-size"
         ]
     return found
+
+
+def rank_problems(parallel, world_size):
+    """A sentence if the ranks cannot be dealt to the degrees of parallelism."""
+    ranks = parallel.ranks_of_a_sequence()
+    if world_size % ranks == 0:
+        return []
+    degrees = {flag(key): getattr(parallel, key) for key in DEGREES if getattr(parallel, key) > 1}
+    given = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
+    product, need = (f" = {ranks}", "need") if len(degrees) > 1 else ("", "needs")
+    return [
+        f"{given}{product}: {need} a multiple of {ranks} processes, and {world_size} "
+        f"{'was' if world_size == 1 else 'were'} started; start {ranks}, as by torchrun --nproc-per-node {ranks}, or "
+        "choose smaller degrees"
+    ]
 
 
 def pipeline_problems(config):
@@ -56,10 +66,10 @@ def pipeline_problems(config):
             f"choose --zero-stage 1, or --pipeline-parallel-size 1"
         )
     if parallel.offload_optimizer:
-        found.append("--offload-optimizer: cannot be combined with a pipeline; choose --pipeline-parallel-size 1")
+        found.append("--offload-optimizer: not together with a pipeline; choose --pipeline-parallel-size 1")
     if pp > config.model.num_layers:
         found.append(
-            f"--pipeline-parallel-size {pp}: there are fewer decoder layers than stages; choose at most "
+            f"--pipeline-parallel-size {pp}: is more stages than decoder layers; choose at most "
             f"--num-layers {config.model.num_layers}"
         )
     return found
@@ -75,8 +85,8 @@ def context_problems(model, tp, cp):
         heads, leading = model.of_layer(layer).num_attention_heads, model.always_on_heads(layer)
         if heads % (tp * cp) or leading % (tp * cp):
             found.append(
-                f"{given}: must divide the {leading} heads that are always active and the {heads - leading} others; "
-                f"choose a divisor of {math.gcd(heads, leading)}, or other --num-shared-heads"
+                f"{given}: must divide the {leading} heads always on and the {heads - leading} others; choose a "
+                f"divisor of {math.gcd(heads, leading)}, or other --num-shared-heads"
             )
     return list(dict.fromkeys(found))
 
@@ -103,5 +113,5 @@ def tensor_problems(model, tp):
                 f"--num-attention-heads {heads}"
             )
         elif leading % step:
-            found.append(f"{leading} heads that are always active: every rank must hold equally many{whole_groups}")
+            found.append(f"{leading} heads always on: every rank must hold as many{whole_groups}")
     return list(dict.fromkeys(found))

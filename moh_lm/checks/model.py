@@ -3,7 +3,7 @@
 import math
 
 from moh_lm.checks import attention
-from moh_lm.checks.ranges import below, divisors
+from moh_lm.checks.ranges import below, between, divisors
 from moh_lm.config import flag
 from moh_lm.model.initial_gates import gates_of_one, layer_gates
 
@@ -88,9 +88,9 @@ def warmup_problems(model):
         return found
     shared, selected = layer_gates(model, 0)
     return [
-        f"--dense-warmup-iters {iterations}: the gates of --routing {heads.routing} begin near {shared:.3g} (shared) "
-        f"and {selected:.3g} (selected), so that the output of attention would shrink to that part of itself where "
-        f"gates of 1 end; choose --routing paper_scaled, which has the same gates times a constant, or sigmoid"
+        f"--dense-warmup-iters {iterations}: gates of --routing {heads.routing} begin near {shared:.3g} (shared) and "
+        f"{selected:.3g} (selected), so the output of attention would shrink by that factor when the warm-up, with "
+        f"gates of 1, ends; choose --routing paper_scaled, the same gates times a constant, or sigmoid"
     ]
 
 
@@ -166,10 +166,6 @@ def bias_problems(model):
     return [f"{given}: no layer has routed heads; leave it out"]
 
 
-def between(least, most):
-    return f"between {least} and {most}" if least < most else f"{most}"
-
-
 def budget_problems(model):
     """The numbers of shared and routed heads, layer by layer."""
     size = max(1, model.heads_per_expert) if model.heads.head_selection == "mixture" else 1
@@ -185,8 +181,8 @@ def budget_problems(model):
             )
         elif not min(1, routed) <= active <= routed:
             sentence = (
-                f"--num-active-routed-heads {active}: must be {between(min(1, routed), routed)}, "
-                f"since --num-shared-heads {shared} leaves {routed} of {heads} heads to route"
+                f"--num-active-routed-heads {active}: {between(min(1, routed), routed)}: --num-shared-heads {shared} "
+                f"leaves {routed} of {heads} heads"
             )
         elif shared % size or active % size:
             sentence = (

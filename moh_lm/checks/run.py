@@ -8,7 +8,7 @@ import shutil
 import torch
 
 from moh_lm.checks.attention import length_problems
-from moh_lm.checks.ranges import below
+from moh_lm.checks.ranges import below, between
 from moh_lm.config import OptimizerConfig, RunConfig, flag
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.gates import FORMS
@@ -91,29 +91,36 @@ def schedule_problems(config):
             f"--dense-warmup-iters {iterations}: the mixture would never be trained; choose less than the "
             f"{train_iters} iterations of the run"
         ]
-    return decay_problems(config)
+    return decay_problems(config.optimizer, train_iters)
 
 
-def decay_problems(config):
+def decay_problems(optimizer, train_iters):
     """A decay needs the schedule that has one, and room behind the warm-up."""
-    optimizer, train_iters = config.optimizer, config.run.train_iters
     given = f"--decay-iters {optimizer.decay_iters}"
-    if optimizer.schedule != "wsd" and config.data.decay_mix:
-        return ["--decay-mix: --schedule cosine has no decay; choose wsd"]
     if optimizer.schedule != "wsd":
         return [] if optimizer.decay_iters is None else [f"{given}: --schedule cosine has no decay; choose wsd"]
     if train_iters is None or train_iters < 1:
         return []
     decay = optimizer.decay(train_iters)
     most = train_iters - optimizer.warmup_iters
-    if decay == 0 and config.data.decay_mix:
-        return ["--decay-mix: the decay has no iteration; give --decay-iters above 0, or leave the mix out"]
     if not 0 <= decay <= most:
         return [
-            f"--decay-iters {decay}: must be between 0 and {max(0, most)}, the {train_iters} iterations of the run "
+            f"--decay-iters {decay}: {between(0, max(0, most))}, the {train_iters} iterations of the run "
             f"without the --warmup-iters {optimizer.warmup_iters}"
         ]
     return []
+
+
+def decay_mix_problems(config):
+    """Another mix needs a decay in which it is read."""
+    optimizer, train_iters = config.optimizer, config.run.train_iters
+    if not config.data.decay_mix:
+        return []
+    if optimizer.schedule != "wsd":
+        return ["--decay-mix: --schedule cosine has no decay; choose wsd"]
+    if train_iters is None or train_iters < 1 or optimizer.decay(train_iters):
+        return []
+    return ["--decay-mix: the decay has no iteration; give --decay-iters above 0, or leave the mix out"]
 
 
 def run_problems(run):
@@ -127,7 +134,7 @@ def run_problems(run):
 
 
 def base_problems(run):
-    """What is wrong with a ``RunBase``, of language models or of image models."""
+    """What is wrong with a ``RunBase``, whatever is trained."""
     found = below(run, 1, "micro_batch_size", "log_interval") + below(run, 0, "eval_interval", "seed")
     if not run.checkpoint_dir:
         found.append("--checkpoint-dir is missing: give the directory of this run")
@@ -146,6 +153,8 @@ def backend_problems(config):
         return []
     given = f"--attention-backend {backend}"
     found = []
+    if config.run.compile and backend == "cpu_sparse":
+        found.append(f"--compile: does not know {given}, whose shapes vary; choose auto")
     if "cope" in config.model.position:
         found.append(f"{given}: --position cope makes all scores; choose dense, or auto, which is dense in its layers")
     if backend == "cpu_sparse" and torch.cuda.is_available():
@@ -183,16 +192,13 @@ def window_problems(config):
     return found
 
 
-def compile_problems(config):
-    """What torch.compile cannot make graphs of."""
-    if not config.run.compile:
+def compile_problems(run):
+    """What torch.compile needs."""
+    if not run.compile:
         return []
-    found = []
-    if not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
-        found.append("--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out")
-    if config.run.attention_backend == "cpu_sparse":
-        found.append("--compile: does not know --attention-backend cpu_sparse, whose shapes vary; choose auto")
-    return found
+    if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")):
+        return []
+    return ["--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out"]
 
 
 def reliability_problems(reliability):

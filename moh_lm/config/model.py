@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 
-from moh_lm.config.fields import ConfigError, option
-from moh_lm.config.heads import HeadsConfig, HeadsOfLayers, RoutedLayer, spread_budget
+from moh_lm.config.fields import option
+from moh_lm.config.heads import HeadsConfig, HeadsOfLayers, RoutedLayer
+from moh_lm.config.resolve import model_values
 
 OF_LAYERS = ("num_attention_heads", "num_key_value_heads")  # of ModelConfig: a number, or a tuple of one per layer
 
@@ -12,7 +13,7 @@ OF_LAYERS = ("num_attention_heads", "num_key_value_heads")  # of ModelConfig: a 
 class ModelConfig(HeadsOfLayers):
     """model: shape of the decoder (defaults: LLM-S of the paper)"""
 
-    # num_attention_heads and num_key_value_heads become a number where it is that of all layers; see ``of_layer``.
+    # num_attention_heads and num_key_value_heads are one number where it is that of all layers; see ``of_layer``.
 
     num_layers: int = option(12, "decoder layers")
     hidden_size: int = option(768, "width of the residual stream")
@@ -29,12 +30,12 @@ class ModelConfig(HeadsOfLayers):
         "which is what a cache keeps (DeepSeek-V2)",
         choices=("heads", "latent"),
     )
-    kv_lora_rank: int | None = option(None, "of latent: features of that vector (default: 4 heads)")
+    kv_lora_rank: int | None = option(None, "dimension of the compressed key/value latent (default: 4 x head dim)")
     q_lora_rank: int | None = option(
-        None, "of latent: features of a vector that queries are made of (default: of the input itself)"
+        None, "rank of the query projection (latent attention; default: none)"
     )
     qk_rope_head_dim: int | None = option(
-        None, "of latent: features that turn, beside the --head-dim others (default: half of them)"
+        None, "features of a head with rotary positions, beside --head-dim others (latent attention; default: half)"
     )
     base_width: int | None = option(
         None, "hidden size at which learning rates and first weights are as given; others follow (default: this one)"
@@ -70,46 +71,8 @@ class ModelConfig(HeadsOfLayers):
     post_norm: bool = option(False, "norms after attention and MLP instead of before them, as in OLMo 2")
     heads: HeadsConfig = field(default_factory=HeadsConfig)
 
-    def __post_init__(self):
-        for key in OF_LAYERS:
-            value = getattr(self, key)
-            value = (self.num_attention_heads or 0) if value is None or value == () else value
-            equal = isinstance(value, tuple) and len({*value}) == 1 and len(value) in (1, self.num_layers)
-            object.__setattr__(self, key, value[0] if equal else value)
-        counts = self.head_counts
-        heads = max(counts)
-        if self.head_dims and self.head_dim is None:
-            object.__setattr__(self, "head_dim", max(self.head_dims))
-        if self.base_width is None:
-            object.__setattr__(self, "base_width", self.hidden_size)
-        if self.head_dim is None and heads > 0 and self.hidden_size % heads == 0:
-            object.__setattr__(self, "head_dim", self.hidden_size // heads)
-        if self.attention == "latent" and self.head_dim:
-            for key, default in (("kv_lora_rank", 4 * self.head_dim), ("qk_rope_head_dim", self.head_dim // 2)):
-                if getattr(self, key) is None:
-                    object.__setattr__(self, key, default)
-        if self.heads.head_selection == "gated":
-            if self.heads.routing != "sigmoid":
-                given = f"--head-selection gated: contradicts --routing {self.heads.routing}"
-                raise ConfigError([f"{given}; leave it out, or add --routing sigmoid, whose gates it has"])
-            for name in ("head_budget", "routing_top_p"):
-                value = getattr(self.heads, name)
-                if value is not None:
-                    given = f"--{name.replace('_', '-')} {value:g}"
-                    raise ConfigError([f"{given}: --head-selection gated uses all heads; leave it out"])
-            gated = dict(head_selection="mixture", routing="sigmoid", num_shared_heads=counts)
-            object.__setattr__(self, "heads", replace(self.heads, **gated, num_active_routed_heads=(0,)))
-        if not self.heads.num_active_routed_heads:
-            object.__setattr__(self, "heads", replace(self.heads, **spread_budget(self, self.heads.num_shared_heads)))
-        budgets = {
-            "num_shared_heads": self.heads.num_shared_heads or tuple(n // 2 for n in counts),
-            "num_active_routed_heads": self.heads.num_active_routed_heads or tuple(max(1, n // 4) for n in counts),
-        }
-        per_layer = {key: value * self.num_layers if len(value) == 1 else value for key, value in budgets.items()}
-        object.__setattr__(self, "heads", replace(self.heads, **per_layer))
-        for key, default in (("window", 0), ("position", "rotary")):
-            value = getattr(self, key) or (default,)
-            object.__setattr__(self, key, value * self.num_layers if len(value) == 1 else value)
+    def derived(self):
+        return model_values(self)
 
     @property
     def head_counts(self):

@@ -1,9 +1,9 @@
-"""The sections of the configuration that say how a model is trained: layout, data, optimizer, batch, reliability."""
+"""The sections of the configuration that say how a model is trained, whatever it is: layout, optimizer, reliability."""
 
 import math
 from dataclasses import dataclass
 
-from moh_lm.config.fields import option
+from moh_lm.config.fields import option, text_option
 
 REDUCE_BUCKET = 500_000_000  # gradients at most that DeepSpeed sums over the ranks at once
 
@@ -12,9 +12,9 @@ REDUCE_BUCKET = 500_000_000  # gradients at most that DeepSpeed sums over the ra
 class ParallelConfig:
     """parallel: how the model is spread over processes"""
 
-    tensor_parallel_size: int = option(1, "ranks that share each layer's heads, MLP columns and vocabulary")
-    pipeline_parallel_size: int = option(1, "stages of consecutive layers")
-    context_parallel_size: int = option(1, "ranks that share each sequence, for long contexts; attention by heads")
+    tensor_parallel_size: int = text_option(1, "ranks that share each layer's heads, MLP columns and vocabulary")
+    pipeline_parallel_size: int = text_option(1, "stages of consecutive layers")
+    context_parallel_size: int = text_option(1, "ranks that share each sequence, for long contexts; attention by heads")
     zero_stage: int = option(
         1, "shard over data-parallel ranks: 1 optimizer states, 2 also gradients, 3 also weights", choices=(1, 2, 3)
     )
@@ -23,22 +23,6 @@ class ParallelConfig:
     def ranks_of_a_sequence(self):
         """Ranks that read the same samples."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """data: token shards and their mixture"""
-
-    data_dir: str = option("", "directory written by data_prep/tokenize.py")
-    data_mix: tuple[tuple[str, str], ...] = option(
-        (), "NAME=WEIGHT of each source, weights of any sum (default: in proportion to tokens)"
-    )
-    validation_fraction: float = option(0.001, "share of every source that is held out for validation")
-    reset_at_documents: bool = option(False, "attend to, and predict, tokens of the same document only")
-    allow_data_change: bool = option(False, "go on with other shards or another mix than those of the checkpoint")
-    decay_mix: tuple[tuple[str, str], ...] = option(
-        (), "NAME=WEIGHT from the beginning of the decay of --schedule wsd on (default: no other mix)"
-    )
 
 
 @dataclass(frozen=True)
@@ -59,7 +43,7 @@ class OptimizerConfig:
         "linear", "of wsd's decay: a line, 1 - sqrt, or half a cosine", choices=("linear", "sqrt", "cosine")
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms have none")
-    embedding_weight_decay: float | None = option(
+    embedding_weight_decay: float | None = text_option(
         None, "of the embedding, the output head and tables of positions (default: --weight-decay)"
     )
     adam_beta1: float = option(0.9, "decay of the first moment")
@@ -70,25 +54,25 @@ class OptimizerConfig:
     router_gradient_clipping: float = option(
         0.0, "largest norm of all routers' gradients together, clipped before --gradient-clipping; 0 does not clip"
     )
-    z_loss: float = option(0.0, "of the mean squared logsumexp of the output logits, such as 1e-5; 0: none")
-    optimizer: str = option(
+    z_loss: float = text_option(0.0, "of the mean squared logsumexp of the output logits, such as 1e-5; 0: none")
+    optimizer: str = text_option(
         "adamw", "muon: for the matrices of the blocks, beside AdamW for the others", choices=("adamw", "muon")
     )
-    muon_split: str = option(
+    muon_split: str = text_option(
         "matrix",
         "what Muon orthogonalises of q, k, v and o: the matrix, each head, or the heads that share a key/value head",
         choices=("matrix", "head", "group"),
     )
-    muon_scale: str = option(
+    muon_scale: str = text_option(
         "match_rms_adamw",
         "of an update of m rows and n columns: 0.2 sqrt(max(m, n)), or sqrt(max(1, m / n))",
         choices=("match_rms_adamw", "original"),
     )
-    muon_momentum: float = option(0.95, "decay of Muon's momentum, which is Nesterov's")
-    matrix_learning_rate: float | None = option(
+    muon_momentum: float = text_option(0.95, "decay of Muon's momentum, which is Nesterov's")
+    matrix_learning_rate: float | None = text_option(
         None, "peak learning rate of Muon, which follows the same schedule (default: --learning-rate)"
     )
-    matrix_weight_decay: float | None = option(
+    matrix_weight_decay: float | None = text_option(
         None, "decoupled weight decay of Muon's matrices (default: --weight-decay)"
     )
 
@@ -99,7 +83,9 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class RunBase:
-    """What runs of language models and of image models have."""
+    """What the run of every task has. Subclasses say ``global_batch_size``, the samples of an iteration over all ranks,
+    and ``batch_given``, the flag that it follows from.
+    """
 
     micro_batch_size: int = option(1, "sequences per rank in one forward pass")
     train_iters: int | None = option(
@@ -116,7 +102,7 @@ class RunBase:
     eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
     log_interval: int = option(10, "iterations per line of the log")
     peak_tflops: float | None = option(
-        None, "of one device in this precision, for the MFU (default: of the GPUs that are known)"
+        None, "peak TFLOPS of one device in this precision, for MFU (default: those of a known GPU)"
     )
     gpu_hour_price: float | None = option(
         None, "price of an hour of one device, for what --dry-run and tools/plan.py estimate"
@@ -125,56 +111,6 @@ class RunBase:
     run_report: bool = option(True, "write report.html, a page on the run, when it is complete or stops")
     recompute: bool = option(False, "recompute each layer's activations in the backward pass")
     compile: bool = option(False, "have torch.compile make the kernels of each layer; the first step takes a minute")
-
-    @property
-    def tokens_per_iteration(self):
-        return self.global_batch_size * self.seq_length
-
-
-@dataclass(frozen=True)
-class RunConfig(RunBase):
-    """run: batch, budget, precision, files"""
-
-    seq_length: int = option(2048, "tokens per sequence")
-    batch_tokens: int = option(4 * 2**20, "tokens per iteration, all ranks; K, M, G are powers of 1024", binary=True)
-    train_tokens: int | None = option(
-        None, "budget in tokens, rounded up to iterations; K, M, B, T are powers of 1000", binary=False,
-        replaces="train_iters",
-    )
-    eval_samples: int = option(128, "held-out sequences evaluated per source")
-    eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")
-    sample_prompts: tuple[str, ...] = option(
-        (), "texts that every evaluation continues, most likely token by token", metavar="TEXT"
-    )
-    sample_tokens: int = option(40, "tokens of each of these samples")
-    window_strategy: str = option(
-        "fixed",
-        "windows as --window says; half of --seq-length; or following the entropy of each layer's attention, step by "
-        "step, from --window on; the last two between --window-min and --window-max",
-        choices=("fixed", "sequence", "entropy"),
-    )
-    window_min: int = option(512, "least window of a strategy")
-    window_max: int = option(4096, "largest window of a strategy")
-    attention_backend: str = option(
-        "auto",
-        "attention of the selected heads only (triton, cpu_sparse), of all (dense), or what was measured faster",
-        choices=("auto", "dense", "triton", "cpu_sparse"),
-    )
-
-    def __post_init__(self):
-        if self.train_iters is None and self.train_tokens is not None and self.tokens_per_iteration > 0:
-            object.__setattr__(self, "train_iters", math.ceil(self.train_tokens / self.tokens_per_iteration))
-        if self.train_tokens is None and self.train_iters is not None:
-            object.__setattr__(self, "train_tokens", self.train_iters * self.tokens_per_iteration)
-
-    @property
-    def global_batch_size(self):
-        """Sequences per iteration over all ranks."""
-        return self.batch_tokens // max(1, self.seq_length)
-
-    @property
-    def batch_given(self):
-        return f"--batch-tokens {self.batch_tokens}"
 
 
 @dataclass(frozen=True)

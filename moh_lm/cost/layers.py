@@ -32,8 +32,8 @@ def layer_activation_bytes(config, width, tp, counted=0):
 
 
 def pipeline_costs(config, seq_length):
-    """Multiplications of a token, with all heads, in each layer of a pipeline: embedding, learned positions if there are
-    any, decoder layers, final norm, output head; see ``CausalLM.in_order``."""
+    """Multiplications per token, with all heads, of each layer of a pipeline: embedding, learned positions if there
+    are any, decoder layers, final norm, output head; see ``CausalLM.in_order``."""
     blocks = [round(layer_products(config, layer, seq_length)["dense"]) for layer in range(config.num_layers)]
     first = [0] * (1 + ("learned" in config.position))
     return [*first, *blocks, 0, head_products(config)]

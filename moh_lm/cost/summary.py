@@ -186,7 +186,7 @@ def describe_layout(config, world_size):
     micro_batches = f"{config.gradient_accumulation_steps(world_size)} micro-batches of {config.run.micro_batch_size}"
     return (
         f"layout     {product}, ZeRO-{parallel.zero_stage}, {config.run.precision}; "
-        f"{micro_batches} sequences per rank"
+        f"{micro_batches} {config.sample_name} per rank"
     )
 
 

@@ -76,7 +76,7 @@ def up_to(head_dim, choices):
 
 
 def triton_heads(query, key, value, gates, selected, documents=None):
-    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``."""
+    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``gated_attention``."""
     starts, ends = (None, None) if documents is None else (bound.contiguous() for bound in documents[:2])
     return head_sparse_attention(query, key, value, gates, selected, None, starts, ends)[0]
 

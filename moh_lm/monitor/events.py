@@ -1,8 +1,8 @@
 """events.jsonl: what happened to a run besides its steps; and files of rows that survive a full disk.
 
 One object per event: "time" (UTC), "event", "step", and facts. Events: import, saved, resumed, damaged, skipped, spike,
-stopped, complete, failed, data changed, routing changed, loss changed, dense warm-up over, alarm, alarm over. Lines are
-only ever added, so the file also remembers that there once were checkpoints.
+stopped, complete, failed, data changed, routing changed, loss changed, training changed, dense warm-up over, alarm,
+alarm over. Lines are only ever added, so the file also remembers that there once were checkpoints.
 
 A log is not worth ending a run for: what cannot be written now is written later.
 """
@@ -45,7 +45,7 @@ def complete_rows(path):
     """[(line, object)] of a file of ``Rows`` with steps; none without the file. Lines that a crash cut are left out."""
     found = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)
             found += [(line, row)] if isinstance(row["step"], int) else []
     return found

@@ -20,7 +20,7 @@ def training_record(config, dataset, accumulator, step, rate, grad_norm, figures
     run, losses, speed = config.run, accumulator.source_losses(), accumulator.tokens_per_second()
     data, memory = zip(*ranks, strict=True)
     balance = [loss for loss in figures["balance_loss"] if loss is not None] if figures else []
-    model = config.model.after(accumulator.began(step, run.tokens_per_iteration))
+    model = config.model.after(accumulator.began(step, config.tokens_per_iteration))
     return {
         "step": step,
         "loss": accumulator.loss(),
@@ -33,24 +33,24 @@ def training_record(config, dataset, accumulator, step, rate, grad_norm, figures
         "source_bits_per_byte": bits_per_byte(losses, dataset.bytes_per_token()),
         "tokens_per_second": round(speed, 1),
         "skipped_steps": accumulator.skipped_steps,
-        **({"window": list(config.model.window)} if run.window_strategy == "entropy" else {}),
+        **{name: list(getattr(config.model, name)) for name in config.moving},
         **({"heads": rounded(figures)} if figures else {}),
         "runtime": {
             "seconds": rounded(accumulator.seconds_per_step()),
             "slowest_data": {"rank": data.index(max(data)), "seconds": rounded(max(data))},
-            "mfu": rounded(utilization(model, run, speed, len(ranks), device, figures or {}, flops)),
+            "mfu": rounded(utilization(config, model, speed, len(ranks), device, figures or {}, flops)),
             "memory": {"rank": memory.index(max(memory)), "gib": rounded(max(memory) / 2**30)},
         },
     }
 
 
-def utilization(model, run, tokens_per_second, world_size, device, figures, flops):
+def utilization(config, model, tokens_per_second, world_size, device, figures, flops):
     """MFU: {"dense", "active"} of ``flops``, over the peak of all devices; {} where that is not known."""
-    peak = peak_flops(run, device)
+    peak = peak_flops(config.run, device)
     if peak is None:
         return {}
     active = dict(zip(figures["layer"], figures["active_heads"], strict=True)) if "active_heads" in figures else {}
-    found = flops(model, run.seq_length, active)
+    found = flops(model, config.seq_length, active)
     return {kind: value * tokens_per_second / (peak * world_size) for kind, value in found.items()}
 
 

@@ -13,26 +13,20 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moh_lm.build import Settings, build_model, layer_backends
 from moh_lm.checkpoint.fragments import MOMENTS, Fragment
-from moh_lm.cost.layers import pipeline_costs, stage_bounds
-from moh_lm.extras.entropy_windows import EntropyWindows
 from moh_lm.model.block import modules_of
 from moh_lm.model.router import BIAS
-from moh_lm.model.transformer import DecoderLayer, compile_layers
+from moh_lm.model.transformer import compile_layers
 from moh_lm.parallel.consensus import problems_of_all_ranks
-from moh_lm.parallel.groups import group_rank, group_size
+from moh_lm.parallel.groups import group_rank
 from moh_lm.parallel.layers import VocabParallelEmbedding, make_parameter
-from moh_lm.parallel.ulysses import local_shard
 from moh_lm.training.deepspeed.adapter import set_z3_leaf_modules, wrap
-from moh_lm.training.deepspeed.pipeline import PipelineCausalLM
 from moh_lm.training.deepspeed.sharded_optimizer import ShardedOptimizer
 from moh_lm.training.deepspeed.shards import is_tied_copy
 from moh_lm.training.frozen import FrozenWeights
 from moh_lm.training.guard import DIVERGENCE, BadNumbers, Guard, largest
 from moh_lm.training.parameter_groups import make_optimizer
 from moh_lm.training.replicas import replica_differences
-from moh_lm.training.sinks import Sinks, with_numbers
 from moh_lm.training.step_check import StepCheck
 from moh_lm.training.step_sums import RouterSums, StepSums
 
@@ -57,19 +51,21 @@ class StepResult(NamedTuple):
 
 
 class Engine:
-    """One training step and one evaluation, over ``MicroBatch``es of moh_lm.data.loader; one pipeline stage.
+    """The training step of every task, and what checkpoints hold of it.
 
-    config: a checked ``Config``. groups: ``ParallelGroups``. device: of this rank. num_sources: data sources of the
-    mixture. layer: the ``RoutedBlock`` that the model is made of.
+    A subclass has ``build_model`` and ``loss``, the mean loss of a micro-batch, which it also adds to ``self.sums``.
+
+    config: a checked ``TaskConfig``. groups: ``ParallelGroups``. device: of this rank. num_sources: sources that the
+    losses are kept apart by. layer: the ``RoutedBlock`` that the model is made of. ema_decay: of a moving average of
+    the weights; 0 keeps none.
     """
 
-    layer, ema_decay = DecoderLayer, 0.0
-
-    def __init__(self, config, groups, device, num_sources):
+    def __init__(self, config, groups, device, num_sources, layer, ema_decay=0.0):
         self.config = config
         self.groups = groups
         self.device = device
         self.num_sources = num_sources
+        self.ema_decay = ema_decay
         self.micro_batches = config.gradient_accumulation_steps(dist.get_world_size())
         self.guard = Guard(config.reliability)
         self.dense_warmup = False  # see ``begin``
@@ -78,35 +74,13 @@ class Engine:
         self.model = self.build_model()
         self.blocks = modules_of(self.model)
         if config.run.compile:
-            compile_layers(self.model, kind=self.layer)
+            compile_layers(self.model, kind=layer)
             if config.parallel.zero_stage == 3:  # a layer's weights come and go together, outside its graph
-                set_z3_leaf_modules(self.model, [self.layer])
+                set_z3_leaf_modules(self.model, [layer])
         self.attach_measurements()
-        self.windows = None
-        if config.run.window_strategy == "entropy":
-            self.windows = EntropyWindows(self.model, config, groups, device)
         self.freeze()  # before there is an optimizer, which has no state for a frozen parameter
         self.wrap()
         self.address_weights()  # where DeepSpeed has put them
-
-    def build_model(self):
-        run = self.config.run
-        model = build_model(self.config.model, self.config.optimizer.z_loss, **self.settings()._asdict())
-        model.initialize(run.seed)
-        return model.to(self.device, torch.bfloat16 if run.precision == "bf16" else torch.float32)
-
-    def settings(self):
-        """What the layers need to know of the run."""
-        run = self.config.run
-        return Settings(
-            group=self.groups.tensor,
-            context=self.groups.context,
-            micro_batches=self.micro_batches,
-            recompute=run.recompute,
-            backends=layer_backends(self.config, self.device),
-            seed=run.seed,
-            watched=run.window_strategy == "entropy",
-        )
 
     def attach_measurements(self):
         """Have the model keep what a step needs to know of it: gradients that are not finite, and loads of routers."""
@@ -118,7 +92,7 @@ class Engine:
             self.model.batch,
             self.config.model.gated_layers(),
             self.num_sources,
-            self.config.run.tokens_per_iteration,
+            self.config.tokens_per_iteration,
             self.groups,
             self.device,
         )
@@ -173,7 +147,7 @@ class Engine:
         self.sums = StepSums(self.num_sources, self.groups, self.device)
         compare = self.compare_replicas if check_replicas else None
         self.step_check = StepCheck(self.sums, self.guard, self.largest_weight, compare)
-        self.step(self.own_tokens(micro_batches))
+        self.step(self.own_part(micro_batches))
         stats = self.step_check.result()
         skipped = self.guard.skips(stats.code)
         if skipped:
@@ -186,8 +160,7 @@ class Engine:
                 self.optimizer.rest()
         sources = [batch.sources for batch in micro_batches]
         routers = self.router_sums.take(sources, frozen=skipped or self.dense_warmup)
-        if self.windows:
-            self.windows.move(skipped)
+        self.after_step(skipped)
         torch.get_device_module(self.device).synchronize()
         seconds = {"forward_backward": stats.time - started, "optimizer": time.perf_counter() - stats.time}
         return StepResult(self.sums.losses, routers, stats.mean, stats.grad_norm, stats.code, skipped, seconds)
@@ -227,44 +200,23 @@ class Engine:
             self.engine.backward(self.loss(batch))
             self.engine.step()
 
-    def evaluate(self, micro_batches):
-        """(loss summed over tokens, number of tokens) over the micro-batches of all data-parallel ranks."""
-        return tuple(self.evaluate_rows(micro_batches, self.num_sources).sum(0).tolist()[:2])
+    def own_part(self, micro_batches):
+        """What this rank reads of the micro-batches of its data-parallel rank."""
+        return micro_batches
 
-    @torch.no_grad()
-    def evaluate_rows(self, micro_batches, num_rows):
-        """The same, and the number of sequences, for each number below ``num_rows`` that a sequence may have as its
-        source: [num_rows, 3]."""
-        self.sums = StepSums(num_rows, self.groups, self.device)
-        self.evaluation_forward(self.own_tokens(micro_batches))
-        return self.sums.reduce()
+    def after_step(self, skipped):
+        """Do what follows a step."""
 
-    def sinks(self, micro_batches):
-        """The mean attention to the first token in each layer (moh_lm.training.sinks), over these micro-batches."""
-        sinks = Sinks(self.model, self.config.model.num_layers, self.groups, self.device)
-        with sinks.measured():
-            self.evaluate_rows([with_numbers(batch) for batch in micro_batches], self.num_sources)
-        return sinks.means()
+    def state(self):
+        """What a checkpoint keeps of the engine besides weights, moments and routers, JSON-able."""
+        return {}
 
-    def own_tokens(self, micro_batches):
-        """The micro-batches with the tokens and labels that this rank has of their sequences."""
-        context = self.groups.context
-        return [
-            batch._replace(tokens=local_shard(batch.tokens, context), labels=local_shard(batch.labels, context))
-            for batch in micro_batches
-        ]
+    def restore(self, saved):
+        """Take back what ``state`` gave; ``saved`` may hold more."""
 
-    def evaluation_forward(self, micro_batches):
-        self.engine.eval()
-        for batch in micro_batches:
-            self.loss(batch)
-
-    def loss(self, batch):
-        self.model.batch.feed([batch.positions], [batch.samples])
-        tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
-        mean, losses = self.engine(tokens, labels)
-        self.sums.add(losses, labels, sources)
-        return mean
+    def config_now(self):
+        """The configuration with what the steps have changed of it."""
+        return self.config
 
     def on_device(self, tensor):
         return tensor.to(self.device, non_blocking=True)  # the other way this process waits for all earlier kernels
@@ -303,45 +255,3 @@ class Engine:
         self.optimizer.adopt(optimizer_steps, rested_steps, frozen_steps)
         self.router_sums.set_l1_steps(torch.tensor(l1_steps, device=self.device))
         self.router_sums.set_shares([torch.tensor(share, dtype=torch.float64, device=self.device) for share in shares])
-
-
-class PipelineEngine(Engine):
-    """The same over several pipeline stages: DeepSpeed schedules the micro-batches (1F1B)."""
-
-    def build_model(self):
-        run, parallel = self.config.run, self.config.parallel
-        return PipelineCausalLM(
-            self.config.model,
-            self.settings(),
-            stage_bounds(pipeline_costs(self.config.model, run.seq_length), parallel.pipeline_parallel_size),
-            (parallel.pipeline_parallel_size, group_size(self.groups.data), parallel.tensor_parallel_size),
-            self.config.optimizer.z_loss,
-            self.last_stage_loss,
-        )
-
-    def last_stage_loss(self, mean, labels_and_sources):
-        self.sums.add(self.model.losses, *labels_and_sources)
-        return mean
-
-    def step(self, micro_batches):
-        self.model.feed(micro_batches)
-        self.engine.train_batch(self.stage_inputs(micro_batches))
-
-    def stage_inputs(self, micro_batches):
-        """What DeepSpeed's first and last stage take: tokens, and what the loss needs. Copies of its own would wait."""
-        for batch in micro_batches:
-            tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
-            yield tokens, (labels, sources)
-
-    def evaluation_forward(self, micro_batches):
-        if micro_batches:
-            self.model.feed(micro_batches)
-            self.engine.eval_batch(self.stage_inputs(micro_batches), num_micro_batches=len(micro_batches))
-
-    def named_parameters(self):
-        return self.model.canonical_parameters()
-
-
-def make_engine(config, groups, device, num_sources):
-    engine = Engine if config.parallel.pipeline_parallel_size == 1 else PipelineEngine
-    return engine(config, groups, device, num_sources)

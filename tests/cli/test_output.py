@@ -13,6 +13,7 @@ from moh_lm.cli.output import Output
 from moh_lm.flags import make_parser, parse_flags
 from moh_lm.monitor.events import complete_rows
 from moh_lm.run import program
+from moh_lm.run.text import TEXT
 from tests.distributed import run_ranks
 from tests.training.runs import arguments
 
@@ -64,7 +65,7 @@ def run_unheard(flags):
     os.dup2(writer, 2)
     codes = []
     program.exit_process = lambda code, together: codes.append(code)
-    program.main(parse_flags(make_parser(), ["--run-report", "false", *flags]))
+    program.main(parse_flags(make_parser(), ["--run-report", "false", *flags]), TEXT)
     return codes
 
 

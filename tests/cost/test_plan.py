@@ -33,7 +33,7 @@ from moh_lm.parallel import cross_entropy
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.parallel.layers import even_partition
 from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
+from moh_lm.training.text_engine import make_engine
 from tests.distributed import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,24 +6,24 @@ and so are the full blocks among them. No s x s mask is needed.
 Shapes: s sequence, b batch, e head dimension, n blocks of the sequence.
 """
 
-import functools
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from moh_lm.kernels.compaction import at_positions, compact, key_blocks
+from moh_lm.kernels.gated_attention import Backend
+from moh_lm.kernels.selected_keys import in_slots
 
 BLOCK = 128
 
 
 def flex_heads(query, key, value, gates, selected, documents=None):
-    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``. Raises RuntimeError on a CPU if a
-    gradient is wanted: torch has the forward pass only."""
+    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``gated_attention``. On a CPU there are no gradients:
+    torch has the forward pass only."""
     if query.device.type == "cpu":
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
-            raise RuntimeError("attention backend flex: has no backward pass on the CPU; choose dense or cpu_sparse")
-        query, key, value = query.detach(), key.detach(), value.detach()  # torch refuses them even under no_grad
+        query, key, value = query.detach(), key.detach(), value.detach()  # torch refuses others even under no_grad
     length = query.shape[0]
     padding = -length % BLOCK  # rows that no head selects: all blocks are whole
     query, key, value = (F.pad(tensor, (0, 0, 0, 0, 0, 0, 0, padding)) for tensor in (query, key, value))
@@ -39,13 +39,13 @@ def flex_heads(query, key, value, gates, selected, documents=None):
     return (out.permute(2, 0, 1, 3)[:length] * gates.unsqueeze(-1)).to(query.dtype)
 
 
-@functools.cache
-def compiled(backend="inductor"):
-    """``flex_attention``, compiled for every shape, with gradients and without. Once torch has compiled a function too
-    often it runs the function itself, whose scores fill the memory: an error here."""
-    settings = torch._dynamo.config  # loaded at its first use: it takes a second
-    settings.recompile_limit = max(settings.recompile_limit, 64)
-    return torch.compile(flex_attention, backend=backend, dynamic=False, fullgraph=True)
+FLEX = Backend("flex", flex_heads, partial(in_slots, flex_heads))
+
+
+@cache
+def compiled():
+    """``flex_attention``, compiled for every shape, with gradients and without."""
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def block_mask(compaction, starts=None):

@@ -10,15 +10,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moh_lm.config import HeadsConfig, ModelConfig
+from moh_lm.kernels.gated_attention import TRITON, gated_attention
+from moh_lm.model.transformer import compile_layers
 from tests.attention_cases import (
     DOCUMENTS,
     ROUTINGS,
+    Problem,
     assert_all_close,
-    make_boundaries,
     make_inputs,
+    make_mask,
     reference,
     with_gradients,
 )
+from tests.interpreting import multiply_bf16
+from tests.models import loss_and_gradients, make_model
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -33,24 +39,9 @@ SHAPES = {  # length, batch, heads, key/value heads, head dimension, shared head
 }
 
 
-def multiply_bf16():
-    """Triton's interpreter keeps bf16 as integers and multiplies those: let it multiply their values."""
-    from triton.language import bfloat16, float32
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    plain = InterpreterBuilder.create_dot
-
-    def create_dot(self, a, b, *others):
-        a, b = (self.cast_impl(x, float32) if x.dtype.scalar == bfloat16 else x for x in (a, b))
-        return plain(self, a, b, *others)
-
-    InterpreterBuilder.create_dot = create_dot
-
-
-def attention(*arguments, **options):
-    from moh_lm.kernels.gated_attention import moh_attention
-
-    return moh_attention(*arguments, **options, backend="triton")
+def attention(*arguments):
+    """``gated_attention`` by the kernels, of (query, key, value, gates, selected, num_shared, mask)."""
+    return gated_attention(*arguments, backend=TRITON)
 
 
 @contextmanager
@@ -71,19 +62,10 @@ def check_small(*arguments):
         check(*arguments)
 
 
-def check(sizes, routing, dtype, tolerance, lengths=None, window=0, own_keys=False):
-    *sizes, num_shared = sizes
-    documents = make_boundaries(lengths, *sizes[:2], window=window) if lengths or window else None
-    *tensors, upstream, selected = make_inputs(*sizes, routing, dtype)
-    if dtype.itemsize == 2:
-        tensors[3] = tensors[3].float()  # gates are fp32 whatever the precision
+def check(shape, routing, dtype, tolerance, lengths=None, window=0, own_keys=False):
     if dtype == torch.bfloat16:
         multiply_bf16()
-    wide = [tensor.double() for tensor in (*tensors, upstream)]
-    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths, window, own_keys), *wide)
-    options = {"own_keys": own_keys}
-    got = with_gradients(lambda *t: attention(*t, selected, num_shared, documents, **options), *tensors, upstream)
-    assert_all_close(got, expected, tolerance)
+    Problem(shape, routing, dtype, lengths, window, own_keys).check(TRITON, tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -115,7 +97,7 @@ def test_no_kernel_sees_beyond_a_document(interpreter, shape, documents):
 
 
 @pytest.mark.parametrize("routing", ["varying_routing", "everything"])
-def test_documents_may_take_many_blocks_and_a_block_many_documents(interpreter, routing):
+def test_a_document_may_have_many_blocks_and_a_block_many(interpreter, routing):
     interpreter(check_small, (100, 1, 2, 1, 16, 0), routing, torch.float64, 1e-12, [[3, 50, 1, 1, 9, 1000]])
 
 
@@ -133,14 +115,10 @@ def test_no_kernel_sees_beyond_the_window(interpreter, routing, window, lengths)
 
 
 def check_one_document():
-    *tensors, upstream, selected = make_inputs(50, 1, 2, 1, 16, "varying_routing", torch.float32)
-    one = make_boundaries([[50]], 50, 1)
+    shape = (50, 1, 2, 1, 16, 0)
+    problems = [Problem(shape, "varying_routing", torch.float32, lengths) for lengths in (None, [[50]])]
     with small_tiles():
-        found = [
-            with_gradients(lambda *t, d=documents: attention(*t, selected, 0, d), *tensors, upstream)
-            for documents in (None, one)
-        ]
-    assert all(map(torch.equal, *found))
+        assert all(map(torch.equal, *(problem.results(TRITON) for problem in problems)))
 
 
 def test_one_document_gives_the_bits_of_none(interpreter):
@@ -174,15 +152,14 @@ LAYOUTS = (torch.Tensor.contiguous, heads_first, last_first, of_one_sequence)
 def check_layouts(first, second, lengths, num_shared):
     """Two layouts of the tensors in turn, and upstream gradients of the second."""
     *tensors, upstream, selected = make_inputs(40, 2, 4, 2, 16, "varying_routing")
-    documents = lengths and make_boundaries(lengths, 40, 2)
-    if documents:
-        documents = documents._replace(starts=last_first(documents.starts), ends=last_first(documents.ends))
+    mask = make_mask(lengths, 40, 2)
+    if mask:
+        mask = mask._replace(starts=last_first(mask.starts), ends=last_first(mask.ends))
     laid_out = [layout(tensor) for layout, tensor in zip((first, second) * 2, tensors, strict=True)]
     found = []
     for function in (reference, attention):
         leaves = [tensor.detach().requires_grad_() for tensor in laid_out]
-        extra = documents if function is attention else lengths
-        out = function(*leaves, first(selected), num_shared, extra)
+        out = function(*leaves, first(selected), num_shared, mask if function is attention else lengths)
         found.append([out, *torch.autograd.grad(out, leaves, second(upstream))])
     assert_all_close(*found[::-1], 1e-12)
 
@@ -208,7 +185,7 @@ def check_gates_of_shared_heads(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_the_gates_of_shared_heads_are_added_up_in_fp32(interpreter, dtype):
+def test_gates_of_shared_heads_have_gradients_in_fp32(interpreter, dtype):
     interpreter(check_gates_of_shared_heads, dtype)
 
 
@@ -245,7 +222,7 @@ def check_rows():
     assert (tensors[3][40] == 0).all() and (dgates[40][selected[40]] != 0).all()
 
 
-def test_results_repeat_bit_for_bit_ignore_later_tokens_and_are_zero_where_not_selected(interpreter):
+def test_results_repeat_and_follow_from_what_tokens_see(interpreter):
     interpreter(check_rows)
 
 
@@ -319,8 +296,8 @@ def check_tiles(lengths, window=0):
     from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 
     count = 0
-    documents = make_boundaries(lengths, 82, 1, window=window) if lengths or window else None
-    starts, ends = (None, None) if documents is None else documents[:2]
+    mask = make_mask(lengths, 82, 1, window=window)
+    starts, ends = mask[:2] if mask else (None, None)
     plain = InterpreterBuilder.create_dot
 
     def create_dot(*arguments):
@@ -334,7 +311,7 @@ def check_tiles(lengths, window=0):
         tensors[3] = tensors[3].float()
         leaves = [tensor.requires_grad_() for tensor in tensors]
         with small_tiles():
-            out = attention(*leaves, selected, 0, documents)
+            out = attention(*leaves, selected, 0, mask)
             forward = count
             torch.autograd.grad(out, leaves, upstream)
         backward = count - forward
@@ -348,7 +325,7 @@ def check_tiles(lengths, window=0):
     return forward, backward
 
 
-def test_the_kernels_compute_the_tiles_that_the_ranges_of_the_compaction_say(interpreter):
+def test_the_tiles_computed_are_those_of_the_compaction(interpreter):
     whole, halves, short = (interpreter(check_tiles, lengths) for lengths in (None, [[41, 41]], [[17] * 5]))
     assert all(a > b > c for a, b, c in zip(whole, halves, short, strict=True))
     windowed = interpreter(check_tiles, None, 26)
@@ -361,14 +338,12 @@ def check_operator():
 
     *tensors, upstream, selected = make_inputs(20, 1, 2, 1, 16, "everything")  # slots of others are not written
     leaves = [tensor.requires_grad_() for tensor in tensors]
-    for bounds in ((None, None), make_boundaries([[7, 9, 4]], 20, 1)[:2]):
+    for bounds in ((None, None), make_mask([[7, 9, 4]], 20, 1)[:2]):
         arguments = (*leaves, selected, None, *bounds)
         torch.library.opcheck(triton_attention.head_sparse_attention, arguments)
         saved = triton_attention.head_sparse_attention(*arguments)[1:]
         arguments = [t if t is None else t.detach() for t in (upstream, *leaves, None, *bounds, *saved)]
         torch.library.opcheck(triton_attention.head_sparse_attention_backward, tuple(arguments))
-
-
     context = torch.rand(2, 1, 20, 16, dtype=torch.float64).permute(2, 1, 0, 3).requires_grad_()
     parts = [tensor.repeat_interleave(2, 2).detach().requires_grad_() for tensor in leaves]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # the rest compares what is not written
@@ -388,9 +363,9 @@ def check_compilation():
     step = torch.compile(lambda *t: attention(*t[:-1], 1, t[-1]) * 2, fullgraph=True, backend="aot_eager")
     for layer, routing in enumerate(("random_routing", "odd_routing", "everything", "nothing")):
         lengths = [[layer + 1, 10, 100]]
-        documents = make_boundaries(lengths, 40, 1)
+        mask = make_mask(lengths, 40, 1)
         *tensors, upstream, selected = make_inputs(40, 1, 4, 2, 16, routing, seed=layer)
-        got = with_gradients(lambda *t, s=selected, d=documents: step(*t, s, d), *tensors, upstream)
+        got = with_gradients(lambda *t, s=selected, m=mask: step(*t, s, m), *tensors, upstream)
         expected = with_gradients(lambda *t, s=selected, n=lengths: 2 * reference(*t, s, 1, n), *tensors, upstream)
         assert_all_close(got, expected, 1e-12)
         results.append(counters["stats"]["unique_graphs"])
@@ -401,42 +376,39 @@ def test_routing_anew_and_new_documents_compile_nothing_anew(interpreter):
     interpreter(check_compilation)
 
 
-def check_layers(heads, positions, compiling):
+def check_layers(routing, positions, compiling):
     """A whole model whose layers are computed again, with these kernels, against the plain dense one."""
     from torch._dynamo.utils import counters
 
-    from moh_lm.model.transformer import compile_layers
-    from tests.model.test_compile import HEADS, make_model, step
-
-    dense = make_model(backend="dense", num_layers=2, head_dim=16, **HEADS[heads])
-    again = make_model(recompute=True, backend="triton", num_layers=2, head_dim=16, **HEADS[heads])
+    heads = HeadsConfig(routing=routing, num_shared_heads=(2,), num_active_routed_heads=(2,))
+    config = ModelConfig(2, 32, 48, 8, num_key_value_heads=4, head_dim=16, vocab_size=50, heads=heads)
+    dense = make_model(config, scale=5, seed=3)
+    again = make_model(config, scale=5, seed=3, recompute=True, backends="triton")
     if compiling:
         compile_layers(again, backend="aot_eager")
     counters.clear()
-    for got, expected in zip(step(again, 0, positions), step(dense, 0, positions), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+    tokens = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0))
+    found, expected = (loss_and_gradients(model, tokens, positions) for model in (again, dense))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
     return counters["stats"]["unique_graphs"]
 
 
 POSITIONS = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
 
 
-@pytest.mark.parametrize("heads, positions", [("paper", None), ("query norm", POSITIONS)])
-def test_compiled_and_recomputed_layers_take_the_kernels_into_their_graph(interpreter, heads, positions):
-    assert interpreter(check_layers, heads, positions, True) == 1
+@pytest.mark.parametrize("routing, positions", [("paper", None), ("query_norm", POSITIONS)])
+def test_compiled_and_recomputed_layers_have_one_graph(interpreter, routing, positions):
+    assert interpreter(check_layers, routing, positions, True) == 1
 
 
-@pytest.mark.parametrize("heads, positions", [("paper", POSITIONS), ("query norm", None)])
-def test_recomputed_layers_compute_with_the_kernels_what_dense_ones_do(interpreter, heads, positions):
-    assert interpreter(check_layers, heads, positions, False) == 0
+@pytest.mark.parametrize("routing, positions", [("paper", POSITIONS), ("query_norm", None)])
+def test_recomputed_layers_compute_what_dense_ones_do(interpreter, routing, positions):
+    assert interpreter(check_layers, routing, positions, False) == 0
 
 
 def test_without_a_gpu_the_backend_says_so():
-    from moh_lm.kernels.gated_attention import moh_attention
-
-    *tensors, _, selected = make_inputs(20, 1, 4, 4, 16)
     with pytest.raises(RuntimeError, match="triton: the tensors are on cpu, not on a GPU; choose auto"):
-        moh_attention(*tensors, selected, backend="triton")
-    *tensors, _, selected = make_inputs(20, 1, 4, 4, 24)
+        Problem((20, 1, 4, 4, 16, 0)).results(TRITON)
     with pytest.raises(ValueError, match="triton: head dimension 24, not of"):
-        moh_attention(*tensors, selected, backend="triton")
+        Problem((20, 1, 4, 4, 24, 0)).results(TRITON)

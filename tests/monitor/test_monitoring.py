@@ -28,7 +28,7 @@ from moh_lm.monitor.head_map import colours
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.record import rounded
 from moh_lm.monitor.writers import Writers
-from moh_lm.run import program
+from moh_lm.run.loop import Run
 from tests.distributed import run_ranks
 from tests.monitor.logged import NAMES, ROUNDING, SHORT, cells, events_of, read_rows
 from tests.training.runs import arguments, rows, run
@@ -245,7 +245,7 @@ def test_wandb_that_is_not_installed_is_said_before_the_start(monkeypatch, data_
 
 def run_with_clocks(flags):
     """(when the evaluation before the first step ended, when the clock of the time left began)."""
-    found, evaluate, lines = [], program.Run.evaluate, RunLog.lines
+    found, evaluate, lines = [], Run.evaluate, RunLog.lines
 
     def evaluate_and_note(run):
         evaluate(run)
@@ -255,7 +255,7 @@ def run_with_clocks(flags):
         found.append(log.started)
         return lines(log, row)
 
-    program.Run.evaluate, RunLog.lines = evaluate_and_note, note_and_write
+    Run.evaluate, RunLog.lines = evaluate_and_note, note_and_write
     run(flags)
     return found[:2]
 

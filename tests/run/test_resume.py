@@ -17,7 +17,8 @@ from moh_lm.flags import parse_config
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.writers import Writers
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.run.resume import budget_problems, contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
+from moh_lm.run.resume import contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
+from moh_lm.run.text import budget_problems
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, events, run
 
@@ -128,6 +129,23 @@ def test_another_micro_batch_of_a_balance_loss_is_recorded(data_dir, tmp_path):
     assert {len(values) for kind, _, values in state["alarms"]["history"] if kind != "throughput"} == {3}  # 4, 6 and 7
 
 
+def test_a_resume_with_another_rate_or_budget_is_an_event_and_a_line_of_the_page(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, "--run-report", "true", "--train-iters", "4")
+    run_ranks(run, 1, flags, 3)
+    more = "--learning-rate 2e-3 --warmup-iters 1 --weight-decay 0.2 --gradient-clipping 0.5 --train-iters 5"
+    run_ranks(run, 1, [*flags, *more.split(), "--log-interval", "1"])
+    (event,) = events(tmp_path, "training changed")
+    changes, before = event["changes"], parse_config(flags)[0].to_dict()
+    now = {"learning_rate": 2e-3, "warmup_iters": 1, "weight_decay": 0.2, "gradient_clipping": 0.5, "train_iters": 5}
+    assert event["step"] == 3 and changes.pop("train_tokens")
+    assert changes == {name: [before[name], value] for name, value in now.items()}
+    page = (tmp_path / "report.html").read_text()
+    assert f"weight_decay {before['weight_decay']}, now 0.2" in page and "train_iters 4, now 5" in page
+    run_ranks(run, 1, [*flags, *more.split(), "--train-iters", "6", "--log-interval", "2", "--save-interval", "1"])
+    changes = events(tmp_path, "training changed")[1]["changes"]
+    assert changes.keys() == {"train_iters", "train_tokens"}  # other intervals and saves train the same
+
+
 @pytest.mark.parametrize(
     "length, budget, steps",
     [
@@ -144,7 +162,7 @@ def test_a_token_budget_does_not_end_early_after_a_new_length(length, budget, st
 
     saved = {"step": 10, "consumed_samples": 80, "data": {"segments": [{"first_sample": 0, "seq_length": 16}]}}
     now = parsed(length, budget)
-    found = budget_problems(saved, parsed(16, "--train-tokens 10240").to_dict(), now.run)
+    found = budget_problems(now, saved, parsed(16, "--train-tokens 10240").to_dict())
     assert len(found) == (steps is not None)
     assert all(text.endswith(f"(--train-iters {steps} reads the rest)") for text in found)
 
@@ -154,7 +172,7 @@ def test_a_run_of_two_lengths_resumes_with_iterations_only():
     saved = {"step": 20, "consumed_samples": 160, "data": {"segments": segments}}
     for budget, problems in (("--train-iters 45", 0), ("--train-tokens 10000", 1)):
         now = parse_config([*"--seq-length 32 --batch-tokens 256".split(), *budget.split()])[0]
-        assert len(budget_problems(saved, now.to_dict(), now.run)) == problems
+        assert len(budget_problems(now, saved, now.to_dict())) == problems
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.supervise import stop
 from moh_lm.training.engine import Engine
+from moh_lm.training.text_engine import TextEngine
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, equal, events, parameters, rows, run
 
@@ -57,7 +58,7 @@ def test_a_hangup_stops_a_run_unless_it_is_under_nohup(before, asked):
 
 def run_with_signal(flags, step, number, moment):
     """``run``, in which rank 1 gets the signal ``number`` in a step, or as it begins to evaluate or to save."""
-    places = {"step": (Engine, "step"), "evaluation": (Engine, "evaluate"), "save": (Saver, "save")}
+    places = {"step": (Engine, "step"), "evaluation": (TextEngine, "evaluate"), "save": (Saver, "save")}
     owner, name = places[moment]
     original = getattr(owner, name)
     calls = {"number": 0}

@@ -19,7 +19,7 @@ import torch
 
 from moh_lm.checkpoint.directory import list_steps
 from moh_lm.model.transformer import DecoderLayer
-from moh_lm.run import program
+from moh_lm.run.loop import Run
 from moh_lm.supervise import watchdog
 from moh_lm.supervise.watchdog import UNAVAILABLE, Watchdog
 from moh_lm.training.deepspeed.process_groups import open_groups
@@ -111,7 +111,7 @@ def test_the_watchdog_ends_a_rank_that_cannot_print(monkeypatch):
 
 def events_of_an_evaluation(flags):
     """What happens on this rank in the first evaluation, in order: l for a layer, p for a report of progress."""
-    events, forward, evaluate = [], DecoderLayer.forward, program.Run.evaluate
+    events, forward, evaluate = [], DecoderLayer.forward, Run.evaluate
 
     def evaluated(run):
         events.clear()
@@ -120,7 +120,7 @@ def events_of_an_evaluation(flags):
 
     DecoderLayer.forward = lambda *inputs: (events.append("l"), forward(*inputs))[1]
     Watchdog.progress = lambda *_, **more: events.append("p")
-    program.Run.evaluate = evaluated
+    Run.evaluate = evaluated
     with contextlib.suppress(KeyboardInterrupt):
         run(flags)
     return "".join(events)

@@ -62,9 +62,12 @@ TRAINING = {
         ok --muon-split head | --muon-split head: has no meaning with --optimizer adamw
         ok --train-only router --head-selection all | --train-only router: needs routers with weights
         ok --data-dir nosuch | --data-dir nosuch: nosuch/manifest.json: No such file or directory
-        ok --data-mix even=1 nosuch=2 | --data-mix nosuch: the data directory has no such source but
+        ok --data-mix even=1 nosuch=2 | --data-mix: no source is named nosuch; the data directory has
         ok --batch-tokens 100 | --batch-tokens 100: not a whole number of sequences of --seq-length 16
-        ok --tensor-parallel-size 2 | 1 processes: not a multiple of tensor_parallel_size(2) *
+        ok --tensor-parallel-size 2 | --tensor-parallel-size 2: needs a multiple of 2 processes, and 1 was started
+        ok --batch-size 16 | flag --batch-size is unknown: did you mean --micro-batch-size or --batch-tokens?
+        ok --hidden-width 16 | flag --hidden-width is unknown: did you mean --hidden-size?
+        ok --num-shared-heads 7 --num-active-routed-heads 4 | --num-active-routed-heads 4: must be 1: --num-shared-heads
         ok --window 1 | --window 1: must be 0, for the whole sequence, or at least 2
         ok --routing relu --router-gumbel-noise 1 | --router-gumbel-noise 1: --routing relu selects every
         ok --routing relu --post-norm | --routing relu: its gates begin at 1 for normalised inputs; --post-norm

@@ -36,7 +36,7 @@ from moh_lm.flags import parse_config
 from moh_lm.parallel.consensus import from_rank_zero
 from moh_lm.parallel.groups import ParallelGroups, group_rank
 from moh_lm.supervise.processes import exit_process, log_rank0, start_process_group
-from moh_lm.training.engine import make_engine
+from moh_lm.training.text_engine import make_engine
 
 FLAGS = """--num-layers 4 --hidden-size 128 --intermediate-size 352 --num-attention-heads 8 --vocab-size 260
     --seq-length 64 --micro-batch-size 4 --gradient-clipping 0 --weight-decay 0 --train-iters 1"""

@@ -1,17 +1,19 @@
-"""Small runs of the training program on the ranks of a test, and what they leave in the run directory."""
+"""Small runs of the training program on the ranks of a test, what they leave, and engines that take single steps."""
 
-import contextlib
 import json
 from pathlib import Path
 
 import torch
 
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
-from moh_lm.checkpoint.saver import Saver, find_step
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.run import program
+from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.run.text import TEXT
 from moh_lm.supervise.processes import start_process_group
-from moh_lm.supervise.run_directory import make_run_directory
+from moh_lm.training.text_engine import make_engine
+from tests.running import rows, train_here
 
 SIZES = """
     --num-layers 2 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --vocab-size 64
@@ -19,7 +21,6 @@ SIZES = """
     --learning-rate 1e-2 --min-learning-rate 1e-3 --data-mix even=2.5 odd=1 --validation-fraction 0.1
     --log-interval 2 --save-interval 3 --eval-interval 4 --eval-samples 5
 """
-MEASURED = ("tokens_per_second", "runtime")
 
 
 def arguments(data_dir, directory, *more):
@@ -32,26 +33,21 @@ def run(flags, stop_after=None):
 
     stop_after: exit after the checkpoint of that step, as a crash would.
     """
-    if stop_after is not None:
-        save = Saver.save
-
-        def save_and_stop(saver, step, *others):
-            save(saver, step, *others)
-            if step == stop_after:
-                saver.close()
-                raise KeyboardInterrupt
-
-        Saver.save = save_and_stop
-    config, _ = parse_config(["--run-report", "false", *flags])
-    make_run_directory(config.run.checkpoint_dir)
-    with contextlib.suppress(KeyboardInterrupt):
-        return program.train(program.Run, *program.open_text(config, [], False), start_process_group(900))
+    return train_here(TEXT, parse_config(["--run-report", "false", *flags])[0], stop_after)
 
 
-def rows(directory):
-    """The rows of metrics.jsonl without what is measured: times and memory."""
-    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
+def engine_of(config, num_sources=1):
+    """The engine of this rank in the layout of ``config``; all ranks call it together."""
+    device, parallel = start_process_group(900), config.parallel
+    groups = ParallelGroups.create(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+    return make_engine(config, groups, device, num_sources)
+
+
+def micro_batches_of(tokens, size):
+    """[``MicroBatch``] of ``size`` rows each. tokens: int64 [rows, s + 1], all of source 0."""
+    return [
+        MicroBatch(part[:, :-1], part[:, 1:], torch.zeros(len(part), dtype=torch.int64)) for part in tokens.split(size)
+    ]
 
 
 def training_rows(directory):

@@ -14,15 +14,13 @@ import pytest
 import torch
 
 from moh_lm.build import build_model
-from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.parallel.groups import ParallelGroups, group_rank
+from moh_lm.parallel.groups import group_rank
 from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
 from tests.distributed import run_ranks
 from tests.training.gradients import LAYOUTS as BENCHED
 from tests.training.gradients import Bench
-from tests.training.runs import SIZES
+from tests.training.runs import SIZES, engine_of, micro_batches_of
 
 MICRO_BATCHES = 3  # of each data-parallel rank
 STEPS = 3
@@ -41,8 +39,7 @@ LIMITS = {"fp32": 1e-6, "bf16": 5e-3}  # half a unit in the last place of a bf16
 def micro_batches(step, size):
     """All micro-batches of a step: [data-parallel rank][micro-batch]."""
     tokens = torch.randint(3, 64, (size, MICRO_BATCHES, 2, 17), generator=torch.Generator().manual_seed(step))
-    sources = torch.zeros(2, dtype=torch.int64)
-    return [[MicroBatch(part[:, :-1], part[:, 1:], sources) for part in rank] for rank in tokens]
+    return [micro_batches_of(rank.flatten(0, 1), 2) for rank in tokens]
 
 
 def gradients_of_autograd(config, step, size):
@@ -76,12 +73,11 @@ def distances(case):
     flags = f"""--precision {precision} --gradient-clipping 0 --load-balance-coefficient 0.5
         --batch-tokens {size * MICRO_BATCHES * 2 * 16}"""
     config, _ = parse_config([*SIZES.split(), *flags.split(), *layout])
-    groups = ParallelGroups.create(1, config.parallel.pipeline_parallel_size)
-    engine = make_engine(config, groups, start_process_group(120), 1)
+    engine = engine_of(config)
     before, found = first_moments(engine), {}
     for step in range(STEPS):
         expected = gradients_of_autograd(config, step, size)
-        result = engine.train_step(micro_batches(step, size)[group_rank(groups.data)], 0.0)
+        result = engine.train_step(micro_batches(step, size)[group_rank(engine.groups.data)], 0.0)
         after = first_moments(engine)
         for name, (start, moment) in after.items():
             gradient = (moment - 0.9 * before[name][1]) / 0.1

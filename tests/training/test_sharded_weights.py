@@ -18,6 +18,7 @@ import moh_lm.training.engine
 from moh_lm.model.transformer import compile_layers
 from moh_lm.training.deepspeed import adapter
 from moh_lm.training.frozen import FrozenWeights
+from moh_lm.training.text_engine import TextEngine
 from tests.distributed import run_ranks
 from tests.training.runs import arguments, equal, losses, parameters, rows, run, training_rows
 
@@ -29,7 +30,7 @@ def run_with_every_weight_sharded(flags, *more):
     still there at the end of every one (gloo's threads hold some a moment longer, now and then), and how many graphs
     were made."""
     make_config, free_param = adapter.deepspeed_config, partition_parameters.free_param
-    compute_loss = moh_lm.training.engine.Engine.loss
+    compute_loss = TextEngine.loss
     given_up, passes, kept = {}, [], []
 
     def config_without_threshold(*settings):
@@ -52,7 +53,7 @@ def run_with_every_weight_sharded(flags, *more):
 
     adapter.deepspeed_config = config_without_threshold
     moh_lm.training.engine.compile_layers = functools.partial(compile_layers, backend="aot_eager")
-    moh_lm.training.engine.Engine.loss = watched_loss
+    TextEngine.loss = watched_loss
     partition_parameters.free_param = spoil_and_free
     run(flags, *more)
     return set.intersection(*passes), set.intersection(*kept), dynamo.utils.counters["stats"]["unique_graphs"]

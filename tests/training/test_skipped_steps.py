@@ -12,14 +12,12 @@ import os
 import pytest
 import torch
 
-from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.parallel.groups import ParallelGroups, group_size
-from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import PipelineEngine, make_engine
+from moh_lm.parallel.groups import group_size
 from moh_lm.training.guard import DIVERGENCE, GRADIENT, LOSS, OUT_OF_RANGE, SPIKE
+from moh_lm.training.text_engine import PipelineEngine
 from tests.distributed import run_ranks
-from tests.training.runs import SIZES
+from tests.training.runs import SIZES, engine_of, micro_batches_of
 
 RATE = 1e-3
 NORM_WEIGHT, MATRIX = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
@@ -86,8 +84,7 @@ def step(engine, number, seed):
     """The result of a step of two micro-batches of this rank, recorded as the program does."""
     different = int(os.environ["RANK"]) if group_size(engine.groups.data) > 1 else 0
     tokens = torch.randint(3, 64, (4, 17), generator=torch.Generator().manual_seed(2 * seed + different))
-    batches = [MicroBatch(part[:, :-1], part[:, 1:], torch.zeros(2, dtype=torch.int64)) for part in tokens.split(2)]
-    result = engine.train_step(batches, RATE, check_replicas=True)
+    result = engine.train_step(micro_batches_of(tokens, 2), RATE, check_replicas=True)
     engine.guard.record(number, result.loss, result.grad_norm, result.skipped)
     return result
 
@@ -100,9 +97,7 @@ def left_behind(layout):
         --precision {precision} --batch-tokens {16 * 8 // tensor // pipeline} --spike-window 2 --spike-sigmas 1e3
         --optimizer {optimizer} --load-balance-bias-rate 0.02"""
     config, _ = parse_config([*SIZES.split(), *flags.split(), "--offload-optimizer", str(offload)])
-    device = start_process_group(120)
-    groups = ParallelGroups.create(tensor, pipeline)
-    harmed, is_finite_and_bounded = (make_engine(config, groups, device, 1) for _ in range(2))
+    harmed, sound = engine_of(config), engine_of(config)
     weights, found = dict(harmed.named_parameters()), {}
     for seed, harm in enumerate((None, None, *HARMS)):
         if harm is flipped_bit and not copies:
@@ -113,9 +108,9 @@ def left_behind(layout):
             assert bad.skipped and bad.code in HARMS[harm], (harm.__name__, bad.code)
             if handle:
                 handle.remove()
-        mine, theirs = (step(engine, seed, seed) for engine in (harmed, is_finite_and_bounded))
+        mine, theirs = (step(engine, seed, seed) for engine in (harmed, sound))
         assert not mine.skipped and not theirs.skipped
-        differing = [name for name, same in compare(harmed, is_finite_and_bounded) if not same]
+        differing = [name for name, same in compare(harmed, sound) if not same]
         if differing or mine.grad_norm != theirs.grad_norm:
             found[harm.__name__] = [f"norm {mine.grad_norm}, not {theirs.grad_norm}", *differing]
     return found

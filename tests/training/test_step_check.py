@@ -6,15 +6,11 @@ import pytest
 import torch
 from deepspeed.runtime import bf16_optimizer
 
-from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.parallel.cross_entropy import IGNORED
-from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
 from moh_lm.training.step_check import NotExamined
 from tests.distributed import run_ranks
-from tests.training.runs import SIZES
+from tests.training.runs import SIZES, engine_of, micro_batches_of
 
 ONE_BATCH = (*SIZES.split(), "--batch-tokens", "32")
 
@@ -22,13 +18,12 @@ ONE_BATCH = (*SIZES.split(), "--batch-tokens", "32")
 def engines(flags, number):
     """Engines of one process, all of the same model."""
     config, _ = parse_config([*ONE_BATCH, *flags])
-    device = start_process_group(120)
-    return [make_engine(config, ParallelGroups.create(1, 1), device, 1) for _ in range(number)]
+    return [engine_of(config) for _ in range(number)]
 
 
 def batch(seed):
     tokens = torch.randint(3, 64, (2, 17), generator=torch.Generator().manual_seed(seed))
-    return [MicroBatch(tokens[:, :-1], tokens[:, 1:], torch.zeros(2, dtype=torch.int64))]
+    return micro_batches_of(tokens, 2)
 
 
 def norms(flags, seeds):

@@ -6,14 +6,11 @@ import torch
 
 from moh_lm.build import build_model
 from moh_lm.config import Config
-from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
 from moh_lm.training.muon import Blocks, scale_of
 from moh_lm.training.parameter_groups import parameter_groups, rule_of
 from tests.distributed import run_ranks
+from tests.training.runs import engine_of, micro_batches_of
 
 WIDTHS, RATE, STEPS = (64, 128, 256), 5e-3, 4
 OPTIMIZERS = {"adamw": "", "muon": "--routing sigmoid --optimizer muon --muon-split head"}
@@ -46,23 +43,23 @@ def activations(model):
     return {name: values.clone() for name, values in seen.items() if values.numel()}  # sigmoid has no W_h
 
 
-def changes(config, device):
+def changes(config):
     """{activation: root mean square of its change in some steps of the engine on one batch}."""
-    engine = make_engine(config, ParallelGroups.create(1, 1), device, 1)
+    engine = engine_of(config)
     before = activations(engine.model)
     for _ in range(STEPS):
-        engine.train_step([MicroBatch(TOKENS[:, :-1], TOKENS[:, 1:], torch.zeros(16, dtype=torch.int64))], RATE)
+        engine.train_step(micro_batches_of(TOKENS, 16), RATE)
     after = activations(engine.model)
     return {name: (after[name] - before[name]).square().mean().sqrt().item() for name in before}
 
 
 def growth():
     """{(optimizer, whether the base width is kept): {activation: change at the largest width over the smallest}}."""
-    device, found = start_process_group(120), {}
+    found = {}
     for optimizer, more in OPTIMIZERS.items():
-        smallest = changes(config_of(WIDTHS[0], WIDTHS[0], more), device)
+        smallest = changes(config_of(WIDTHS[0], WIDTHS[0], more))
         for kept, widths in ((True, WIDTHS[1:]), (False, WIDTHS[-1:])):
-            wide = [changes(config_of(width, WIDTHS[0] if kept else width, more), device) for width in widths]
+            wide = [changes(config_of(width, WIDTHS[0] if kept else width, more)) for width in widths]
             found[optimizer, kept] = {name: [each[name] / smallest[name] for each in wide] for name in smallest}
     return found
 

@@ -121,14 +121,14 @@ def run_verify(arguments):
 
 def run_show(arguments):
     step = Step(locate(arguments.run_or_step)[0], hashed=not arguments.quick)
-    state, run = step.state, step.config.run
+    state = step.state
     content = {
         "path": str(step.path),
         "step": state["step"],
         "written": when(step.path / "manifest.json"),
         "layout": read.layout(step.config, step.entries),
         "consumed_samples": state["consumed_samples"],
-        "tokens": tokens_read(step.segments, state["consumed_samples"], run.seq_length),
+        "tokens": tokens_read(step.segments, state["consumed_samples"], step.config.seq_length),
         "optimizer_steps": state["optimizer_steps"],
         "skipped_steps": state["step"] - state["optimizer_steps"],
         "recently_skipped": step.skipped,

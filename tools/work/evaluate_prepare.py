@@ -1,11 +1,13 @@
 """The work of tools/evaluate_prepare.py: questions of the harness as token ids."""
 
 import json
+import math
 
 from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError
 from moh_lm.data.files import publish, sha256_of
 from moh_lm.data.tokenizer import model_files
+from moh_lm.monitor.tasks import row_problem
 from tools.tasks.rows import load_tasks
 from tools.tasks.suites import SEED, entries_of
 
@@ -23,14 +25,22 @@ def run(arguments):
                 for task in tasks[name]["tasks"].values():
                     if task.OUTPUT_TYPE != "multiple_choice":
                         continue
-                    rows = questions(task, entry, encode, arguments.limit)
-                    lines += [json.dumps({"task": name, **row}) for row in rows]
+                    rows = [{"task": name, **row} for row in questions(task, entry, encode, arguments.limit)]
+                    refuse_unscorable(rows)
+                    lines += map(json.dumps, rows)
                     counts[name] = counts.get(name, 0) + len(rows)
     if not counts:
         raise ConfigError(["--tasks: none of them has choices; choose others"])
     publish(arguments.output, ("\n".join(lines) + "\n").encode())
     for name in (name for entry in entries for name in entry.tasks):
         print(f"{name}: {counts.get(name, 'no choices, left out')}")
+
+
+def refuse_unscorable(rows):
+    """Raise ConfigError for the first row that a run would refuse, such as one with an empty answer."""
+    for number, row in enumerate(rows):
+        if problem := row_problem(row, vocab_size=math.inf, longest=math.inf):
+            raise ConfigError([f"{row['task']}: row {number}: {problem}; fix the row, or choose other --tasks"])
 
 
 def encoder(path):

@@ -9,11 +9,12 @@ import time
 import torch
 
 from data_prep.encoding import Tokenizer
-from moh_lm.build import attention_kind, build_model
+from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import ConfigError, raise_any
+from moh_lm.cost.attention import cache_width
 from moh_lm.data.tokenizer import continuation
 from moh_lm.inference.generate import generate
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
@@ -38,7 +39,8 @@ def load(arguments, attention_backend="auto"):
     """(model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
     directory = arguments.model
     if not os.path.isdir(directory):
-        raise ConfigError([f"--model {directory}: no such directory; give a run, a step or an export"])
+        remedy = "give a run, a step or an export, or import a model of the hub by tools/import_hf.py first"
+        raise ConfigError([f"--model {directory}: no such directory; {remedy}"])
     values = read_config(directory) if os.path.exists(directory / "config.json") else {}
     if "model_type" in values:
         config, limit = model_config(values), values.get("max_position_embeddings")
@@ -70,6 +72,8 @@ def load(arguments, attention_backend="auto"):
             if name not in wanted or wanted[name].shape != tensor.shape:
                 odd = f"its config.json describes no {name} {list(tensor.shape)}"
                 raise ConfigError([f"--model {directory}: {odd}; import it by tools/import_hf.py"])
+            if not tensor.isfinite().all():
+                raise ConfigError([f"--model {directory}: {name} has values that are not finite; give another step"])
             wanted.pop(name).copy_(tensor)
     if wanted:
         raise ConfigError([f"--model {directory}: has no {', '.join(wanted)}; export it again"])
@@ -77,8 +81,8 @@ def load(arguments, attention_backend="auto"):
 
 
 def check_triton(device, config):
-    kind, problems = attention_kind(config), []
-    head_dim = kind.cache_width(config) if kind.one_cache else config.head_dim
+    problems = []
+    head_dim = cache_width(config) if config.attention == "latent" else config.head_dim
     if any(map(config.own_keys, range(config.num_layers))):
         problems.append("cannot leave out keys, which the heads of this model do; choose auto or dense")
     if torch.device(device).type != "cuda":

@@ -8,14 +8,12 @@ from functools import partial
 
 from tqdm import tqdm
 
-from moh_lm.build import attention_kind
 from moh_lm.checkpoint.manifest import describe
 from moh_lm.config import TRAINING_ONLY, Config, ConfigError, HeadsConfig, RunConfig, flag, raise_any
 from moh_lm.cost.summary import describe_model
 from moh_lm.data.files import ShardError, read_json
 from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
 from moh_lm.flags import read_value
-from moh_lm.model.attention import Attention
 from tools.heads.importance import ranked, sample_shards, sample_text
 from tools.hf.convert.hub import model_directory
 from tools.hf.convert.import_config import fits, model_config, own_heads, read_config, refuse_run
@@ -142,7 +140,7 @@ def sample_problems(arguments, config, values):
     if own_heads(values).head_selection != "all" or arguments.released or has_code:
         trained = "the source is trained with its shared heads in their places, which another order would break"
         return [f"--select-shared importance: {trained}; leave it out"]
-    if attention_kind(config) is not Attention or len(config.head_counts) > 1:
+    if config.attention != "heads" or config.head_dims or len(config.head_counts) > 1:
         needs = "needs as many heads in every layer, of one width, with keys that are not latent"
         return [f"--select-shared importance: {needs}; leave it out"]
     if len(given) != 1:

@@ -1,4 +1,4 @@
-"""The model in DeepSpeed's hands: the engine that it makes of it, and what it is told for that."""
+"""DeepSpeed's engine around a model, and the groups of ranks that DeepSpeed asks for."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ ZERO_SUPPORTED_OPTIMIZERS.append(Muon)  # else DeepSpeed refuses it, or warns of
 
 
 class ModelParallelUnit:
-    """The ``ParallelGroups`` by the names by which DeepSpeed asks its "mpu" for them."""
+    """The ``ParallelGroups`` under the names by which DeepSpeed asks its "mpu" for them."""
 
     def __init__(self, groups):
         self.groups = groups
@@ -39,17 +39,17 @@ class ModelParallelUnit:
 
 
 def wrap(model, optimizer, config, groups, micro_batches):
-    """DeepSpeed's engine of ``model``, whose gradients and weights it now shards as ``config`` says.
+    """DeepSpeed's engine for ``model``, which it shards as ``config`` says.
 
-    optimizer: over parameters of ``model``. micro_batches: of a step, on each data-parallel rank.
+    optimizer: a torch optimizer over parameters of ``model``. micro_batches: of a step on each data-parallel rank.
     """
-    has_own_groups = groups.tensor is None or groups.pipeline is not None  # PipelineModule brings them
+    needs_groups = groups.tensor is not None and groups.pipeline is None  # a PipelineModule makes its own
     with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
             config=deepspeed_config(config, micro_batches, sum(p.numel() for p in model.parameters())),
-            mpu=None if has_own_groups else ModelParallelUnit(groups),
+            mpu=ModelParallelUnit(groups) if needs_groups else None,
             dist_init_required=False,
         )
     return engine

@@ -9,9 +9,9 @@ neither data nor losses. Losses are rounded to what no layout changes.
 from collections import Counter
 from pathlib import Path
 
-from moh_lm.build import attention_kind
 from moh_lm.config import TWO_STAGE
 from moh_lm.cost import summary
+from moh_lm.cost.attention import describe_kv
 from moh_lm.data.mixture import sample_counts
 from moh_lm.data.segments import tokens_read
 from moh_lm.monitor.events import complete_rows
@@ -68,7 +68,7 @@ def model_facts(model, dtype, parameters, seq_length):
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"vocabulary {model.vocab_size:,}",
         "attention": f"{words(model.num_attention_heads)} heads of {summary.describe_width(model)}, "
-        + attention_kind(model).describe_kv(model),
+        + describe_kv(model),
         **({"positions": positions} if (positions := summary.describe_positions(model)) else {}),
         **({"rotary embedding": rope} if "rotary" in model.position else {}),
         **({"sliding window": summary.describe_window(model)} if any(model.window) else {}),

@@ -1,30 +1,28 @@
-"""Training of an image model on one rank: what moh_lm/run/program.py needs to know of it."""
+"""The tasks of image models: MoH-ViT, which says the class of an image, and MoH-DiT, which draws images of a class."""
 
+import functools
 import math
 import os
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from moh_lm.checks.run import schedule_problems
-from moh_lm.config import flag, raise_any, walk
+from moh_lm.config import raise_any
+from moh_lm.cost.flops import BACKWARD
 from moh_lm.cost.summary import describe_layout
-from moh_lm.run import program
+from moh_lm.run.task import Task
 from moh_lm.units import by_layer, short, wrapped
-from moh_lm.vision.checks import image_problems
+from moh_lm.vision.checks import classifier_problems, diffusion_problems
+from moh_lm.vision.config import DiTTraining, ViTTraining
+from moh_lm.vision.dit import DiT
+from moh_lm.vision.engine import ImageEngine
+from moh_lm.vision.evaluation import ClassifierEvaluation, DiffusionEvaluation
 from moh_lm.vision.load import MODELS
-from moh_lm.vision.loader import open_images
-from moh_lm.vision.run import ImageRun
-
-OF_VIT = (
-    "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "label_smoothing", "repeated_augmentation",
-)  # fmt: skip
-OF_DIT = ("samples", "sampling_steps", "cfg_scale")
-
-
-def main(given):
-    """Run what ``parse_flags`` gave, and exit."""
-    program.main(given, program.Work(image_problems, open_data, describe, lambda *_: [], ImageRun))
+from moh_lm.vision.loader import ImageLoader, open_images
+from moh_lm.vision.transnext import TransNeXt
 
 
 def open_data(config, problems, dry_run):
@@ -51,25 +49,12 @@ def describe(config, images, world_size):
         f"model      {type(network).__name__}, {model.num_layers} layers, width {model.hidden_size}",
         f"parameters {short(parameters)} ({parameters:,})",
         f"heads      {describe_heads(model)}",
-        f"batch      {run.batch_size} images, {run.seq_length} tokens each",
+        f"batch      {run.batch_size} images, {config.seq_length} tokens each",
         f"budget     {budget}",
         *describe_images(config, images),
-        describe_layout(config, world_size).replace("sequences", "images"),
-        *describe_idle(config),
+        describe_layout(config, world_size),
     ]
     return list(map(wrapped, lines))
-
-
-def describe_idle(config):
-    """Flags that were given and are for the other kind of model."""
-    others = OF_DIT if config.kind == "vit" else OF_VIT
-    idle = [
-        flag(entry.name)
-        for section, entry in walk(config)
-        if entry.name in others and getattr(section, entry.name) != entry.default
-    ]
-    if idle:
-        yield f"note: a model of {config.kind} makes no use of {', '.join(idle)}"
 
 
 def describe_images(config, images):
@@ -90,3 +75,50 @@ def describe_heads(model):
         for layer in map(model.routed_layer, range(model.num_layers))
     ]
     return f"{by_layer(on, '; ')}; {model.active_share():.1%} for a token; routing {model.heads.routing}"
+
+
+def make_loader(config, images, groups, device):
+    return ImageLoader(images, dist.get_rank(groups.data), dist.get_world_size(groups.data), device.type == "cuda")
+
+
+def classifier_flops(model, seq_length, measured):
+    """FLOPs of training for each token of the first stage: every head is computed."""
+    return training_flops(forward_flops(TransNeXt, model, model.image_size), seq_length)
+
+
+def diffusion_flops(model, seq_length, measured):
+    """FLOPs of training for each token: every head is computed."""
+    return training_flops(forward_flops(DiT, model, model.input_size), seq_length)
+
+
+def training_flops(forward, seq_length):
+    found = forward * (1 + BACKWARD) / seq_length
+    return {"dense": found, "active": found}
+
+
+@functools.lru_cache(maxsize=2)
+def forward_flops(network, model, side):
+    """FLOPs of one image's forward pass, as torch counts them."""
+    with torch.device("meta"):
+        made, image = network(model).eval(), torch.zeros(1, model.in_channels, side, side)
+        zero = torch.zeros(1, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        made.predict(image, zero, zero) if network is DiT else made(image)
+    return counter.get_total_flops()
+
+
+COMMON = dict(open_data=open_data, describe=describe, make_engine=ImageEngine, make_loader=make_loader)
+VIT = Task(
+    config_type=ViTTraining,
+    problems=classifier_problems,
+    make_evaluation=ClassifierEvaluation,
+    flops=classifier_flops,
+    **COMMON,
+)
+DIT = Task(
+    config_type=DiTTraining,
+    problems=diffusion_problems,
+    make_evaluation=DiffusionEvaluation,
+    flops=diffusion_flops,
+    **COMMON,
+)
