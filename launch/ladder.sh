@@ -4,7 +4,7 @@
 #     bash launch/ladder.sh [OUT] [--rungs 1M 3M 10M] [FLAGS]
 #
 # Each size is trained once, at a stable rate, with decay branches for a quarter, half and all of its budget
-# (docs/ladder.md). OUT (default: runs/ladder) receives text, tokens, runs, and REPORT.md with their losses. Stop it
+# (docs/history/ladder.md). OUT (default: runs/ladder) receives text, tokens, runs, and REPORT.md with their losses. Stop it
 # whenever you like: the same command goes on.
 #
 # --dry-run shows the command of each size and what it would do. --widths 128 256 512 trains one depth at these widths

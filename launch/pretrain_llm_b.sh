@@ -19,7 +19,7 @@
 #     --dry-run                                                     show what the run would do
 #
 # (*) In models of 1M to 5M parameters the loss was 0.108 +- 0.018 nats lower with half of 32 heads of 8 features, and
-# 0.016 +- 0.014 lower with half of 8 and of 16 heads (docs/atlas.md). The two were not compared at this size.
+# 0.016 +- 0.014 lower with half of 8 and of 16 heads (docs/history/atlas.md). The two were not compared at this size.
 #
 # The file is bash and Python at once, because the deepspeed launcher and torchrun start their target with Python on
 # every rank. Python then replaces itself by bash on this same file, and bash replaces itself by the trainer, so that

@@ -2,8 +2,8 @@
 
     python studies/atlas.py OUT --data-dir DIR [--hours H] [--sizes s m l] [--variants NAME ...] [--seeds N ...] [FLAGS]
 
-``launch/atlas.sh`` calls it; docs/atlas.md has the protocol. FLAGS of moh_lm.pretrain win over its own. The directories
-OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs (runs.py).
+``launch/atlas.sh`` calls it; docs/history/atlas.md has the protocol. FLAGS of moh_lm.pretrain win over its own. The
+directories OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N are all that is remembered of the runs (runs.py).
 
 Exit codes: 0; 1 a run failed; 2 the arguments have to be mended; 75 a run stopped as asked; 130 Ctrl-C.
 """

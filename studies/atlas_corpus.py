@@ -8,9 +8,9 @@
 - code: a module without its docstrings and without lines of comment
 
 pip downloads the wheels that atlas_packages.txt names (133 MB) and compares their hashes. They are unpacked and parsed,
-never installed or imported. docs/atlas.md says what is left out. Documents are in the order of their SHA-256, so that
-the tail of a file, which a run holds out, is a sample of all packages. So the text has the same bytes everywhere:
-corpus.json has its hash.
+never installed or imported. docs/history/atlas.md says what is left out. Documents are in the order of their SHA-256,
+so that the tail of a file, which a run holds out, is a sample of all packages. So the text has the same bytes
+everywhere: corpus.json has its hash.
 """
 
 import ast
@@ -69,7 +69,7 @@ def run(arguments):
     if unread:
         print(f"{unread} files are not the Python that this interpreter reads")
     if digest.hexdigest() != SHA256:
-        print("another text than that of docs/atlas.md: losses cannot be compared with those of the page")
+        print("another text than that of docs/history/atlas.md: losses cannot be compared with those of the page")
     about = {"python": sys.version.split()[0], "sha256": digest.hexdigest()}
     (output / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")  # last: all is there
 

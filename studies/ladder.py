@@ -3,7 +3,7 @@
     python studies/ladder.py OUT --data-dir DIR [--rungs 1M 3M 10M] [--tokens-per-parameter 20] [FLAGS]
     python studies/ladder.py OUT --data-dir DIR --widths 128 256 512 [--rates R ...] [FLAGS]
 
-``launch/ladder.sh`` calls it; docs/ladder.md describes it. FLAGS of moh_lm.pretrain win over its own. A size is
+``launch/ladder.sh`` calls it; docs/history/ladder.md describes it. FLAGS of moh_lm.pretrain win over its own. A size is
 trained once, with --schedule wsd, for the largest budget. The others branch off where their decay begins, and equal
 runs that were to end there. With --widths it trains one depth at several widths and learning rates, with and without
 --base-width. The directories below OUT are all that is remembered (runs.py).

@@ -3,9 +3,9 @@
 Reads OUT/runs/SIZE/VARIANT/rate-FACTOR-seed-N; runs that are not complete are left out. So are those that diverged, or
 have other tokens or sources than most: the report names them. L is the validation loss at the
 end of a run, nats per token, mean over sources. The multiplier of a form is T_dense(L) / T: the tokens with which the
-dense model ends at the form's loss, over the form's own. docs/atlas.md says how T_dense is interpolated. The interval
-of a multiplier is that of its logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the heads that
-tokens use.
+dense model ends at the form's loss, over the form's own. docs/history/atlas.md says how T_dense is interpolated. The
+interval of a multiplier is that of its logarithm. In FLOPs it is multiplied by FLOPs(dense) / FLOPs(form), with the
+heads that tokens use.
 """
 
 import math

@@ -6,7 +6,7 @@
 
 DIR is an export of tools/export_hf.py, or any causal model that transformers loads. The code in an export is run (its
 config.json says ``moh_llama``); that of other models is not. Each model is loaded in a process of its own. FILE (JSON)
-holds the table, all metrics of the harness, and the versions. docs/evaluation.md says what compares with the paper.
+holds the table, all metrics of the harness, and the versions. docs/huggingface.md says what compares with the paper.
 
 Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
 has to be mended.

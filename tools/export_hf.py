@@ -3,7 +3,7 @@
     python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16]
                               [--license apache-2.0] [--base-model OWNER/NAME] [--push-to-hub OWNER/NAME]
 
-docs/evaluation.md lists the files. Parameters have their Hugging Face names in the trainer already. They are read one
+docs/huggingface.md lists the files. Parameters have their Hugging Face names in the trainer already. They are read one
 by one and written shard by shard. Everything is written beside DIR, checked (export_check.py), and then renamed to DIR.
 
 Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and DIR is as it was, or it is

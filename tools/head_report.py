@@ -4,8 +4,8 @@
     python tools/head_report.py --model runs/llm-b --data data/llm --output heads
     python tools/head_report.py --model runs/llm-b --suite llm6 --output heads
 
-tools/heads/text.py says what --data takes, docs/heads.md what is measured. DIR gets index.html, one file that needs no
-other, its pictures as PNG, and heads.json with all numbers.
+tools/heads/text.py says what --data accepts, docs/monitoring.md what is measured. DIR gets index.html, one file that
+needs no other, its pictures as PNG, and heads.json with all numbers.
 
 Exit codes: 0; 1 a shard is damaged, or the report cannot be written; 2 an argument has to be mended.
 """

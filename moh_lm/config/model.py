@@ -101,7 +101,7 @@ class ModelConfig(HeadsOfLayers):
 
     @property
     def width_ratio(self):
-        """W / d of docs/optimizer.md, by which --base-width W scales a model of the width d."""
+        """W / d of docs/training.md, by which --base-width W scales a model of the width d."""
         return self.base_width / self.hidden_size
 
     def always_on_heads(self, layer):

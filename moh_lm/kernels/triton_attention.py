@@ -33,8 +33,8 @@ class Tiles(NamedTuple):
 
 
 # Of GPUs that have not measured their own: {head dimension up to: tiles}. Those of Hopper were within 6% of the fastest
-# of an H200, with 1024 to 8192 tokens (docs/benchmarks.md). The others were chosen so that registers do not spill (in
-# fp32 they do from 96 on) and products wait for nothing.
+# of an H200, with 1024 to 8192 tokens (docs/history/benchmarks.md). The others were chosen so that registers do not
+# spill (in fp32 they do from 96 on) and products wait for nothing.
 HOPPER = {
     "forward": {128: Tiles(64, 64, 4, 3)},
     "query": {96: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2)},

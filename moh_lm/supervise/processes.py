@@ -74,7 +74,7 @@ def join(backend, seconds):
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     except RuntimeError as error:
         problem = f"rank {rank} does not reach the others ({str(error).splitlines()[0]})"
-        remedy = f"{backend.upper()}_SOCKET_IFNAME names the interface of their network (docs/multi_node.md)"
+        remedy = f"{backend.upper()}_SOCKET_IFNAME names the interface of their network (docs/parallelism.md)"
         raise RendezvousError([f"{problem}; {remedy}"]) from error
 
 

@@ -6,7 +6,7 @@ sinks, Xiao et al. 2023, arXiv 2309.17453). Measured on held-out text, beside th
 a_i(t, 0) is the weight that head i of token t gives to the first token of the sequence. With --reset-at-documents it is
 the first token of the document, of which the sequence may hold a later part. Attention itself gives the weight: with
 values of 1 for that token, and 0 for all others, it is H_i. The head report has the same figure of text without
-documents (docs/heads.md).
+documents (docs/monitoring.md).
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What a GPU computes, against head-by-head float64 arithmetic on the CPU: ``python -m pytest -m gpu``.
 
-Elsewhere the kernels run in Triton's interpreter. On an H200 124 such cases passed (docs/benchmarks.md).
+Elsewhere the kernels run in Triton's interpreter. On an H200 124 such cases passed (docs/history/benchmarks.md).
 """
 
 import pytest

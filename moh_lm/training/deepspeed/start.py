@@ -5,17 +5,15 @@ from datetime import timedelta
 import deepspeed
 import deepspeed.ops
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import logger
 
 
 def quiet():
-    """Have DeepSpeed build none of its own ops, and report errors only.
+    """Have DeepSpeed build none of its own ops.
 
     It would ask a compiler which of them could be built. The one that it would build by itself, on a CPU, takes a
     minute and shared memory that nobody removes; training calls none of them.
     """
     deepspeed.ops.__compatible_ops__ = {}
-    logger.setLevel("ERROR")  # a skipped step is reported by moh_lm/training/incidents.py
 
 
 def visible_gpus():

@@ -1,6 +1,6 @@
 """The check of an export before it is published: the same logits as the checkpoint's, from the files as written.
 
-Three models compute the logits of the same random tokens in fp32 (docs/evaluation.md). The trainer's models hold the
+Three models compute the logits of the same random tokens in fp32 (docs/huggingface.md). The trainer's models hold the
 embedding, the output head and one decoder layer at a time; transformers holds the export as it is, and one layer of it
 in fp32. It works in a process of its own,
 
