@@ -150,8 +150,8 @@ def test_sources_that_are_not_there_are_one_sentence(data_dir):
 @pytest.mark.parametrize(
     "flags, named",
     [
-        ("--num-shared-heads 6 --num-attention-heads 12 --seq-length 2048", "6 heads always on"),
-        ("--num-shared-heads 6 --num-key-value-heads 2 --seq-length 2048", "6 heads always on: every rank"),
+        ("--num-shared-heads 6 --num-attention-heads 12 --seq-length 2048", "6 heads that are always active"),
+        ("--num-shared-heads 6 --num-key-value-heads 2 --seq-length 2048", "6 heads that are always active: every rank"),
         ("--num-shared-heads 4 --num-attention-heads 14 --head-dim 64", "--num-key-value-heads 14"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 1022", "--seq-length 1022"),
         ("--num-shared-heads 8 --intermediate-size 2050", "--intermediate-size 2050"),
@@ -166,7 +166,7 @@ def test_what_tensor_parallelism_cannot_share_is_refused(flags, named):
 @pytest.mark.parametrize(
     "flags, named",
     [
-        ("--num-shared-heads 6 --num-attention-heads 12", "the 6 heads always on and the 6 others; choose a divisor"),
+        ("--num-shared-heads 6 --num-attention-heads 12", "the 6 heads that are always active and the 6 others; choose a divisor"),
         ("--head-selection static --num-shared-heads 6", "or other --num-shared-heads"),
         ("--num-shared-heads 8 --tensor-parallel-size 4", "4 * --tensor-parallel-size 4 = 16: must divide the 8 heads"),
         ("--num-shared-heads 8 --routing expert_choice", "needs whole sequences; choose 1"),

@@ -74,7 +74,7 @@ def test_a_run_says_what_auto_takes_or_how_to_measure_it(monkeypatch):
     rows = [[1024, 0.5, 0.9], [1024, 0.75, 0.99]]
     measured.keep(Measurement("there", "cpu", "float32", 2, "", 0, rows, []))
     assert list(describe_attention(config)) == [
-        "attention  auto: cpu_sparse in 1 of 2 layers, dense in 1 of 2 layers, by what was measured on there"
+        "attention  auto: cpu_sparse in 1 of 2 layers, dense in 1 of 2 layers, as measured on there"
     ]
     compiled, _ = parse_config([*flags, "--compile"])
     assert [line.split(",")[0] for line in describe_attention(compiled)] == ["attention  auto: dense in every layer"]

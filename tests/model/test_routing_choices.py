@@ -264,7 +264,7 @@ def test_the_summary_says_what_a_token_selects_and_routers_count_groups():
         "whole key/value groups of 2, top-p 0.54"
     )
     gated = parse_config("--num-shared-heads 2 --head-selection gated".split())[0].model
-    assert describe_heads(gated) == "gated: all 12 for every token, whatever the budgets; routing sigmoid"
+    assert describe_heads(gated) == "all 12 for every token, each with a gate; routing sigmoid"
     assert parameter_counts(model)["router"] == 2 * 768 * (8 + 2)  # eight groups, a1 and a2
 
 
