@@ -12,32 +12,37 @@ class HeadsConfig:
 
     head_selection: str = option(
         "mixture",
-        "all: ordinary attention; mixture: shared heads and a router's top-K of the others; static: the first heads; "
-        "gated: all heads, each with a gate of --routing sigmoid, which is a mixture of shared heads only",
+        "all: ordinary attention; mixture: shared heads plus K heads that a router picks per token; static: always "
+        "the first heads; gated: all heads, each scaled by a learned gate",
         choices=("all", "mixture", "static", "gated"),
     )
     num_shared_heads: tuple[int, ...] = option(
-        (), "heads that are always on: one number, or one per layer (default: half of the heads)"
+        (), "heads that are always active: one value, or one per layer (default: half of the heads)"
     )
     num_active_routed_heads: tuple[int, ...] = option(
-        (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)",
+        (),
+        "K, the routed heads that are active per token: one value, or one per layer (default: a quarter of the heads)",
         replaces="head_budget",
     )
     head_budget: float | None = text_option(
-        None, "share of the heads that a token uses, of all layers; sets K, and shared heads if they are not given; of "
-        "this flag and --num-active-routed-heads the later one counts",
+        None,
+        "share of all heads that a token uses; sets K, and the shared heads unless they are given; if "
+        "--num-active-routed-heads is given too, the last one takes effect",
         replaces="num_active_routed_heads",
     )
-    head_budget_slope: float = text_option(0.0, "of --head-budget: share in the last layer minus that in the first")
+    head_budget_slope: float = text_option(
+        0.0, "share of active heads in the last layer minus that in the first, for --head-budget"
+    )
     routing: str = option(
         "sigmoid",
-        "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
-        "2 sigmoid of each score; from query norms (Eq. 9-10); or ReLU of each score, K then being an average",
+        "how scores become gates: softmax shares (paper, Eq. 5-6); the same, scaled to start at 1; the authors' "
+        "released code; 2 x sigmoid; query norms (Eq. 9-10); or ReLU, where K is an average",
         choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"),
     )
     routing_unit: str = text_option(
         "head",
-        "what a token selects: heads, or whole key/value groups of grouped-query attention; budgets count heads",
+        "what a token selects: single heads, or whole key/value groups of grouped-query attention; budgets still "
+        "count heads",
         choices=("head", "key_value_group"),
     )
     routed_keys: str = text_option(
@@ -46,29 +51,35 @@ class HeadsConfig:
         choices=("all", "selected"),
     )
     routing_dtype: str = text_option(
-        "fp32", "in which scores are ranked; bf16: as in MoH-LLaMA3, equal ones by torch.topk", choices=("fp32", "bf16")
+        "fp32",
+        "precision in which scores are ranked; bf16 reproduces MoH-LLaMA3, where torch.topk breaks ties",
+        choices=("fp32", "bf16"),
     )
     routing_top_p: float | None = text_option(
-        None, "select the fewest routed heads whose probabilities add up to this, at most K (default: always K)"
+        None, "select the fewest routed heads whose probabilities add up to this share, at most K (default: always K)"
     )
-    routing_entropy_coefficient: float = text_option(1e-4, "of the mean entropy of the routers, with --routing-top-p")
+    routing_entropy_coefficient: float = text_option(
+        1e-4, "weight of the routers' mean entropy in the loss, for --routing-top-p"
+    )
     two_stage: bool = option(
-        True, "weigh shared against routed heads by [a1, a2] of Eq. 6, in forms that have them; false: a1 = a2 = 1"
+        True, "weigh shared against routed heads by [a1, a2] of Eq. 6, if the routing has them; false: a1 = a2 = 1"
     )
-    load_balance_coefficient: float = option(0.01, "beta of Eq. 8")
-    router_z_loss: float = option(0.0, "of the mean squared logsumexp of the routed scores; 0: none")
+    load_balance_coefficient: float = option(0.01, "weight of the load-balancing loss, beta of Eq. 8")
+    router_z_loss: float = option(0.0, "weight of the mean squared logsumexp of the routed scores; 0: none")
     load_balance_scope: str = option(
         "sequence",
-        "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), each micro-batch, or the "
+        "tokens over which the load-balancing loss (Eq. 7) counts selections: each sequence, each micro-batch, or the "
         "whole previous step",
         choices=("sequence", "micro_batch", "global_batch"),
     )
-    router_gumbel_noise: float = option(0.0, "scale of Gumbel noise on the scores that select in training; 0: none")
+    router_gumbel_noise: float = option(
+        0.0, "scale of the Gumbel noise added to selection scores during training; 0: none"
+    )
     dense_warmup_iters: int = option(
-        0, "first iterations of a mixture in which all heads have gate 1, without a balance loss; routers rest"
+        0, "iterations at the start in which all heads are active with gate 1; routers and their losses wait"
     )
     load_balance_bias_rate: float = text_option(
-        0.0, "update rate of the balancing bias (DeepSeek-V3); 0: no bias"
+        0.0, "update rate of the balancing bias that is added to selection scores (DeepSeek-V3); 0: no bias"
     )
 
 

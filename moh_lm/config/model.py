@@ -23,52 +23,72 @@ class ModelConfig(HeadsOfLayers):
         (), "key/value heads: one number, or one per layer (default: one per query head)"
     )
     head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)")
-    head_dims: tuple[int, ...] = option((), "or the width of each head of a layer, shared heads first", metavar="N")
+    head_dims: tuple[int, ...] = option(
+        (),
+        "width of each head of a layer, shared heads first; use this in place of --head-dim if widths differ",
+        metavar="N",
+    )
     attention: str = option(
         "heads",
-        "keys and values of each head, or of heads that share them; or latent: made of one short vector of a token, "
-        "which is what a cache keeps (DeepSeek-V2)",
+        "heads: multi-head or grouped-query attention; latent: multi-head latent attention, which caches one short "
+        "vector per token (DeepSeek-V2)",
         choices=("heads", "latent"),
     )
-    kv_lora_rank: int | None = option(None, "dimension of the compressed key/value latent (default: 4 x head dim)")
+    kv_lora_rank: int | None = option(
+        None, "dimension of the compressed key/value latent, for --attention latent (default: 4 x head dim)"
+    )
     q_lora_rank: int | None = option(
-        None, "rank of the query projection (latent attention; default: none)"
+        None, "rank of the query projection, for --attention latent (default: none, a full projection)"
     )
     qk_rope_head_dim: int | None = option(
-        None, "features of a head with rotary positions, beside --head-dim others (latent attention; default: half)"
+        None, "rotary features per head in addition to --head-dim, for --attention latent (default: half of --head-dim)"
     )
     base_width: int | None = option(
-        None, "hidden size at which learning rates and first weights are as given; others follow (default: this one)"
+        None,
+        "hidden size for which the learning rates and initial weights were tuned; they are rescaled to this width "
+        "(default: --hidden-size)",
     )
-    vocab_size: int = option(65_536, "rows of the embedding; at least the tokenizer's pieces")
+    vocab_size: int = option(65_536, "rows of the embedding; must be at least the size of the tokenizer")
     position: tuple[str, ...] = option(
         (),
-        "where tokens are: by rotary embeddings, by counts of the keys that matter (CoPE), by a learned table, or by "
-        "nothing but the causal mask; one kind, or one per layer (default: rotary)",
+        "how positions are encoded: rotary embeddings, contextual counts (CoPE), a learned table, or none beyond the "
+        "causal mask; one value, or one per layer",
         choices=("rotary", "cope", "learned", "none"),
     )
-    cope_max_position: int = option(64, "of cope: the largest position")
-    learned_positions: int | None = option(None, "of learned: rows of the table, for tokens of a sequence")
-    rotary_fraction: float = option(1.0, "of rotary: share of the features of a head that turn, which are the first")
+    cope_max_position: int = option(64, "largest position, for --position cope")
+    learned_positions: int | None = option(
+        None, "rows of the table, for --position learned; at least the sequence length"
+    )
+    rotary_fraction: float = option(1.0, "share of each head's features that are rotated, starting with the first")
     rope_theta: float = option(10_000.0, "base of the rotary frequencies")
     rope_type: str = option(
         "default",
-        "rotary frequencies as they are, divided by --rope-factor, as in LLaMA 3.1, or by YaRN",
+        "scaling of the rotary frequencies: none, divided by --rope-factor, as in LLaMA 3.1, or YaRN",
         choices=("default", "linear", "llama3", "yarn"),
     )
-    rope_factor: float | None = option(None, "how much slower rotary embeddings turn, at most")
-    rope_low_freq_factor: float | None = option(None, "of llama3: waves longer than L / this are slower")
-    rope_high_freq_factor: float | None = option(None, "of llama3: waves shorter than L / this stay")
-    rope_original_length: int | None = option(None, "L of llama3, yarn: sequence length before it")
+    rope_factor: float | None = option(
+        None, "factor by which the context is extended, for --rope-type other than default"
+    )
+    rope_low_freq_factor: float | None = option(
+        None, "wavelengths above --rope-original-length / this factor are scaled fully, for --rope-type llama3"
+    )
+    rope_high_freq_factor: float | None = option(
+        None, "wavelengths below --rope-original-length / this factor are left alone, for --rope-type llama3"
+    )
+    rope_original_length: int | None = option(
+        None, "sequence length before the extension, for --rope-type llama3 and yarn"
+    )
     window: tuple[int, ...] = option(
         (),
-        "keys that a token sees, its own the last of them (Mistral's sliding window: token i sees i-W+1 to i); one "
-        "number, or one per layer; 0: the whole sequence (default: 0)",
+        "sliding window in tokens, including the token itself: token i sees i-W+1 to i; one value, or one per layer; "
+        "0: full attention",
     )
-    rms_norm_eps: float = option(1e-5, "epsilon under the root of RMSNorm")
+    rms_norm_eps: float = option(1e-5, "epsilon under the square root of RMSNorm")
     tie_embeddings: bool = option(False, "use the embedding matrix as output head")
-    qk_norm: bool = option(False, "RMSNorm of each head's query and key, before their positions, as in Qwen3")
-    post_norm: bool = option(False, "norms after attention and MLP instead of before them, as in OLMo 2")
+    qk_norm: bool = option(False, "apply RMSNorm to each head's query and key before the positions, as Qwen3 does")
+    post_norm: bool = option(
+        False, "normalize the outputs of attention and MLP instead of their inputs, as OLMo 2 does"
+    )
     heads: HeadsConfig = field(default_factory=HeadsConfig)
 
     def derived(self):

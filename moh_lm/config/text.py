@@ -16,13 +16,13 @@ class DataConfig:
 
     data_dir: str = option("", "directory written by data_prep/tokenize.py")
     data_mix: tuple[tuple[str, str], ...] = option(
-        (), "NAME=WEIGHT of each source, weights of any sum (default: in proportion to tokens)"
+        (), "NAME=WEIGHT for each source; weights need not sum to 1 (default: in proportion to tokens)"
     )
     validation_fraction: float = option(0.001, "share of every source that is held out for validation")
-    reset_at_documents: bool = option(False, "attend to, and predict, tokens of the same document only")
-    allow_data_change: bool = option(False, "go on with other shards or another mix than those of the checkpoint")
+    reset_at_documents: bool = option(False, "restrict attention and prediction to tokens of the same document")
+    allow_data_change: bool = option(False, "resume with other shards or another mix than the checkpoint's")
     decay_mix: tuple[tuple[str, str], ...] = option(
-        (), "NAME=WEIGHT from the beginning of the decay of --schedule wsd on (default: no other mix)"
+        (), "NAME=WEIGHT for each source, used once the decay of --schedule wsd begins (default: no other mix)"
     )
 
 
@@ -31,28 +31,33 @@ class RunConfig(RunBase):
     """run: batch, budget, precision, files"""
 
     seq_length: int = option(2048, "tokens per sequence")
-    batch_tokens: int = option(4 * 2**20, "tokens per iteration, all ranks; K, M, G are powers of 1024", binary=True)
+    batch_tokens: int = option(
+        4 * 2**20, "tokens per iteration over all ranks; K, M, G are powers of 1024", binary=True
+    )
     train_tokens: int | None = option(
-        None, "budget in tokens, rounded up to iterations; K, M, B, T are powers of 1000", binary=False,
+        None,
+        "training budget in tokens, rounded up to whole iterations; K, M, B, T are powers of 1000",
+        binary=False,
         replaces="train_iters",
     )
-    eval_samples: int = option(128, "held-out sequences evaluated per source")
-    eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")
+    eval_samples: int = option(128, "held-out sequences that are evaluated per source")
+    eval_tasks: str = option("", "file written by tools/evaluate_prepare.py with tasks to score at every evaluation")
     sample_prompts: tuple[str, ...] = option(
-        (), "texts that every evaluation continues, most likely token by token", metavar="TEXT"
+        (), "prompts that the model continues greedily at every evaluation", metavar="TEXT"
     )
-    sample_tokens: int = option(40, "tokens of each of these samples")
+    sample_tokens: int = option(40, "tokens generated per prompt, for --sample-prompts")
     window_strategy: str = option(
         "fixed",
-        "windows as --window says; half of --seq-length; or following the entropy of each layer's attention, step by "
-        "step, from --window on; the last two between --window-min and --window-max",
+        "fixed: windows as given by --window; sequence: half of --seq-length; entropy: adapt each layer's window to "
+        "its attention entropy; the last two stay between --window-min and --window-max",
         choices=("fixed", "sequence", "entropy"),
     )
-    window_min: int = option(512, "least window of a strategy")
-    window_max: int = option(4096, "largest window of a strategy")
+    window_min: int = option(512, "smallest window, for --window-strategy sequence and entropy")
+    window_max: int = option(4096, "largest window, for --window-strategy sequence and entropy")
     attention_backend: str = option(
         "auto",
-        "attention of the selected heads only (triton, cpu_sparse), of all (dense), or what was measured faster",
+        "dense: compute all heads and scale them by their gates; triton, cpu_sparse: compute selected heads only; "
+        "auto: whichever was measured to be faster",
         choices=("auto", "dense", "triton", "cpu_sparse"),
     )
 
