@@ -104,7 +104,7 @@ def test_a_refusal_is_one_line_with_the_value_and_the_remedy(flags, capsys, monk
     assert all(part in problem for part in REFUSALS[flags]), problem
 
 
-def test_widths_that_need_not_be_even_are_taken_where_nothing_turns():
+def test_odd_widths_are_allowed_where_nothing_turns():
     for flags in (
         "--hidden-size 50 --num-attention-heads 4 --head-dim 12",
         "--head-dims 3 5 4 4 --num-attention-heads 4 --position none",
@@ -113,7 +113,7 @@ def test_widths_that_need_not_be_even_are_taken_where_nothing_turns():
         assert model_problems(parse(*flags.split()).model) == [], flags
 
 
-def test_a_share_of_features_that_is_no_number_is_refused_beside_widths_of_heads():
+def test_a_share_of_features_that_is_no_number_is_refused():
     model = parse(*"--head-dims 16 32 --num-attention-heads 2 --rotary-fraction nan".split()).model
     assert "--rotary-fraction nan: must be above 0 and at most 1, such as 0.5" in model_problems(model)
 
@@ -133,7 +133,7 @@ def test_all_problems_are_reported_together():
         ("--num-shared-heads 8 --intermediate-size 2050", "--intermediate-size 2050"),
     ],
 )
-def test_heads_and_sequences_that_tensor_parallelism_cannot_share_are_refused(flags, named):
+def test_what_tensor_parallelism_cannot_share_is_refused(flags, named):
     config = parse(*flags.split(), "--tensor-parallel-size", "4")
     problems = config_problems(config, world_size=4)
     assert [problem for problem in problems if named in problem], problems
@@ -150,7 +150,7 @@ def test_heads_and_sequences_that_tensor_parallelism_cannot_share_are_refused(fl
         ("--num-shared-heads 8 --context-parallel-size 3", "* context_parallel_size(3)"),
     ],
 )
-def test_heads_and_sequences_that_context_parallelism_cannot_share_are_refused(flags, named):
+def test_what_context_parallelism_cannot_share_is_refused(flags, named):
     config = parse("--context-parallel-size", "4", *flags.split())
     problems = config_problems(config, world_size=16)
     assert [problem for problem in problems if named in problem], problems
@@ -201,7 +201,7 @@ def test_ranks_of_a_launcher_that_sets_too_little_are_refused(given, tmp_path, c
     assert stop.value.code == 2 and "torchrun" in problem
 
 
-def test_without_a_rank_a_run_has_one_process_whatever_the_world_size_says(capsys, monkeypatch, data_dir):
+def test_without_a_rank_a_run_has_one_process(capsys, monkeypatch, data_dir):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = ["--data-dir", str(data_dir), *TINY, "--tensor-parallel-size", "2", "--train-iters", "0"]
