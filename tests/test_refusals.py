@@ -111,7 +111,7 @@ def test_a_refusal_is_one_line_with_the_value_and_the_remedy(flags, refused, dat
     assert all(part in problem for part in REFUSALS[flags]), problem
 
 
-def test_odd_widths_are_taken_where_nothing_turns():
+def test_odd_widths_are_allowed_where_nothing_turns():
     for flags in (
         "--hidden-size 50 --num-attention-heads 4 --head-dim 12",
         "--head-dims 3 5 4 4 --num-attention-heads 4 --position none",
@@ -120,7 +120,7 @@ def test_odd_widths_are_taken_where_nothing_turns():
         assert model_problems(parse(*flags.split()).model) == [], flags
 
 
-def test_a_rotary_fraction_that_is_no_number_is_refused():
+def test_a_share_of_features_that_is_no_number_is_refused():
     model = parse(*"--head-dims 16 32 --num-attention-heads 2 --rotary-fraction nan".split()).model
     assert "--rotary-fraction nan: must be above 0 and at most 1, such as 0.5" in model_problems(model)
 

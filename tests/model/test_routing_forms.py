@@ -91,7 +91,7 @@ def test_sigmoid_probabilities_are_finite_for_the_lowest_scores():
     torch.testing.assert_close(found, torch.tensor([0.0, 0.0, -1.0]).softmax(-1))
 
 
-def test_relu_gates_begin_with_1_on_average_and_l1_takes_the_place_of_beta():
+def test_relu_gates_begin_near_1_and_l1_takes_the_place_of_beta():
     config = replace(make_config(shared=1, active=2, routing="relu"), hidden_size=512)
     router = HeadRouter(config, 0, 0.02, loss_terms=4)
     initialize(router.named_parameters(), seed=5)
@@ -158,7 +158,7 @@ def test_attention_that_is_not_causal_sees_the_whole_sequence():
     np.testing.assert_allclose(found.flatten(1), expected, rtol=1e-12)
 
 
-def test_balance_loss_is_k_over_e_for_equal_loads_and_1_if_collapsed():
+def test_the_balance_loss_is_k_over_e_and_1_if_collapsed():
     router = HeadRouter(make_config(shared=4, active=1), 0, 0.02).double()
     with torch.no_grad():
         for weight in router.parameters():
@@ -183,7 +183,7 @@ def test_routing_in_bf16_follows_the_fp32_arithmetic():
 
 
 @pytest.mark.parametrize("routing", ["sigmoid", "paper_scaled"])
-def test_noise_changes_the_scores_and_not_what_a_bias_is_added_to(routing):
+def test_noise_changes_scores_and_not_what_a_bias_is_added_to(routing):
     """With a bias that has not moved, the same noise selects the same heads as without a bias."""
     selections, inputs = [], RouterInputs(samples=torch.arange(4))
     for bias in (False, True):

@@ -98,7 +98,7 @@ def test_heads_built_by_hand_are_recognised(tools, zipf):
     assert figures["prefix"][0].max() < 0.1
 
 
-def test_a_head_is_positional_by_its_largest_weights_or_by_its_mean_weight(tools):
+def test_a_head_is_positional_by_its_largest_or_mean_weight(tools):
     nan, class_of = math.nan, tools["findings"].class_of
     assert class_of(7, 0.95, 0.1, 0.1, 0.9, 0.9) == "positional" and class_of(1, 0.95, 0.5, 0.2, 0, 0)[:4] == "prev"
     assert class_of(3, 0.4, 0.81, 0.1, 0.9, 0)[:4] == "prev" and class_of(3, 0.4, 0.1, 0.81, 0.9, 0) == "positional"
