@@ -7,7 +7,7 @@ from moh_lm.extras.cpu_sparse import CPU_SPARSE, SelectedRows, add_up
 from tests.attention_cases import ROUTINGS, SHAPES, Problem, make_inputs, make_mask, random_routing
 
 
-def test_a_chunk_reads_keys_from_its_first_document_to_its_last_row():
+def test_a_chunk_reads_from_its_first_document_to_its_last_row():
     *_, selected = make_inputs(1024, 2, 4, 2, 8, "varying_routing")
     documents = make_mask([[300, 1, 200, 1000], [128] * 8], 1024, 2)
     rows = SelectedRows(selected, documents.starts)
@@ -19,7 +19,7 @@ def test_a_chunk_reads_keys_from_its_first_document_to_its_last_row():
         assert end == positions[-1] + 1
 
 
-def test_own_keys_leave_a_third_of_the_scores_at_half_of_the_heads():
+def test_own_keys_leave_a_third_of_the_scores_at_half_the_heads():
     for shared, active, most in ((4, 4, 0.36), (0, 8, 0.27)):
         selected = torch.ones(2048, 1, 16)
         selected[..., shared:] = random_routing(2048, 1, 16 - shared, active, torch.Generator().manual_seed(0))

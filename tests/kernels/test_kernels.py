@@ -150,7 +150,7 @@ def test_selected_is_what_counts_and_not_a_gate_of_zero(backend):
 
 @pytest.mark.parametrize("backend", [*BACKENDS.values(), FLEX], ids=[*BACKENDS, "flex"])
 @torch.no_grad()
-def test_later_tokens_change_nothing_and_unselected_rows_are_zero(backend, uncompiled_flex):
+def test_later_tokens_change_nothing_and_other_rows_are_zero(backend, uncompiled_flex):
     *tensors, _, selected = make_inputs(200, 1, 4, 2, 8)
     changed = [torch.cat((t[:120], 3 * t[120:] + 50)) for t in tensors]
     other = torch.cat((selected[:120], ~selected[120:]))
