@@ -62,7 +62,6 @@ VARIANTS = (  # heads always on, and chosen for each token, in eighths
     Form("bias_scaled-50", 2, 2, f"{SCALED} {BIAS}", tier=2),
     Form("own_keys-50", 2, 2, f"{SIGMOID} --routed-keys selected", tier=2),
     Form("relu-50", 2, 2, RELU, tier=3),
-    Form("mosa-50", 2, 2, "--routing expert_choice --routed-keys selected", tier=3),  # not causal: a control
 )
 QUESTIONS = (
     ("gated-50", "gated", "half of the heads, all gated, or all of them"),

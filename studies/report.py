@@ -14,7 +14,6 @@ from itertools import pairwise
 from statistics import mean
 
 from moh_lm.cost.memory import parameter_counts
-from moh_lm.model.gates import is_causal
 from studies import results
 from studies.pictures import draw
 from studies.results import (
@@ -187,7 +186,7 @@ def summary(sizes, factors):
     rows = []
     for name in dict.fromkeys(name for variants in sizes.values() for name in variants if name not in LENGTHS):
         run = next(run for variants in sizes.values() for run in variants.get(name, {}).values())
-        rows.append([name if is_causal(run["config"].model) else f"{name}, not causal"])
+        rows.append([name])
         for size, variants in sizes.items():
             rows[-1].append(difference(variants.get(name, {}), variants.get(DENSE, {})))
             rows[-1].append(shown(factors[size][name], 1) if name in factors[size] else "")

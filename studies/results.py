@@ -15,7 +15,6 @@ from statistics import mean, stdev
 
 from moh_lm.config import Config
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.model.gates import is_causal
 from moh_lm.monitor.events import complete_rows
 
 # 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
@@ -157,4 +156,4 @@ def heads(run):
         number = "about" if model.heads.routing == "relu" else "at most"
         used = mean(run["active_heads"][layer.index] for layer in model.routed_layers())
         return f"{shared} + {number} {active} of {total - shared}, {used:.1f} in all"
-    return f"{shared} + {active} of {total - shared}" + ("" if is_causal(model) else ", not causal")
+    return f"{shared} + {active} of {total - shared}"

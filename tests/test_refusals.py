@@ -169,7 +169,6 @@ def test_what_tensor_parallelism_cannot_share_is_refused(flags, named):
         ("--num-shared-heads 6 --num-attention-heads 12", "active and the 6 others; choose a divisor"),
         ("--head-selection static --num-shared-heads 6", "or other --num-shared-heads"),
         ("--num-shared-heads 8 --tensor-parallel-size 4", "4 * --tensor-parallel-size 4 = 16: must divide the 8 heads"),
-        ("--num-shared-heads 8 --routing expert_choice", "needs whole sequences; choose 1"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 8176", "--context-parallel-size 4 = 4"),
         ("--num-shared-heads 8 --context-parallel-size 3", "--context-parallel-size 3: needs a multiple of 3"),
     ],

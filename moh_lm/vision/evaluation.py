@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from moh_lm.training.step_sums import reduce
+from moh_lm.parallel.groups import sum_over_ranks
 from moh_lm.vision.pictures import grid
 
 
@@ -37,7 +37,7 @@ class Evaluation:
         with self.engine.optimizer.averaged():
             for batch in micro_batches:
                 sums += torch.stack([value.double() for value in self.sums(batch)])
-        images, loss, *others = reduce(sums, self.engine.groups.data).tolist()
+        images, loss, *others = sum_over_ranks(sums, self.engine.groups.data).tolist()
         values = dict(zip(("loss", *self.counted), (loss, *others), strict=True))
         return {name: value / images for name, value in values.items()} if images else {}
 

@@ -90,12 +90,11 @@ def test_the_report_says_what_is_told_apart(tmp_path):
         write_run(tmp_path, "s/paper-50/rate-1-seed", seed, paper, [90])
     last, half = {0: START, 10: {"a": 3.0}}, {"num_shared_heads": (2, 2), "num_active_routed_heads": (2, 2)}
     write_run(tmp_path, "s/relu-50/rate-1-seed", 1, last, [90], [3.0, 6.0], routing="relu", **half)
-    write_run(tmp_path, "s/mosa-50/rate-1-seed", 1, last, [90], routing="expert_choice", **half)
     _, rows = written(tmp_path)
     told = {name: [cell.rpartition(", ")[2] for cell in row[10:12]] for name, row in rows.items()}
     assert told["static-50"] == ["worse", ""] and told["paper-50"] == ["better", "better"] and told["dense"] == ["", ""]
     assert rows["static-50"][2] == "4 of 8" and rows["dense"][7] == "3"
-    assert rows["relu-50"][2] == "2 + about 2 of 6, 4.5 in all" and rows["mosa-50"][2] == "2 + 2 of 6, not causal"
+    assert rows["relu-50"][2] == "2 + about 2 of 6, 4.5 in all"
     # One source, so the mean is its own: 3.2 + 1/9, 2/9, 3/9.
     assert rows["static-50"][9] == f"**{3.2 + 2 / 9:.4f} ± {1 / 9:.4f}**"
     assert (tmp_path / "curves.png").exists()
@@ -146,11 +145,8 @@ def test_a_loss_on_the_way_that_is_not_finite_leaves_a_gap(tmp_path):
     assert pictures.curve([*runs[1].values()]) == {0: 4.0, 10: 3.1, 15: 9.0}
 
 
-def test_a_control_is_named_as_one_wherever_it_is_compared_and_a_size_has_the_heads_of_its_table(tmp_path):
-    write_losses(tmp_path, "mosa-50", (3.0,), routing="expert_choice")
+def test_a_size_has_the_heads_of_its_table(tmp_path):
     for name, steps, loss in (("dense", 10, 3.1), ("dense-half", 5, 3.5)):
         write_run(tmp_path, f"s/{name}/rate-1-seed", 1, {0: START, steps: {"a": loss}}, [90], iterations=steps)
-    lines, rows = written(tmp_path)
-    assert "mosa-50, not causal" in rows
     write_run(tmp_path, "l/gated-50/rate-1-seed", 1, {0: START, 10: {"a": 3.0}}, [90])  # of a model with 8 heads
     assert "width 32, 32 heads" in "".join(written(tmp_path)[0])

@@ -71,7 +71,6 @@ TRAINING = {
         ok --window 1 | --window 1: must be 0, for the whole sequence, or at least 2
         ok --routing relu --router-gumbel-noise 1 | --router-gumbel-noise 1: --routing relu selects every
         ok --routing relu --post-norm | --routing relu: its gates begin at 1 for normalised inputs; --post-norm
-        ok --routing expert_choice --routing-dtype bf16 | --routing-dtype bf16: --routing expert_choice ranks tokens
         ok --routing relu --routing-dtype bf16 | --routing-dtype bf16: --routing relu ranks nothing; leave it out
         ok --routing-top-p 0.4 --router-gumbel-noise 1 | --routing-top-p 0.4: with --router-gumbel-noise fewer heads
         ok --routing-dtype bf16 --load-balance-bias-rate 0.001 | --load-balance-bias-rate 0.001: is too fine for a
