@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from moh_lm.model.balance import BALANCE
-from moh_lm.model.router import SelectionReplay, routers_of
+from moh_lm.model.block import modules_of
+from moh_lm.model.router import Gates, SelectionReplay
 from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import ImageHeadsConfig, ViTConfig
 from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, to_images, to_tokens
@@ -200,7 +201,7 @@ def gradients(model, dtype=torch.float64):
     images, targets = draw_inputs(dtype)
     loss, _ = model(images, targets, draw_branches(model))
     loss.backward()
-    rows = [router.statistics.take() for router in routers_of(model)]
+    rows = [rows for block in modules_of(model) if (rows := block.rows.take()) is not None]
     return [loss.detach(), *rows, *(parameter.grad for parameter in model.parameters())]
 
 
@@ -227,10 +228,10 @@ def test_compiled_layers_give_the_same_gradients():
 
 def test_a_router_learns_from_task_and_balance_losses():
     model = make_model()
-    weight = routers_of(model)[-1].w_routed
+    weight = modules_of(model, Gates)[-1].w_routed
 
     def whole_loss():
-        loss, *rows = gradients(model)[: 1 + len(routers_of(model))]
+        loss, *rows = gradients(model)[: 1 + len(modules_of(model, Gates))]
         return loss + sum(row[:, BALANCE].mean() for row in rows) / 4
 
     whole_loss()
