@@ -7,8 +7,7 @@ PLOT = ["matplotlib", "jinja2"]
 VISION = ["pillow", "diffusers", "scikit-learn", "transformers>=4.46", *PLOT]
 TRITON = ["triton; platform_system == 'Linux'"]  # CUDA builds of torch bring the version that they need
 COMMANDS = find_namespace_packages(include=["tools", "tools.*", "data_prep", "data_prep.*"])  # see moh_lm/cli
-PARTS = ("command", "devices")  # of tools/, not commands themselves
-NAMES = ["tokenize", *sorted(path.stem for path in Path("tools").glob("*.py") if path.stem not in PARTS)]
+NAMES = ["tokenize", *sorted(path.stem for path in Path("tools").glob("*.py"))]
 
 setup(
     name="moh-lm",

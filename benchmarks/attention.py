@@ -10,11 +10,10 @@ attention layer with projections, rotary embeddings and router. ``--active``: pe
 and of every contestant the median over the rounds of its time over that of the base in the same round: forward alone,
 and forward with backward; on a CPU by the clock and, on the right, by CPU time. The base of the core is scaled
 dot-product attention without gates, that of the layer the MoH layer with the backend ``dense``; ``no router`` is
-ordinary attention. ``own keys`` is the sparse backend with --routed-keys selected, ``own keys, varlen`` the stock
-kernel for packed sequences, which is left out with ``--window``.
+ordinary attention. ``own keys`` is the sparse backend with --routed-keys selected.
 
 On a GPU times are taken from replayed CUDA graphs and, on the right, from eager calls; a contestant that waits for the
-GPU, as ``own keys, varlen`` does, has eager calls only, and a line says so. The bases are FLASH (EFFICIENT in fp32, and
+GPU has eager calls only, and a line says so. The bases are FLASH (EFFICIENT in fp32, and
 with documents, which it cannot mask) and CUDNN, as far as they run. benchmarks/attention_gpu.py is run first.
 ``unfused`` is attention in separate operations, against which the paper may have measured. The micro-batch is 1 on a
 CPU, and as many sequences as make 16,384 tokens on a GPU, unless ``--micro-batch`` says another.
@@ -44,13 +43,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.flags import SHAPES
 from benchmarks.timing import in_turns, ratio, set_up, stopwatch
+from moh_lm.build import BACKENDS, build_model
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.kernels import choose
+from moh_lm.kernels import measured
 from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
-from moh_lm.kernels.gated_attention import moh_attention
-from moh_lm.kernels.masks import boundaries, narrow
-from moh_lm.model.attention import Attention
-from moh_lm.model.balance import RouterStatistics, attach_loss
+from moh_lm.kernels.gated_attention import gated_attention
+from moh_lm.kernels.masks import apply_window, document_bounds
+from moh_lm.model.balance import RouterRows, attach_loss
+from moh_lm.model.batch_context import RouterInputs
 from moh_lm.supervise.malloc import keep_freed_memory
 
 TILE = 64
@@ -69,7 +69,7 @@ def main(options):
     if device.type == "cpu":
         keep_freed_memory()  # as training does
     print(conditions := describe(device, dtype))
-    new = choose.Measurement(*choose.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
+    new = measured.Measurement(*measured.key_of(device, dtype), f"{date.today()}: {conditions}", 0, [], [])
     if device.type == "cuda":
         from benchmarks.attention_gpu import check_and_tune
 
@@ -81,11 +81,9 @@ def main(options):
     for level, shape, active, length in product(options.levels, options.shapes, options.active, options.lengths):
         batch = options.micro_batch or (max(1, 16384 // length) if device.type == "cuda" else 1)
         documents = make_documents(options.documents, length, batch, device)
-        documents = narrow(documents, options.window, torch.empty(length, batch, device=device), masked=True)
+        documents = apply_window(documents, options.window, torch.empty(length, batch, device=device), masked=True)
         contestants = core if level == "core" else layer
         functions = contestants(SHAPES[shape], active, length, batch, device, dtype, documents)
-        if options.window:
-            functions.pop("own keys, varlen", None)  # its sequences have no window
         first = list(bases(documents, dtype)) if device.type == "cuda" else ["dense"]
         title = f"{level} {shape} {active}% T={length} b={batch}"
         found = report(title, functions, first, options.rounds, device)
@@ -98,8 +96,8 @@ def main(options):
         rows = [[*row, *(round(min(value, NEVER), 3) for value in values)] for row, values in sorted(ratios.items())]
         if min(map(min, ratios.values())) > NEVER:
             sys.exit(f"--save: nothing is written, since no layer ran both by {sparse} and by a base (see above)")
-        choose.save(new._replace(elements=min(elements), ratios=rows))
-        print(f"written to {choose.FILE}")
+        measured.save(new._replace(elements=min(elements), ratios=rows))
+        print(f"written to {measured.FILE}")
 
 
 def make_documents(mean, length, batch, device):
@@ -109,16 +107,16 @@ def make_documents(mean, length, batch, device):
     token = torch.arange(length)
     begins = torch.rand(batch, length, generator=torch.Generator().manual_seed(0)) < 1 / mean
     positions = token - torch.where(begins, token, 0).cummax(1).values
-    return boundaries(positions.to(device), True)
+    return document_bounds(positions.to(device), True)
 
 
 def describe(device, dtype):
     """The machine, the versions and the command."""
     if device.type == "cuda":
-        machine = f"{choose.machine(device)}, cuDNN {torch.backends.cudnn.version()}"
+        machine = f"{measured.machine(device)}, cuDNN {torch.backends.cudnn.version()}"
     else:
         load = f"{torch.get_num_threads()} threads, load of the machine {os.getloadavg()[0]:.1f}"
-        machine = f"{choose.machine(device)}, {os.cpu_count()} cores, {load}"
+        machine = f"{measured.machine(device)}, {os.cpu_count()} cores, {load}"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, {dtype}"
     return f"{machine}; {versions}\n$ python {' '.join(sys.argv)}"
 
@@ -145,10 +143,11 @@ def core(shape, active, length, batch, device, dtype, documents):
         print("tiles computed, of dense causal attention: {:.1%} and {:.1%}".format(*tiles(selected, documents)))
 
     def plain(query, key, value, gates):
-        return moh_attention(query, key, value, documents=documents, backend="dense")
+        return gated_attention(query, key, value, mask=documents)
 
     def with_backend(backend, own_keys=False):
-        return lambda *tensors: moh_attention(*tensors, selected, num_shared, documents, backend, own_keys=own_keys)
+        sparse = BACKENDS[backend]
+        return lambda *tensors: gated_attention(*tensors, selected, num_shared, documents, sparse, own_keys=own_keys)
 
     names = {"dense, gates": "dense", "cpu_sparse": "cpu_sparse"}
     functions = {"dense": plain}
@@ -159,8 +158,6 @@ def core(shape, active, length, batch, device, dtype, documents):
             functions["unfused"] = restricted(plain, SDPBackend.MATH)
     functions |= {name: with_backend(backend) for name, backend in names.items()}
     functions["own keys"] = with_backend("triton" if device.type == "cuda" else "cpu_sparse", own_keys=True)
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        functions["own keys, varlen"] = with_backend("varlen", own_keys=True)
     return {name: (function, [*inputs, gates]) for name, function in functions.items()}
 
 
@@ -182,14 +179,14 @@ def layer(shape, active, length, batch, device, dtype, documents):
         config = HeadsConfig(selection, (num_shared,), (num_active,), routed_keys=keys)
         model = ModelConfig(1, hidden, 4 * hidden, heads, kv_heads, head_dim, heads=config)
         torch.manual_seed(0)
-        module = Attention(model, 0, 0.02, 0.02, 1, None, backend)
+        module = build_model(model, backends=backend).model.layers[0].self_attn
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         module.to(device, dtype)
 
         def call(x, *_):
-            output, routed = module(x, documents)
-            return output if routed is None else attach_loss(output, routed.loss, routed.rows, RouterStatistics())
+            output, routing = module(x, RouterInputs(), documents)
+            return output if routing.loss is None else attach_loss(output, routing.loss, routing.rows, RouterRows())
 
         return call, list(module.parameters())
 
@@ -198,8 +195,6 @@ def layer(shape, active, length, batch, device, dtype, documents):
     sparse = "triton" if device.type == "cuda" else "cpu_sparse"
     modules = {"dense": make("mixture", "dense"), "no router": make("all", "dense")}
     modules |= {sparse: make("mixture", sparse), "own keys": make("mixture", sparse, "selected")}
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        modules["own keys, varlen"] = make("mixture", "varlen", "selected")
     found = {name: (function, [x, *parameters]) for name, (function, parameters) in modules.items()}
     if device.type == "cuda":
         dense = found.pop("dense")

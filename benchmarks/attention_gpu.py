@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.timing import recorded, seconds, without_waiting
-from moh_lm.kernels import choose, triton_attention
-from moh_lm.kernels.gated_attention import moh_attention
-from moh_lm.kernels.masks import boundaries
+from moh_lm.kernels import measured, triton_attention
+from moh_lm.kernels.gated_attention import TRITON, gated_attention
+from moh_lm.kernels.masks import document_bounds
 
 # block of slots, block of keys, warps, stages
 CANDIDATES = {
@@ -81,7 +81,7 @@ def with_gradients(function, tensors, upstream):
 
 
 def triton(selected, num_shared, documents=None):
-    return lambda *tensors: moh_attention(*tensors, selected, num_shared, documents, "triton")
+    return lambda *tensors: gated_attention(*tensors, selected, num_shared, documents, TRITON)
 
 
 def errors(shape, device, dtype, length=1000, of_documents=None):
@@ -89,10 +89,10 @@ def errors(shape, device, dtype, length=1000, of_documents=None):
     kernels repeat bit for bit. of_documents: their length; None: one."""
     tensors, upstream, selected = make(shape, length, device, dtype)
     num_shared = shape[1] // 4
-    documents = of_documents and boundaries(torch.arange(length, device=device)[None] % of_documents, True)
+    documents = of_documents and document_bounds(torch.arange(length, device=device)[None] % of_documents, True)
 
     def dense(*tensors):
-        return moh_attention(*tensors, selected, num_shared, documents, "dense")
+        return gated_attention(*tensors, selected, num_shared, documents)
 
     with sdpa_kernel(SDPBackend.MATH):
         wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
@@ -133,7 +133,7 @@ def tune(new, shape, length, device, dtype):
     gradient = upstream[:, :, first:]
     selected = selected[..., first:]
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    expected = with_gradients(lambda *tensors: moh_attention(*tensors, selected, backend="dense"), leaves, gradient)
+    expected = with_gradients(lambda *tensors: gated_attention(*tensors, selected), leaves, gradient)
     kept = triton_attention.head_sparse_attention(*inputs, selected)[1:]
 
     def forward():
@@ -148,7 +148,7 @@ def tune(new, shape, length, device, dtype):
         found = []
         usual = triton_attention.tiles(kernel, dtype, shape[3], torch.cuda.get_device_capability(device))
         for choice in dict.fromkeys([tuple(usual), *CANDIDATES[kernel]]):
-            choose.keep(new._replace(tiles=[*new.tiles, [kernel, length, shape[3], choice]]))
+            measured.keep(new._replace(tiles=[*new.tiles, [kernel, length, shape[3], choice]]))
             try:
                 if not all(map(agree, call(), wanted)):
                     raise ArithmeticError("another result than that of the dense backend")
@@ -157,7 +157,7 @@ def tune(new, shape, length, device, dtype):
                 print(f"tiles {kernel} e={shape[3]} T={length} {choice}: {type(error).__name__} {str(error)[:80]}")
         found.sort()
         new.tiles.extend([kernel, length, shape[3], choice] for _, choice in found[:1])
-        choose.keep(new)
+        measured.keep(new)
         shown = "; ".join(f"{time:.3f} ms {choice}" for time, choice in found[:4])
         print(f"tiles {kernel} e={shape[3]} T={length}, with the rest of its pass: {shown}", flush=True)
         complete = complete and bool(found)

@@ -42,7 +42,7 @@ from benchmarks.timing import in_turns, ratio, recorded, seconds, set_up, stopwa
 from moh_lm.inference import decode
 from moh_lm.inference.decode import decode_attention
 from moh_lm.inference.selected_kv_cache import SelectedKVCache
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.router import select
 
 CACHES_BYTES = 256 * 2**20  # more than a processor's cache, or an H200's of 50 MB

@@ -69,7 +69,7 @@ def step_flags(texts):
     names = ["dense", "moh-75", "moh-50", "hf"]
     choices = [*names, *(f"{name}-compiled" for name in names)]
     add("--contestants", nargs="+", default=names, choices=choices, metavar="NAME", help="(default: the first four)")
-    backends = ("auto", "dense", "triton", "flex", "cpu_sparse")
+    backends = ("auto", "dense", "triton", "cpu_sparse")
     add("--backend", default="auto", choices=backends, help="attention backend of ours (default: auto)")
     add("--rounds", type=at_least(1), default=3, help="that count (default: 3)")
     add("--threads", type=at_least(1), help="(default: torch's own number)")

@@ -30,13 +30,14 @@ import torch
 from benchmarks.attention import budgets
 from benchmarks.flags import MODELS, checked
 from benchmarks.timing import seconds
+from moh_lm.build import build_model
 from moh_lm.cli.devices import usable_device
 from moh_lm.config import HeadsConfig, ModelConfig, raise_any
 from moh_lm.cost.flops import flops_per_token
-from moh_lm.kernels.gated_attention import choose_backend
-from moh_lm.model.transformer import CausalLM, compile_layers
+from moh_lm.kernels.choose import choose_backend
+from moh_lm.model.transformer import compile_layers
 from moh_lm.supervise.malloc import keep_freed_memory
-from tools.hf.keys import written
+from tools.hf.convert.keys import written
 
 VOCAB = {"tiny": 1024}
 
@@ -128,18 +129,16 @@ def make(name, arguments, length, device):
         with device:
             model, loss_of = hugging_face(config, length, kind != name), hugging_face_loss
     else:
+        share = config.active_heads(0) / config.num_attention_heads
+        queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
+        chosen = choose_backend(arguments.backend, device, dtype, queries, share, compiled=kind != name)
         with device:  # drawn there, billions of weights take no time
-            model, loss_of = CausalLM(config, attention_backend=arguments.backend), our_loss
+            model, loss_of = build_model(config, backends=chosen), our_loss
         for parameter in model.parameters():
             constant = parameter.init_std is None
             torch.nn.init.ones_(parameter) if constant else torch.nn.init.normal_(parameter, std=parameter.init_std)
         if kind != name:
             compile_layers(model)
-        share = config.active_heads(0) / config.num_attention_heads
-        chosen = arguments.backend
-        if chosen == "auto":
-            queries = (length, arguments.micro_batch_size, config.num_attention_heads, config.head_dim)
-            chosen = choose_backend("auto", device, dtype, queries, share, compiled=kind != name)
         print(f"{name}: attention backend {chosen}, {share:.0%} of the heads", file=sys.stderr)
     model = model.to(device=device, dtype=dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda" or None)

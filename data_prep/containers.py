@@ -21,6 +21,7 @@ from typing import BinaryIO
 import pyarrow
 import zstandard
 
+from moh_lm.cli.command import Failure
 from moh_lm.parsing import parse_json
 
 READ = 1 << 18  # bytes per read
@@ -59,7 +60,7 @@ FAILURES = (OSError, EOFError, zlib.error, zstandard.ZstdError, pyarrow.ArrowExc
 FAILURES += (ValueError, OverflowError, KeyError)  # of pyarrow: values that Python cannot hold, a column twice
 
 
-class InputError(Exception):
+class InputError(Failure):
     """An input that cannot be read to its end; the message names the file."""
 
 

@@ -22,7 +22,6 @@ import numpy as np
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from data_prep import bpe_continuation as bpe
-from data_prep.containers import InputError
 from data_prep.encoding import Tokenizer
 from data_prep.output import check_model_file
 from data_prep.report import table, told
@@ -35,7 +34,6 @@ from moh_lm.data.hugging_face_model import HuggingFaceModel
 from moh_lm.data.tiktoken_model import is_tiktoken
 from moh_lm.data.tokenizer import model_files
 
-FAILURES = (InputError, OSError)  # of text that cannot be read, of a model that cannot be written
 HELD_OUT = 50  # one line in so many is not trained on
 OLD_BYTES = 16 << 20  # of the old kind of text
 COVERAGE = 0.9995  # of the occurrences of new characters

@@ -13,14 +13,12 @@ from collections import Counter
 
 import sentencepiece
 
-from data_prep.containers import InputError
 from data_prep.output import check_model_file
 from data_prep.report import told
 from data_prep.training_sample import LONGEST_SENTENCE, read_sample
 from moh_lm.config import raise_any
 from moh_lm.data.files import publish
 
-FAILURES = (InputError, OSError)  # of text that cannot be read, of a model that cannot be written
 BYTES_AND_CONTROLS = 256 + 3  # pieces that every model has
 SMALLEST = BYTES_AND_CONTROLS + 1  # the size from which on SentencePiece says what is wrong with it
 # The sizes that it advises. Which characters have to be pieces depends on the size, so the next one may fail as well.

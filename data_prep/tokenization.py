@@ -1,4 +1,4 @@
-"""The work of data_prep/tokenize.py: which units there are, the shards that are missing, and what became of them."""
+"""Tokenization of all sources: which units there are, making the shards that are missing, and what is said of them."""
 
 import os
 import sys
@@ -18,8 +18,6 @@ from data_prep.writing import too_many_bad
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, publish
 from moh_lm.data.shards import TOKENIZER_FILES, write_manifest
-
-FAILURES = OSError  # of a tokenizer that cannot be read
 
 
 def run(flags) -> int:

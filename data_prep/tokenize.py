@@ -16,19 +16,154 @@ import sys
 if __name__ == "__main__":  # the root of the checkout, not this folder, whose tokenize.py hides a standard module
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from data_prep.flags import extend_flags, tokenize_flags, train_flags
-from moh_lm.cli.command import run
+from moh_lm.cli.command import output_path, run_command
+from moh_lm.cli.parser import Parser, nearest
+from moh_lm.config import ConfigError
+from moh_lm.flags import name_and_weight
+from moh_lm.units import at_least, quantity, real
 
-COMMANDS = {
-    "train": (train_flags, "data_prep.sentencepiece_training"),
-    "extend": (extend_flags, "data_prep.sentencepiece_extension"),
-}
+MOST_PIECES = 1 << 24  # with more, SentencePiece takes minutes to find that there are not so many
 
 
 def main(texts: list[str]) -> int:
-    parse, work = COMMANDS.get(texts[0] if texts else "", (tokenize_flags, "data_prep.tokenization"))
-    arguments, again = texts[parse is not tokenize_flags :], "stopped; the same command goes on from here"
-    return run("tokenize.py", parse, arguments, work, remark="; nothing was written", interrupted=again)
+    commands = {"train": (train_flags, train), "extend": (extend_flags, extend)}
+    parse, work = commands.get(texts[0] if texts else "", (tokenize_flags, tokenize))
+    given, again = texts[work is not tokenize :], "stopped; the same command goes on from here"
+    words = {"remark": "; nothing was written", "interrupted": again}
+    return run_command("tokenize.py", parse, work, given, failures=(OSError,), **words)
+
+
+def tokenize_flags(texts):
+    parser = Parser(
+        prog="python data_prep/tokenize.py",
+        description="Encode text into token shards; docs/data.md tells more.",
+        epilog="To train or extend a SentencePiece model: python data_prep/tokenize.py train --help, or extend --help",
+    )
+    if texts and not texts[0].startswith("-"):
+        raise ConfigError([f"command {texts[0]} is unknown: {nearest(texts[0], ('train', 'extend'))}"])
+    add = parser.add_argument
+    add(
+        "--tokenizer", metavar="MODEL", required=True,
+        help="SentencePiece model, LLaMA-3's, tokenizer.json of Hugging Face, or a directory that has one of them",
+    )
+    add(
+        "--source", metavar="NAME=GLOB", action="append", default=[],
+        help="a source and its files: JSON lines, parquet, Arrow or plain text, also in gzip or zstandard; '-' is "
+        "standard input; may be repeated",
+    )
+    add(
+        "--recognize", metavar="DIR", action="append", default=[],
+        help="a directory with files of known corpora (docs/data.md), whose sources are named by their content; may be "
+        "repeated",
+    )
+    add("--only", metavar="NAME", nargs="+", default=[], help="of the sources that --recognize finds, these alone")
+    add(
+        "--output", metavar="DIR", type=output_path, required=True,
+        help="data directory; sources that it has already stay",
+    )
+    cores = len(os.sched_getaffinity(0))
+    add("--workers", metavar="N", type=at_least(1), default=cores, help="processes (default: one per core)")
+    add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
+    add("--bos", action="store_true", help="put the beginning-of-sequence token before each document")
+    add("--no-shuffle", action="store_true", help="keep the documents in order instead of shuffling each shard")
+    add(
+        "--unit-size", metavar="BYTES", type=size, default="128M",
+        help="bytes of input per shard, where an input can be divided (default: 128M)",
+    )
+    add(
+        "--max-bad-fraction", metavar="F", type=fraction,
+        help="a shard with a larger fraction of bad records is not written (default: 0.01, or up to 1000 bad records "
+        "if they are at most nine tenths)",
+    )
+    flags = parser.parse_args(texts)
+    if not flags.source and not flags.recognize:
+        parser.error("nothing to tokenize: give --source NAME=GLOB or --recognize DIR")
+    if flags.only and not flags.recognize:
+        parser.error("--only chooses among the sources that --recognize DIR finds: give that too")
+    return flags
+
+
+def train_flags(texts):
+    what = "Train a SentencePiece BPE model with byte fallback, as LLaMA's, on a sample of the documents."
+    parser = Parser(prog="python data_prep/tokenize.py train", description=what)
+    add_sample_flags(parser)
+    parser.add_argument("--vocab-size", metavar="N", type=pieces, default="65536", help="pieces (default: 65536)")
+    parser.add_argument("--output", metavar="MODEL", type=output_path, required=True, help="the model file to write")
+    return parser.parse_args(texts)
+
+
+def extend_flags(texts):
+    what = "Add tokens for another kind of text to a vocabulary, whose ids stay as they are."
+    parser = Parser(prog="python data_prep/tokenize.py extend", description=what)
+    add = parser.add_argument
+    add("--tokenizer", metavar="MODEL", required=True, help="SentencePiece BPE model, or LLaMA-3's tokenizer.model")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--vocab-size", metavar="N", type=pieces, help="tokens after the extension, old and new")
+    which.add_argument("--add-pieces", metavar="FILE", help="new pieces of a SentencePiece model, a line each")
+    add("--output", metavar="MODEL", type=output_path, required=True, help="the file to write")
+    add(
+        "--old-input", metavar="GLOB", nargs="+", default=[],
+        help="files with text of the old kind, which is to change little",
+    )
+    add_sample_flags(parser)
+    return parser.parse_args(texts)
+
+
+def add_sample_flags(parser: Parser):
+    add = parser.add_argument
+    add(
+        "--input", metavar="GLOB", nargs="+", default=[],
+        help="files, of any kind that can be tokenized, in proportion to their size",
+    )
+    add(
+        "--source", metavar="NAME=GLOB", action="append", default=[],
+        help="in place of --input: a source and its files; may be repeated",
+    )
+    add(
+        "--data-mix", metavar="NAME=WEIGHT", nargs="+", default=[], type=name_and_weight,
+        help="the shares of the sources in the sample (default: in proportion to their size)",
+    )
+    add("--text-key", metavar="KEY", default="text", help="key or column that holds the text (default: text)")
+    add("--sample-bytes", metavar="BYTES", type=size, default="256M", help="text to train on, at most (default: 256M)")
+
+
+def size(text: str) -> int:
+    value = quantity(1024)(text)
+    if value < 1:
+        raise ValueError("must be at least 1")
+    return value
+
+
+def pieces(text: str) -> int:
+    value = size(text)
+    if value > MOST_PIECES:
+        raise ValueError(f"must be at most {MOST_PIECES}")
+    return value
+
+
+def fraction(text):
+    value = real(text)
+    if not 0 <= value <= 1:
+        raise ValueError("must be between 0 and 1")
+    return value
+
+
+def tokenize(flags) -> int:
+    from data_prep.tokenization import run
+
+    return run(flags)
+
+
+def train(flags) -> int:
+    from data_prep.sentencepiece_training import run
+
+    return run(flags)
+
+
+def extend(flags) -> int:
+    from data_prep.sentencepiece_extension import run
+
+    return run(flags)
 
 
 if __name__ == "__main__":

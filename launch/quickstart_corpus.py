@@ -11,26 +11,24 @@ held-out part of one source is not learned from another. Modules are parsed, nev
 paths: one Python version always gives the same bytes.
 """
 
+import ast
+import gzip
+import importlib
+import json
 import sys
+import sysconfig
+import tokenize
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import ast
-import gzip
-import importlib
-import json
-import sysconfig
-import tokenize
-
 import zstandard
 
-from moh_lm.cli import command
+from moh_lm.cli.command import run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.data.files import publish
 
-FAILURES = OSError
 FILES = {"topics": "topics.jsonl", "docstrings": "docstrings.jsonl.zst", "library": "library.json.gz"}
 # Absent from many installations, tables of character sets, another source, or not the standard library.
 LEFT_OUT = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages"}
@@ -38,7 +36,7 @@ SMALLEST = 200_000  # characters per source: with less, too few windows could be
 
 
 def main(texts):
-    return command.run("quickstart_corpus", parse_arguments, texts, work="launch.quickstart_corpus")
+    return run_command("quickstart_corpus", parse_arguments, run, texts, failures=(OSError,))
 
 
 def parse_arguments(texts):

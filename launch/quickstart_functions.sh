@@ -81,7 +81,7 @@ set_threads() {
 }
 
 # one_thread_a_run: a small model gains little from more threads, and as many runs at a time gain all. With GPUs the
-# command itself knows how many (launch/work/runs.py).
+# command itself knows how many (studies/runs.py).
 one_thread_a_run() {
     jobs=()
     python -c "import sys, torch; sys.exit(torch.cuda.is_available())" && jobs=(--jobs "$OMP_NUM_THREADS")
@@ -113,7 +113,7 @@ make_english() {
     done
 
     step "Corpus: three kinds of technical English"
-    up_to_date "$out/corpus/corpus.json" || run python -m launch.atlas_corpus "$out/corpus"
+    up_to_date "$out/corpus/corpus.json" || run python -m studies.atlas_corpus "$out/corpus"
 
     step "Tokenizer: a SentencePiece model of 4,096 pieces"
     up_to_date "$out/tokenizer.model" "$out/corpus/corpus.json" ||
@@ -125,7 +125,7 @@ make_english() {
         --workers "$OMP_NUM_THREADS" "${sources[@]}"
 }
 
-# compare PROGRAM MAKE MIX [OUT] [FLAGS]: python -m launch.PROGRAM on the MIX of what the command MAKE makes in OUT, or
+# compare PROGRAM MAKE MIX [OUT] [FLAGS]: python -m studies.PROGRAM on the MIX of what the command MAKE makes in OUT, or
 # on the --data-dir among FLAGS.
 compare() {
     local program=$1 make=$2 mix=$3 data=()
@@ -144,8 +144,8 @@ compare() {
         read -ra data <<<"--data-mix $mix"
         data+=(--data-dir "$out/data")
     fi
-    if python3 -c "import launch.$program" 2>/dev/null; then # before anything is made, if this Python can read the flags
-        python3 -m "launch.$program" "$out" ${data[@]+"${data[@]}"} "$@" --check || exit
+    if python3 -c "import studies.$program" 2>/dev/null; then # before anything is made, if this Python can read the flags
+        python3 -m "studies.$program" "$out" ${data[@]+"${data[@]}"} "$@" --check || exit
     fi
 
     step "Environment"
@@ -159,6 +159,6 @@ compare() {
     jobs=(--jobs 1) # the sizes of a ladder follow one another
     [[ $program == ladder ]] || one_thread_a_run
     set -- "$out" ${jobs[@]+"${jobs[@]}"} ${data[@]+"${data[@]}"} "$@"
-    echo "+ python -m launch.$program $*"
-    exec nice -n 19 python -m "launch.$program" "$@" # a signal to this process reaches it
+    echo "+ python -m studies.$program $*"
+    exec nice -n 19 python -m "studies.$program" "$@" # a signal to this process reaches it
 }

@@ -7,18 +7,21 @@ are recovered, of the mean over sources and of each source. PREFIX.csv receives 
 matplotlib is installed. Exit code 2 if the runs cannot be compared.
 """
 
+import csv
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import run
+from moh_lm.cli.command import run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.config import Config, ConfigError
+from moh_lm.monitor.events import complete_rows
 
 
 def main(texts):
-    return run("quickstart_recovery", parse_arguments, texts, work="launch.work.quickstart_recovery")
+    return run_command("quickstart_recovery", parse_arguments, run, texts, failures=(OSError,))
 
 
 def parse_arguments(texts):
@@ -27,6 +30,96 @@ def parse_arguments(texts):
     parser.add_argument("--control", type=Path, metavar="RUN", required=True, help="run directory of the dense model")
     parser.add_argument("--output", type=Path, metavar="PREFIX", help="of the files to write")
     return parser.parse_args(texts)
+
+
+def run(arguments):
+    mixture, control = evaluations(arguments.mixture), evaluations(arguments.control)
+    if 0 not in mixture:
+        raise ConfigError([f"--mixture {arguments.mixture}: was not evaluated before its first step; give another run"])
+    if mixture.keys() != control.keys() or mixture[0].keys() != control[0].keys():
+        raise ConfigError(["--control: was not evaluated at the same steps on the same sources as --mixture"])
+    tokens = Config.load(arguments.mixture / "config.json").run.batch_tokens
+    rows = [row(step * tokens, mixture[0], control[0], mixture[step], control[step]) for step in sorted(mixture)]
+    print_table(rows, list(mixture[0]))
+    if arguments.output:
+        write_table(f"{arguments.output}.csv", rows)
+        try:
+            draw(f"{arguments.output}.png", rows, list(mixture[0]))
+        except ModuleNotFoundError:
+            print("no picture: matplotlib is not installed")
+
+
+def evaluations(run):
+    """{step: {source, and "mean": validation loss}} of a run."""
+    rows = [row for _, row in complete_rows(run / "metrics.jsonl") if "evaluation" in row]
+    if any(row["evaluation_mean"] is None for row in rows):
+        raise ConfigError([f"{run}: has diverged: a validation loss is not finite; give a run that has not"])
+    return {row["step"]: {"mean": row["evaluation_mean"], **row["evaluation"]} for row in rows}
+
+
+def row(tokens, mixture_0, control_0, mixture, control):
+    """The figures after ``tokens`` tokens: losses and shares, each of the mean and of every source."""
+    found = {"tokens": tokens}
+    for name in mixture:
+        regained = mixture_0[name] - mixture[name]
+        found[f"loss/{name}"] = mixture[name]
+        found[f"control/{name}"] = control[name]
+        found[f"recovered/{name}"] = share(regained, mixture_0[name] - control_0[name])
+        found[f"against_control/{name}"] = share(regained, mixture_0[name] - control[name])
+    return found
+
+
+def share(regained, lost):
+    """A share of what was lost; nothing was lost if the mixture begins as good as the dense model."""
+    return regained / lost if lost > 0 else float("nan")
+
+
+def print_table(rows, names):
+    sources = [name for name in names if name != "mean"]
+    first = rows[0]
+    print("validation loss per token     " + "".join(f"{name:>12}" for name in names))
+    for title, kind, figures in (
+        ("dense, end of stage 1", "control", first),
+        ("mixture before training", "loss", first),
+        ("mixture after training", "loss", rows[-1]),
+        ("dense, trained as long", "control", rows[-1]),
+    ):
+        print(f"{title:<30}" + "".join(f"{figures[f'{kind}/{name}']:>12.4f}" for name in names))
+    print()
+    print(f"{'tokens':>10}{'loss':>9}{'dense':>9}{'recovered':>11}{'against control':>17}  recovered of each source")
+    for figures in rows:
+        each = "  ".join(f"{name} {figures[f'recovered/{name}']:7.1%}" for name in sources)
+        print(
+            f"{figures['tokens']:>10,}{figures['loss/mean']:>9.4f}{figures['control/mean']:>9.4f}"
+            f"{figures['recovered/mean']:>11.1%}{figures['against_control/mean']:>17.1%}  {each}"
+        )
+
+
+def write_table(path, rows):
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"wrote {path}")
+
+
+def draw(path, rows, names):
+    """The curves of ``recovered``: thick for the mean, thin for each source; dashed against the control."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    tokens = [row["tokens"] / 1e6 for row in rows]
+    for name in names:
+        style = dict(linewidth=2.5, color="black") if name == "mean" else dict(linewidth=1)
+        axes.plot(tokens, [100 * row[f"recovered/{name}"] for row in rows], label=name, **style)
+    strict = [100 * row["against_control/mean"] for row in rows]
+    axes.plot(tokens, strict, "--", color="black", label="mean, against control")
+    axes.axhline(100, color="gray", linewidth=0.8)
+    axes.set(xlabel="tokens of stage 2 (millions)", ylabel="share of the dense model's quality regained (%)")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ A launcher for several nodes has to get Ctrl-C, to pass it on. It knows no hang-
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,11 +24,38 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the launcher is imported: 
 from deepspeed.launcher import runner  # noqa: E402
 
 
+class PDSHRunner(runner.PDSHRunner):
+    """DeepSpeed's start of the nodes by pdsh, with words that arrive as they were given.
+
+    pdsh fills in %h, %u and %n, and joins the words for the shell of each node. DeepSpeed quotes spaces only.
+    """
+
+    def __init__(self, args, world_info):
+        super().__init__(args, world_info)
+        self.user_script = quoted(args.user_script)
+
+    def parse_user_args(self):
+        return [quoted(word) for word in self.args.user_args]
+
+    def add_export(self, key, var):
+        self.exports[key.strip()] = quoted(var.strip())
+
+    def get_cmd(self, environment, active_resources):
+        command, kill, environment = super().get_cmd(environment, active_resources)
+        here = os.path.abspath(".")
+        return [f"cd {quoted(here)};" if word == f"cd {here};" else word for word in command], kill, environment
+
+
+def quoted(word):
+    return shlex.quote(word).replace("%", "%%")
+
+
 def main(script, *flags):
     hostfile, level = os.environ.get("HOSTFILE"), os.environ.get("DEEPSPEED_LOG_LEVEL", "critical")
     port, devices = os.environ.get("MASTER_PORT"), os.environ.get("CUDA_VISIBLE_DEVICES", "")
     several = bool(hostfile) or os.path.isfile(runner.DLTS_HOSTFILE)
     launcher, start = [], subprocess.Popen
+    runner.PDSHRunner = PDSHRunner
     subprocess.Popen = lambda *words, **more: launcher.append(start(*words, **more)) or launcher[-1]
     try:
         if hostfile and not os.path.isfile(hostfile):  # the launcher would go on with this machine only

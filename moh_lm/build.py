@@ -1,12 +1,174 @@
-"""Which class an attention layer is of."""
+"""How a model is made of its parts: the one place that knows every kind of attention, router, core and position.
 
-from moh_lm.extras.heterogeneous_heads import UnevenAttention
+What is ordinary stands in moh_lm/model; what only the sources name comes from moh_lm/extras. A kind is chosen here by
+the configuration, once for a run, so that the layers themselves have no branch on kind, backend or machine.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from moh_lm.extras.cope import ContextualPositions, CoPECore
+from moh_lm.extras.cpu_rows import CPURowAttention
+from moh_lm.extras.cpu_sparse import CPU_SPARSE
+from moh_lm.extras.gumbel import GumbelNoise
+from moh_lm.extras.heterogeneous_heads import HeterogeneousAttention, HeterogeneousPositions
+from moh_lm.kernels.choose import choose_backend
+from moh_lm.kernels.core_attention import CoreAttention
+from moh_lm.kernels.gated_attention import TRITON
+from moh_lm.kernels.masks import share_of_scores
 from moh_lm.model.attention import Attention
-from moh_lm.model.mla import LatentAttention
+from moh_lm.model.batch_context import BatchContext
+from moh_lm.model.mla import LatentCore, MultiLatentAttention
+from moh_lm.model.positions import RotaryPositions
+from moh_lm.model.query_norm import QueryNormAttention
+from moh_lm.model.rotary import rotary_of
+from moh_lm.model.router import AllHeads, GatedHeads, HeadRouter, StaticHeads
+from moh_lm.model.transformer import INIT_STD, CausalLM, DecoderLayer, init_stds, loss_terms
+from moh_lm.parallel.groups import group_size
+from moh_lm.parallel.head_partition import HeadPartition
+from moh_lm.parallel.ulysses import ContextGroups, UlyssesAttention, UlyssesExchange
+
+BACKENDS = {"dense": None, "triton": TRITON, "cpu_sparse": CPU_SPARSE}
 
 
-def attention_kind(config):
-    """The class of the attention layers of a ``ModelConfig``."""
+class Settings(NamedTuple):
+    """What the layers of a model need to know of the run.
+
+    group: tensor-parallel group, or None. context: ``ContextGroups``, or None. micro_batches: number of them in a step,
+    over which the losses of the routers are averaged. recompute: whether activations are recomputed. backends: the
+    attention backend of each layer, or of all layers; see ``layer_backends``. seed: of the run. watched: whether every
+    layer must go through its core attention while it trains, for hooks to see.
+    """
+
+    group: object = None
+    context: ContextGroups | None = None
+    micro_batches: int = 1
+    recompute: bool = False
+    backends: tuple[str, ...] | str = "dense"
+    seed: int = 0
+    watched: bool = False
+
+    def backend(self, layer_index):
+        return self.backends if isinstance(self.backends, str) else self.backends[layer_index]
+
+    def batch_context(self):
+        return BatchContext(makes_masks="dense" in self.backends)
+
+
+def build_model(config, z_loss=0.0, **settings):
+    """The ``CausalLM`` of a ``ModelConfig``; settings: those of ``Settings``. Its weights are not drawn yet."""
+    settings = Settings(**settings)
+    batch = settings.batch_context()
+    layers = decoder_layers(config, batch, settings)
+    return CausalLM(config, batch, layers, settings.group, z_loss, settings.context)
+
+
+def decoder_layers(config, batch, settings):
+    """A function without arguments for each layer, which makes the ``DecoderLayer``."""
+    return [
+        partial(
+            DecoderLayer, config, index, batch, partial(build_attention, config, index, settings),
+            settings.recompute, settings.group,
+        )
+        for index in range(config.num_layers)
+    ]  # fmt: skip
+
+
+def layer_backends(config, device):
+    """The attention backend of each layer of a run, never ``auto``: by the shape of a micro-batch of its training.
+
+    config: ``Config``. Raises RuntimeError if a backend that is asked for by name cannot run on the device.
+    """
+    run, model = config.run, config.model
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    ranks = config.parallel.tensor_parallel_size * config.parallel.context_parallel_size
+    names = []
+    for index in range(model.num_layers):
+        of = model.of_layer(index)
+        shape = (run.seq_length, run.micro_batch_size, of.num_attention_heads // ranks, of.query_dim)
+        share = model.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, of.window[index])
+        dense_only = of.position[index] == "cope"
+        names.append(
+            choose_backend(
+                run.attention_backend, device, dtype, shape, share, dense_only, model.own_keys(index), run.compile
+            )
+        )
+    return tuple(names)
+
+
+def build_attention(config, layer_index, settings):
+    """The ``Attention`` of a layer. config: ``ModelConfig`` of the whole model."""
+    of, group, context = config.of_layer(layer_index), settings.group, settings.context
+    init_std, output_std = init_stds(config)
+    heads = HeadPartition(of.num_attention_heads, config.always_on_heads(layer_index), group)
+    local = of.num_attention_heads // group_size(group)
+    exchange = UlyssesExchange(local, heads.num_always_on, context) if context else None
+    core = {
+        "backend": BACKENDS[settings.backend(layer_index)],
+        "window": of.window[layer_index],
+        "num_shared": (exchange or heads).num_always_on,
+        "own_keys": config.own_keys(layer_index),
+    }
+    counted = None
+    if of.position[layer_index] == "cope":
+        counted = ContextualPositions(of, INIT_STD, heads, exchange)
+        core = CoPECore(counted, **core | {"backend": None})  # which needs all scores
+    else:
+        core = (LatentCore if of.attention == "latent" else CoreAttention)(**core)
+    terms = loss_terms(config, settings.micro_batches)
+    router = build_router(of, layer_index, heads, core, init_std, terms, settings)
+    kind, positions = attention_kind(of, router, core, settings), RotaryPositions
+    if of.head_dims:
+        positions = partial(HeterogeneousPositions, of, layer_index, heads)
+    core = UlyssesAttention(core, exchange) if exchange else core
+    attention = kind(of, heads, router, core, positions(rotary_of(of, layer_index), context), init_std, output_std)
+    if counted is not None:
+        attention.add_module("cope", counted)
+    return attention
+
+
+def build_router(config, layer_index, heads, core, init_std, terms, settings):
+    """The router of a layer, whose configuration is ``config``; see moh_lm/model/router.py. terms: ``loss_terms``."""
+    if config.heads.head_selection == "all":
+        return AllHeads()
+    if config.heads.head_selection == "static":
+        local = heads.num_heads // group_size(settings.group)
+        return StaticHeads(local, heads.num_always_on, settings.group)
+    reads_queries = config.heads.routing == "query_norm"
+    if config.routed_layer(layer_index).num_routed == 0 and not reads_queries:
+        return GatedHeads(config, layer_index, init_std, settings.group, heads)
+    scale = config.heads.router_gumbel_noise
+    return HeadRouter(
+        config,
+        layer_index,
+        init_std,
+        settings.group,
+        heads,
+        terms,
+        settings.context,
+        GumbelNoise(scale, settings.seed, layer_index) if scale else None,
+        says_selected=reads_queries or core.own_keys or core.backend is not None,
+    )
+
+
+class QueryNormMLA(QueryNormAttention, MultiLatentAttention):
+    """Multi-head latent attention, routed by the norms of its queries."""
+
+
+class QueryNormHeterogeneous(QueryNormAttention, HeterogeneousAttention):
+    """Heads of several widths, routed by the norms of their queries."""
+
+
+def attention_kind(config, router, core, settings):
+    """The class of an attention layer."""
+    by_queries = isinstance(router, HeadRouter) and router.form.reads_queries
     if config.head_dims:
-        return UnevenAttention
-    return LatentAttention if config.attention == "latent" else Attention
+        return QueryNormHeterogeneous if by_queries else HeterogeneousAttention
+    if config.attention == "latent":
+        return QueryNormMLA if by_queries else MultiLatentAttention
+    if by_queries:
+        return QueryNormAttention
+    by_rows = core.backend is CPU_SPARSE and isinstance(router, HeadRouter)
+    return CPURowAttention if by_rows and not settings.context and not settings.watched else Attention

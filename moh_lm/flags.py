@@ -6,7 +6,6 @@ the flags of a file, in its place. All unknown flags and unreadable values are c
 """
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -14,11 +13,10 @@ import yaml
 
 from moh_lm.checkpoint.directory import newest_model
 from moh_lm.cli.parser import Parser, nearest
-from moh_lm.config import BUDGETS, SPREAD, TWO_STAGE, Config, ConfigError, HeadsConfig, flag, raise_any, walk
+from moh_lm.config import BUDGETS, SPREAD, Config, ConfigError, flag, raise_any, walk
 from moh_lm.units import duration, integer, quantity, real, words, wrapped
 
 MIXES = ("data_mix", "decay_mix")  # fields that are weights of sources
-ROUTER_ONLY = ("router_learning_rate_scale", "router_gradient_clipping")  # of the optimizer
 
 
 def parse_config(arguments):
@@ -27,16 +25,16 @@ def parse_config(arguments):
     return config_of(given), given.dry_run
 
 
-def parse_flags(parser, arguments, kind=Config):
+def parse_flags(parser, arguments, config_type=Config):
     """What ``arguments`` say: a namespace whose ``values`` are {field: value} of the configuration's flags among them.
 
-    parser: with ``add_config_flags`` of the same kind of configuration. Raises ConfigError.
+    parser: with the ``add_config_flags`` of this ``config_type``. Raises ConfigError.
     """
     parser.strict = True
     namespace, unknown = parser.parse_known_args(arguments)
     problems = parser.all_problems(unknown)
-    namespace.values, namespace.kind = {}, kind
-    for _, entry in walk(kind()):
+    namespace.values, namespace.config_type = {}, config_type
+    for _, entry in walk(config_type()):
         texts = getattr(namespace, entry.name)
         if texts is not None:
             try:
@@ -46,7 +44,7 @@ def parse_flags(parser, arguments, kind=Config):
                 problems.append(f"{flag(entry.name)} {shown}: {error}")
     if getattr(namespace, "save_config", None) and not namespace.dry_run:
         problems.append(f"--save-config {namespace.save_config}: goes with --dry-run; add it")
-    if kind is Config and namespace.preset and getattr(namespace, "script", None):
+    if config_type.scripts_have_sizes and namespace.preset and getattr(namespace, "script", None):
         advice = "use it with python -m moh_lm.pretrain"
         problems.append(f"--preset {namespace.preset}: {namespace.script} has its sizes; {advice}")
     raise_any(problems)
@@ -58,12 +56,12 @@ def config_of(given):
 
     What is not given is, of the model, that of the newest checkpoint in --checkpoint-dir, or else that of --preset.
     """
-    kind = given.kind
-    model = without_replaced(model_of_run(given.values.get("checkpoint_dir"), kind), given.values)
+    config_type = given.config_type
+    model = without_replaced(model_of_run(given.values.get("checkpoint_dir"), config_type), given.values)
     if given.values.get("head_selection") == "gated":
         model.pop("routing", None)  # which gated decides; moh_lm.run.resume says what the run has
     known = {**model, **given.values}
-    return kind.from_dict({**(kind.preset(given.preset, known) if given.preset else {}), **known})
+    return config_type.from_dict({**(config_type.preset(given.preset, known) if given.preset else {}), **known})
 
 
 def without_replaced(model, given):
@@ -77,16 +75,17 @@ def without_replaced(model, given):
     return {name: value for name, value in model.items() if name not in replaced}
 
 
-def changes(arguments, kind=Config):
+def changes(arguments, config_type=Config):
     """Lines on what ``arguments`` change: of the launch script's flags, or of the preset or the defaults."""
     places = [place for place, text in enumerate(arguments) if text == "--script"]
     place = places[-1] if places else 0
-    before, after = (parse_flags(make_parser(kind), part, kind) for part in (arguments[:place], arguments[place:]))
-    known = {entry.name: entry.default for _, entry in walk(kind())}
-    known |= (kind.preset(after.preset, {}) if after.preset else {}) | before.values
+    parts = arguments[:place], arguments[place:]
+    before, after = (parse_flags(make_parser(config_type), part, config_type) for part in parts)
+    known = {entry.name: entry.default for _, entry in walk(config_type())}
+    known |= (config_type.preset(after.preset, {}) if after.preset else {}) | before.values
     lines = [f"given      {f'after {after.script}' if after.script else 'besides the defaults'}:"]
     lines += [f"  --preset {after.preset}"] if after.preset else []
-    for _, entry in walk(kind()):
+    for _, entry in walk(config_type()):
         now, value = getattr(after, entry.name), of_all_layers(known[entry.name])
         if now is None or of_all_layers(after.values[entry.name]) == value:
             continue
@@ -104,36 +103,10 @@ def of_all_layers(value):
     return value[0] if equal else value
 
 
-def model_of_run(directory, kind=Config):
+def model_of_run(directory, config_type=Config):
     """{field: value} of the model in the newest checkpoint of a run directory; {} without any."""
-    model = newest_model(directory, kind)[1] if directory else None
+    model = newest_model(directory, config_type)[1] if directory else None
     return {} if model is None else {entry.name: getattr(section, entry.name) for section, entry in walk(model)}
-
-
-def idle_flags(given, config):
-    """Sentences for flags that were given and have no effect: a dense baseline follows the flags of a mixture."""
-    selection = config.model.heads.head_selection
-    if given.values.get("head_selection") == "gated":
-        selection = "gated"  # which the configuration has as a mixture
-    gated = ("routing", "routing_unit", "dense_warmup_iters", *ROUTER_ONLY)
-    unit = ("routing_unit",) if config.model.heads.head_budget is not None else ()  # of which a budget has whole ones
-    used = {"all": (), "static": (*BUDGETS, *SPREAD, *unit), "gated": gated}.get(selection)
-    run, spikes = config.run, config.reliability.spike_sigmas
-    idle = {"--schedule cosine": ["decay_shape"] if config.optimizer.schedule == "cosine" else []}
-    idle["a run without --spike-sigmas"] = [] if spikes else ["on_spike"]
-    turns = "rotary" in getattr(config.model, "position", ("rotary",))
-    idle["a model without rotary positions"] = [] if turns else ["rope_theta"]
-    idle["a run without --sample-prompts"] = [] if run.sample_prompts else ["sample_tokens"]
-    if used is None:
-        form, top_p = config.model.heads.routing, config.model.heads.routing_top_p
-        idle[f"--routing {form}"] = [] if form in TWO_STAGE else ["two_stage"]
-        idle[f"--routing {form}"] += ["load_balance_coefficient"] if form == "relu" else []
-        idle["a router without --routing-top-p"] = ["routing_entropy_coefficient"] if top_p is None else []
-    else:
-        of_routers = [entry.name for entry in fields(HeadsConfig)] + [*ROUTER_ONLY]
-        idle[f"--head-selection {selection}"] = [name for name in of_routers if name not in ("head_selection", *used)]
-    given_flags = {what: [flag(name) for name in names if name in given.values] for what, names in idle.items()}
-    return [f"note: {what} makes no use of {', '.join(names)}" for what, names in given_flags.items() if names]
 
 
 def save_config(given, path):
@@ -147,10 +120,10 @@ def save_config(given, path):
         raise ConfigError([f"--save-config {path}: cannot be written ({error.strerror}); give another file"]) from error
 
 
-def make_parser(kind=Config):
-    """Of the training command of a kind of configuration."""
-    parser = Parser(prog=f"python -m {kind.program}", usage="%(prog)s [flags]", description=kind.about)
-    add_config_flags(parser, kind)
+def make_parser(config_type=Config):
+    """Of the training command of a task."""
+    parser = Parser(prog=f"python -m {config_type.program}", usage="%(prog)s [flags]", description=config_type.about)
+    add_config_flags(parser, config_type)
     parser.add_argument("--dry-run", action="store_true", help="print what the run would do, and exit")
     parser.add_argument("--save-config", metavar="FILE.yaml", help="of --dry-run: write the flags there, for --config")
     parser.add_argument("--script", help=argparse.SUPPRESS)  # a launch script's name, between its flags and the user's
@@ -159,10 +132,10 @@ def make_parser(kind=Config):
     return parser
 
 
-def add_config_flags(parser, kind=Config):
+def add_config_flags(parser, config_type=Config):
     """A flag for each field of a configuration, in groups; --preset and --config."""
     groups = {}
-    for section, entry in walk(kind()):
+    for section, entry in walk(config_type()):
         title = type(section).__doc__
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
@@ -173,9 +146,10 @@ def add_config_flags(parser, kind=Config):
             nargs="+" if is_list(entry) else "?" if entry.type is bool else None,
             const="true" if entry.type is bool else None,
             metavar=placeholder(entry),
-            help=argparse.SUPPRESS if entry.name in kind.refused else help_text(entry),
+            help=argparse.SUPPRESS if config_type.hides(entry) else help_text(entry),
         )
-    parser.add_argument("--preset", action=LaterWins, replaces=None, choices=kind.presets, help=kind.of_presets)
+    presets = dict(choices=config_type.presets, help=config_type.of_presets)
+    parser.add_argument("--preset", action=LaterWins, replaces=None, **presets)
     parser.add_argument("--config", action=FlagsOfFile, metavar="FILE.yaml", help="flags from a file, NAME: VALUE each")
 
 

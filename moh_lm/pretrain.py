@@ -7,6 +7,7 @@ docs/checkpoints.md has the exit codes.
 
 import functools
 import importlib
+import pkgutil
 import sys
 
 from moh_lm.cli.output import open_closed_streams
@@ -15,17 +16,21 @@ from moh_lm.flags import changes, make_parser, parse_flags
 from moh_lm.supervise.errors import report_errors
 
 
-def main(arguments=None, kind=Config, work="moh_lm.run.program"):
-    """arguments: by default those of the command line. kind: of configuration. work: the module that trains it."""
+def main(arguments=None, config_type=Config, task="moh_lm.run.text:TEXT"):
+    """Run the training command of a task, and exit.
+
+    arguments: by default those of the command line. config_type: of the task. task: where the ``Task`` is, since it
+    takes seconds to import.
+    """
     open_closed_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        given = parse_flags(make_parser(kind), arguments, kind)
-        given.changes = functools.partial(changes, arguments, kind)
+        given = parse_flags(make_parser(config_type), arguments, config_type)
+        given.changes = functools.partial(changes, arguments, config_type)
     except ConfigError as error:
-        report_errors(error.problems, program=kind.program)
+        report_errors(error.problems, program=config_type.program)
         sys.exit(2)
-    importlib.import_module(work).main(given)
+    importlib.import_module("moh_lm.run.program").main(given, pkgutil.resolve_name(task))
 
 
 if __name__ == "__main__":

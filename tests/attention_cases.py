@@ -1,8 +1,11 @@
 """Routings, inputs and a reference for the tests of head-sparse attention."""
 
+from functools import cached_property
+
 import torch
 
-from moh_lm.kernels.masks import boundaries, narrow
+from moh_lm.kernels.gated_attention import gated_attention
+from moh_lm.kernels.masks import apply_window, document_bounds
 
 
 def reference(query, key, value, gates, selected, num_shared=0, lengths=None, window=0, own_keys=False):
@@ -114,17 +117,17 @@ DOCUMENTS = {  # name -> lengths of the documents of each sequence, in turn; wha
 }
 
 
-def make_boundaries(lengths, length, batch, masked=False, window=0):
+def make_mask(lengths, length, batch, masked=False, window=0):
     """``AttentionMask`` of sequences with documents of these ``lengths``, a list for each in turn, or None, seen
-    through a ``window``."""
-    if window:
-        documents = lengths and make_boundaries(lengths, length, batch)
-        return narrow(documents, window, torch.empty(length, batch), masked)
-    rows = []
-    for sequence in range(batch):
-        row = [place for document in lengths[sequence % len(lengths)] for place in range(document)]
-        rows.append(row[:length])
-    return boundaries(torch.tensor(rows), masked)
+    through a ``window``; None where tokens see the whole sequence. masked: make the mask of [s, s]."""
+    documents = None
+    if lengths is not None:
+        rows = []
+        for sequence in range(batch):
+            row = [place for document in lengths[sequence % len(lengths)] for place in range(document)]
+            rows.append(row[:length])
+        documents = document_bounds(torch.tensor(rows), masked)
+    return apply_window(documents, window, torch.empty(length, batch), masked)
 
 
 def with_gradients(function, query, key, value, gates, upstream):
@@ -142,3 +145,48 @@ def assert_all_close(got, expected, tolerance):
     for name, mine, theirs in zip(NAMES, got, expected, strict=True):
         error = (mine.double() - theirs.double()).abs().max().item()
         assert error <= tolerance * max(1, theirs.abs().max().item()), f"{name}: {error:.1e}"
+
+
+class Problem:
+    """Attention to be computed: float64 inputs rounded to ``dtype``, and what the reference makes of them.
+
+    shape: length, batch, heads, key/value heads, head dimension, shared heads. routing: a name of ``ROUTINGS``.
+    lengths, window: see ``make_mask``. own_keys: whether routed heads see only the tokens that use them.
+    """
+
+    def __init__(self, shape, routing="random_routing", dtype=torch.float64, lengths=None, window=0, own_keys=False):
+        *self.sizes, self.num_shared = shape
+        *tensors, gates, self.upstream, self.selected = make_inputs(*self.sizes, routing, dtype)
+        self.tensors = *tensors, gates.to(torch.promote_types(dtype, torch.float32))  # gates are wide in any precision
+        self.lengths, self.window, self.own_keys = lengths, window, own_keys
+
+    @cached_property
+    def expected(self):
+        """[output, dq, dk, dv, dgates] of the reference, in float64."""
+        wide = [tensor.double() for tensor in (*self.tensors, self.upstream)]
+        sees = self.num_shared, self.lengths, self.window, self.own_keys
+        return with_gradients(lambda *tensors: reference(*tensors, self.selected, *sees), *wide)
+
+    def attend(self, backend, masked=False, device="cpu"):
+        """A function of query, key, value and gates: ``gated_attention`` of this problem. backend: a ``Backend``, or
+        None for dense. masked: whether the mask of [s, s] is made for it beforehand."""
+        mask = make_mask(self.lengths, *self.sizes[:2], masked, self.window)
+        if mask is not None:
+            mask = mask._replace(**{name: part.to(device) for name, part in mask._asdict().items() if part is not None})
+        given = self.selected.to(device), self.num_shared, mask, backend
+        return lambda *tensors: gated_attention(*tensors, *given, own_keys=self.own_keys)
+
+    def results(self, backend, masked=False, device="cpu"):
+        """[output, dq, dk, dv, dgates] of a backend."""
+        tensors = [tensor.to(device) for tensor in (*self.tensors, self.upstream)]
+        return [result.cpu() for result in with_gradients(self.attend(backend, masked, device), *tensors)]
+
+    def check(self, backend, tolerance, masked=False, device="cpu"):
+        """Compare output and every gradient of a backend with the reference."""
+        assert_all_close(self.results(backend, masked, device), self.expected, tolerance)
+
+    def check_output(self, backend, tolerance):
+        """Compare the output alone, for a backend that has no backward pass here."""
+        with torch.no_grad():
+            output = self.attend(backend)(*self.tensors)
+        torch.testing.assert_close(output, self.expected[0], rtol=0, atol=tolerance)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moh_lm.data.shards import ShardWriter, write_manifest
+from tests.distributed import run_ranks
 from tests.interpreting import prepare
 from tests.ready_python import ready_python
 
@@ -18,9 +19,11 @@ LONGEST = (
     "training/test_layouts.py",
     "test_docs.py",
     "run/test_reliability.py",
-    "supervise/test_signals_and_hangs.py",
+    "supervise/test_watchdog.py",
+    "supervise/test_stop.py",
     "kernels/test_triton_compiled.py",
     "kernels/test_triton_kernels.py",
+    "kernels/test_triton_operators.py",
     "model/test_compile.py",
     "inference/test_triton_decode.py",
     "checkpoint/test_checkpoint.py",
@@ -33,10 +36,14 @@ QUICK = (
     "test_config.py",
     "test_presets.py",
     "test_refusals.py",
+    "test_floors.py",
     "model/test_router.py",
     "model/test_routing_forms.py",
     "model/test_rotary.py",
     "kernels/test_kernels.py",
+    "kernels/test_compaction.py::test_slots_are_the_selected_tokens_from_the_last_back",
+    "kernels/test_masks.py::test_what_a_window_shows_is_counted_by_hand",
+    "kernels/test_masks.py::test_bounds_of_documents_are_counted_by_hand",
     "parallel/test_parallel.py",
     "data/test_mixture.py",
     "data/test_shards.py",
@@ -56,7 +63,7 @@ QUICK = (
     "tools/test_export.py::test_every_layout_gives_the_same_bytes",
     "checkpoint/test_checkpoint.py::test_the_files_are_those_of_the_safetensors_library",
     "checkpoint/test_checkpoint.py::test_any_range_of_any_shard_is_read_from_any_other_cut",
-    "training/test_training.py::test_a_run_learns_and_logs_every_interval_and_evaluation_once",
+    "training/test_training.py::test_a_run_learns_and_logs_each_interval_once",
     "training/test_training.py::test_a_checkpoint_of_one_rank_is_resumed_by_two_and_back",
     "training/test_schedule.py::test_the_learning_rate_at_every_corner",
     *(f"training/test_layouts.py::test_a_layout_trains_the_model_of_one_process[{degrees}-"
@@ -96,6 +103,26 @@ def data_dir(tmp_path_factory):
                     shard.add([*words.tolist(), 2])
                 shard.commit({"tokenizer": {"sha256": "none", "vocab_size": VOCAB_SIZE, "eos_id": 2}, "inputs": []})
     write_manifest(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def one_rank_run(data_dir, tmp_path_factory):
+    """The directory of an uninterrupted run of ``tests.training.runs`` on one rank."""
+    return uninterrupted(1, data_dir, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def two_rank_run(data_dir, tmp_path_factory):
+    """The same on two data-parallel ranks."""
+    return uninterrupted(2, data_dir, tmp_path_factory)
+
+
+def uninterrupted(ranks, data_dir, tmp_path_factory):
+    from tests.training import runs  # takes seconds, which most tests need not wait for
+
+    directory = tmp_path_factory.mktemp("run")
+    run_ranks(runs.run, ranks, runs.arguments(data_dir, directory))
     return directory
 
 

@@ -25,7 +25,7 @@ TIMEOUT = timedelta(seconds=900)  # only a test that hangs takes so long, also o
 # The ranks are forked from a process that has imported what takes seconds to import.
 CONTEXT = multiprocessing.get_context("forkserver")
 OF_TESTS = ("pytest", "tensorboard.backend.event_processing.event_accumulator")
-CONTEXT.set_forkserver_preload(["moh_lm.run.program", *IMPORTS, *OF_TESTS])
+CONTEXT.set_forkserver_preload(["moh_lm.run.program", "moh_lm.run.text", *IMPORTS, *OF_TESTS])
 
 
 def run_ranks(function, world_size, *arguments):
@@ -71,6 +71,22 @@ def run_rank(rank, world_size, port, folder, function, arguments):
         Path(folder, f"{rank}.error").write_text(traceback.format_exc())
     sys.stdout.flush()
     os._exit(0)  # gloo's threads now and then abort the interpreter's own shutdown
+
+
+def whole(shards):
+    """One tensor from every rank's (shard, ``Partition`` or None); copies must agree."""
+    tensor, partition = shards[0]
+    if partition is None:
+        for copy, _ in shards[1:]:
+            torch.testing.assert_close(copy, tensor, rtol=0, atol=1e-12)
+        return tensor
+    shape = list(tensor.shape)
+    shape[partition.dim] = partition.size
+    joined = torch.full(shape, torch.nan, dtype=tensor.dtype)
+    for shard, partition in shards:
+        here = torch.cat([torch.arange(start, stop) for start, stop in partition.ranges])
+        joined.index_copy_(partition.dim, here, shard.narrow(partition.dim, 0, len(here)))
+    return joined
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Triton's interpreter, less a third of its time.
+"""Triton's interpreter, less a third of its time, and with products of bf16.
 
 Whenever a kernel calls a function, the interpreter looks through all members of ``triton.language`` for those in whose
 place it puts its own, though it has done so when the kernel was launched. Here it does so once for each launch and each
@@ -26,3 +26,17 @@ def prepare():
         return launch(*arguments, **named)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
+
+
+def multiply_bf16():
+    """The interpreter keeps bf16 as integers and multiplies those: let it multiply their values."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    plain = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *others):
+        a, b = (self.cast_impl(x, float32) if x.dtype.scalar == bfloat16 else x for x in (a, b))
+        return plain(self, a, b, *others)
+
+    InterpreterBuilder.create_dot = create_dot

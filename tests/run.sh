@@ -24,7 +24,7 @@ if RES_OPTIONS=attempts:0 getent hosts "$HOSTNAME" >"$scratch/name"; then # this
 fi
 export HF_HOME="$scratch/huggingface" HF_HUB_OFFLINE=1
 
-# Four files at a time, in the order of conftest.py: tests that wait leave two cores idle (docs/log.md). Quick ones do not.
+# Four files at a time, in the order of conftest.py: tests that wait leave two cores idle (docs/history/log.md). Quick ones do not.
 workers=4
 if [[ ${1:-} == --quick ]]; then
     workers=2

@@ -1,16 +1,20 @@
 """Configuration: flags, quantities, JSON, and every refusal in one line with the value and the remedy."""
 
+from dataclasses import replace
+
 import pytest
 
 from moh_lm.checks import config_problems
+from moh_lm.checks.idle import idle_flags
 from moh_lm.checks.layout import context_problems, tensor_problems
 from moh_lm.checks.model import model_problems
-from moh_lm.config import Config, ConfigError, RoutedLayer, walk
+from moh_lm.config import Config, ConfigError, HeadsConfig, RoutedLayer, walk
+from moh_lm.config.resolve import model_values
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.data.files import write_json
-from moh_lm.flags import config_of, idle_flags, make_parser, parse_config, parse_flags, save_config, without_replaced
+from moh_lm.flags import config_of, make_parser, parse_config, parse_flags, save_config, without_replaced
+from moh_lm.model.matrices import blocks_of
 from moh_lm.monitor.head_map import CELL, LEFT, TOP, head_map
-from moh_lm.training.muon import blocks_of
 
 REQUIRED = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "10"]
 TINY = ["--vocab-size", "64", "--seq-length", "16", "--validation-fraction", "0"]
@@ -97,7 +101,7 @@ def test_a_budget_with_one_of_its_parts_given_keeps_it():
     assert default.model.heads.num_active_routed_heads == spread.model.heads.num_active_routed_heads
 
 
-def test_of_a_budget_and_a_number_of_routed_heads_the_later_one_counts():
+def test_the_later_of_budget_and_routed_heads_counts():
     script = "--num-layers 4 --num-attention-heads 16 --num-shared-heads 8 --num-active-routed-heads 4".split()
     heads = parse(*script, *"--head-budget 0.75 --head-budget-slope 0.5".split()).model.heads
     assert (heads.num_shared_heads, heads.num_active_routed_heads) == ((8,) * 4, (1, 3, 5, 8))
@@ -113,6 +117,16 @@ def test_of_a_budget_and_a_number_of_routed_heads_the_later_one_counts():
     most = model_problems(parse(*script, "--head-budget", "0.5").model)
     assert most == ["--head-budget 0.5: the numbers of shared and routed heads use 56.2% of all; choose another share, "
                     "or another --num-shared-heads"]  # fmt: skip
+
+
+def test_a_changed_model_is_resolved_again():
+    """And nothing changes in one that is whole already."""
+    model = parse(*"--num-layers 3 --num-attention-heads 16".split()).model
+    assert replace(model) == model and model_values(model).items() <= vars(model).items()
+    changed = replace(model, window=(7,), heads=HeadsConfig("gated"))
+    assert changed.window == (7, 7, 7) and changed.heads.head_selection == "mixture"
+    assert (changed.heads.num_shared_heads, changed.heads.num_active_routed_heads) == ((16,) * 3, (0,) * 3)
+    assert model.window == (0, 0, 0)
 
 
 def test_flags_alone_and_with_true_or_false():
@@ -147,11 +161,7 @@ def test_parameter_counts_are_those_of_the_paper(model, heads, millions):
     assert round(parameter_counts(config.model)["total"] / 1e6) == millions
 
 
-def test_config_error_keeps_every_sentence():
-    assert ConfigError(["one", "two"]).problems == ["one", "two"]
-
-
-def test_a_configuration_file_stands_for_its_flags_and_later_flags_win(tmp_path):
+def test_a_file_of_flags_stands_for_them(tmp_path):
     said = "--num-layers 3 --learning-rate 3e-5 --num-shared-heads 4 6 2 --data-mix a=4.24 b=1e1 --train-tokens 1M"
     flags = [*said.split(), *"--batch-tokens 4K --two-stage false --qk-norm --exit-after 2h --routing relu".split()]
     path = str(tmp_path / "run.yaml")
@@ -163,7 +173,7 @@ def test_a_configuration_file_stands_for_its_flags_and_later_flags_win(tmp_path)
     assert (later.train_iters, later.train_tokens) == (7, 7 * 4096)
 
 
-def test_numbers_in_a_configuration_file_are_read_as_they_are_written(tmp_path):
+def test_numbers_in_a_file_of_flags_are_read_as_written(tmp_path):
     written = ("checkpoint_dir: 1.10", "seed: 0123", "data_mix: {01: 4.20}", "train_tokens: 1_000", "qk_norm: yes")
     (tmp_path / "run.yaml").write_text("\n".join(written))
     config = parse_config(["--config", str(tmp_path / "run.yaml")])[0]
@@ -175,13 +185,13 @@ def test_numbers_in_a_configuration_file_are_read_as_they_are_written(tmp_path):
         parse_config(["--config", str(tmp_path / "run.yaml")])
 
 
-def test_a_name_without_a_value_in_a_configuration_file_is_refused(tmp_path):
+def test_a_name_without_a_value_in_a_file_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_text("num_layers: 3\nwarmup_iters:\n")
     with pytest.raises(ConfigError, match="run.yaml: warmup_iters: has no value; give one, or leave the line out"):
         parse_config(["--config", str(tmp_path / "run.yaml")])
 
 
-def test_flags_of_a_mixture_before_those_of_a_dense_baseline_are_named():
+def test_flags_without_effect_are_named():
     def note(flags):
         given = parse_flags(make_parser(), flags.split())
         return "".join(idle_flags(given, config_of(given)))
@@ -208,29 +218,24 @@ def test_flags_of_a_mixture_before_those_of_a_dense_baseline_are_named():
     assert gated.endswith("gated makes no use of --num-shared-heads, --router-gumbel-noise")
 
 
-def test_muon_needs_equal_parts_of_the_projections_of_uneven_heads():
-    text = f"{' '.join(REQUIRED)} --num-attention-heads 8 --head-dims 8 8 8 4 4 4 4 8 --hidden-size 64 --optimizer muon"
-    config = parse_config([*text.split(), "--tensor-parallel-size", "2", "--num-shared-heads", "4"])[0]
+def test_muon_refuses_uneven_heads_on_several_ranks():
+    flags = "--num-attention-heads 8 --head-dims 8 8 8 4 4 4 4 8 --num-shared-heads 4 --hidden-size 64"
+    config = parse(*flags.split(), *"--optimizer muon --tensor-parallel-size 2".split())
     assert any("--tensor-parallel-size 2: Muon needs equal parts" in text for text in config_problems(config, 2))
 
 
 @pytest.mark.parametrize("keys, split, refused", [(2, "group", True), (2, "head", False), (4, "group", False)])
-def test_muon_splits_by_groups_of_heads_only_where_a_rank_holds_whole_ones(keys, split, refused):
+def test_muon_splits_by_groups_only_if_ranks_hold_whole_ones(keys, split, refused):
     flags = f"--num-attention-heads 8 --num-key-value-heads {keys} --hidden-size 64 --tensor-parallel-size 4"
-    config = parse_config([*REQUIRED, *flags.split(), "--optimizer", "muon", "--muon-split", split])[0]
+    config = parse(*flags.split(), "--optimizer", "muon", "--muon-split", split)
     found = [text for text in config_problems(config, 4) if text.startswith("--muon-split")]
     given = "--muon-split group: the heads that share one of 2 key/value heads are on several ranks"
     assert found == [f"{given} with --tensor-parallel-size 4; choose head or matrix"] * refused
 
 
-def test_a_run_writes_its_page_unless_told_otherwise():
-    runs = [parse_config([*REQUIRED, *more])[0].run for more in ([], ["--run-report", "false"])]
-    assert [run.run_report for run in runs] == [True, False]
-
-
 def test_muon_takes_each_head_of_a_latent_layer_by_its_own_rows():
     flags = "--attention latent --head-dim 8 --qk-rope-head-dim 4 --q-lora-rank 6"
-    model = parse_config([*REQUIRED, *flags.split()])[0].model
+    model = parse(*flags.split()).model
     names = ("q_a_proj", "q_b_proj", "kv_b_proj", "o_proj")
     blocks = [blocks_of(f"model.layers.0.self_attn.{name}.weight", model, "head") for name in names]
     assert blocks == [None, (0, 12), (0, 16), (1, 8)]

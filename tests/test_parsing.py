@@ -18,7 +18,7 @@ from moh_lm.run.state import read_state
 from moh_lm.supervise.run_directory import describe_holder
 from moh_lm.vision.config import kind_of_run
 from tests.tokenizing import ROOT
-from tools.hf.import_config import read_config
+from tools.hf.convert.import_config import read_config
 from tools.tasks.rows import row_problems
 
 DEEP = {"list": "[" * 100_000, "closed": "[" * 100_000 + "]" * 100_000, "object": '{"a":' * 100_000}

@@ -8,7 +8,7 @@ from moh_lm.config import ConfigError
 from moh_lm.config.presets import SIZES, parameters
 from moh_lm.cost.memory import parameter_counts
 from moh_lm.flags import parse_config
-from moh_lm.model.gates import gates_of_one
+from moh_lm.model.initial_gates import gates_of_one
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -21,7 +21,7 @@ def test_a_preset_has_the_parameters_of_its_name_and_can_start(size):
     assert 0.69 < config.model.active_share() < 0.84 and gates_of_one(config.model)
 
 
-def test_a_width_that_a_preset_cannot_cut_into_heads_is_refused_with_one_that_it_can():
+def test_a_width_that_a_preset_cannot_cut_is_refused():
     for size, width, advice in (("100K", 36, "multiple of 8"), ("1M", 100, "multiple of 32")):
         with pytest.raises(ConfigError, match=f"--hidden-size {width}: --preset {size} has .*heads.*{advice}"):
             parse_config(["--preset", size, "--hidden-size", str(width)])
@@ -29,7 +29,7 @@ def test_a_width_that_a_preset_cannot_cut_into_heads_is_refused_with_one_that_it
     assert (model.num_attention_heads, model.head_dim) == (4, 14)
 
 
-def test_flags_beside_a_preset_win_wherever_they_stand_and_the_rest_follows_from_them():
+def test_flags_beside_a_preset_win_and_the_rest_follows():
     config = parse_config("--hidden-size 256 --preset 10M --train-iters 100 --learning-rate 1e-2".split())[0]
     model, optimizer = config.model, config.optimizer
     assert (model.hidden_size, model.num_layers, model.num_attention_heads, model.head_dim) == (256, 13, 8, 32)
@@ -38,16 +38,26 @@ def test_flags_beside_a_preset_win_wherever_they_stand_and_the_rest_follows_from
     assert parse_config(["--preset", "1M"])[0].optimizer.min_learning_rate == 1.5e-4
 
 
-def test_a_run_that_goes_on_keeps_its_model_beside_a_preset(monkeypatch):
-    began = parse_config("--preset 10M --hidden-size 256 --routing paper".split())[0]
-    monkeypatch.setattr(flags, "newest_model", lambda directory, kind: (directory, began.model))
+@pytest.fixture
+def begun(monkeypatch):
+    """A run that is there, of these flags: its configuration."""
+
+    def begin(text):
+        config = parse_config(text.split())[0]
+        monkeypatch.setattr(flags, "newest_model", lambda directory, config_type: (directory, config.model))
+        return config
+
+    return begin
+
+
+def test_a_run_that_goes_on_keeps_its_model_beside_a_preset(begun):
+    began = begun("--preset 10M --hidden-size 256 --routing paper")
     config = parse_config("--preset 10M --checkpoint-dir run".split())[0]
     assert config.model == began.model and config.run.batch_tokens == began.run.batch_tokens == 65536
 
 
-def test_gated_heads_do_not_take_the_gates_of_the_run_that_is_there(monkeypatch):
-    began = parse_config("--routing paper".split())[0]
-    monkeypatch.setattr(flags, "newest_model", lambda directory, kind: (directory, began.model))
+def test_gated_heads_do_not_take_the_gates_of_the_run(begun):
+    begun("--routing paper")
     assert parse_config("--checkpoint-dir run".split())[0].model.heads.routing == "paper"
     gated = parse_config("--checkpoint-dir run --head-selection gated".split())[0]
     assert gated.model.heads.routing == "sigmoid"  # and the resume names every difference

@@ -1,7 +1,5 @@
 """What is refused before a run begins, by whom and how it is said."""
 
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,9 +7,9 @@ import torch.distributed as dist
 from moh_lm import pretrain
 from moh_lm.checks import config_problems
 from moh_lm.checks.model import model_problems
-from moh_lm.config import Config
-from moh_lm.flags import parse_config
+from moh_lm.config import Config, ConfigError
 from moh_lm.run import program
+from moh_lm.run.text import open_data
 from tests.test_config import REQUIRED, TINY, parse
 
 REFUSALS = {  # flags: what the one line has to name
@@ -75,7 +73,7 @@ REFUSALS = {  # flags: what the one line has to name
     "--routing-top-p 0.4 --routing query_norm": ("--routing-top-p 0.4", "query_norm", "paper or released"),
     "--routing-entropy-coefficient -1": ("--routing-entropy-coefficient -1", "0 or above"),
     "--batch-tokens 5000": ("--batch-tokens 5000", "4992 or 5008"),
-    "--micro-batch-size 3": ("micro_batch_size(3)", "choose 4194336"),
+    "--micro-batch-size 3": ("micro_batch_size(3)", "choose --batch-tokens 4194336"),
     "--learning-rate 1e-5": ("--min-learning-rate 3e-05", "1e-05"),
     "--adam-beta2 1": ("--adam-beta2 1", "below 1"),
     "--muon-split head": ("--muon-split head", "no meaning with --optimizer adamw"),
@@ -88,23 +86,32 @@ REFUSALS = {  # flags: what the one line has to name
     "--seed 99999999999999999999 --train-iters 9223372036854775808": ("--train-iters 922", "below 2^63"),
     "--window 4 9223372036854775808": ("--window 4 9223372036854775808", "below 2^63"),
     "--hang-timeout 366d": ("--hang-timeout 31622400", "at most 31536000, a year"),
-    "--tensor-parallel-size 2": ("1 processes", "tensor_parallel_size(2) * pipeline_parallel_size(1) = 2"),
+    "--tensor-parallel-size 2": ("--tensor-parallel-size 2: needs a multiple of 2", "1 was started", "torchrun"),
+    "--num-shared-heads 11 --num-active-routed-heads 2": ("--num-active-routed-heads 2", "must be 1: ", "leaves 1 of"),
 }
 
 
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """The lines that the program says to these flags, before any process group, as it ends with exit code 2."""
+    monkeypatch.setattr(program, "start_process_group", lambda timeout: pytest.fail("was not refused"))
+
+    def call(*flags):
+        with pytest.raises(SystemExit) as stop:
+            pretrain.main(list(map(str, flags)))
+        assert stop.value.code == 2 and not dist.is_initialized()
+        return capsys.readouterr().err.splitlines()
+
+    return call
+
+
 @pytest.mark.parametrize("flags", REFUSALS)
-def test_a_refusal_is_one_line_with_the_value_and_the_remedy(flags, capsys, monkeypatch, data_dir):
-    monkeypatch.setattr(sys, "argv", ["pretrain", *REQUIRED, "--data-dir", str(data_dir), *TINY, *flags.split()])
-    monkeypatch.setattr(program, "start_process_group", lambda timeout: pytest.fail(f"{flags}: was not refused"))
-    with pytest.raises(SystemExit) as stop:
-        pretrain.main()
-    assert stop.value.code == 2
-    assert not dist.is_initialized()
-    (problem,) = capsys.readouterr().err.splitlines()
+def test_a_refusal_is_one_line_with_the_value_and_the_remedy(flags, refused, data_dir):
+    (problem,) = refused(*REQUIRED, "--data-dir", data_dir, *TINY, *flags.split())
     assert all(part in problem for part in REFUSALS[flags]), problem
 
 
-def test_widths_that_need_not_be_even_are_taken_where_nothing_turns():
+def test_odd_widths_are_allowed_where_nothing_turns():
     for flags in (
         "--hidden-size 50 --num-attention-heads 4 --head-dim 12",
         "--head-dims 3 5 4 4 --num-attention-heads 4 --position none",
@@ -113,7 +120,7 @@ def test_widths_that_need_not_be_even_are_taken_where_nothing_turns():
         assert model_problems(parse(*flags.split()).model) == [], flags
 
 
-def test_a_share_of_features_that_is_no_number_is_refused_beside_widths_of_heads():
+def test_a_share_of_features_that_is_no_number_is_refused():
     model = parse(*"--head-dims 16 32 --num-attention-heads 2 --rotary-fraction nan".split()).model
     assert "--rotary-fraction nan: must be above 0 and at most 1, such as 0.5" in model_problems(model)
 
@@ -123,17 +130,34 @@ def test_all_problems_are_reported_together():
     assert len(config_problems(config, world_size=1)) == 3
 
 
+def test_what_is_wrong_with_a_layout_is_said_at_once():
+    layout = "--tensor-parallel-size 2 --pipeline-parallel-size 3 --zero-stage 3 --intermediate-size 2049"
+    found = config_problems(parse(*layout.split(), "--num-shared-heads", "5"), world_size=4)
+    ranks = "= 6: need a multiple of 6 processes, and 4 were started"
+    named = [ranks, "--intermediate-size 2049", "5 heads that are", "--zero-stage 3: DeepSpeed's pipeline"]
+    assert len(found) == len(named) and all(part in text for part, text in zip(named, found, strict=True)), found
+
+
+def test_sources_that_are_not_there_are_one_sentence(data_dir):
+    mix = ("books=1", "evn=1", "web=1")
+    with pytest.raises(ConfigError) as error:
+        open_data(parse("--data-dir", str(data_dir), "--data-mix", *mix), [], False)
+    (problem,) = [text for text in error.value.problems if "--data-mix" in text]
+    there = "no source is named books, evn, web; the data directory has even, odd: did you mean even?"
+    assert problem == f"--data-mix: {there}"
+
+
 @pytest.mark.parametrize(
     "flags, named",
     [
-        ("--num-shared-heads 6 --num-attention-heads 12 --seq-length 2048", "6 heads always on"),
-        ("--num-shared-heads 6 --num-key-value-heads 2 --seq-length 2048", "6 heads always on: every rank"),
+        ("--num-shared-heads 6 --num-attention-heads 12 --seq-length 2048", "6 heads that are always active"),
+        ("--num-shared-heads 6 --num-key-value-heads 2 --seq-length 2048", "always active: every rank"),
         ("--num-shared-heads 4 --num-attention-heads 14 --head-dim 64", "--num-key-value-heads 14"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 1022", "--seq-length 1022"),
         ("--num-shared-heads 8 --intermediate-size 2050", "--intermediate-size 2050"),
     ],
 )
-def test_heads_and_sequences_that_tensor_parallelism_cannot_share_are_refused(flags, named):
+def test_what_tensor_parallelism_cannot_share_is_refused(flags, named):
     config = parse(*flags.split(), "--tensor-parallel-size", "4")
     problems = config_problems(config, world_size=4)
     assert [problem for problem in problems if named in problem], problems
@@ -142,15 +166,14 @@ def test_heads_and_sequences_that_tensor_parallelism_cannot_share_are_refused(fl
 @pytest.mark.parametrize(
     "flags, named",
     [
-        ("--num-shared-heads 6 --num-attention-heads 12", "the 6 heads always on and the 6 others; choose a divisor"),
+        ("--num-shared-heads 6 --num-attention-heads 12", "active and the 6 others; choose a divisor"),
         ("--head-selection static --num-shared-heads 6", "or other --num-shared-heads"),
         ("--num-shared-heads 8 --tensor-parallel-size 4", "4 * --tensor-parallel-size 4 = 16: must divide the 8 heads"),
-        ("--num-shared-heads 8 --routing expert_choice", "needs whole sequences; choose 1"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 8176", "--context-parallel-size 4 = 4"),
-        ("--num-shared-heads 8 --context-parallel-size 3", "* context_parallel_size(3)"),
+        ("--num-shared-heads 8 --context-parallel-size 3", "--context-parallel-size 3: needs a multiple of 3"),
     ],
 )
-def test_heads_and_sequences_that_context_parallelism_cannot_share_are_refused(flags, named):
+def test_what_context_parallelism_cannot_share_is_refused(flags, named):
     config = parse("--context-parallel-size", "4", *flags.split())
     problems = config_problems(config, world_size=16)
     assert [problem for problem in problems if named in problem], problems
@@ -160,24 +183,16 @@ RANKS = [("0", "0", 1), ("1", "1", 0), ("8", "0", 1), ("1", None, 1), (None, "1"
 
 
 @pytest.mark.parametrize("rank, local_rank, lines", RANKS)
-def test_errors_are_shown_once_per_node(rank, local_rank, lines, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pretrain", "--bogus"])
+def test_errors_are_shown_once_per_node(rank, local_rank, lines, refused, monkeypatch):
     for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank)):
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as stop:
-        pretrain.main()
-    assert stop.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == lines
+    assert len(refused("--bogus")) == lines
 
 
-def test_a_run_directory_that_is_a_file_is_refused_in_one_line(tmp_path, capsys, monkeypatch, data_dir):
+def test_a_run_directory_that_is_a_file_is_refused_in_one_line(tmp_path, refused, data_dir):
     (tmp_path / "file").touch()
-    flags = [*REQUIRED, "--data-dir", str(data_dir), *TINY, "--checkpoint-dir", str(tmp_path / "file")]
-    monkeypatch.setattr(sys, "argv", ["pretrain", *flags])
-    with pytest.raises(SystemExit) as stop:
-        pretrain.main()
-    (problem,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and "--checkpoint-dir" in problem and "give another directory" in problem
+    (problem,) = refused(*REQUIRED, "--data-dir", data_dir, *TINY, "--checkpoint-dir", tmp_path / "file")
+    assert "--checkpoint-dir" in problem and "give another directory" in problem
 
 
 @pytest.mark.parametrize(
@@ -188,28 +203,22 @@ def test_a_run_directory_that_is_a_file_is_refused_in_one_line(tmp_path, capsys,
         {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"},  # no address to meet at
     ],
 )
-def test_ranks_of_a_launcher_that_sets_too_little_are_refused(given, tmp_path, capsys, monkeypatch, data_dir):
+def test_ranks_of_a_launcher_that_sets_too_little_are_refused(given, tmp_path, refused, monkeypatch, data_dir):
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    flags = [*REQUIRED, "--data-dir", str(data_dir), *TINY, "--checkpoint-dir", str(tmp_path / "run")]
-    monkeypatch.setattr(sys, "argv", ["pretrain", *flags])
-    with pytest.raises(SystemExit) as stop:
-        pretrain.main()
-    (problem,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and "torchrun" in problem
+    (problem,) = refused(*REQUIRED, "--data-dir", data_dir, *TINY, "--checkpoint-dir", tmp_path / "run")
+    assert "torchrun" in problem
 
 
-def test_without_a_rank_a_run_has_one_process_whatever_the_world_size_says(capsys, monkeypatch, data_dir):
+def test_without_a_rank_a_run_has_one_process(refused, monkeypatch, data_dir):
+    """A dry run says what the ranks of WORLD_SIZE would do."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = ["--data-dir", str(data_dir), *TINY, "--tensor-parallel-size", "2", "--train-iters", "0"]
+    flags = ["--data-dir", data_dir, *TINY, "--tensor-parallel-size", "2", "--train-iters", "0"]
     for more, said in (([], True), (["--dry-run"], False)):
-        monkeypatch.setattr(sys, "argv", ["pretrain", *REQUIRED, *flags, *more])
-        with pytest.raises(SystemExit, match="2"):
-            pretrain.main()
-        assert ("1 processes" in capsys.readouterr().err) == said
+        assert any("1 was started" in line for line in refused(*REQUIRED, *flags, *more)) == said
 
 
 def test_limits_of_own_keys_ask_the_layers_that_have_them():
@@ -219,7 +228,7 @@ def test_limits_of_own_keys_ask_the_layers_that_have_them():
         "--head-selection all --routed-keys selected --attention-backend triton --window 8",
         f"--num-layers 2 --position cope none --routed-keys selected {some}",
     ):
-        problems = config_problems(parse_config([*REQUIRED, *given.split()])[0], world_size=1)
+        problems = config_problems(parse(*given.split()), world_size=1)
         assert not [problem for problem in problems if "--routed-keys" in problem]
 
 

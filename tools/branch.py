@@ -9,19 +9,23 @@ the decay.
 Exit codes: 0; 2 an argument or the checkpoint has to be mended.
 """
 
+import shlex
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run
+from moh_lm.checkpoint.directory import list_steps
+from moh_lm.cli.command import output_path, run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.config import Config, ConfigError
+from moh_lm.monitor.events import complete_rows
 from moh_lm.units import at_least
 
 
 def main(texts):
-    return run("branch", parse_arguments, texts, code=2)
+    return run_command("branch", parse_arguments, run, texts, failures=(OSError,), code=2)
 
 
 def parse_arguments(texts):
@@ -31,6 +35,47 @@ def parse_arguments(texts):
     parser.add_argument("--decay-iters", type=at_least(1), required=True, metavar="N", help="iterations of the decay")
     parser.add_argument("--output", type=output_path, required=True, metavar="BRANCH", help="run directory to be made")
     return parser.parse_args(texts)
+
+
+def run(arguments):
+    from tools.checkpoints.write import copy
+
+    checkpoints = arguments.run / "checkpoints"
+    step = checkpoints / f"step-{arguments.at}"
+    steps = list_steps(checkpoints)
+    if step not in steps:
+        there = ", ".join(path.name.removeprefix("step-") for path in reversed(steps))
+        raise ConfigError([f"--at {arguments.at}: {checkpoints} has no such step; it has {there or 'none'}"])
+    config = Config.load(step / "config.json")
+    optimizer, train_iters = config.optimizer, config.run.train_iters
+    if optimizer.schedule != "wsd":
+        raise ConfigError([f"{step}: was trained with --schedule {optimizer.schedule}; only wsd has branches"])
+    first, last = optimizer.warmup_iters, train_iters - optimizer.decay(train_iters)  # the rate is at its peak
+    if not first <= arguments.at <= last:
+        raise ConfigError([f"--at {arguments.at}: the rate of the run is stable from step {first} to {last}"])
+    if lower := steps_below_the_peak(arguments.run / "metrics.jsonl", optimizer, arguments.at):
+        raise ConfigError([f"--at {arguments.at}: the run had decayed at step {lower[0]}; give a step before that"])
+    if config.model.after(arguments.at + arguments.decay_iters) != config.model:
+        warmup = f"--dense-warmup-iters {config.model.heads.dense_warmup_iters}"
+        raise ConfigError([f"--at {arguments.at}: the branch would end in the run's {warmup}; give a later step"])
+    if checkpoints.resolve() in (arguments.output / "checkpoints").resolve().parents:
+        raise ConfigError([f"--output {arguments.output}: lies among the checkpoints of RUN; give another directory"])
+    if list_steps(arguments.output / "checkpoints"):
+        raise ConfigError([f"--output {arguments.output}: has checkpoints already; give another directory"])
+    print(f"copied to {copy(step, arguments.output / 'checkpoints')}; the run's own command goes on with")
+    end, place = arguments.at + arguments.decay_iters, shlex.quote(str(arguments.output))
+    print(f"    --checkpoint-dir {place} --train-iters {end} --decay-iters {arguments.decay_iters}")
+
+
+def steps_below_the_peak(path, optimizer, last):
+    """The steps from the warm-up to ``last`` whose rate, in the log ``path``, is below the peak, and has been higher:
+    a run that went on with a higher peak has not decayed."""
+    rows = [row for _, row in complete_rows(path) if optimizer.warmup_iters < row["step"] <= last]
+    found, highest = [], 0.0
+    for row in (row for row in rows if "learning_rate" in row):
+        found += [row["step"]] if row["learning_rate"] < min(highest, optimizer.learning_rate) else []
+        highest = max(highest, row["learning_rate"])
+    return found
 
 
 if __name__ == "__main__":

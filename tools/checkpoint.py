@@ -9,19 +9,26 @@ Exit codes: 0 done, or sound, or equal; 1 `verify` found damage, or `diff` a dif
 has to be mended, or a file could not be written, and nothing was.
 """
 
+import contextlib
+import json
+import math
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run
+from moh_lm.checkpoint.directory import list_steps
+from moh_lm.cli.command import output_path, run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.config import ConfigError
 from moh_lm.units import at_least
+
+POSITION = ("step", "consumed_samples", "optimizer_steps", "router_shares", "data")  # of state.json: what goes on
 
 
 def main(texts):
-    return run("checkpoint", parse_arguments, texts, code=2)
+    return run_command("checkpoint", parse_arguments, run, texts, failures=(OSError,), code=2)
 
 
 def parse_arguments(texts):
@@ -52,6 +59,144 @@ def parse_arguments(texts):
     dtypes = ("float32", "bfloat16")
     joins.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
     return parser.parse_args(texts)
+
+
+def run(arguments):
+    return COMMANDS[arguments.command](arguments)
+
+
+def run_list(arguments):
+    from tools.checkpoints.describe import describe_entry, words
+
+    directory = arguments.run / "checkpoints"
+    if not directory.is_dir():
+        raise ConfigError([f"{arguments.run}: no run directory: it has no checkpoints/"])
+    pointer = directory / "latest"
+    latest = pointer.read_text(errors="replace").strip() if pointer.is_file() else None
+    rows = []
+    entries = sorted(directory.iterdir(), key=lambda path: (len(path.name), path.name))
+    for entry in (entry for entry in entries if entry != pointer):
+        with contextlib.suppress(FileNotFoundError):  # a run that goes on removes steps, and renames them
+            row = describe_entry(entry, latest)
+            rows += [row] if entry.exists() else []
+    steps = [step.name for step in list_steps(directory)]
+    if arguments.json:
+        print(json.dumps({"directory": str(directory), "latest": latest, "checkpoints": rows}, indent=1))
+        return 0
+    print(f"{'name':<20}{'bytes':>18}  {'written (UTC)':<21}{'layout':<28}state")
+    for row in rows:
+        print(f"{row['name']:<20}{row['bytes']:>18,}  {row['written']:<21}{words(row['layout']):<27} {row['state']}")
+    goes_on = f"a run goes on from {steps[0]}, if it is sound" if steps else "there is nothing to go on from"
+    if latest not in steps[:1]:
+        print(f"latest names {latest}; {goes_on}" if latest else f"there is no latest; {goes_on}")
+
+
+def run_verify(arguments):
+    from tools.checkpoints import read
+
+    steps, code = read.locate(arguments.run_or_step), 0
+    for path in steps if arguments.all else steps[:1]:
+        problems = read.find_damage(path)
+        if not problems:
+            try:
+                step = read.Step(path, hashed=False)
+                problems = list(read.find_gaps(step))
+            except ConfigError as error:
+                problems = error.problems
+        for problem in problems:
+            print(f"DAMAGED {problem}")
+        if problems:
+            code = 1
+        else:
+            size = sum(entry["bytes"] for entry in step.entries.values())
+            print(f"sound   {path}: {len(step.entries)} files, {size:,} bytes, {len(step.shapes)} parameters")
+    return code
+
+
+def run_show(arguments):
+    from moh_lm.data.segments import tokens_read
+    from tools.checkpoints import read
+    from tools.checkpoints.describe import describe_step, when
+
+    step = read.Step(read.locate(arguments.run_or_step)[0], hashed=not arguments.quick)
+    state = step.state
+    content = {
+        "path": str(step.path),
+        "step": state["step"],
+        "written": when(step.path / "manifest.json"),
+        "layout": read.layout(step.config, step.entries),
+        "consumed_samples": state["consumed_samples"],
+        "tokens": tokens_read(step.segments, state["consumed_samples"], step.config.seq_length),
+        "optimizer_steps": state["optimizer_steps"],
+        "skipped_steps": state["step"] - state["optimizer_steps"],
+        "recently_skipped": step.skipped,
+        "data": state["data"],
+        "imported": state.get("imported"),
+        "config": step.config.to_dict(),
+        "files": {name: entry["bytes"] for name, entry in sorted(step.entries.items())},
+        "num_parameters": len(step.shapes),
+        "elements": sum(map(math.prod, step.shapes.values())),
+    }
+    if arguments.parameters:
+        content["parameters"] = read.norms(step)
+    if not arguments.quick:
+        content["state_sha256"] = read.state_hash(step)
+    if arguments.json:
+        print(json.dumps(content, indent=1))
+    else:
+        print("\n".join(describe_step(step, content)))
+
+
+def run_diff(arguments):
+    from tools.checkpoints import read
+    from tools.checkpoints.describe import describe_difference, is_equal
+
+    first, second = (read.Step(read.locate(path)[0]) for path in (arguments.a, arguments.b))
+    programs = first.config.program, second.config.program
+    if len(set(programs)) > 1:
+        raise ConfigError([f"{second.path}: is of {programs[1]}, and A of {programs[0]}; give steps of one program"])
+    configs = first.config.to_dict(), second.config.to_dict()
+    rows = read.changes(first, second)
+    shapes = {name: [step.shapes.get(name) for step in (first, second)] for name in (*first.shapes, *second.shapes)}
+    content = {
+        "a": str(first.path),
+        "b": str(second.path),
+        "config": {key: [values, configs[1][key]] for key, values in configs[0].items() if values != configs[1][key]},
+        "position": {
+            key: [first.state[key], second.state[key]] for key in POSITION if first.state[key] != second.state[key]
+        },
+        "shapes": {name: [a, b] for name, (a, b) in shapes.items() if a != b},
+        "averages": [len(step.reader.averaged) for step in (first, second)],
+        "parameters": rows,
+    }
+    a, b = content["averages"]
+    content["equal"] = not content["position"] and not content["shapes"] and a == b and all(map(is_equal, rows))
+    if arguments.json:
+        print(json.dumps(content, indent=1))
+    else:
+        print("\n".join(describe_difference(content, arguments.top)))
+    return 0 if content["equal"] else 1
+
+
+def run_copy(arguments):
+    from tools.checkpoints.write import copy
+
+    print(f"copied to {copy(arguments.step, arguments.dest)}; what was read and what was written has the right hashes")
+
+
+def run_consolidate(arguments):
+    import torch
+
+    from tools.checkpoints.write import consolidate
+
+    size = consolidate(arguments.step, arguments.file, arguments.moments, getattr(torch, arguments.dtype))
+    print(f"wrote {arguments.file}, {size:,} bytes")
+
+
+COMMANDS = {
+    "list": run_list, "verify": run_verify, "show": run_show, "diff": run_diff, "copy": run_copy,
+    "consolidate": run_consolidate,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,25 +3,38 @@
     python tools/encode_latents.py --images DIR_OR_TAR --vae DIR --image-size 256 --output LATENTS
 
 LATENTS is then a --data-dir of `python -m moh_lm.vision dit` (moh_lm/vision/latents.py has its form). The autoencoder
-is an AutoencoderKL in diffusers' form, such as stabilityai/sd-vae-ft-ema. A GPU is used if there is one. After a stop
-the same command goes on.
+is an AutoencoderKL in diffusers' form, such as stabilityai/sd-vae-ft-ema. A GPU is used if there is one. Threads read
+images some batches ahead of the encoder. After a stop the same command goes on: latents.partial says how many images
+are on the disk, and of what; a start with other images, settings or another autoencoder is refused.
 
 Exit codes: 0; 1 an image or file cannot be read or written; 2 an argument has to be mended; 130 after Ctrl-C.
 """
 
+import hashlib
+import os
 import sys
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import GOES_ON, output_path, run
+from moh_lm.cli.command import GOES_ON, output_path, run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError, read_json, sha256_of, write_json
 from moh_lm.units import at_least
+
+AHEAD = 4  # batches that are read before they are encoded
+FLUSHED = 50  # batches after which the disk has all
 
 
 def main(texts):
-    return run("encode_latents", parse_arguments, texts, extra="vision", interrupted=GOES_ON)
+    failures = (OSError, ShardError)
+    return run_command(
+        "encode_latents", parse_arguments, run, texts, failures=failures, extra="vision", interrupted=GOES_ON
+    )
 
 
 def parse_arguments(texts):
@@ -33,6 +46,156 @@ def parse_arguments(texts):
     parser.add_argument("--batch-size", type=at_least(1), default=32, metavar="N", help="images at once (%(default)s)")
     parser.add_argument("--dtype", choices=("fp16", "fp32"), default="fp16", help="of the latents (%(default)s)")
     return parser.parse_args(texts)
+
+
+def run(arguments):
+    from data_prep.output import only_run
+    from moh_lm.cli.devices import usable_device
+
+    images, output = read_images(arguments.images), arguments.output
+    for note in images.notes:
+        print(f"note: {note}")
+    vae = load_vae(arguments.vae, arguments.image_size).to(usable_device(None))
+    facts = {
+        "images": len(images.labels),
+        "classes": images.classes,
+        "sha256": images.sha256,
+        "image_size": arguments.image_size,
+        "dtype": arguments.dtype,
+        "factor": vae.config.scaling_factor,
+        "vae": directory_hash(arguments.vae),
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    with only_run(output):
+        encode_all(images, vae, output, facts, arguments)
+
+
+def encode_all(images, vae, output, facts, arguments):
+    import numpy as np
+    from tqdm import tqdm
+
+    from moh_lm.vision.latents import FACTS, LABELS, PARTIAL
+
+    done = images_done(output, facts)
+    if done is None:
+        print(f"{output} is complete: {facts['images']:,} images")
+        return
+    latents = open_latents(output, facts, vae)
+    with tqdm(total=len(images.labels), initial=done, desc="encoding", unit="image", disable=None) as bar:
+        for number, batch in enumerate(batches(images, arguments, done)):
+            moments = encode(vae, batch)
+            latents[done : done + len(moments)] = moments
+            done += len(moments)
+            bar.update(len(moments))
+            if number % FLUSHED == 0:
+                latents.flush()
+                write_json(output / PARTIAL, {"done": done, **facts})
+    latents.flush()
+    np.save(output / LABELS, images.labels)
+    write_json(output / FACTS, facts)
+    (output / PARTIAL).unlink(missing_ok=True)
+    print(f"wrote {output}: {done:,} images of {len(images.classes)} classes, {'x'.join(map(str, latents.shape[1:]))}")
+
+
+def read_images(path):
+    from moh_lm.vision.images import Images
+
+    try:
+        return Images(path)
+    except ConfigError as error:
+        raise ConfigError([f"--images {problem}" for problem in error.problems]) from error
+
+
+def load_vae(path, image_size):
+    """The autoencoder in a directory. Raises ConfigError if there is none, or if it cannot halve the images."""
+    from diffusers import AutoencoderKL
+
+    if not (path / "config.json").is_file():
+        raise ConfigError([f"--vae {path}: has no config.json; give the directory of an AutoencoderKL of diffusers"])
+    vae = AutoencoderKL.from_pretrained(path, local_files_only=True).eval().requires_grad_(False)
+    step = 2 ** (len(vae.config.block_out_channels) - 1)
+    if image_size % step:
+        raise ConfigError([f"--image-size {image_size}: must be a multiple of {step}, by which --vae divides it"])
+    return vae
+
+
+def directory_hash(path):
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    return hashlib.sha256("".join(map(sha256_of, files)).encode()).hexdigest()
+
+
+def images_done(output, facts):
+    """How many images an earlier start has encoded; None: all. Raises ConfigError if it was of something else."""
+    import numpy as np
+
+    from moh_lm.vision.latents import FACTS, LATENTS, PARTIAL
+
+    for name in (FACTS, PARTIAL):
+        if (output / name).exists():
+            try:
+                found = read_json(output / name)
+                done = found.pop("done", None)
+                if len(np.load(output / LATENTS, mmap_mode="r")) != found["images"]:
+                    raise ValueError(f"{LATENTS} has another number of images")
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError([f"--output {output}: is damaged ({error}); remove it, to encode again"]) from error
+            if found != facts:
+                other = ", ".join(key for key in facts if found.get(key) != facts[key])
+                raise ConfigError([f"--output {output}: has latents of other {other}; give another directory"])
+            return done
+    return 0
+
+
+def open_latents(output, facts, vae):
+    """The file of latents, mapped into memory; made if no start has counted images in it. Raises OSError if it does not
+    fit on the disk, which later would end this process by a signal."""
+    import numpy as np
+
+    from moh_lm.vision.latents import LATENTS, PARTIAL
+
+    if (output / PARTIAL).exists():
+        return np.lib.format.open_memmap(output / LATENTS, mode="r+")
+    size = facts["image_size"]
+    shape = (facts["images"], *encode(vae, np.zeros((1, 3, size, size), np.float32)).shape[1:])
+    dtype = {"fp16": np.float16, "fp32": np.float32}[facts["dtype"]]
+    path = output / LATENTS
+    latents = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+    try:
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    except OSError as error:
+        path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return latents
+
+
+def batches(images, arguments, first):
+    """float32 [b, 3, S, S] of the images from number ``first`` on."""
+    import numpy as np
+
+    from moh_lm.vision.latents import center_crop, pixels
+
+    def read(index):
+        return pixels(center_crop(images.place(index).read(3), arguments.image_size))
+
+    ahead, count, size = deque(), len(images.labels), arguments.batch_size
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for start in range(first, count, size):
+            ahead.append(pool.map(read, range(start, min(start + size, count))))
+            if len(ahead) > AHEAD:
+                yield np.stack([*ahead.popleft()])
+        while ahead:
+            yield np.stack([*ahead.popleft()])
+
+
+def encode(vae, batch):
+    """Means and logarithms of variances of images [b, 3, S, S] and their mirror images: [b, 2, 2c, s, s], float32."""
+    import numpy as np
+    import torch
+
+    both = torch.from_numpy(np.stack([batch, batch[..., ::-1]], axis=1)).flatten(0, 1)
+    moments = vae.encode(both.to(vae.device)).latent_dist.parameters
+    return moments.unflatten(0, (-1, 2)).float().cpu().numpy()
 
 
 if __name__ == "__main__":

@@ -6,29 +6,38 @@
 
 DIR is an export of tools/export_hf.py, or any causal model that transformers loads. The code in an export is run (its
 config.json says ``moh_llama``); that of other models is not. Each model is loaded in a process of its own. FILE (JSON)
-holds the table, all metrics of the harness, and the versions. docs/evaluation.md says what compares with the paper.
+holds the table, all metrics of the harness, and the versions. docs/huggingface.md says what compares with the paper.
 
 Exit codes: 0; 1 rows of the hub cannot be read, or the harness or the model failed; 2 an argument or a file of --data
 has to be mended.
 """
 
+import contextlib
+import json
+import math
+import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import re
-
-from moh_lm.cli.command import device, output_path, run
+from moh_lm.cli.command import device, output_path, run_command
 from moh_lm.cli.parser import Parser
-from moh_lm.config import raise_any
+from moh_lm.config import ConfigError, raise_any
+from moh_lm.parsing import parse_json
 from moh_lm.units import at_least
 from tools.tasks.flags import add_task_flags, task_problems
+from tools.tasks.suites import SEED, entries_of
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def main(texts):
-    return run("evaluate", parse_arguments, texts, extra="eval")
+    failures = (OSError, ValueError, RuntimeError)
+    return run_command("evaluate", parse_arguments, run, texts, failures=failures, extra="eval")
 
 
 def parse_arguments(texts):
@@ -58,6 +67,187 @@ def batch_size(text):
     if not re.fullmatch(r"auto(:[1-9]\d*)?|0*[1-9]\d*", text):
         raise ValueError("write a number from 1 on, auto, or auto:TIMES")
     return text
+
+
+def run(arguments):
+    from moh_lm.cli.devices import usable_device
+
+    problems = model_problems("--model", arguments.model, arguments.max_length)
+    for path in (path for path in arguments.compare if not path.is_file()):
+        absent = [f"--compare {path}: is neither a model nor a file of --output"]
+        problems += model_problems("--compare", path, arguments.max_length) if path.exists() else absent
+    raise_any(problems)
+    arguments.device = usable_device(arguments.device)
+    if arguments.compare:
+        files = {path: result_in(path, arguments) for path in arguments.compare if not is_model(path)}
+        models = [arguments.model, *arguments.compare]
+        print_table([files.get(model) or result_of(model, arguments) for model in models], arguments)
+        return
+    with contextlib.redirect_stdout(sys.stderr):  # the harness prints beside the table
+        result = evaluate(arguments)
+    print_table([result], arguments)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def is_model(path):
+    return (path / "config.json").is_file()
+
+
+def model_problems(flag, path, max_length):
+    """Sentences if ``path`` is no model that can be evaluated. Raises ConfigError for a run, or no configuration."""
+    from tools.hf.convert.import_config import read_config, refuse_run
+
+    if not path.exists():
+        return [f"{flag} {path}: does not exist; give an export of tools/export_hf.py, or another model"]
+    refuse_run(flag, path)
+    if not is_model(path):
+        return [f"{flag} {path}: has no config.json; give an export of tools/export_hf.py, or another model"]
+    values = read_config(path)
+    table = values.get("learned_positions") or values.get("n_positions")  # the latter of GPT-2 and its like
+    if max_length and table and max_length > table:
+        return [f"--max-length {max_length}: {path} has a table of {table} positions; give at most {table}"]
+    if any((path / name).is_file() for name in TOKENIZERS):
+        return []
+    return [f"{flag} {path}: has no tokenizer.json, nor a tokenizer in another form; add the one of the model"]
+
+
+def evaluate(arguments):
+    """The table row of one model as a JSON-able dictionary."""
+    import lm_eval
+    import torch
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+
+    from tools.tasks.rows import load_tasks
+
+    entries = entries_of(arguments.suite, arguments.tasks)
+    with load_tasks(entries, arguments.data) as (manager, tasks):
+        model = HFLM(
+            pretrained=str(arguments.model),
+            trust_remote_code=is_export(arguments.model),
+            dtype=arguments.dtype,
+            device=arguments.device,
+            batch_size=arguments.batch_size,
+            max_length=arguments.max_length,
+        )
+        harness = {}
+        for shots in sorted({entry.shots for entry in entries}):  # the harness takes one number for all of its tasks
+            names = [task for entry in entries if entry.shots == shots for task in entry.tasks]
+            try:
+                output = lm_eval.simple_evaluate(
+                    model=model,
+                    tasks=[tasks[name]["groups"].get(name) or tasks[name]["tasks"][name] for name in names],
+                    num_fewshot=shots,
+                    fewshot_random_seed=SEED,
+                    limit=arguments.limit,
+                    log_samples=False,
+                    bootstrap_iters=1000,  # of the perplexity of LAMBADA; errors of accuracies need none
+                    task_manager=manager,
+                )
+            except AssertionError as error:  # the harness's way to say that an answer does not fit
+                asked = f"{', '.join(names)}: cannot be asked with sequences of {model.max_length} tokens"
+                remedy = "give a larger --max-length, or choose other --tasks"
+                raise ConfigError([f"{asked} ({str(error) or 'an answer alone is longer'}); {remedy}"]) from error
+            harness |= output["results"]
+    rows = [table_row(entry, harness) for entry in entries]
+    return {
+        "model": str(arguments.model),
+        "suite": arguments.suite,
+        "limit": arguments.limit,
+        "tasks": rows,
+        "average": sum(row["value"] for row in rows) / len(rows),
+        "average_stderr": math.sqrt(sum(row["stderr"] ** 2 for row in rows)) / len(rows),
+        "versions": {module.__name__: module.__version__ for module in (lm_eval, transformers, torch)},
+        "dtype": arguments.dtype,
+        "batch_size": arguments.batch_size,
+        "max_length": model.max_length,
+        "harness": harness,
+    }
+
+
+def is_export(model):
+    from tools.hf.convert.import_config import read_config
+
+    return read_config(model).get("model_type") == "moh_llama"
+
+
+def table_row(entry, harness):
+    """One number of the table, in percent. harness: {task or group: what the harness gives for it}."""
+    name, _, extraction = entry.metric.partition(",")
+    values = {task: 100 * harness[task][entry.metric] for task in entry.tasks}
+    errors = [harness[task].get(f"{name}_stderr,{extraction}") for task in entry.tasks]
+    errors = [100 * error if isinstance(error, float) else 0.0 for error in errors]  # "N/A" for a single question
+    return {
+        "column": entry.column,
+        "task": entry.task,
+        "shots": entry.shots,
+        "metric": entry.metric,
+        "value": sum(values.values()) / len(values),
+        "stderr": sum(errors) / len(errors),
+        **({"parts": values} if entry.parts else {}),
+    }
+
+
+def result_in(path, arguments):
+    """The result in a file of --output. Raises ConfigError if it is not of the tasks and questions asked for."""
+    try:
+        result = parse_json(path.read_text(encoding="utf-8"))
+        found = [(row["task"], row["shots"], row["metric"]) for row in result["tasks"]]
+        suite, limit = result["suite"], result["limit"]
+        _ = [result[key] for key in ("model", "average", "average_stderr", "max_length")]  # that they are there
+        _ = [row[key] for row in result["tasks"] for key in ("column", "value", "stderr")]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError([f"--compare {path}: is neither a model nor a file of --output"]) from error
+    if suite != arguments.suite:
+        raise ConfigError([f"--compare {path}: is no result of --suite {arguments.suite}"])
+    if found != [(entry.task, entry.shots, entry.metric) for entry in entries_of(arguments.suite, arguments.tasks)]:
+        tasks = " ".join(task for task, _, _ in found)
+        raise ConfigError([f"--compare {path}: has other columns, those of --tasks {tasks}; give the same --tasks"])
+    if limit != arguments.limit:
+        given = f"--limit {limit}" if limit else "no --limit"
+        raise ConfigError([f"--compare {path}: was made with {given}; a table needs the same questions for all"])
+    return result
+
+
+def result_of(path, arguments):
+    """The result of a model evaluated in a process of its own with the same arguments."""
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "result.json"
+        given = {"suite": arguments.suite, "data": arguments.data, "limit": arguments.limit, "dtype": arguments.dtype}
+        given |= {"batch-size": arguments.batch_size, "max-length": arguments.max_length, "device": arguments.device}
+        given |= {"model": path, "output": output}
+        flags = [text for name, value in given.items() if value is not None for text in (f"--{name}", str(value))]
+        tasks = ["--tasks", *arguments.tasks] if arguments.tasks else []
+        finished = subprocess.run([sys.executable, __file__, *flags, *tasks], stdout=subprocess.DEVNULL, check=False)
+        if finished.returncode:
+            raise RuntimeError(f"{path} could not be evaluated (exit code {finished.returncode})")
+        return parse_json(output.read_text(encoding="utf-8"))
+
+
+def print_table(results, arguments):
+    """Every model's numbers in percent, and below them their standard errors."""
+    from data_prep.report import table
+
+    columns = [row["column"] + (f" ({row['shots']})" if row["shots"] else "") for row in results[0]["tasks"]]
+    lines = [["model", *columns, "Average"]]
+    for result in results:
+        values = [(row["value"], row["stderr"]) for row in result["tasks"]]
+        values.append((result["average"], result["average_stderr"]))
+        lines.append([result["model"], *(f"{value:.1f}" for value, _ in values)])
+        lines.append(["", *(f"±{stderr:.1f}" for _, stderr in values)])
+    print("\n".join(table(lines[0], lines[1:])))
+    for result in results:
+        for row in result["tasks"]:
+            if "parts" in row:
+                shown = ", ".join(f"{task} {value:.1f}" for task, value in row["parts"].items())
+                print(f"{row['column']} of {result['model']} is the mean of {shown}")
+    lengths = [result["max_length"] for result in results]
+    if len(set(lengths)) > 1:
+        shown = ", ".join(f"{result['max_length'] or 'unknown'} of {result['model']}" for result in results)
+        print(f"the models saw different lengths: at most {shown}; --max-length gives all the same")
+    if arguments.limit:
+        print(f"of the first {arguments.limit} questions of each task only")
 
 
 if __name__ == "__main__":

@@ -7,20 +7,24 @@ tokenizer. The format is described in moh_lm/monitor/tasks.py. Tasks without cho
 a text would be generated (GSM8K, NQ, LAMBADA), are left out, and said.
 """
 
+import json
+import math
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run
+from moh_lm.cli.command import output_path, run_command
 from moh_lm.cli.parser import Parser
-from moh_lm.config import raise_any
+from moh_lm.config import ConfigError, raise_any
+from moh_lm.data.files import publish, sha256_of
 from tools.tasks.flags import add_task_flags, task_problems
+from tools.tasks.suites import SEED, entries_of
 
 
 def main(texts):
-    return run("evaluate_prepare", parse_arguments, texts, extra="eval")
+    return run_command("evaluate_prepare", parse_arguments, run, texts, failures=(RuntimeError, OSError), extra="eval")
 
 
 def parse_arguments(texts):
@@ -32,6 +36,80 @@ def parse_arguments(texts):
     arguments = parser.parse_args(texts)
     raise_any(task_problems(arguments))
     return arguments
+
+
+def run(arguments):
+    from moh_lm.data.tokenizer import model_files
+    from tools.tasks.rows import load_tasks
+
+    entries = entries_of(arguments.suite, arguments.tasks)
+    encode = encoder(arguments.tokenizer)
+    header = {"tokenizer": sha256_of(next(iter(model_files(arguments.tokenizer).values())))}
+    lines, counts = [json.dumps(header)], {}
+    with load_tasks(entries, arguments.data) as (_, tasks):
+        for entry in entries:
+            for name in entry.tasks:
+                for task in tasks[name]["tasks"].values():
+                    if task.OUTPUT_TYPE != "multiple_choice":
+                        continue
+                    rows = [{"task": name, **row} for row in questions(task, entry, encode, arguments.limit)]
+                    refuse_unscorable(rows)
+                    lines += map(json.dumps, rows)
+                    counts[name] = counts.get(name, 0) + len(rows)
+    if not counts:
+        raise ConfigError(["--tasks: none of them has choices; choose others"])
+    publish(arguments.output, ("\n".join(lines) + "\n").encode())
+    for name in (name for entry in entries for name in entry.tasks):
+        print(f"{name}: {counts.get(name, 'no choices, left out')}")
+
+
+def refuse_unscorable(rows):
+    """Raise ConfigError for the first row that a run would refuse, such as one with an empty answer."""
+    from moh_lm.monitor.tasks import row_problem
+
+    for number, row in enumerate(rows):
+        if problem := row_problem(row, vocab_size=math.inf, longest=math.inf):
+            raise ConfigError([f"{row['task']}: row {number}: {problem}; fix the row, or choose other --tasks"])
+
+
+def encoder(path):
+    """(context, continuation) -> their ids, as the harness splits them; EOS stands for an empty context."""
+    from data_prep.encoding import Tokenizer
+
+    tokenizer = Tokenizer(str(path))
+
+    def ids(text):
+        return list(map(int, tokenizer.model.encode(text)))
+
+    def encode(context, continuation):
+        if not context:
+            return [tokenizer.eos_id], ids(continuation)
+        before = ids(context.rstrip())  # spaces at its end belong to the continuation
+        return before, ids(context + continuation)[len(before) :]
+
+    return encode
+
+
+def questions(task, entry, encode, limit):
+    """The rows of moh_lm/monitor/tasks.py for a ``task`` of the harness, without its name."""
+    task.set_config("num_fewshot", entry.shots)
+    task.set_fewshot_seed(SEED)
+    task.build_all_requests(limit=limit, rank=0, world_size=1)
+    normed = any(metric["metric"] == "acc_norm" for metric in task.config.metric_list)
+    rows = {}
+    for request in task.instances:
+        row = rows.setdefault(request.doc_id, {"gold": gold(task, request.doc), "choices": []})
+        text = task.doc_to_choice(request.doc)[len(row["choices"])]
+        row["choices"].append([*encode(*request.args), len(text) if normed else None])
+    return list(rows.values())
+
+
+def gold(task, doc):
+    """The number of the right choice, or 0 and 1 for each where several are."""
+    if task.config.task == "truthfulqa_mc2":
+        return doc["mc2_targets"]["labels"]
+    answer = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+    return task.doc_to_choice(doc).index(answer) if isinstance(answer, str) else int(answer)
 
 
 if __name__ == "__main__":

@@ -15,22 +15,26 @@ Exit codes: 0; 1 torch-fidelity failed; 2 an argument, the checkpoint or an imag
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import device, run
+from moh_lm.cli.command import device, run_command
 from moh_lm.cli.parser import Parser
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
+from moh_lm.data.files import ShardError
 from moh_lm.units import at_least
 
 INCEPTION = "github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
+TOP = 5
 
 
 def main(texts):
     compares = any(text.split("=")[0] == "--samples" for text in texts)
-    return run("evaluate_vision", parse_arguments, texts, extra="fid" if compares else "vision")
+    extra, failures = "fid" if compares else "vision", (OSError, ValueError, RuntimeError)
+    return run_command("evaluate_vision", parse_arguments, run, texts, failures=failures, extra=extra)
 
 
 def parse_arguments(texts):
@@ -51,6 +55,67 @@ def parse_arguments(texts):
     if [all(form) for form in forms] != [any(form) for form in forms] or all(forms[0]) == all(forms[1]):
         raise ConfigError(["give either RUN_OR_STEP and --images, or --samples, --reference and --inception"])
     return arguments
+
+
+def run(arguments):
+    from moh_lm.cli.devices import usable_device
+
+    device = usable_device(arguments.device)
+    if arguments.samples:
+        from tools.tasks.image_metrics import compare
+
+        compare(arguments, device)
+    else:
+        evaluate(arguments, device)
+
+
+def evaluate(arguments, device):
+    """Print the accuracy of a classifier on held-out images."""
+    from tqdm import tqdm
+
+    from moh_lm.checkpoint.saver import find_step
+    from moh_lm.vision.images import Images
+    from moh_lm.vision.load import load_model
+    from moh_lm.vision.loader import ImageLoader, ImageSet
+    from tools.tasks.held_out import image_problems
+
+    step = find_step(arguments.model)
+    config, model = load_model(step, arguments.weights)
+    if config.kind != "vit":
+        raise ConfigError([f"{step}: is no classifier; draw images by tools/sample_images.py, and give --samples"])
+    images = Images(arguments.images)
+    for note in images.notes:
+        print(f"note: {note}")
+    raise_any(list(image_problems(step, config.model, images)))
+    data = replace(config.data, workers=arguments.workers)
+    config = replace(config, data=data, run=replace(config.run, micro_batch_size=arguments.batch_size))
+    batches = ImageLoader(ImageSet(config, images, images), 0, 1, device != "cpu").validation(0)
+    try:
+        top_1, top_k, loss = classify(model.to(device), tqdm(batches, leave=False, disable=None))
+    except ShardError as error:
+        raise ConfigError([str(error)]) from error
+    print(f"{step}: {len(images.labels):,} images of {arguments.images}")
+    print(f"top-1 {top_1:.2%}   top-{TOP} {top_k:.2%}   loss {loss:.4f}")
+
+
+def classify(model, batches):
+    """Shares of images whose class is the first, or among the first ``TOP``, and their mean loss; labels -1 are none.
+
+    batches: of ``ImageBatch``.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    sums, count, device = torch.zeros(3, dtype=torch.float64), 0, model.head.weight.device
+    for batch in batches:
+        there = batch.labels >= 0
+        with torch.no_grad():
+            logits, labels = model(batch.inputs[0].to(device)).cpu()[there], batch.labels[there]
+        best = logits.topk(min(TOP, logits.shape[1])).indices == labels[:, None]
+        loss = F.cross_entropy(logits.double(), labels, reduction="sum")
+        sums += torch.stack((best[:, 0].sum(), best.sum(), loss))
+        count += len(labels)
+    return (sums / count).tolist()
 
 
 if __name__ == "__main__":

@@ -3,30 +3,35 @@
     python tools/export_hf.py --checkpoint RUN_OR_STEP_DIR --output DIR [--dtype bfloat16]
                               [--license apache-2.0] [--base-model OWNER/NAME] [--push-to-hub OWNER/NAME]
 
-docs/evaluation.md lists the files. Parameters have their Hugging Face names in the trainer already. They are read one
+docs/huggingface.md lists the files. Parameters have their Hugging Face names in the trainer already. They are read one
 by one and written shard by shard. Everything is written beside DIR, checked (export_check.py), and then renamed to DIR.
 
 Exit codes: 0 the export is in DIR; 1 it failed its check or could not be written, and DIR is as it was, or it is
 in DIR but could not be published; 2 an argument or the checkpoint has to be mended.
 """
 
+import os
+import re
+import shutil
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import re
-from decimal import Decimal
+from safetensors import SafetensorError
 
-from moh_lm.cli.command import output_path, run
+from moh_lm.cli.command import output_path, run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.config import ConfigError, raise_any
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def main(texts):
-    return run("export_hf", parse_arguments, texts, remark="; nothing was exported")
+    failures = (SafetensorError, OSError)
+    return run_command("export_hf", parse_arguments, run, texts, failures=failures, remark="; nothing was exported")
 
 
 def parse_arguments(texts):
@@ -56,6 +61,85 @@ def shard_size(text):
     if not match or Decimal(match[1]) <= 0:
         raise ValueError("write a size such as 500MB or 5GB")
     return max(1, int(Decimal(match[1]) * UNITS[match[2].upper()]))
+
+
+def run(arguments):
+    """The whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
+    import torch
+
+    from data_prep.output import writable_directory
+    from moh_lm.checkpoint.fragments import step_config
+    from moh_lm.checkpoint.saver import find_step
+    from tools.hf.convert.export_check import check_export
+    from tools.hf.convert.hub import UploadError, check_login, push
+    from tools.hf.convert.write_export import is_ours, tokenizer_of_data, write_export
+
+    output = arguments.output.resolve()
+    problems = output_problems(output, arguments.overwrite)
+    try:
+        step = find_step(arguments.checkpoint)
+        config = step_config(step)
+    except ConfigError as error:
+        problems += error.problems
+    raise_any(problems)
+    if arguments.push_to_hub:
+        check_login(arguments.push_to_hub)
+    # The name has no dots: transformers makes a module name of it.
+    temporary = writable_directory(output.parent) / f"export-tmp-{os.getpid()}"
+    temporary.mkdir()
+    try:
+        print(f"writing {step} as {arguments.dtype}", flush=True)
+        parameters = write_export(step, config, getattr(torch, arguments.dtype), arguments, temporary)
+        print("checking the logits", flush=True)
+        checked = check_export(step, config, temporary, tokenizer_of_data(step))
+        size = sum(path.stat().st_size for path in temporary.iterdir())
+        publish(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"exported {step} to {output}: {parameters:,} parameters, {size:,} bytes")
+    print("\n".join(checked))
+    if not (output / "tokenizer.json").is_file():
+        print("no tokenizer: the checkpoint has none, and token ids are not known; add the files of the model's own")
+    remote = ", trust_remote_code=True" if is_ours(config.model) else ""
+    print("to load it:\n    from transformers import AutoModelForCausalLM")
+    print(f"    model = AutoModelForCausalLM.from_pretrained({str(output)!r}{remote})")
+    try:
+        if arguments.push_to_hub:
+            print(f"published as {push(output, arguments.push_to_hub)}")
+    except UploadError as error:
+        print(f"export_hf: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def output_problems(output, overwrite):
+    """Sentences, none if ``output`` is absent, empty, or an earlier export that may be overwritten."""
+    from tools.hf.convert.write_export import is_export
+
+    try:
+        if not output.exists() or not any(output.iterdir()):
+            return []
+    except OSError as error:
+        return [f"--output {output}: is no readable directory ({error.strerror}); give another one"]
+    if not is_export(output):
+        return [f"--output {output}: is not empty and no export; give another directory"]
+    if not overwrite:
+        return [f"--output {output}: has an export already; add --overwrite, or give another directory"]
+    return []
+
+
+def publish(temporary, output):
+    """Rename ``temporary`` to ``output``; an earlier export makes room first, and is deleted last."""
+    former = temporary.with_name(temporary.name + "-former")
+    if output.exists():
+        output.rename(former)
+    try:
+        temporary.rename(output)
+    except BaseException:
+        if former.exists():
+            former.rename(output)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
 
 
 if __name__ == "__main__":

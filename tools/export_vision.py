@@ -13,18 +13,34 @@ Exit codes: 0 the export is in DIR; 1 it failed its check or could not be writte
 or the checkpoint has to be mended.
 """
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run
+from moh_lm.cli.command import output_path, run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.config import ConfigError
+from moh_lm.data.files import read_json, write_json
+
+REMOTE_CODE = Path(__file__).resolve().parent / "hf" / "remote_code"
+ROUTING = "head_selection num_shared_heads num_active_routed_heads routing two_stage".split()
+VIT = "image_size hidden_sizes depths num_attention_heads mlp_ratios sr_ratios".split()
+DIT = "input_size in_channels patch_size num_classes hidden_size num_layers num_attention_heads".split()
+DIT += ["head_dim", "mlp_ratio", "class_dropout"]
+TOLERANCE = 1e-7  # relative to the largest output where that is above 1
+CARDS = {
+    True: ("MoH-ViT", "transformers", "image-classification", "AutoModelForImageClassification"),
+    False: ("MoH-DiT", "diffusers", "unconditional-image-generation", "DiffusionPipeline"),
+}
 
 
 def main(texts):
-    return run("export_vision", parse_arguments, texts, remark="; nothing was exported", extra="vision")
+    words = {"remark": "; nothing was exported", "extra": "vision"}
+    return run_command("export_vision", parse_arguments, run, texts, failures=(OSError,), **words)
 
 
 def parse_arguments(texts):
@@ -35,6 +51,149 @@ def parse_arguments(texts):
     add("--weights", choices=("master", "ema"), help="the weights, or their moving average (default: it, if kept)")
     add("--vae", type=Path, metavar="DIR", help="of a DiT of latents: an AutoencoderKL of diffusers, to be copied")
     return parser.parse_args(texts)
+
+
+def run(arguments):
+    """The whole program. Raises ConfigError before anything is written, ExportError or OSError after."""
+    import torch
+    from transformers.utils import logging
+
+    from data_prep.output import writable_directory
+    from moh_lm.checkpoint.saver import find_step
+    from moh_lm.vision.load import load_model
+    from moh_lm.vision.loader import names_of_training
+
+    logging.disable_progress_bar()
+    output = arguments.output.resolve()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError([f"--output {arguments.output}: is not empty; give another directory"])
+    step = find_step(arguments.model)
+    training, model = load_model(step, arguments.weights)
+    config = training.model.after(read_json(step / "state.json")["step"])
+    is_classifier = training.kind == "vit"
+    if arguments.vae:
+        check_vae(arguments.vae, is_classifier, config)
+    temporary = writable_directory(output.parent) / f"export-tmp-{os.getpid()}"
+    temporary.mkdir()
+    try:
+        with torch.no_grad():
+            if is_classifier:
+                difference = write_classifier(config, model, names_of_training(step), temporary)
+            else:
+                difference = write_pipeline(config, model, arguments.vae, temporary)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        (temporary / "README.md").write_text(card(config, is_classifier, step, count), encoding="utf-8")
+        temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(f"exported {step} to {output}: {count:,} parameters")
+    print(f"checked: outputs differ from the checkpoint's by at most {difference:.1e}")
+
+
+def check_vae(path, is_classifier, config):
+    from diffusers import AutoencoderKL
+
+    if is_classifier:
+        raise ConfigError([f"--vae {path}: the model is a classifier; leave it out"])
+    try:
+        channels = AutoencoderKL.load_config(path, local_files_only=True)["latent_channels"]
+    except (OSError, ValueError, LookupError) as error:
+        raise ConfigError([f"--vae {path}: no AutoencoderKL of diffusers"]) from error
+    if channels != config.in_channels:
+        raise ConfigError([f"--vae {path}: has latents of {channels} channels, the model {config.in_channels}"])
+
+
+def settings(config, names):
+    """{name: value} of a model and its heads."""
+    return {name: getattr(config, name) for name in names} | {name: getattr(config.heads, name) for name in ROUTING}
+
+
+def write_classifier(config, model, names, directory):
+    """Write the files of transformers; returns how far the logits of what was read again are off."""
+    import torch
+
+    from moh_lm.vision.augment import DEVIATION, MEAN
+    from tools.hf.remote_code.modeling_moh_vit import MoHViTConfig, MoHViTForImageClassification
+
+    MoHViTConfig.register_for_auto_class()
+    MoHViTForImageClassification.register_for_auto_class("AutoModelForImageClassification")
+    numbers = {"num_channels": config.in_channels, "num_labels": config.num_classes}
+    if names:
+        numbers |= {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
+    copy = MoHViTForImageClassification(MoHViTConfig(**settings(config, VIT), **numbers))
+    copy.load_state_dict(model.state_dict())
+    copy.save_pretrained(directory)  # and the code
+    size, channels = config.image_size, config.in_channels
+    write_json(directory / "preprocessor_config.json", {
+        "image_processor_type": "BitImageProcessor", "do_convert_rgb": channels == 3, "resample": 3,  # bicubic
+        "size": {"shortest_edge": int(size / 0.875)}, "crop_size": {"height": size, "width": size},
+        "image_mean": MEAN[channels], "image_std": DEVIATION[channels],
+    })  # fmt: skip
+    images = torch.randn(2, channels, size, size)
+    copy = MoHViTForImageClassification.from_pretrained(directory).double()
+    return compare(model.double()(images), copy(images).logits)
+
+
+def write_pipeline(config, model, vae, directory):
+    """Write the files of diffusers; returns how far the noise of what was read again is off."""
+    import torch
+    from diffusers import DDPMScheduler
+
+    from tools.hf.remote_code.modeling_moh_dit import MoHDiTModel
+
+    steps = config.diffusion_steps
+    copy = MoHDiTModel(**settings(config, DIT))
+    copy.load_state_dict(model.state_dict())
+    copy.save_pretrained(directory / "transformer")
+    for name in ("modeling_moh_dit.py", "moh_router.py"):
+        shutil.copyfile(REMOTE_CODE / name, directory / "transformer" / name)
+    shutil.copyfile(REMOTE_CODE / "pipeline_moh_dit.py", directory / "pipeline_moh_dit.py")
+    DDPMScheduler(
+        steps, beta_start=0.1 / steps, beta_end=20 / steps, variance_type="learned_range", clip_sample=False,
+        timestep_spacing="linspace",
+    ).save_pretrained(directory / "scheduler")  # fmt: skip
+    if vae:
+        shutil.copytree(vae, directory / "vae")
+    write_json(directory / "model_index.json", {
+        "_class_name": ["pipeline_moh_dit", "MoHDiTPipeline"],
+        "transformer": ["modeling_moh_dit", "MoHDiTModel"],
+        "scheduler": ["diffusers", "DDPMScheduler"],
+        "vae": ["diffusers", "AutoencoderKL"] if vae else [None, None],
+    })  # fmt: skip
+    x = torch.randn(2, config.in_channels, config.input_size, config.input_size)
+    t, y = torch.tensor([1, steps - 1]), torch.tensor([0, config.num_classes])
+    copy = MoHDiTModel.from_pretrained(directory / "transformer").double()
+    return compare(model.double().predict(x, t, y), copy(x, t, y))
+
+
+def compare(expected, found):
+    """The largest difference, of numbers computed in float64. Raises ExportError if it is above ``TOLERANCE``."""
+    from tools.hf.convert.export_files import ExportError
+
+    difference, allowed = (expected - found).abs().max().item(), TOLERANCE * max(1, expected.abs().max().item())
+    if not difference <= allowed:  # also if it is not a number
+        raise ExportError(f"the export differs from the checkpoint by {difference:.1e}; allowed is {allowed:.1e}")
+    return difference
+
+
+def card(config, is_classifier, step, count):
+    """The text of the model card."""
+    name, library, tag, loads = CARDS[is_classifier]
+    heads = "ordinary attention"
+    if config.heads.head_selection == "mixture":
+        share = f"{config.active_share():.0%} of the heads"
+        heads = f"Mixture-of-Head attention (arXiv 2410.11842), of which a token uses {share}"
+    return f"""---
+library_name: {library}
+pipeline_tag: {tag}
+---
+# {name}
+
+An image model of {count:,} parameters and {config.num_classes} classes, with {heads}.
+The weights are those of step {step.name.removeprefix("step-")} of a run of MoH-LM.
+
+    {loads}.from_pretrained("DIR", trust_remote_code=True)
+"""
 
 
 if __name__ == "__main__":

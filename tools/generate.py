@@ -10,22 +10,25 @@ tokens per second to standard error. --json prints an object for each prompt ins
 Exit codes: 0; 2 an argument has to be mended.
 """
 
+import json
+import math
 import sys
+import time
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import math
-
-from moh_lm.cli.command import device, run
+from moh_lm.cli.command import device, run_command
 from moh_lm.cli.parser import Parser
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.units import at_least, integer, share
+
+UNFINISHED = "\ufffd"  # a character of which not all bytes are there yet
 
 
 def main(texts):
-    return run("generate", parse_arguments, texts, unheard="ends")
+    return run_command("generate", parse_arguments, run, texts, unheard="ends")
 
 
 def parse_arguments(texts):
@@ -62,6 +65,65 @@ def seed(text):
     if not -(2**63) <= value < 2**64:
         raise ValueError("must be a number of 64 bits, such as 1234")
     return value
+
+
+def run(arguments):
+    from tools.hf.convert.trainer_model import load
+
+    model, limit, encoder = load(arguments, arguments.attention_backend)
+    tokenizer = encoder.model
+    prompts = [tokenizer.encode(prompt, out_type=int) for prompt in arguments.prompt]
+    check_lengths(arguments, prompts, limit)
+    write(arguments, model, tokenizer, prompts)
+
+
+def check_lengths(arguments, prompts, limit):
+    problems = []
+    for text, prompt in zip(arguments.prompt, prompts, strict=True):
+        if not len(prompt):
+            problems.append(f"--prompt {text!r}: has no token; give some text")
+        elif len(prompt) + arguments.max_new_tokens > limit:
+            length = f"{len(prompt)} tokens and {arguments.max_new_tokens} new ones"
+            problems.append(f"--prompt {text[:20]!r}...: {length}; the model was trained on {limit} together")
+    raise_any(problems)
+
+
+def write(arguments, model, tokenizer, prompts):
+    from moh_lm.data.tokenizer import continuation
+    from moh_lm.inference.generate import generate
+
+    prompts = [list(map(int, prompt)) for prompt in prompts]
+    stream = len(prompts) == 1 and not arguments.json
+    new, shown = [[] for _ in prompts], ""
+    if stream:
+        print(arguments.prompt[0], end="", flush=True)
+    started, first = time.perf_counter(), None
+    settings = (
+        arguments.temperature, arguments.top_p, arguments.seed, tokenizer.vocab_size(), arguments.attention_backend,
+    )  # fmt: skip
+    for tokens in generate(model, prompts, arguments.max_new_tokens, tokenizer.eos_id(), *settings):
+        first = first or time.perf_counter()
+        for row, token in enumerate(tokens):
+            if token is not None:
+                new[row].append(token)
+        if stream:
+            text = continuation(tokenizer, prompts[0], new[0])
+            if text.startswith(shown) and not text.endswith(UNFINISHED):
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+    done = time.perf_counter()
+    texts = [continuation(tokenizer, prompt, tokens) for prompt, tokens in zip(prompts, new, strict=True)]
+    if stream:
+        print(texts[0][len(shown) :])
+    for prompt, text, tokens in zip(arguments.prompt, texts, new, strict=True):
+        if arguments.json:
+            print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens}))
+        elif not stream:
+            print(f"--- {prompt}{text}")
+    read, made = sum(map(len, prompts)), sum(map(len, new))
+    later = made - sum(map(bool, new))  # the first ones come out of the prompts
+    rate = f", then {later} in {done - first:.2f} s: {later / (done - first):.1f} tokens/s" if later else ""
+    print(f"read {read} tokens in {first - started:.2f} s{rate}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,27 +4,34 @@
     python tools/head_report.py --model runs/llm-b --data data/llm --output heads
     python tools/head_report.py --model runs/llm-b --suite llm6 --output heads
 
-tools/heads/text.py says what --data takes, docs/heads.md what is measured. DIR gets index.html, one file that needs no
-other, its pictures as PNG, and heads.json with all numbers.
+tools/heads/text.py says what --data accepts, docs/monitoring.md what is measured. DIR gets index.html, one file that
+needs no other, its pictures as PNG, and heads.json with all numbers.
 
 Exit codes: 0; 1 a shard is damaged, or the report cannot be written; 2 an argument has to be mended.
 """
 
+import importlib.util
+import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import device, output_path, run
+from moh_lm.cli.command import device, output_path, run_command
 from moh_lm.cli.parser import Parser
-from moh_lm.config import raise_any
+from moh_lm.config import ConfigError, raise_any
+from moh_lm.data.files import ShardError, publish
 from moh_lm.units import above_0, at_least
 from tools.tasks.suites import SUITES
 
+LONGEST_WINDOW = 1024  # tokens, unless --seq-length says otherwise
+
 
 def main(texts):
-    return run("head_report", parse_arguments, texts, extra="plot")
+    failures = (ShardError, RuntimeError, OSError)
+    return run_command("head_report", parse_arguments, run, texts, failures=failures, extra="plot")
 
 
 def parse_arguments(texts):
@@ -60,6 +67,52 @@ def parse_arguments(texts):
         problems.append("--l0: is trained on the tokens of --ablation-tokens, of which there are 0; leave one flag out")
     raise_any(problems)
     return arguments
+
+
+def run(arguments):
+    from data_prep.output import writable_directory
+    from tools.heads.changes import measure_changes
+    from tools.heads.measures import SEGMENT
+    from tools.heads.page import page
+    from tools.heads.report import plain, report_of
+    from tools.heads.syntax import measure_syntax, read_treebank
+    from tools.heads.text import SHORTEST, read_domains
+    from tools.hf.convert.trainer_model import load
+
+    if arguments.tokens < SHORTEST:
+        raise ConfigError([f"--tokens {arguments.tokens}: must be {SHORTEST} or above, such as 16384"])
+    if arguments.suite and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError([f"--suite {arguments.suite}: pip install -e '.[eval]' for its tasks"])
+    writable_directory(arguments.output)
+    model, limit, tokenizer = load(arguments)
+    if len(model.config.head_counts) > 1 or model.config.head_dims:
+        raise ConfigError([f"--model {arguments.model}: needs as many heads in every layer, and of one width"])
+    length = arguments.seq_length or min(limit, LONGEST_WINDOW)
+    if not SEGMENT <= length <= limit:
+        raise ConfigError([f"--seq-length {length}: must be between {SEGMENT} and {limit}, the length of training"])
+    vocab_size = model.model.embed_tokens.weight.shape[0]
+    domains = read_domains(arguments.data, tokenizer, vocab_size, length, arguments.tokens, arguments.text_key)
+    if arguments.suite:
+        from tools.heads.task_text import task_domains
+
+        of_tasks = arguments.suite, arguments.tasks, arguments.task_data
+        domains += task_domains(*of_tasks, tokenizer, length, arguments.tokens)
+    sentences = arguments.treebank and read_treebank(arguments.treebank, tokenizer, arguments.tokens, length)
+    changes = None
+    if arguments.since:
+        try:
+            earlier = load(Namespace(**{**vars(arguments), "model": arguments.since}))[0]
+        except ConfigError as error:
+            raise ConfigError([text.replace("--model", "--since", 1) for text in error.problems]) from error
+        changes = measure_changes(model, earlier)
+    report, pictures = report_of(arguments, model, tokenizer, domains, changes)
+    report["syntax"] = measure_syntax(model, sentences) if sentences else None
+    text = page(report, pictures, tokenizer.model.decode)
+    files = {f"{name}.png": themes["light"] for name, themes in pictures.items()}
+    files |= {"heads.json": json.dumps(plain(report)).encode() + b"\n", "index.html": text.encode()}
+    for name, content in files.items():
+        publish(arguments.output / name, content)
+    print(f"{arguments.output / 'index.html'}: {len(text) / 1e6:.1f} MB, {len(pictures)} pictures")
 
 
 if __name__ == "__main__":

@@ -5,25 +5,29 @@
 
 DIR has held-out images, or of a MoH-DiT latents, as --validation-dir of the training. --output gets heads.json, with
 all numbers, and heads.png. A table tells of each layer with routed heads how many there are, the entropy of their
-load, the least and the most used one, and by how much classes differ; tools/work/head_report_images.py has the
+load, the least and the most used one, and by how much classes differ; tools/heads/image_report.py has the
 formulas.
 
 Exit codes: 0; 1 an image is damaged, or a file cannot be written; 2 an argument has to be mended.
 """
 
+import json
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import device, output_path, run
+from moh_lm.cli.command import device, output_path, run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.config import ConfigError, raise_any
+from moh_lm.data.files import ShardError, publish
 from moh_lm.units import at_least
 
 
 def main(texts):
-    return run("head_report_images", parse_arguments, texts, extra="plot")
+    failures = (ShardError, OSError)
+    return run_command("head_report_images", parse_arguments, run, texts, failures=failures, extra="plot")
 
 
 def parse_arguments(texts):
@@ -39,6 +43,44 @@ def parse_arguments(texts):
     add("--output", type=output_path, default="heads", metavar="DIR", help="gets both files (default: %(default)s)")
     add("--device", type=device, metavar="NAME", help="cpu, cuda, or cuda:N (default: cuda if there is one, else cpu)")
     return parser.parse_args(texts)
+
+
+def run(arguments):
+    from data_prep.output import writable_directory
+    from moh_lm.checkpoint.saver import find_step
+    from moh_lm.cli.devices import usable_device
+    from moh_lm.vision.load import load_model
+    from moh_lm.vision.loader import open_source
+    from tools.heads.image_report import plain, report_of, table
+
+    device = usable_device(arguments.device)
+    step = find_step(arguments.model)
+    config, model = load_model(step, arguments.weights)
+    if not config.model.routed_layers():
+        raise ConfigError([f"{arguments.model}: routes no heads, each token uses all; give a run that routes some"])
+    source = open_source(arguments.images)
+    classes = list(dict.fromkeys(arguments.classes or range(config.model.num_classes)))
+    check(arguments, step, config.model, source, classes)
+    writable_directory(arguments.output)
+    report = report_of(config, model.to(device), source, classes, arguments.number, arguments.batch_size)
+    report = {"model": str(arguments.model), "source": str(arguments.images), **report}
+    publish(arguments.output / "heads.json", json.dumps(report, default=plain).encode() + b"\n")
+    print(table(report))
+    from tools.heads.images import picture  # which needs matplotlib: the numbers come first
+
+    publish(arguments.output / "heads.png", picture(report))
+    print(f"{report['images']} images of {len(classes)} classes; all numbers: {arguments.output / 'heads.json'}")
+
+
+def check(arguments, step, model, source, classes):
+    from tools.tasks.held_out import image_problems
+
+    problems, known = list(image_problems(step, model, source)), model.num_classes
+    problems += [f"--classes {n}: must be below {known}, the classes of the model" for n in classes if n >= known]
+    if arguments.number < len(classes):
+        few = f"must be at least {len(classes)}, one of each class"
+        problems.append(f"--number {arguments.number}: {few}; or name fewer by --classes")
+    raise_any(problems)
 
 
 if __name__ == "__main__":

@@ -6,30 +6,36 @@
     python tools/import_hf.py --model MoH-LLaMA3-8B --output RUN --released moh-llama3-8b
     python tools/import_hf.py --model HF_DIR --output RUN --extend-vocab 160896 --tokenizer EXTENDED.model
 
-RUN gets checkpoints/step-0 (tools/hf/import_step.py). docs/continue.md goes through the whole way.
+RUN gets checkpoints/step-0 (tools/hf/convert/import_step.py). docs/continue.md goes through the whole way.
 
 Exit codes: 0 step 0 is in RUN, or --dry-run has shown it; 2 an argument or the model has to be mended, or a file could
 not be written, and nothing is there under the final name.
 """
 
+import math
+import shlex
 import sys
+import time
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from dataclasses import fields
-
-from moh_lm.cli.command import output_path, run
+from moh_lm.checkpoint.manifest import describe
+from moh_lm.cli.command import output_path, run_command
 from moh_lm.cli.parser import Parser
-from moh_lm.config import HeadsConfig, flag
+from moh_lm.config import Config, ConfigError, HeadsConfig, RunConfig, flag, raise_any
+from moh_lm.data.files import ShardError
 from moh_lm.flags import is_list, placeholder
 from moh_lm.units import at_least, quantity
 
 
 def main(texts):
     left = "nothing is left"
-    return run("import_hf", parse_arguments, texts, code=2, remark=f"; {left}", interrupted=f"stopped; {left}")
+    words = {"remark": f"; {left}", "interrupted": f"stopped; {left}"}
+    return run_command("import_hf", parse_arguments, run, texts, failures=(OSError, ShardError), code=2, **words)
 
 
 def parse_arguments(texts):
@@ -57,6 +63,107 @@ def parse_arguments(texts):
     add("--seed", type=at_least(0), default=1234, metavar="N", help="of routers and new rows (default: %(default)s)")
     add("--dry-run", action="store_true", help="print what would be read and written, and exit")
     return parser.parse_args(texts)
+
+
+def run(arguments):
+    """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
+    from tqdm import tqdm
+
+    from tools.heads.importance import ranked
+    from tools.hf.convert.hub import model_directory
+    from tools.hf.convert.import_config import model_config, own_heads, read_config, refuse_run
+    from tools.hf.convert.import_heads import find_sample, sample_problems, wanted_heads
+    from tools.hf.convert.import_step import output_problems, write_step
+    from tools.hf.convert.import_vocabulary import find_tokenizers, new_rows, spelled, token_ids, tokens_of
+    from tools.hf.convert.import_weights import Source, plan
+
+    problems = output_problems(arguments.output)
+    raise_any(problems)
+    named = arguments.model.name.strip(".")  # . and .. are none
+    name = str(arguments.model if named else arguments.model.resolve())
+    arguments.model = model_directory(arguments.model)
+    refuse_run("--model", arguments.model)
+    values = read_config(arguments.model)
+    old_vocab_size, vocab_size = values.get("vocab_size"), arguments.extend_vocab or values.get("vocab_size")
+    try:
+        config = model_config(values, wanted_heads(arguments, values), arguments.released or arguments.head_selection)
+        if vocab_size < old_vocab_size:
+            problems.append(f"--extend-vocab {vocab_size}: the model has {old_vocab_size} rows already")
+        problems += sample_problems(arguments, config, values)
+    except ConfigError as error:
+        problems += error.problems
+    raise_any(problems)
+    config = replace(config, vocab_size=vocab_size)
+    source = Source(arguments.model)
+    old, new, tokenizer = find_tokenizers(arguments, vocab_size)
+    num_tokens = tokens_of(old or arguments.model, old_vocab_size) if arguments.extend_vocab else old_vocab_size
+    kept = num_tokens if new else old_vocab_size  # new tokens take the rows that pad the old vocabulary
+    pieces = spelled(old, new, num_tokens, vocab_size) if old and new and vocab_size > kept else {}
+    router_seed = arguments.seed if own_heads(values).head_selection == "all" else None
+    trained = replace(config, heads=own_heads(values))
+    plan(config, source, old_vocab_size, {}, None, router_seed, trained)  # refuses what cannot be read
+    length = values.get("max_position_embeddings", 2048)  # LlamaConfig's own default
+    orders, measured = {}, None
+    if arguments.select_shared == "importance":
+        tokens = find_sample(arguments, old_vocab_size, min(length, 2048), old)
+        with tqdm(desc="layers measured", total=config.num_layers, leave=False, disable=None) as bar:
+            orders, measured = ranked(config, source, tokens, bar.update)
+    more = partial(new_rows, source, pieces, arguments.seed, num_tokens, range(kept, vocab_size))
+    extend = (kept, more) if vocab_size > kept else None
+    parts = plan(config, source, old_vocab_size, orders, extend, router_seed, trained)
+    facts = {
+        "source": name,
+        "config_sha256": describe(arguments.model / "config.json")["sha256"][0],
+        "dtypes": ", ".join(source.dtypes),
+        "vocabulary": describe_vocabulary(kept, vocab_size, len(pieces)),
+        "token_ids": token_ids(arguments.model, values),
+        "seed": arguments.seed,
+        "shared_heads": arguments.select_shared,
+        **({"head_importance": measured} if measured else {}),
+    }
+    say_plan(config, source, parts, facts, new or ("tokenizer.json" in tokenizer and "tokenizer.json of the model"))
+    if arguments.dry_run:
+        return
+    started = time.perf_counter()
+    whole = Config(model=config, run=RunConfig(seq_length=length, seed=arguments.seed))
+    total = sum(4 * math.prod(part.shape) for part in parts)
+    with tqdm(desc="importing", total=total, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        step = write_step(arguments.output, whole, parts, facts, tokenizer, bar.update)
+    print(f"imported {name} as {step}: {total:,} bytes of weights in {time.perf_counter() - started:.0f} s")
+    print("to train it (the model's flags are taken from there; any that contradicts it is refused):")
+    flags = f"--checkpoint-dir {shlex.quote(str(arguments.output))} --data-dir DATA --seq-length {length}"
+    print(f"    python -m moh_lm.pretrain {flags} ...")
+
+
+def describe_vocabulary(old, new, num_spelled):
+    if new == old:
+        return f"{old} rows"
+    return (
+        f"{old} rows and {new - old} new ones, near the mean of all old tokens; in the embedding {num_spelled} of them "
+        "near the mean of the old tokens that spell them"
+    )
+
+
+def say_plan(config, source, parts, facts, tokenizer):
+    """Print the model, where its parameters come from, and sizes."""
+    from moh_lm.cost.summary import describe_model
+
+    print("\n".join(describe_model(config)))
+    print(f"source     {facts['source']}: {len(source.shapes)} tensors, {facts['dtypes']}")
+    print(f"vocabulary {facts['vocabulary']}")
+    if "head_importance" in facts:
+        measured = facts["head_importance"]
+        shares = {name.replace("_", " "): f"{share:.1%}" for name, share in measured["share_of_shared_heads"].items()}
+        shown = ", ".join(f"{name} {share}" for name, share in shares.items())
+        print(f"shared     by importance on {measured['tokens']:,} tokens; their part of it: {shown}")
+    none = "no tokenizer.model there: give that of the data by --tokenizer, or training takes what its data have"
+    print(f"tokenizer  {tokenizer or none}")
+    for part in parts:
+        if not part.name.startswith("model.layers.") or part.name.startswith("model.layers.0."):
+            shape = " x ".join(map(str, part.shape))
+            print(f"  {part.name:<50}{shape:>16}  {part.origin}")
+    print(f"  layers 1 to {config.num_layers - 1} like layer 0" if config.num_layers > 1 else "")
+    print(f"size       {4 * sum(math.prod(part.shape) for part in parts):,} bytes", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,20 +10,27 @@ Exit codes: 0 step 0 is in RUN; 2 an argument or the file has to be mended, or a
 is there under the final name.
 """
 
+import math
 import sys
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run
+from moh_lm.cli.command import output_path, run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.units import at_least
+from moh_lm.vision.config import KINDS
+
+MOST_PROBLEMS = 10
 
 
 def main(texts):
     left = "nothing is left"
-    return run("import_vision", parse_arguments, texts, code=2, remark=f"; {left}", interrupted=f"stopped; {left}")
+    words = {"remark": f"; {left}", "interrupted": f"stopped; {left}"}
+    return run_command("import_vision", parse_arguments, run, texts, failures=(OSError,), code=2, **words)
 
 
 def parse_arguments(texts):
@@ -37,6 +44,63 @@ def parse_arguments(texts):
     add("--image-size", type=at_least(32), metavar="N", help="of a vit: pixels of a side in training, "
         "from its first step on (default: 224)")  # fmt: skip
     return parser.parse_args(texts)
+
+
+def run(arguments):
+    """The whole program. Raises ConfigError before anything is written, ConfigError or OSError after."""
+    import torch
+    from tqdm import tqdm
+
+    from moh_lm.vision.checks import vit_problems
+    from moh_lm.vision.load import MODELS
+    from moh_lm.vision.released import POSITIONS, sizes, state_dict
+    from tools.hf.convert.import_step import output_problems, write_step
+    from tools.hf.convert.import_weights import Part, read_released
+
+    kind = KINDS[arguments.kind]
+    problems, given = output_problems(arguments.output), {}
+    if arguments.preset not in kind.presets:
+        problems.append(f"--preset {arguments.preset}: choose one of {', '.join(kind.presets)}")
+    if arguments.image_size and arguments.kind == "dit":
+        problems.append(f"--image-size {arguments.image_size}: is of --kind vit; the file of a DiT has its own")
+    elif arguments.image_size:
+        given = {"image_size": arguments.image_size}
+        problems += vit_problems(kind.from_dict(kind.presets.get(arguments.preset, {}) | given).model)
+    raise_any(problems)
+    try:
+        tensors, key = state_dict(read_released(arguments.file), arguments.weights)
+    except ConfigError as error:
+        raise ConfigError([f"{arguments.file}: {problem}" for problem in error.problems]) from error
+    config = kind.from_dict({**kind.presets[arguments.preset], **sizes(arguments.kind, tensors), **given})
+    tensors.pop(POSITIONS, None)
+    with torch.device("meta"):
+        wanted = dict(MODELS[arguments.kind][0](config.model).named_parameters())
+    raise_any([f"{arguments.file}: {problem}" for problem in differences(wanted, tensors)])
+    parts = [Part(name, tuple(wanted[name].shape), partial(blocks, tensors[name]), key) for name in wanted]
+    facts = {"source": str(arguments.file), "preset": arguments.preset, "weights": key}
+    total = sum(math.prod(part.shape) for part in parts)
+    with tqdm(desc="importing", total=4 * total, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        step = write_step(arguments.output, config, parts, facts, {}, bar.update)
+    where = f"{arguments.file} ({key})" if key else arguments.file
+    print(f"imported {where} as {step}: {arguments.kind} {arguments.preset}, {total:,} parameters")
+
+
+def differences(wanted, found):
+    """Sentences for parameters that are missing, of another shape, or unknown; at most ``MOST_PROBLEMS``."""
+    problems = [f"{name}: is missing" for name in wanted if name not in found]
+    for name, parameter in wanted.items():
+        if name in found and found[name].shape != parameter.shape:
+            shapes = list(found[name].shape), list(parameter.shape)
+            problems.append(f"{name}: has shape {shapes[0]} and the preset {shapes[1]}")
+    problems += [f"{name}: is no parameter of the preset" for name in found if name not in wanted]
+    if len(problems) > MOST_PROBLEMS:
+        more = len(problems) - MOST_PROBLEMS + 1
+        problems[MOST_PROBLEMS - 1 :] = [f"{more} more parameters differ; give the --preset of the file"]
+    return problems
+
+
+def blocks(tensor):
+    yield tensor.float()
 
 
 if __name__ == "__main__":

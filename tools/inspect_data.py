@@ -8,18 +8,19 @@ run with them reads them.
 Exit codes: 0; 1 something is damaged or missing, and named; 2 an argument has to be mended.
 """
 
+import json
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import signal
-from dataclasses import replace
-
-from moh_lm.cli.command import run
+from moh_lm.cli.command import run_command
 from moh_lm.cli.parser import Parser
 from moh_lm.config import ConfigError, flag
+from moh_lm.data.files import ShardError
 from moh_lm.flags import add_config_flags, config_of, parse_flags
 from moh_lm.units import at_least
 
@@ -27,7 +28,7 @@ USAGE = "%(prog)s DIR [flags]"
 
 
 def main(texts):
-    return run("inspect_data", parse_arguments, texts)
+    return run_command("inspect_data", parse_arguments, run, texts)
 
 
 def parse_arguments(texts):
@@ -55,6 +56,52 @@ def parse_arguments(texts):
         raise ConfigError([f"{flag(next(iter(arguments.values)))}: flags of moh_lm.pretrain {used}; leave it out"])
     arguments.config = replace(config, data=replace(config.data, data_dir=arguments.directory))
     return arguments
+
+
+def run(arguments):
+    from tools.shards.describe import describe
+
+    try:
+        report, problems = inspect(arguments, arguments.config)
+    except ShardError as error:
+        report, problems = {}, [str(error)]
+    if arguments.json:
+        print(json.dumps({**report, "problems": problems}, indent=1))
+    else:
+        print("".join(f"{line}\n" for line in describe(report)), end="")
+    print("".join(f"inspect_data: {problem}\n" for problem in problems), file=sys.stderr, end="")
+    return 1 if problems else 0
+
+
+def inspect(arguments, config):
+    """(what was asked for, by kind; sentences for what is damaged). Raises ConfigError and ShardError."""
+    from tools.shards import samples
+    from tools.shards.directory import open_directory, summarize, verify
+
+    if arguments.sample is not None:
+        decode = samples.decoder(arguments)
+        dataset = None if arguments.state else samples.sampled_dataset(config, arguments.values)
+        read = [
+            samples.read_sample(dataset or samples.dataset_of_state(arguments, number), number, decode)
+            for number in arguments.sample
+        ]
+        return {"samples": read}, []
+    sources, problems = open_directory(arguments.directory)
+    if arguments.document and problems:
+        return {}, problems  # a number would be that of another document
+    if arguments.document:
+        decode = samples.decoder(arguments)
+        return {"documents": [samples.read_document(sources, text, decode) for text in arguments.document]}, problems
+    if arguments.verify:
+        shards = [shard for shards in sources.values() for shard in shards]
+        unknown = sum(shard.sidecar is None for shard in shards)
+        return {"verified": len(shards), "without_checksums": unknown}, problems + verify(shards)
+    rows, contradictions = summarize(sources)
+    report = {"sources": rows}
+    if config.run.train_iters is not None:
+        report["plan"] = samples.open_dataset(config).plan(config.run.train_iters * config.run.global_batch_size)
+        report["plan_tokens"] = config.run.train_iters * config.run.tokens_per_iteration
+    return report, problems + contradictions
 
 
 if __name__ == "__main__":

@@ -19,20 +19,29 @@ Nothing is assumed to overlap. The times rank layouts; they do not promise a spe
 FLOP/s.
 """
 
+import json
 import sys
+from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import run
+from moh_lm.cli.command import run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.config import BUDGETS, Config, ConfigError, raise_any
 from moh_lm.flags import add_config_flags, config_of, parse_flags
-from moh_lm.units import above_0, at_least, share
+from moh_lm.units import above_0, at_least, share, short, wrapped
+
+USABLE = 0.92  # of a GPU's memory: the rest is for the CUDA context, fragmentation and communication buffers
+DAY = 24 * 3600
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
 
 def main(texts):
-    return run("plan", parse_arguments, texts)
+    return run_command("plan", parse_arguments, run, texts)
 
 
 def parse_arguments(texts):
@@ -54,6 +63,174 @@ def parse_arguments(texts):
     arguments = parse_flags(parser, texts)
     arguments.config = config_of(arguments)
     return arguments
+
+
+def run(machine):
+    from moh_lm.checks.model import model_problems
+    from moh_lm.checks.ranges import below
+    from moh_lm.checks.run import optimizer_problems
+
+    config = machine.config
+    problems = [*model_problems(config.model), *optimizer_problems(config.optimizer)]
+    problems += below(config.run, 1, "seq_length")
+    raise_any(problems)
+    show = show_json if machine.json else show_table
+    show(config, machine, rank_layouts(config, machine))
+
+
+def rank_layouts(config, machine):
+    """Plans of all legal layouts, those that fit first, the fastest first; raises ConfigError if no layout is legal."""
+    from moh_lm.checks.layout import layout_problems
+
+    plans = [make_plan(variant, machine) for variant in legal_variants(config, machine)]
+    if not plans:
+        problems = layout_problems(config, machine.gpus) or ["no layout is legal for this batch and these heads"]
+        raise ConfigError([f"{machine.gpus} GPUs: {problem}" for problem in problems])
+    return sorted(plans, key=lambda plan: (not plan["fits"], plan["seconds_per_step"], plan["memory_gib"]))
+
+
+def legal_variants(config, machine):
+    """``config`` in every layout that the trainer accepts on the machine's GPUs."""
+    from moh_lm.checks.layout import layout_problems
+    from moh_lm.checks.run import frozen_problems, split_problems
+
+    gpus = machine.gpus
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for degrees in product(divisors, repeat=3):
+        if gpus % prod(degrees) == 0:
+            spread = with_degrees(config, dict(zip(DEGREES, degrees, strict=True)), machine.values)
+            if split_problems(spread) or frozen_problems(spread):
+                continue
+            sizes = [2**n for n in range(7) if 2**n <= config.run.global_batch_size]
+            for zero, micro_batch, recompute in product((1, 2, 3), sizes, (False, True)):
+                parallel = replace(spread.parallel, zero_stage=zero)
+                run = replace(config.run, micro_batch_size=micro_batch, recompute=recompute)
+                variant = replace(spread, parallel=parallel, run=run)
+                if not layout_problems(variant, gpus):
+                    yield variant
+
+
+def with_degrees(config, degrees, given):
+    """``config`` with such degrees, and with the heads that --head-budget spreads so that its ranks can share them.
+
+    given: {field: value} of the flags.
+    """
+    spread = BUDGETS if config.model.heads.head_budget is not None else ()
+    values = {key: value for key, value in config.to_dict().items() if key not in spread or key in given}
+    return Config.from_dict(values | degrees)
+
+
+def make_plan(config, machine):
+    """The figures of one layout."""
+    from moh_lm.cost.flops import flops_per_token
+    from moh_lm.cost.memory import memory_estimate
+
+    parallel, run, gpus = config.parallel, config.run, machine.gpus
+    memory = {part: size / 2**30 for part, size in memory_estimate(config, gpus).items()}
+    seconds = step_seconds(config, machine)
+    step, tokens = sum(seconds.values()), run.tokens_per_iteration
+    days = None if run.train_iters is None else run.train_iters * step / DAY
+    flops = flops_per_token(config.model, run.seq_length)["dense"] * tokens
+    return {
+        **{degree: getattr(parallel, degree) for degree in DEGREES},
+        "data_parallel_size": config.data_parallel_size(gpus),
+        "zero_stage": parallel.zero_stage,
+        "micro_batch_size": run.micro_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps(gpus),
+        "recompute": run.recompute,
+        "memory_gib": sum(memory.values()),
+        "memory_gib_by_part": memory,
+        "fits": sum(memory.values()) <= USABLE * machine.gpu_memory,
+        "seconds_per_step": step,
+        "seconds_by_part": seconds,
+        "tokens_per_second_per_gpu": tokens / step / gpus,
+        "mfu": flops / step / gpus / (machine.gpu_tflops * 1e12),
+        "days": days,
+        "gpu_hours": None if days is None else 24 * days * gpus,
+    }
+
+
+def step_seconds(config, machine):
+    """Seconds of a step by part."""
+    import numpy as np
+
+    from moh_lm.cost.flops import flops_per_token
+    from moh_lm.cost.memory import exchanged, layer_matrices, parameter_counts, stage_shares
+    from moh_lm.training.muon import muon_flops
+
+    model, run, parallel = config.model, config.run, config.parallel
+    tp, pp, cp = (getattr(parallel, degree) for degree in DEGREES)
+    dp = config.data_parallel_size(machine.gpus) * cp  # gradients are summed over both
+    micro_batches = config.gradient_accumulation_steps(machine.gpus)
+    width = 2 if run.precision == "bf16" else 4
+    tokens = run.micro_batch_size * run.seq_length // cp
+    compute_share, parameter_share, layers = stage_shares(model, run.seq_length, pp)
+
+    def bandwidth(ranks_spanned):
+        return 1e9 * (machine.intra_node if ranks_spanned <= machine.gpus_per_node else machine.inter_node)
+
+    flops = flops_per_token(model, run.seq_length)["dense"] * (4 / 3 if run.recompute else 1)
+    micro_batch = flops * tokens * compute_share / tp / (machine.gpu_tflops * 1e12 * machine.efficiency)
+    activation = width * tokens * model.hidden_size
+    gathers = (12 if run.recompute else 8) * layers
+    heads, keys = np.mean(model.head_counts), np.mean(exchanged(model, tp, cp).num_key_value_heads)
+    features = float(heads + keys) * (model.query_dim + model.head_dim)  # of queries, keys, values and outputs
+    moved = (3 if run.recompute else 2) * layers * width * tokens * features / tp
+    weights = parameter_counts(model)["total"] * parameter_share / tp
+    sums = micro_batches if parallel.zero_stage > 1 else 1
+    gathered = (3 if run.recompute else 2) * micro_batches if parallel.zero_stage == 3 else 1
+    gradient_bytes = (1 if parallel.zero_stage > 1 else 2) * 4 * weights * sums
+    work, sent = muon_flops(model, config.optimizer.muon_split), 2 * 4 * layers * layer_matrices(model) / tp
+    muon = (work["whole"] + work["blocks"] / tp) * layers / dp / (machine.gpu_tflops * 1e12 * machine.efficiency)
+    muon += sent * (dp - 1) / dp / bandwidth(tp * dp)
+    return {
+        "compute": micro_batch * micro_batches,
+        "bubble": micro_batch * (pp - 1),
+        "tensor": gathers * micro_batches * activation * (tp - 1) / tp / bandwidth(tp),
+        "context": moved * micro_batches * (cp - 1) / cp / bandwidth(tp * cp),
+        "data": (gradient_bytes + width * weights * gathered) * (dp - 1) / dp / bandwidth(tp * dp),
+        "muon": muon if config.optimizer.optimizer == "muon" else 0.0,
+        "pipeline": (pp > 1) * 2 * micro_batches * activation / tp / bandwidth(tp * dp * pp),
+    }
+
+
+def show_json(config, machine, plans):
+    from moh_lm.cost.flops import flops_per_token
+    from moh_lm.cost.memory import cache_bytes, parameter_counts
+
+    width = 2 if config.run.precision == "bf16" else 4
+    content = {
+        "parameters": parameter_counts(config.model),
+        "flops_per_token": flops_per_token(config.model, config.run.seq_length),
+        "cache_bytes_per_token": cache_bytes(config.model, config.run.seq_length, width),
+        "layouts": plans,
+    }
+    print(json.dumps(content, indent=1))
+
+
+def show_table(config, machine, plans):
+    from moh_lm.cost.memory import parameter_counts
+    from moh_lm.cost.summary import describe_cache, describe_cost, describe_flops
+
+    counts, width = parameter_counts(config.model), 2 if config.run.precision == "bf16" else 4
+    fitting = [plan for plan in plans if plan["fits"]]
+    found = f"{len(plans)} legal on {machine.gpus} GPUs, {len(fitting)} fit into {machine.gpu_memory:g} GiB"
+    print(f"parameters {short(counts['total'])} ({counts['total']:,})")
+    print(wrapped(f"FLOPs      {describe_flops(config)}"))
+    print(wrapped(f"cache      {describe_cache(config.model, config.run.seq_length, width)}"))
+    print(f"layouts    {found}" + "; ! does not" * (len(plans) > len(fitting)))
+    print(" tp  pp  cp   dp zero micro accum recompute    GiB  s/step  tok/s/GPU    MFU    days")
+    for plan in plans[: machine.top]:
+        days = "-" if plan["days"] is None else f"{plan['days']:.2f}"
+        print(
+            f"{plan['tensor_parallel_size']:>3}{plan['pipeline_parallel_size']:>4}{plan['context_parallel_size']:>4}"
+            f"{plan['data_parallel_size']:>5}"
+            f"{plan['zero_stage']:>5}{plan['micro_batch_size']:>6}{plan['gradient_accumulation_steps']:>6}"
+            f"{'yes' if plan['recompute'] else 'no':>10}{plan['memory_gib']:>7.1f}{' ' if plan['fits'] else '!'}"
+            f"{plan['seconds_per_step']:>7.2f}{plan['tokens_per_second_per_gpu']:>11,.0f}{plan['mfu']:>7.1%}{days:>8}"
+        )
+    if fitting and fitting[0]["days"] is not None:
+        print(f"time       {describe_cost(config.run, fitting[0]['days'] * DAY, machine.gpus)} for the first")
 
 
 if __name__ == "__main__":

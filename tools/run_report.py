@@ -15,12 +15,14 @@ from pathlib import Path
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import output_path, run
+from moh_lm.cli.command import output_path, run_command
 from moh_lm.cli.parser import Parser
+from moh_lm.config import ConfigError
+from moh_lm.vision.config import kind_of_run
 
 
 def main(texts):
-    return run("run_report", parse_arguments, texts, extra="plot")
+    return run_command("run_report", parse_arguments, run, texts, extra="plot")
 
 
 def parse_arguments(texts):
@@ -34,6 +36,24 @@ def parse_arguments(texts):
         parser.error(f"--output {arguments.output}: is a directory; give a file in it")
     arguments.runs = list(dict.fromkeys(arguments.runs))
     return arguments
+
+
+def run(arguments):
+    from moh_lm.monitor.report.page import write_page
+
+    default = arguments.runs[0] / "report.html" if len(arguments.runs) == 1 else Path("report.html")
+    output = arguments.output or default
+    kind, *others = map(kind_of_run, arguments.runs)
+    for run, other in zip(arguments.runs[1:], others, strict=True):
+        if other is not kind:
+            programs = f"is of {other.program}, and {arguments.runs[0]} of {kind.program}"
+            raise ConfigError([f"{run}: {programs}; give runs of one program"])
+    try:
+        files = write_page(arguments.runs, output, kind, arguments.png)
+    except OSError as error:
+        raise ConfigError([f"--output {output}: cannot be written ({error.strerror}); give another file"]) from error
+    for path in files:
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

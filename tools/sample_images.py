@@ -10,20 +10,21 @@ lets several processes draw a part each.
 Exit codes: 0; 2 an argument or the checkpoint has to be mended.
 """
 
+import math
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the root of the checkout, in place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from moh_lm.cli.command import device, output_path, run
+from moh_lm.cli.command import device, output_path, run_command
 from moh_lm.cli.parser import Parser
-from moh_lm.config import raise_any
+from moh_lm.config import ConfigError, raise_any
 from moh_lm.units import at_least
 
 
 def main(texts):
-    return run("sample_images", parse_arguments, texts, code=2, extra="vision")
+    return run_command("sample_images", parse_arguments, run, texts, failures=(OSError,), code=2, extra="vision")
 
 
 def parse_arguments(texts):
@@ -56,6 +57,70 @@ def parse_arguments(texts):
         problems.append("--output or --npz: one must be given")
     raise_any(problems)
     return arguments
+
+
+def run(arguments):
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    from moh_lm.checkpoint.saver import find_step
+    from moh_lm.cli.devices import usable_device
+    from moh_lm.vision.load import load_model
+    from moh_lm.vision.pictures import grid, to_bytes
+
+    step, device = find_step(arguments.model), usable_device(arguments.device)
+    config, model = load_model(step, arguments.weights)
+    check(arguments, model)
+    vae = load_vae(arguments.vae, config.model.in_channels).to(device) if arguments.vae else None
+    model.to(device, getattr(torch, arguments.dtype))
+    classes = arguments.classes or range(config.model.num_classes)
+    last, images, pixels = arguments.first + arguments.number, [], []
+    for first in range(arguments.first, last, arguments.batch_size):
+        numbers = range(first, min(first + arguments.batch_size, last))
+        y = torch.tensor([classes[number % len(classes)] for number in numbers], device=device)
+        with torch.no_grad():
+            x = model.draw(y, numbers, arguments.seed, arguments.steps, arguments.cfg_scale)
+            x = x if vae is None else vae.decode(x / vae.config.scaling_factor).sample
+        images += [x.cpu()] if arguments.output else []
+        pixels += [to_bytes(x)] if arguments.npz else []
+        print(f"{numbers.stop - arguments.first} of {arguments.number} images", file=sys.stderr)
+    if arguments.npz:
+        np.savez(arguments.npz, arr_0=np.concatenate(pixels))
+    if arguments.output:
+        Image.fromarray(grid(torch.cat(images))).save(arguments.output)
+
+
+def check(arguments, model):
+    from moh_lm.vision.checks import guidance_problems
+    from moh_lm.vision.dit import DiT
+
+    if not isinstance(model, DiT):
+        raise ConfigError([f"{arguments.model}: is a classifier; give a run of a diffusion model"])
+    config, problems = model.config, []
+    if config.in_channels not in (1, 3) and not arguments.vae:
+        problems.append(f"--vae: must be given, since the model draws latents of {config.in_channels} channels")
+    for number in set(arguments.classes or ()):
+        if number >= config.num_classes:
+            problems.append(f"--classes {number}: must be below {config.num_classes}, the classes of the model")
+    if arguments.steps > config.diffusion_steps:
+        problems.append(f"--steps {arguments.steps}: the model has {config.diffusion_steps}; give at most these")
+    if not math.isfinite(arguments.cfg_scale):
+        problems.append(f"--cfg-scale {arguments.cfg_scale}: must be finite, such as 4")
+    problems += guidance_problems(config, arguments.cfg_scale)
+    raise_any(problems)
+
+
+def load_vae(path, channels):
+    from diffusers import AutoencoderKL
+
+    if not (path / "config.json").is_file():
+        raise ConfigError([f"--vae {path}: has no config.json; give the directory of an AutoencoderKL of diffusers"])
+    vae = AutoencoderKL.from_pretrained(path, local_files_only=True)
+    if vae.config.latent_channels != channels:
+        found = f"has latents of {vae.config.latent_channels} channels"
+        raise ConfigError([f"--vae {path}: {found}, and the model draws {channels}; give that of its data"])
+    return vae
 
 
 if __name__ == "__main__":

@@ -38,12 +38,11 @@ def list_steps(directory):
     return sorted(steps, key=step_number, reverse=True)
 
 
-def newest_model(run, kind=Config):
-    """(step directory, model of a configuration of this ``kind``) of the newest step of the run directory ``run``.
+def newest_model(run, config_type=Config):
+    """(step directory, model of its configuration) of the newest step of the run directory ``run``.
 
-    (None, None) without a sound one.
-
-    Only config.json is compared with the manifest. Raises ConfigError if the directory of the steps cannot be read.
+    (None, None) without a sound one. Only config.json is compared with the manifest. Raises ConfigError if the
+    directory of the steps cannot be read.
     """
     try:
         steps = list_steps(Path(run) / "checkpoints")
@@ -52,7 +51,7 @@ def newest_model(run, kind=Config):
     for step in steps:
         try:
             if describe(step / "config.json") == read_entries(step).get("config.json"):
-                return step, kind.load(step / "config.json").model
+                return step, config_type.load(step / "config.json").model
         except (ConfigError, ValueError, OSError):
             continue  # a resume says so
     return None, None

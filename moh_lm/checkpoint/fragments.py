@@ -23,9 +23,10 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, HashedFile, read_entries, read_json
 from moh_lm.config import Config
-from moh_lm.model.transformer import CausalLM, saved_tensors
+from moh_lm.model.transformer import saved_tensors
 from moh_lm.parallel.layers import Partition
 from moh_lm.parsing import parse_json
 
@@ -34,8 +35,24 @@ AVERAGE = "ema"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
 
 
+class Fragment(NamedTuple):
+    """A range of one parameter that this rank's optimizer owns.
+
+    start: first element of the range in the local ``parameter``, flattened. tensors: "master", "exp_avg" and
+    "exp_avg_sq", flat fp32, all of one length, the optimizer's own; Muon has no "exp_avg_sq", a frozen weight only the
+    master. "ema": the moving average of the master, where there is one. is_copy: another rank has the same and speaks
+    for it.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    start: int
+    is_copy: bool
+    tensors: dict[str, torch.Tensor]
+
+
 def metadata_of(fragments):
-    """The metadata of a file with these ``Fragment``s of moh_lm.training.optimizer."""
+    """The metadata of a file with these ``Fragment``s."""
     absent = [f"{kind}/{fragment.name}" for fragment in fragments for kind in MOMENTS if kind not in fragment.tensors]
     addresses = json.dumps({fragment.name: address_of(fragment) for fragment in fragments})
     return {"fragments": addresses, **({"zero": json.dumps(absent)} if absent else {})}
@@ -103,12 +120,25 @@ class FragmentReader:
                 file = safe_open(path, "pt")
                 self.averaged |= {name[len(AVERAGE) + 1 :] for name in file.keys() if name.startswith(f"{AVERAGE}/")}  # noqa: SIM118
                 self.zero |= set(parse_json(file.metadata().get("zero", "[]")))
-                for name, address in parse_json(file.metadata()["fragments"]).items():
-                    self.shapes[name] = tuple(address["whole_shape"])
+                addresses = parse_json(file.metadata()["fragments"])
+                for key in file.keys():  # noqa: SIM118
+                    elements, length = file.get_slice(key).get_shape(), addresses[key.partition("/")[2]]["length"]
+                    if elements != [length]:
+                        raise ValueError(f"{key} has {elements} elements, and its range {length}")
+                for name, address in addresses.items():
+                    shape = tuple(address["whole_shape"])
+                    if self.shapes.setdefault(name, shape) != shape:
+                        raise ValueError(f"{name} has shape {list(shape)} and {list(self.shapes[name])} elsewhere")
                     pieces = self.shards.setdefault(name, {}).setdefault(read_partition(address["partition"]), [])
                     pieces.append(Piece(file, address["start"], address["length"]))
             except (SafetensorError, *NO_SUCH_FILE, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path}: not a rank file of a checkpoint ({error})") from error
+
+    def require(self, name, shape):
+        """Raise ValueError if the parameter ``name`` is there with another shape than the model's."""
+        found = self.shapes.get(name, shape)
+        if found != tuple(shape):
+            raise ValueError(f"{name} has shape {list(found)} in the files and {list(shape)} in the model")
 
     def read(self, kind, name, partition=None, start=0, length=None):
         """Elements [start, start + length) of the flattened shard of ``name`` that ``partition`` describes; fp32.
@@ -211,19 +241,25 @@ def full_parameters(step):
     """(name, whole fp32 tensor) of every parameter of ``step_config``, in the order of the model."""
     reader = FragmentReader(step)
     with torch.device("meta"):
-        model = CausalLM(step_config(step).model)
-    for name, _ in saved_tensors(model):
+        model = build_model(step_config(step).model)
+    for name, tensor in saved_tensors(model):
+        reader.require(name, tensor.shape)
         yield name, reader.read("master", name)
 
 
 @torch.no_grad()
 def load_fragments(step, fragments, progress=lambda: None):
-    """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them."""
+    """Fill this rank's ``fragments`` in place from the files of ``step``, whatever layout wrote them.
+
+    Returns whether the files hold a moving average; where they hold none, it begins with the masters.
+    """
     reader = FragmentReader(step)
     for fragment in fragments:
+        reader.require(fragment.name, fragment.parameter.whole_shape)
         for kind, tensor in fragment.tensors.items():
             partition = fragment.parameter.tensor_partition
             if kind == AVERAGE and fragment.name not in reader.averaged:
-                kind = "master"  # the average begins here
+                kind = "master"
             tensor.copy_(reader.read(kind, fragment.name, partition, fragment.start, tensor.numel()))
             progress()
+    return bool(reader.averaged)

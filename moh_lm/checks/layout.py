@@ -4,7 +4,9 @@ import math
 
 from moh_lm.checks.model import model_problems
 from moh_lm.checks.ranges import below
-from moh_lm.model.gates import is_causal
+from moh_lm.config import flag
+
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 
 
 def layout_problems(config, world_size):
@@ -13,16 +15,9 @@ def layout_problems(config, world_size):
     found = below(parallel, 1, "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
     if found or run.seq_length < 1 or run.micro_batch_size < 1:
         return found
-    tp, pp, cp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
-    ranks = parallel.ranks_of_a_sequence()
-    if world_size % ranks:
-        factors = f"tensor_parallel_size({tp}) * pipeline_parallel_size({pp})"
-        factors += f" * context_parallel_size({cp})" if cp > 1 else ""
-        return [
-            f"{world_size} processes: not a multiple of {factors} = {ranks}; start a multiple of {ranks} processes or "
-            f"change the degrees"
-        ]
-    found = [*tensor_problems(config.model, tp), *context_problems(config.model, tp, cp), *pipeline_problems(config)]
+    tp, cp = parallel.tensor_parallel_size, parallel.context_parallel_size
+    found = [*rank_problems(parallel, world_size), *tensor_problems(config.model, tp)]
+    found += [*context_problems(config.model, tp, cp), *pipeline_problems(config)]
     length, tokens = run.seq_length, run.batch_tokens
     if length % (tp * cp):
         flags = f"--tensor-parallel-size {tp}" + (f" * --context-parallel-size {cp} = {tp * cp}" if cp > 1 else "")
@@ -33,15 +28,31 @@ def layout_problems(config, world_size):
             f"--batch-tokens {tokens}: not a whole number of sequences of --seq-length {length}; "
             f"choose {' or '.join(nearest)}"
         ]
-    dp = config.data_parallel_size(world_size)
+    dp = max(1, config.data_parallel_size(world_size))  # of the ranks that there must be at least
     chunk = run.micro_batch_size * dp
     if run.global_batch_size % chunk:
         return found + [
             f"--batch-tokens {tokens}: its {run.global_batch_size} sequences are not a multiple of "
             f"micro_batch_size({run.micro_batch_size}) * data_parallel_size({dp}) = {chunk}; "
-            f"choose {math.ceil(run.global_batch_size / chunk) * chunk * length} or another --micro-batch-size"
+            f"choose --batch-tokens {math.ceil(run.global_batch_size / chunk) * chunk * length} or another "
+            "--micro-batch-size"
         ]
     return found
+
+
+def rank_problems(parallel, world_size):
+    """A sentence if the ranks cannot be dealt to the degrees of parallelism."""
+    ranks = parallel.ranks_of_a_sequence()
+    if world_size % ranks == 0:
+        return []
+    degrees = {flag(key): getattr(parallel, key) for key in DEGREES if getattr(parallel, key) > 1}
+    given = " * ".join(f"{name} {degree}" for name, degree in degrees.items())
+    product, need = (f" = {ranks}", "need") if len(degrees) > 1 else ("", "needs")
+    return [
+        f"{given}{product}: {need} a multiple of {ranks} processes, and {world_size} "
+        f"{'was' if world_size == 1 else 'were'} started; start {ranks}, as by torchrun --nproc-per-node {ranks}, or "
+        "choose smaller degrees"
+    ]
 
 
 def pipeline_problems(config):
@@ -69,12 +80,9 @@ def context_problems(model, tp, cp):
     if cp == 1 or model_problems(model):
         return []
     found = []
-    if not is_causal(model):
-        given = f"--routing {model.heads.routing}"
-        found.append(f"--context-parallel-size {cp}: the router of {given} needs whole sequences; choose 1")
     given = f"--context-parallel-size {cp}" + (f" * --tensor-parallel-size {tp} = {tp * cp}" if tp > 1 else "")
     for layer in range(model.num_layers):
-        heads, leading = model.of_layer(layer).num_attention_heads, model.leading_heads(layer)
+        heads, leading = model.of_layer(layer).num_attention_heads, model.always_on_heads(layer)
         if heads % (tp * cp) or leading % (tp * cp):
             found.append(
                 f"{given}: must divide the {leading} heads always on and the {heads - leading} others; choose a "
@@ -90,13 +98,10 @@ def tensor_problems(model, tp):
         return []
     shared_by = model.queries_per_key
     found = []
-    if not is_causal(model):
-        given = f"--routing {model.heads.routing}"
-        found.append(f"--tensor-parallel-size {tp}: the router of {given} needs whole sequences; choose 1")
     if model.intermediate_size % tp:
         found.append(f"--intermediate-size {model.intermediate_size}: not a multiple of --tensor-parallel-size {tp}")
     for layer in range(model.num_layers):
-        of, leading = model.of_layer(layer), model.leading_heads(layer)
+        of, leading = model.of_layer(layer), model.always_on_heads(layer)
         heads, keys, step = of.num_attention_heads, of.num_key_value_heads, tp * shared_by
         whole_groups = f", in whole key/value groups; choose a multiple of --tensor-parallel-size {tp} * {shared_by} "
         whole_groups += f"query heads per key/value head = {step}"

@@ -3,9 +3,29 @@
 import math
 
 from moh_lm.checks import attention
-from moh_lm.checks.ranges import below, divisors
+from moh_lm.checks.ranges import below, between, divisors
 from moh_lm.config import flag
-from moh_lm.model.gates import FORMS, gates_of_one, layer_gates
+from moh_lm.model.initial_gates import gates_of_one, layer_gates
+
+# Options that do not suit a routing form, and why.
+SIGN = "selects every head with a score above 0"
+CLOSES = "has gates that it would close: it is least where every score is - ln E"
+REFUSED = {
+    "sigmoid": {
+        "routing_top_p": "has gates that do not compete, so that they do not say how sure it is",
+        "router_z_loss": CLOSES,
+    },
+    "relu": {
+        "routing_top_p": SIGN,
+        "router_z_loss": CLOSES,
+        "load_balance_bias_rate": SIGN,
+        "router_gumbel_noise": SIGN,
+    },
+    "query_norm": {
+        "routing_top_p": "divides its scores by their deviation, so that its probabilities do not say how sure it is",
+        "router_z_loss": "divides its scores by their deviation, so that nothing can make them small",
+    },
+}
 
 
 def model_problems(model):
@@ -47,18 +67,16 @@ def model_problems(model):
 
 def form_problems(heads, post_norm=False):
     """What the form of routing of a mixture refuses, with its reason."""
-    form, given = FORMS[heads.routing], f"--routing {heads.routing}"
-    reasons = {"router_z_loss": form.refuses_z_loss, "router_gumbel_noise": form.refuses_noise}
+    given, reasons = f"--routing {heads.routing}", REFUSED.get(heads.routing, {})
     found = [
-        f"{flag(key)} {getattr(heads, key):g}: {given} {reason}; leave it out, or choose another --routing"
-        for key, reason in reasons.items()
-        if reason and getattr(heads, key) > 0
+        f"{flag(key)} {getattr(heads, key):g}: {given} {reasons[key]}; leave it out, or choose another --routing"
+        for key in ("router_z_loss", "router_gumbel_noise")
+        if key in reasons and getattr(heads, key) > 0
     ]
     if post_norm and heads.routing == "relu":
         found.append(f"{given}: its gates begin at 1 for normalised inputs; --post-norm has none, leave one flag out")
-    if heads.routing_dtype != "fp32" and (heads.routing == "relu" or not form.causal):
-        ranked = "ranks tokens in fp32" if not form.causal else "ranks nothing"
-        found.append(f"--routing-dtype {heads.routing_dtype}: {given} {ranked}; leave it out")
+    if heads.routing_dtype != "fp32" and heads.routing == "relu":
+        found.append(f"--routing-dtype {heads.routing_dtype}: {given} ranks nothing; leave it out")
     return found
 
 
@@ -70,9 +88,9 @@ def warmup_problems(model):
         return found
     shared, selected = layer_gates(model, 0)
     return [
-        f"--dense-warmup-iters {iterations}: the gates of --routing {heads.routing} begin near {shared:.3g} (shared) "
-        f"and {selected:.3g} (selected), so that the output of attention would shrink to that part of itself where "
-        f"gates of 1 end; choose --routing paper_scaled, which has the same gates times a constant, or sigmoid"
+        f"--dense-warmup-iters {iterations}: gates of --routing {heads.routing} begin near {shared:.3g} (shared) and "
+        f"{selected:.3g} (selected), so the output of attention would shrink by that factor when the warm-up, with "
+        f"gates of 1, ends; choose --routing paper_scaled, the same gates times a constant, or sigmoid"
     ]
 
 
@@ -85,7 +103,7 @@ def top_p_problems(heads):
     if heads.router_gumbel_noise > 0:
         given = f"--routing-top-p {top_p:g}"
         return [f"{given}: with --router-gumbel-noise fewer heads add up to it in training only; leave one flag out"]
-    reason = FORMS[heads.routing].refuses_top_p
+    reason = REFUSED.get(heads.routing, {}).get("routing_top_p")
     if reason:
         return [
             f"--routing-top-p {top_p:g}: --routing {heads.routing} {reason}; leave it out, or choose --routing "
@@ -140,7 +158,7 @@ def bias_problems(model):
         ]
     if heads.routing_dtype != "fp32":
         return [f"{given}: is too fine for a ranking in {heads.routing_dtype}; leave --routing-dtype out"]
-    reason = FORMS[heads.routing].refuses_bias
+    reason = REFUSED.get(heads.routing, {}).get("load_balance_bias_rate")
     if reason:
         return [f"{given}: --routing {heads.routing} {reason}; leave it out"]
     if model.routed_layers() or budget_problems(model):
@@ -163,8 +181,8 @@ def budget_problems(model):
             )
         elif not min(1, routed) <= active <= routed:
             sentence = (
-                f"--num-active-routed-heads {active}: must be between {min(1, routed)} and {routed}, "
-                f"the heads that --num-shared-heads {shared} leaves of {heads}"
+                f"--num-active-routed-heads {active}: {between(min(1, routed), routed)}: --num-shared-heads {shared} "
+                f"leaves {routed} of {heads} heads"
             )
         elif shared % size or active % size:
             sentence = (

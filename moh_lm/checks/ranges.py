@@ -15,5 +15,10 @@ def below(section, lowest, *keys):
     ]
 
 
+def between(least, most):
+    """What a number must be, in words."""
+    return f"must be {least}" if least == most else f"must be between {least} and {most}"
+
+
 def divisors(number, most):
     return ", ".join(str(n) for n in range(1, most + 1) if number % n == 0)

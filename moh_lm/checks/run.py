@@ -8,10 +8,9 @@ import shutil
 import torch
 
 from moh_lm.checks.attention import length_problems
-from moh_lm.checks.ranges import below
+from moh_lm.checks.ranges import below, between
 from moh_lm.config import OptimizerConfig, RunConfig, flag
-from moh_lm.kernels import varlen
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.gates import FORMS
 
 YEAR = 365 * 86400  # seconds
@@ -92,29 +91,36 @@ def schedule_problems(config):
             f"--dense-warmup-iters {iterations}: the mixture would never be trained; choose less than the "
             f"{train_iters} iterations of the run"
         ]
-    return decay_problems(config)
+    return decay_problems(config.optimizer, train_iters)
 
 
-def decay_problems(config):
+def decay_problems(optimizer, train_iters):
     """A decay needs the schedule that has one, and room behind the warm-up."""
-    optimizer, train_iters = config.optimizer, config.run.train_iters
     given = f"--decay-iters {optimizer.decay_iters}"
-    if optimizer.schedule != "wsd" and config.data.decay_mix:
-        return ["--decay-mix: --schedule cosine has no decay; choose wsd"]
     if optimizer.schedule != "wsd":
         return [] if optimizer.decay_iters is None else [f"{given}: --schedule cosine has no decay; choose wsd"]
     if train_iters is None or train_iters < 1:
         return []
     decay = optimizer.decay(train_iters)
     most = train_iters - optimizer.warmup_iters
-    if decay == 0 and config.data.decay_mix:
-        return ["--decay-mix: the decay has no iteration; give --decay-iters above 0, or leave the mix out"]
     if not 0 <= decay <= most:
         return [
-            f"--decay-iters {decay}: must be between 0 and {max(0, most)}, the {train_iters} iterations of the run "
+            f"--decay-iters {decay}: {between(0, max(0, most))}, the {train_iters} iterations of the run "
             f"without the --warmup-iters {optimizer.warmup_iters}"
         ]
     return []
+
+
+def decay_mix_problems(config):
+    """Another mix needs a decay in which it is read."""
+    optimizer, train_iters = config.optimizer, config.run.train_iters
+    if not config.data.decay_mix:
+        return []
+    if optimizer.schedule != "wsd":
+        return ["--decay-mix: --schedule cosine has no decay; choose wsd"]
+    if train_iters is None or train_iters < 1 or optimizer.decay(train_iters):
+        return []
+    return ["--decay-mix: the decay has no iteration; give --decay-iters above 0, or leave the mix out"]
 
 
 def run_problems(run):
@@ -128,7 +134,7 @@ def run_problems(run):
 
 
 def base_problems(run):
-    """What is wrong with a ``RunBase``, of language models or of image models."""
+    """What is wrong with a ``RunBase``, whatever is trained."""
     found = below(run, 1, "micro_batch_size", "log_interval") + below(run, 0, "eval_interval", "seed")
     if not run.checkpoint_dir:
         found.append("--checkpoint-dir is missing: give the directory of this run")
@@ -147,41 +153,23 @@ def backend_problems(config):
         return []
     given = f"--attention-backend {backend}"
     found = []
+    if config.run.compile and backend == "cpu_sparse":
+        found.append(f"--compile: does not know {given}, whose shapes vary; choose auto")
     if "cope" in config.model.position:
         found.append(f"{given}: --position cope makes all scores; choose dense, or auto, which is dense in its layers")
     if backend == "cpu_sparse" and torch.cuda.is_available():
         found.append(f"{given}: is for machines without a GPU; choose auto")
-    if backend != "cpu_sparse" and not torch.cuda.is_available():
+    if backend == "triton" and not torch.cuda.is_available():
         found.append(f"{given}: needs a CUDA GPU, and this machine shows none; choose auto")
     own = [window for layer, window in enumerate(config.model.window) if config.model.own_keys(layer)]
     limits = ["--window"] * any(own) + ["--reset-at-documents"] * (config.data.reset_at_documents and bool(own))
-    if backend == "varlen":
-        found += varlen_problems(config, given, own)
-    if backend not in ("cpu_sparse", "varlen") and limits:
+    if backend == "triton" and limits:
         found.append(f"{given}: does not know --routed-keys selected with {limits[0]}; choose auto or dense")
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         found.append(f"{given}: the package triton is not installed; pip install triton, or choose auto")
     if backend == "triton" and head_dim not in TRITON_HEAD_DIMS:
         allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
         found.append(f"{given}: has no kernels for heads of {head_dim} features, only for {allowed}; choose auto")
-    return found
-
-
-def varlen_problems(config, given, own):
-    """own: windows of the layers whose heads have their own keys."""
-    found = [f"{given}: is for --routed-keys selected; choose auto"] if not own else []
-    if any(config.model.window):
-        found.append(f"{given}: does not know --window; choose auto or dense")
-    if config.run.precision != "bf16":
-        found.append(f"{given}: computes in bf16 only, not --precision {config.run.precision}; choose auto or dense")
-    if varlen.stock_kernel() is None:
-        found.append(f"{given}: this torch has no varlen_attn with window_size; install 2.11 or newer, or choose auto")
-    if config.model.query_dim not in varlen.HEAD_DIMS:
-        allowed = f"multiples of {varlen.HEAD_DIMS.step} features up to {varlen.HEAD_DIMS[-1]}"
-        found.append(f"{given}: takes heads of {allowed}, not of {config.model.query_dim}; choose auto or dense")
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < varlen.CAPABILITY:
-        least, its = (".".join(map(str, pair)) for pair in (varlen.CAPABILITY, torch.cuda.get_device_capability()))
-        found.append(f"{given}: needs compute capability {least}, and this GPU has {its}; choose auto or dense")
     return found
 
 
@@ -204,17 +192,13 @@ def window_problems(config):
     return found
 
 
-def compile_problems(config):
-    """What torch.compile cannot make graphs of."""
-    if not config.run.compile:
+def compile_problems(run):
+    """What torch.compile needs."""
+    if not run.compile:
         return []
-    found = []
-    if not torch.cuda.is_available() and not shutil.which(os.environ.get("CXX", "g++")):
-        found.append("--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out")
-    backend = config.run.attention_backend
-    if backend in ("cpu_sparse", "varlen"):
-        found.append(f"--compile: does not know --attention-backend {backend}, whose shapes vary; choose auto")
-    return found
+    if torch.cuda.is_available() or shutil.which(os.environ.get("CXX", "g++")):
+        return []
+    return ["--compile: needs a C++ compiler on a machine without a GPU; install g++, or leave it out"]
 
 
 def reliability_problems(reliability):

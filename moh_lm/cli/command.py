@@ -1,11 +1,10 @@
-"""How every command begins and ends: its arguments, then the imports that take seconds, then the work; its exit code.
+"""How every command begins and ends: its arguments are read, then its work is done, and its exit code says the result.
 
-A command's own file reads the arguments, and imports nothing slow. ``run`` imports the module that does the work when
-the arguments are right. So --help, and what is wrong, is there at once.
+A command is one file. The functions that do its work import what is slow in their first lines, so that --help and
+wrong arguments are answered at once.
 """
 
 import contextlib
-import importlib
 import os
 import re
 import sys
@@ -15,30 +14,36 @@ from moh_lm.checkpoint.directory import STEP_NAME
 from moh_lm.cli.output import Output, open_closed_streams
 from moh_lm.config import ConfigError
 
-OURS = ("moh_lm", "tools", "data_prep", "launch")
+OURS = ("moh_lm", "tools", "data_prep", "studies", "launch")
 GOES_ON = "stopped; the same command goes on"
 
 
-def run(name, parse, texts, work=None, code=1, remark="", extra=None, interrupted="interrupted", unheard="goes on"):
-    """The exit code of a command: what its work returns, or 0; 2 for what has to be mended; ``code`` if it failed;
-    130 after Ctrl-C, with the word ``interrupted``. unheard: "goes on" or "ends", once nobody reads standard output.
+class Failure(Exception):
+    """The work could not be done, for a reason that the message gives in full; no command adds a traceback to it."""
 
-    name: of the command, which begins every line on standard error. parse: a function of ``texts``, the arguments.
-    work: the module (default: tools.work.NAME) whose ``run`` is called with what ``parse`` returns. Its FAILURES are
-    exceptions that need no traceback; ``remark`` ends their line. extra: of setup.py, with the packages it needs.
+
+def run_command(
+    name, parse, work, texts, *, failures=(), code=1, remark="", extra=None, interrupted="interrupted",
+    unheard="goes on", trains=False,
+):  # fmt: skip
+    """Run the command ``name`` with the arguments ``texts``, and return its exit code.
+
+    It is what ``work`` returns, or 0; 2 if the user has to fix something; ``code`` after a ``Failure`` or one of
+    ``failures``; 130 after Ctrl-C. All but the first also print a line on standard error, which begins with ``name``.
+
+    parse: a function of ``texts``, whose result ``work`` receives. remark: ends the line of a failure. extra: of
+    setup.py, with the packages that the work needs. interrupted: the word for Ctrl-C. unheard: "goes on" or "ends" once
+    nobody reads standard output. trains: whether the work starts runs of training.
     """
     open_closed_streams()
-    failures = ()
-    if work is None:  # not for runs that a command starts
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else the import of DeepSpeed prints which one it has found
+    if not trains:  # a run chooses its own accelerator
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise importing DeepSpeed prints which one it has found
     try:
         arguments = parse(texts)
         if getattr(arguments, "check", False):  # --check
             return 0
-        module = importlib.import_module(work or f"tools.work.{name}")
-        failures = module.FAILURES
         with contextlib.redirect_stdout(Output(sys.stdout, unheard)):
-            result = module.run(arguments) or 0
+            result = work(arguments) or 0
             sys.stdout.flush()
         return result
     except ConfigError as error:
@@ -52,7 +57,7 @@ def run(name, parse, texts, work=None, code=1, remark="", extra=None, interrupte
     except KeyboardInterrupt:
         print(f"{name}: {interrupted}", file=sys.stderr)
         return 130
-    except failures as error:
+    except (Failure, *failures) as error:
         print(f"{name}: {reason(error)}{remark}", file=sys.stderr)
         return code
 

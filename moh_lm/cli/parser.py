@@ -49,7 +49,10 @@ class Parser(argparse.ArgumentParser):
         if problems := unknown_arguments(misspelt, missing):
             raise ConfigError([*self.all_problems(), *problems])
         message = f"{' and '.join(missing)}: must be given" if required else message
-        raise ConfigError([*self.all_problems(given * self.strict), f"{message}; --help says what is allowed"])
+        choices = {argument_name(action): action.choices for action in self._actions if action.choices}
+        allowed = [f"{name} is one of {', '.join(map(str, choices[name]))}" for name in missing if name in choices]
+        remedy = ", ".join(allowed) or "--help says what is allowed"
+        raise ConfigError([*self.all_problems(given * self.strict), f"{message}; {remedy}"])
 
     def _get_value(self, action, text):
         try:
@@ -88,10 +91,16 @@ def unknown_arguments(unknown, flags):
 
 
 def nearest(name, names):
-    """A sentence with what ``name`` may stand for: what it is the beginning or the initials of, or looks like."""
+    """A sentence with what ``name`` may stand for.
+
+    It may be the beginning or the initials of a name, look like it, or have a word that only one name begins with.
+    """
     found = [known for known in names if known.startswith(name)]
     found = found or sorted((known for known in names if initials(known).startswith(name.strip("-"))), key=initials)
-    found = found or difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    if not found:
+        of_words = [[known for known in names if known.startswith(f"--{word}-")] for word in name.strip("-").split("-")]
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+        found = list(dict.fromkeys([*near, *(only[0] for only in of_words if len(only) == 1)]))
     return f"did you mean {' or '.join(found[:3])}?" if found else "--help lists what there is"
 
 

@@ -26,6 +26,11 @@ def option(default, help, **metadata):
     return field(default=default, metadata={"help": help, **metadata})
 
 
+def text_option(default, help, **metadata):
+    """A field that language models alone have, in a section that all tasks share."""
+    return option(default, help, text_only=True, **metadata)
+
+
 def walk(section):
     """(section, field) for every leaf field below ``section``, in order."""
     for entry in fields(section):

@@ -1,10 +1,9 @@
 """Which heads a token uses: the section of the configuration, and what follows from it for each layer."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from moh_lm.config.fields import option
+from moh_lm.config.fields import option, text_option
 
 
 @dataclass(frozen=True)
@@ -13,71 +12,94 @@ class HeadsConfig:
 
     head_selection: str = option(
         "mixture",
-        "all: ordinary attention; mixture: shared heads and a router's top-K of the others; static: the first heads; "
-        "gated: all heads, each with a gate of --routing sigmoid, which is a mixture of shared heads only",
+        "all: ordinary attention; mixture: shared heads plus K heads that a router picks per token; static: always "
+        "the first heads; gated: all heads, each scaled by a learned gate",
         choices=("all", "mixture", "static", "gated"),
     )
     num_shared_heads: tuple[int, ...] = option(
-        (), "heads that are always on: one number, or one per layer (default: half of the heads)"
+        (), "heads that are always active: one value, or one per layer (default: half of the heads)"
     )
     num_active_routed_heads: tuple[int, ...] = option(
-        (), "K, routed heads per token: one number, or one per layer (default: a quarter of the heads)",
+        (),
+        "K, the routed heads that are active per token: one value, or one per layer (default: a quarter of the heads)",
         replaces="head_budget",
     )
-    head_budget: float | None = option(
-        None, "share of the heads that a token uses, of all layers; sets K, and shared heads if they are not given; of "
-        "this flag and --num-active-routed-heads the later one counts",
+    head_budget: float | None = text_option(
+        None,
+        "share of all heads that a token uses; sets K, and the shared heads unless they are given; if "
+        "--num-active-routed-heads is given too, the last one takes effect",
         replaces="num_active_routed_heads",
     )
-    head_budget_slope: float = option(0.0, "of --head-budget: share in the last layer minus that in the first")
+    head_budget_slope: float = text_option(
+        0.0, "share of active heads in the last layer minus that in the first, for --head-budget"
+    )
     routing: str = option(
         "sigmoid",
-        "gates as in Eq. 5-6; times a constant, so that they begin at 1; as in the authors' released code; "
-        "2 sigmoid of each score; from query norms (Eq. 9-10); ReLU of each score, K then being an average; or a "
-        "control, in which heads choose tokens",
-        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu", "expert_choice"),
+        "how scores become gates: softmax shares (paper, Eq. 5-6); the same, scaled to start at 1; the authors' "
+        "released code; 2 x sigmoid; query norms (Eq. 9-10); or ReLU, where K is an average",
+        choices=("paper", "paper_scaled", "released", "sigmoid", "query_norm", "relu"),
     )
-    routing_unit: str = option(
+    routing_unit: str = text_option(
         "head",
-        "what a token selects: heads, or whole key/value groups of grouped-query attention; budgets count heads",
+        "what a token selects: single heads, or whole key/value groups of grouped-query attention; budgets still "
+        "count heads",
         choices=("head", "key_value_group"),
     )
-    routed_keys: str = option(
+    routed_keys: str = text_option(
         "all",
-        "keys that a routed head sees, and keeps: of all tokens, or of those only that select it",
+        "whether a routed head attends to all tokens or only to those that selected it",
         choices=("all", "selected"),
     )
-    routing_dtype: str = option(
-        "fp32", "in which scores are ranked; bf16: as in MoH-LLaMA3, equal ones by torch.topk", choices=("fp32", "bf16")
+    routing_dtype: str = text_option(
+        "fp32",
+        "precision in which scores are ranked; bf16 reproduces MoH-LLaMA3, where torch.topk breaks ties",
+        choices=("fp32", "bf16"),
     )
-    routing_top_p: float | None = option(
-        None, "select the fewest routed heads whose probabilities add up to this, at most K (default: always K)"
+    routing_top_p: float | None = text_option(
+        None, "select the fewest routed heads whose probabilities add up to this share, at most K (default: always K)"
     )
-    routing_entropy_coefficient: float = option(1e-4, "of the mean entropy of the routers, with --routing-top-p")
+    routing_entropy_coefficient: float = text_option(
+        1e-4, "weight of the routers' mean entropy in the loss, for --routing-top-p"
+    )
     two_stage: bool = option(
-        True, "weigh shared against routed heads by [a1, a2] of Eq. 6, in forms that have them; false: a1 = a2 = 1"
+        True, "weigh shared against routed heads by [a1, a2] of Eq. 6, if the routing has them; false: a1 = a2 = 1"
     )
-    load_balance_coefficient: float = option(0.01, "beta of Eq. 8")
-    router_z_loss: float = option(0.0, "of the mean squared logsumexp of the routed scores; 0: none")
+    load_balance_coefficient: float = option(0.01, "weight of the load-balancing loss, beta of Eq. 8")
+    router_z_loss: float = option(0.0, "weight of the mean squared logsumexp of the routed scores; 0: none")
     load_balance_scope: str = option(
         "sequence",
-        "tokens over which Eq. 7 counts selections: each sequence (our choice of its T), each micro-batch, or the "
+        "tokens over which the load-balancing loss (Eq. 7) counts selections: each sequence, each micro-batch, or the "
         "whole previous step",
         choices=("sequence", "micro_batch", "global_batch"),
     )
-    router_gumbel_noise: float = option(0.0, "scale of Gumbel noise on the scores that select in training; 0: none")
-    dense_warmup_iters: int = option(
-        0, "first iterations of a mixture in which all heads have gate 1, without a balance loss; routers rest"
+    router_gumbel_noise: float = option(
+        0.0, "scale of the Gumbel noise added to selection scores during training; 0: none"
     )
-    load_balance_bias_rate: float = option(
-        0.0, "select by a bias too, which moves so far in each step, up for heads below the mean load; 0: no bias"
+    dense_warmup_iters: int = option(
+        0, "iterations at the start in which all heads are active with gate 1; routers and their losses wait"
+    )
+    load_balance_bias_rate: float = text_option(
+        0.0, "update rate of the balancing bias that is added to selection scores (DeepSeek-V3); 0: no bias"
     )
 
 
 class HeadsOfLayers:
     """What a model says of the heads of its layers. Subclasses have ``heads``, ``num_layers``, ``head_counts`` (one
-    number for all layers, or one each) and ``routed_layer(layer)``.
+    number for all layers, or one each), ``routed_layer(layer)`` and ``derived()``.
+
+    heads_per_expert: heads that a router selects together. width_ratio: see ``ModelConfig``.
     """
+
+    heads_per_expert, width_ratio = 1, 1.0
+
+    def __post_init__(self):
+        """Take over what ``derived`` says. Here, so that every model is whole, also one that ``replace`` makes."""
+        for name, value in self.derived().items():
+            object.__setattr__(self, name, value)
+
+    def derived(self):
+        """{field: value} of what follows from other fields."""
+        return {}
 
     def after(self, step):
         """The model as it is after ``step`` iterations: with all heads in the dense warm-up of a mixture."""
@@ -112,37 +134,6 @@ TRAINING_ONLY = (  # of HeadsConfig: no part of the function that is trained
     "load_balance_coefficient", "load_balance_scope", "routing_entropy_coefficient", "router_z_loss",
     "router_gumbel_noise", "dense_warmup_iters",
 )  # fmt: skip
-
-
-def spread_budget(model, shared, tp=1, cp=1):
-    """{field of HeadsConfig: a number per layer} of --head-budget B and --head-budget-slope S.
-
-    The share of layer l of L is B + S (l / (L - 1) - 1/2). Whole heads, or groups of them, come as near as they can to
-    the sum of the shares so far; then they are sorted, since rounding leaves a few out of order. Heads that are always
-    on come in what each of the tensor-parallel and context-parallel ranks can hold, unless ``shared`` gives their
-    numbers. {} where the shares, or the heads, are none that moh_lm.checks lets pass.
-    """
-    heads, numbers, layers = model.heads, model.head_counts, model.num_layers
-    numbers = numbers * layers if len(numbers) == 1 else numbers
-    if not (0 < (heads.head_budget or 0) <= 1 and abs(heads.head_budget_slope) <= 1 and min(numbers, default=0) >= 1):
-        return {}
-    group = numbers[0] // max(1, model.of_layer(0).num_key_value_heads) or 1
-    unit = step = group if heads.routing_unit == "key_value_group" else 1
-    if tp * cp > 1:
-        step = math.lcm(tp * group if tp > 1 else step, tp * cp)
-    if heads.head_selection == "static":
-        unit = step
-    active, due = [], 0.0
-    for layer, number in enumerate(numbers):
-        due += number * (heads.head_budget + heads.head_budget_slope * (layer / max(1, layers - 1) - 0.5))
-        active.append(min(max(round((due - sum(active)) / unit) * unit, unit), number))
-    if len({*numbers}) == 1:
-        active.sort(reverse=heads.head_budget_slope < 0)
-    both = list(zip(active, numbers, strict=True))
-    shared = shared or tuple(max(0, count - max(unit, number // 4)) // step * step for count, number in both)
-    shared = shared * layers if len(shared) == 1 else shared
-    rest = (min(max(count - on, unit), number - on) for (count, number), on in zip(both, shared, strict=False))
-    return {"num_shared_heads": shared, "num_active_routed_heads": tuple(rest)}
 
 
 class RoutedLayer(NamedTuple):

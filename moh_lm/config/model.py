@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 
-from moh_lm.config.fields import ConfigError, option
-from moh_lm.config.heads import HeadsConfig, HeadsOfLayers, RoutedLayer, spread_budget
+from moh_lm.config.fields import option
+from moh_lm.config.heads import HeadsConfig, HeadsOfLayers, RoutedLayer
+from moh_lm.config.resolve import model_values
 
 OF_LAYERS = ("num_attention_heads", "num_key_value_heads")  # of ModelConfig: a number, or a tuple of one per layer
 
@@ -12,7 +13,7 @@ OF_LAYERS = ("num_attention_heads", "num_key_value_heads")  # of ModelConfig: a 
 class ModelConfig(HeadsOfLayers):
     """model: shape of the decoder (defaults: LLM-S of the paper)"""
 
-    # num_attention_heads and num_key_value_heads become a number where it is that of all layers; see ``of_layer``.
+    # num_attention_heads and num_key_value_heads are one number where it is that of all layers; see ``of_layer``.
 
     num_layers: int = option(12, "decoder layers")
     hidden_size: int = option(768, "width of the residual stream")
@@ -22,94 +23,76 @@ class ModelConfig(HeadsOfLayers):
         (), "key/value heads: one number, or one per layer (default: one per query head)"
     )
     head_dim: int | None = option(None, "width of a head (default: hidden size / attention heads)")
-    head_dims: tuple[int, ...] = option((), "or the width of each head of a layer, shared heads first", metavar="N")
+    head_dims: tuple[int, ...] = option(
+        (),
+        "width of each head of a layer, shared heads first; use this in place of --head-dim if widths differ",
+        metavar="N",
+    )
     attention: str = option(
         "heads",
-        "keys and values of each head, or of heads that share them; or latent: made of one short vector of a token, "
-        "which is what a cache keeps (DeepSeek-V2)",
+        "heads: multi-head or grouped-query attention; latent: multi-head latent attention, which caches one short "
+        "vector per token (DeepSeek-V2)",
         choices=("heads", "latent"),
     )
-    kv_lora_rank: int | None = option(None, "of latent: features of that vector (default: 4 heads)")
+    kv_lora_rank: int | None = option(
+        None, "dimension of the compressed key/value latent, for --attention latent (default: 4 x head dim)"
+    )
     q_lora_rank: int | None = option(
-        None, "of latent: features of a vector that queries are made of (default: of the input itself)"
+        None, "rank of the query projection, for --attention latent (default: none, a full projection)"
     )
     qk_rope_head_dim: int | None = option(
-        None, "of latent: features that turn, beside the --head-dim others (default: half of them)"
+        None, "rotary features per head in addition to --head-dim, for --attention latent (default: half of --head-dim)"
     )
     base_width: int | None = option(
-        None, "hidden size at which learning rates and first weights are as given; others follow (default: this one)"
+        None,
+        "hidden size for which the learning rates and initial weights were tuned; they are rescaled to this width "
+        "(default: --hidden-size)",
     )
-    vocab_size: int = option(65_536, "rows of the embedding; at least the tokenizer's pieces")
+    vocab_size: int = option(65_536, "rows of the embedding; must be at least the size of the tokenizer")
     position: tuple[str, ...] = option(
         (),
-        "where tokens are: by rotary embeddings, by counts of the keys that matter (CoPE), by a learned table, or by "
-        "nothing but the causal mask; one kind, or one per layer (default: rotary)",
+        "how positions are encoded: rotary embeddings, contextual counts (CoPE), a learned table, or none beyond the "
+        "causal mask; one value, or one per layer",
         choices=("rotary", "cope", "learned", "none"),
     )
-    cope_max_position: int = option(64, "of cope: the largest position")
-    learned_positions: int | None = option(None, "of learned: rows of the table, for tokens of a sequence")
-    rotary_fraction: float = option(1.0, "of rotary: share of the features of a head that turn, which are the first")
+    cope_max_position: int = option(64, "largest position, for --position cope")
+    learned_positions: int | None = option(
+        None, "rows of the table, for --position learned; at least the sequence length"
+    )
+    rotary_fraction: float = option(1.0, "share of each head's features that are rotated, starting with the first")
     rope_theta: float = option(10_000.0, "base of the rotary frequencies")
     rope_type: str = option(
         "default",
-        "rotary frequencies as they are, divided by --rope-factor, as in LLaMA 3.1, or by YaRN",
+        "scaling of the rotary frequencies: none, divided by --rope-factor, as in LLaMA 3.1, or YaRN",
         choices=("default", "linear", "llama3", "yarn"),
     )
-    rope_factor: float | None = option(None, "how much slower rotary embeddings turn, at most")
-    rope_low_freq_factor: float | None = option(None, "of llama3: waves longer than L / this are slower")
-    rope_high_freq_factor: float | None = option(None, "of llama3: waves shorter than L / this stay")
-    rope_original_length: int | None = option(None, "L of llama3, yarn: sequence length before it")
+    rope_factor: float | None = option(
+        None, "factor by which the context is extended, for --rope-type other than default"
+    )
+    rope_low_freq_factor: float | None = option(
+        None, "wavelengths above --rope-original-length / this factor are scaled fully, for --rope-type llama3"
+    )
+    rope_high_freq_factor: float | None = option(
+        None, "wavelengths below --rope-original-length / this factor are left alone, for --rope-type llama3"
+    )
+    rope_original_length: int | None = option(
+        None, "sequence length before the extension, for --rope-type llama3 and yarn"
+    )
     window: tuple[int, ...] = option(
         (),
-        "keys that a token sees, its own the last of them (Mistral's sliding window: token i sees i-W+1 to i); one "
-        "number, or one per layer; 0: the whole sequence (default: 0)",
+        "sliding window in tokens, including the token itself: token i sees i-W+1 to i; one value, or one per layer; "
+        "0: full attention",
     )
-    rms_norm_eps: float = option(1e-5, "epsilon under the root of RMSNorm")
+    rms_norm_eps: float = option(1e-5, "epsilon under the square root of RMSNorm")
     tie_embeddings: bool = option(False, "use the embedding matrix as output head")
-    qk_norm: bool = option(False, "RMSNorm of each head's query and key, before their positions, as in Qwen3")
-    post_norm: bool = option(False, "norms after attention and MLP instead of before them, as in OLMo 2")
+    qk_norm: bool = option(False, "apply RMSNorm to each head's query and key before the positions, as Qwen3 does")
+    post_norm: bool = option(
+        False, "normalize the outputs of attention and MLP instead of their inputs, as OLMo 2 does"
+    )
     heads: HeadsConfig = field(default_factory=HeadsConfig)
 
-    def __post_init__(self):
-        for key in OF_LAYERS:
-            value = getattr(self, key)
-            value = (self.num_attention_heads or 0) if value is None or value == () else value
-            equal = isinstance(value, tuple) and len({*value}) == 1 and len(value) in (1, self.num_layers)
-            object.__setattr__(self, key, value[0] if equal else value)
-        counts = self.head_counts
-        heads = max(counts)
-        if self.head_dims and self.head_dim is None:
-            object.__setattr__(self, "head_dim", max(self.head_dims))
-        if self.base_width is None:
-            object.__setattr__(self, "base_width", self.hidden_size)
-        if self.head_dim is None and heads > 0 and self.hidden_size % heads == 0:
-            object.__setattr__(self, "head_dim", self.hidden_size // heads)
-        if self.attention == "latent" and self.head_dim:
-            for key, default in (("kv_lora_rank", 4 * self.head_dim), ("qk_rope_head_dim", self.head_dim // 2)):
-                if getattr(self, key) is None:
-                    object.__setattr__(self, key, default)
-        if self.heads.head_selection == "gated":
-            if self.heads.routing != "sigmoid":
-                given = f"--head-selection gated: contradicts --routing {self.heads.routing}"
-                raise ConfigError([f"{given}; leave it out, or add --routing sigmoid, whose gates it has"])
-            for name in ("head_budget", "routing_top_p"):
-                value = getattr(self.heads, name)
-                if value is not None:
-                    given = f"--{name.replace('_', '-')} {value:g}"
-                    raise ConfigError([f"{given}: --head-selection gated uses all heads; leave it out"])
-            gated = dict(head_selection="mixture", routing="sigmoid", num_shared_heads=counts)
-            object.__setattr__(self, "heads", replace(self.heads, **gated, num_active_routed_heads=(0,)))
-        if not self.heads.num_active_routed_heads:
-            object.__setattr__(self, "heads", replace(self.heads, **spread_budget(self, self.heads.num_shared_heads)))
-        budgets = {
-            "num_shared_heads": self.heads.num_shared_heads or tuple(n // 2 for n in counts),
-            "num_active_routed_heads": self.heads.num_active_routed_heads or tuple(max(1, n // 4) for n in counts),
-        }
-        per_layer = {key: value * self.num_layers if len(value) == 1 else value for key, value in budgets.items()}
-        object.__setattr__(self, "heads", replace(self.heads, **per_layer))
-        for key, default in (("window", 0), ("position", "rotary")):
-            value = getattr(self, key) or (default,)
-            object.__setattr__(self, key, value * self.num_layers if len(value) == 1 else value)
+    def derived(self):
+        return model_values(self)
 
     @property
     def head_counts(self):
@@ -138,10 +121,10 @@ class ModelConfig(HeadsOfLayers):
 
     @property
     def width_ratio(self):
-        """W / d of docs/optimizer.md, by which --base-width W scales a model of the width d."""
+        """W / d of docs/training.md, by which --base-width W scales a model of the width d."""
         return self.base_width / self.hidden_size
 
-    def leading_heads(self, layer):
+    def always_on_heads(self, layer):
         """Heads of ``layer`` that are always on, at the front of the order: the shared, or the static, ones."""
         heads = self.heads
         if heads.head_selection == "all":

@@ -1,42 +1,32 @@
-"""The sections of the configuration that say how a model is trained: layout, data, optimizer, batch, reliability."""
+"""The sections of the configuration that say how a model is trained, whatever it is: layout, optimizer, reliability."""
 
 import math
 from dataclasses import dataclass
 
-from moh_lm.config.fields import option
+from moh_lm.config.fields import option, text_option
+
+REDUCE_BUCKET = 500_000_000  # gradients at most that DeepSpeed sums over the ranks at once
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """parallel: how the model is spread over processes"""
 
-    tensor_parallel_size: int = option(1, "ranks that share each layer's heads, MLP columns and vocabulary")
-    pipeline_parallel_size: int = option(1, "stages of consecutive layers")
-    context_parallel_size: int = option(1, "ranks that share each sequence, for long contexts; attention by heads")
-    zero_stage: int = option(
-        1, "shard over data-parallel ranks: 1 optimizer states, 2 also gradients, 3 also weights", choices=(1, 2, 3)
+    tensor_parallel_size: int = text_option(1, "ranks that share the heads, MLP columns and vocabulary of every layer")
+    pipeline_parallel_size: int = text_option(1, "pipeline stages of consecutive layers")
+    context_parallel_size: int = text_option(
+        1, "ranks that share each sequence by exchanging tokens for heads, for long contexts"
     )
-    offload_optimizer: bool = option(False, "keep optimizer states, and step, in the memory of the CPU")
+    zero_stage: int = option(
+        1,
+        "what is sharded over data-parallel ranks: 1: optimizer states; 2: gradients as well; 3: weights as well",
+        choices=(1, 2, 3),
+    )
+    offload_optimizer: bool = option(False, "keep the optimizer states in CPU memory and run the optimizer there")
 
     def ranks_of_a_sequence(self):
         """Ranks that read the same samples."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """data: token shards and their mixture"""
-
-    data_dir: str = option("", "directory written by data_prep/tokenize.py")
-    data_mix: tuple[tuple[str, str], ...] = option(
-        (), "NAME=WEIGHT of each source, weights of any sum (default: in proportion to tokens)"
-    )
-    validation_fraction: float = option(0.001, "share of every source that is held out for validation")
-    reset_at_documents: bool = option(False, "attend to, and predict, tokens of the same document only")
-    allow_data_change: bool = option(False, "go on with other shards or another mix than those of the checkpoint")
-    decay_mix: tuple[tuple[str, str], ...] = option(
-        (), "NAME=WEIGHT from the beginning of the decay of --schedule wsd on (default: no other mix)"
-    )
 
 
 @dataclass(frozen=True)
@@ -49,44 +39,53 @@ class OptimizerConfig:
     warmup_iters: int = option(2000, "iterations of linear warm-up")
     schedule: str = option(
         "cosine",
-        "after the warm-up: cosine to the end of the run; wsd: stable, then a decay at its end",
+        "after the warm-up: cosine decay to the end of the run, or wsd: a constant rate with a decay at the end",
         choices=("cosine", "wsd"),
     )
-    decay_iters: int | None = option(None, "last iterations, in which wsd decays (default: a tenth)")
+    decay_iters: int | None = option(
+        None, "length of the final decay, for --schedule wsd (default: a tenth of the run)"
+    )
     decay_shape: str = option(
-        "linear", "of wsd's decay: a line, 1 - sqrt, or half a cosine", choices=("linear", "sqrt", "cosine")
+        "linear",
+        "shape of the final decay, for --schedule wsd: linear, 1 - sqrt, or half a cosine",
+        choices=("linear", "sqrt", "cosine"),
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices; norms have none")
-    embedding_weight_decay: float | None = option(
-        None, "of the embedding, the output head and tables of positions (default: --weight-decay)"
+    embedding_weight_decay: float | None = text_option(
+        None, "weight decay of the embedding, the output head and position tables (default: --weight-decay)"
     )
-    adam_beta1: float = option(0.9, "decay of the first moment")
-    adam_beta2: float = option(0.95, "decay of the second moment")
-    gradient_clipping: float = option(1.0, "largest global gradient norm; 0 does not clip")
-    train_only: str = option("all", "what is trained; all else is frozen", choices=("all", "router"))
-    router_learning_rate_scale: float = option(1.0, "learning rate of the routers over that of all else")
+    adam_beta1: float = option(0.9, "decay rate of Adam's first moment")
+    adam_beta2: float = option(0.95, "decay rate of Adam's second moment")
+    gradient_clipping: float = option(1.0, "maximum global gradient norm; 0: no clipping")
+    train_only: str = option("all", "which weights are trained; all others are frozen", choices=("all", "router"))
+    router_learning_rate_scale: float = option(1.0, "learning rate of the routers relative to all other weights")
     router_gradient_clipping: float = option(
-        0.0, "largest norm of all routers' gradients together, clipped before --gradient-clipping; 0 does not clip"
+        0.0, "maximum norm of all router gradients together, applied before --gradient-clipping; 0: no clipping"
     )
-    z_loss: float = option(0.0, "of the mean squared logsumexp of the output logits, such as 1e-5; 0: none")
-    optimizer: str = option(
-        "adamw", "muon: for the matrices of the blocks, beside AdamW for the others", choices=("adamw", "muon")
+    z_loss: float = text_option(
+        0.0, "weight of the mean squared logsumexp of the output logits, for example 1e-5; 0: none"
     )
-    muon_split: str = option(
+    optimizer: str = text_option(
+        "adamw",
+        "muon trains the matrices of the blocks with Muon and everything else with AdamW",
+        choices=("adamw", "muon"),
+    )
+    muon_split: str = text_option(
         "matrix",
-        "what Muon orthogonalises of q, k, v and o: the matrix, each head, or the heads that share a key/value head",
+        "what Muon orthogonalizes in the attention projections: the whole matrix, each head, or the heads that share "
+        "a key/value head",
         choices=("matrix", "head", "group"),
     )
-    muon_scale: str = option(
+    muon_scale: str = text_option(
         "match_rms_adamw",
-        "of an update of m rows and n columns: 0.2 sqrt(max(m, n)), or sqrt(max(1, m / n))",
+        "scale of an update with m rows and n columns: 0.2 sqrt(max(m, n)), or sqrt(max(1, m / n))",
         choices=("match_rms_adamw", "original"),
     )
-    muon_momentum: float = option(0.95, "decay of Muon's momentum, which is Nesterov's")
-    matrix_learning_rate: float | None = option(
+    muon_momentum: float = text_option(0.95, "decay rate of Muon's Nesterov momentum")
+    matrix_learning_rate: float | None = text_option(
         None, "peak learning rate of Muon, which follows the same schedule (default: --learning-rate)"
     )
-    matrix_weight_decay: float | None = option(
+    matrix_weight_decay: float | None = text_option(
         None, "decoupled weight decay of Muon's matrices (default: --weight-decay)"
     )
 
@@ -97,83 +96,38 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class RunBase:
-    """What runs of language models and of image models have."""
+    """What the run of every task has. Subclasses say ``global_batch_size``, the samples of an iteration over all ranks,
+    and ``batch_given``, the flag that it follows from.
+    """
 
     micro_batch_size: int = option(1, "sequences per rank in one forward pass")
     train_iters: int | None = option(
-        None, "budget in iterations; if --train-tokens is given too, the later flag counts", replaces="train_tokens"
+        None,
+        "training budget in iterations; if --train-tokens is given too, the last one takes effect",
+        replaces="train_tokens",
     )
     precision: str = option(
-        "bf16", "bf16: bf16 weights with fp32 masters, moments and gradient sums", choices=("bf16", "fp32")
+        "bf16", "bf16: bf16 weights with fp32 master weights, moments and gradient sums", choices=("bf16", "fp32")
     )
-    seed: int = option(1234, "seed of the initial weights and of the order of samples")
+    seed: int = option(1234, "seed of the initial weights and of the sample order")
     checkpoint_dir: str = option("", "run directory: config.json, metrics.jsonl, tensorboard/, checkpoints/")
     allow_routing_change: bool = option(
-        False, "go on with other losses, noise or warm-up of routers than the checkpoint's, or without its routers"
+        False, "resume with other router losses, noise or warm-up than the checkpoint's, or without its routers"
     )
-    eval_interval: int = option(1000, "iterations between evaluations; 0: only before the first and after the last")
+    eval_interval: int = option(
+        1000, "iterations between evaluations; 0: only before the first iteration and after the last"
+    )
     log_interval: int = option(10, "iterations per line of the log")
     peak_tflops: float | None = option(
-        None, "of one device in this precision, for the MFU (default: of the GPUs that are known)"
+        None, "peak TFLOPS of one device in this precision, for MFU (default: known for common GPUs)"
     )
     gpu_hour_price: float | None = option(
-        None, "price of an hour of one device, for what --dry-run and tools/plan.py estimate"
+        None, "price of one device-hour, for the cost estimates of --dry-run and tools/plan.py"
     )
-    wandb: str = option("", "project of Weights & Biases that gets the log too")
-    run_report: bool = option(True, "write report.html, a page on the run, when it is complete or stops")
-    recompute: bool = option(False, "recompute each layer's activations in the backward pass")
-    compile: bool = option(False, "have torch.compile make the kernels of each layer; the first step takes a minute")
-
-    @property
-    def tokens_per_iteration(self):
-        return self.global_batch_size * self.seq_length
-
-
-@dataclass(frozen=True)
-class RunConfig(RunBase):
-    """run: batch, budget, precision, files"""
-
-    seq_length: int = option(2048, "tokens per sequence")
-    batch_tokens: int = option(4 * 2**20, "tokens per iteration, all ranks; K, M, G are powers of 1024", binary=True)
-    train_tokens: int | None = option(
-        None, "budget in tokens, rounded up to iterations; K, M, B, T are powers of 1000", binary=False,
-        replaces="train_iters",
-    )
-    eval_samples: int = option(128, "held-out sequences evaluated per source")
-    eval_tasks: str = option("", "file of tools/evaluate_prepare.py: tasks that are scored with every evaluation")
-    sample_prompts: tuple[str, ...] = option(
-        (), "texts that every evaluation continues, most likely token by token", metavar="TEXT"
-    )
-    sample_tokens: int = option(40, "tokens of each of these samples")
-    window_strategy: str = option(
-        "fixed",
-        "windows as --window says; half of --seq-length; or following the entropy of each layer's attention, step by "
-        "step, from --window on; the last two between --window-min and --window-max",
-        choices=("fixed", "sequence", "entropy"),
-    )
-    window_min: int = option(512, "least window of a strategy")
-    window_max: int = option(4096, "largest window of a strategy")
-    attention_backend: str = option(
-        "auto",
-        "attention of the selected heads only (triton, flex, cpu_sparse; varlen with --routed-keys selected), of all "
-        "(dense), or what was measured faster",
-        choices=("auto", "dense", "triton", "flex", "varlen", "cpu_sparse"),
-    )
-
-    def __post_init__(self):
-        if self.train_iters is None and self.train_tokens is not None and self.tokens_per_iteration > 0:
-            object.__setattr__(self, "train_iters", math.ceil(self.train_tokens / self.tokens_per_iteration))
-        if self.train_tokens is None and self.train_iters is not None:
-            object.__setattr__(self, "train_tokens", self.train_iters * self.tokens_per_iteration)
-
-    @property
-    def global_batch_size(self):
-        """Sequences per iteration over all ranks."""
-        return self.batch_tokens // max(1, self.seq_length)
-
-    @property
-    def batch_given(self):
-        return f"--batch-tokens {self.batch_tokens}"
+    wandb: str = option("", "Weights & Biases project that receives the log as well")
+    run_report: bool = option(True, "write report.html, the run report, whenever the run stops or completes")
+    recompute: bool = option(False, "recompute each layer's activations in the backward pass to save memory")
+    compile: bool = option(False, "compile each layer with torch.compile; the first step takes about a minute")
 
 
 @dataclass(frozen=True)
@@ -181,25 +135,27 @@ class ReliabilityConfig:
     """reliability: checkpoints, time limits, bad numbers"""
 
     save_interval: int = option(1000, "iterations between checkpoints; 0: only at the end")
-    keep_last: int = option(0, "newest verified checkpoints that are kept; 0: all")
-    keep_every: int = option(0, "checkpoints of iterations divisible by this are kept for ever; 0: none")
-    require_checkpoint: bool = option(False, "refuse to begin with weights drawn at random: there must be a checkpoint")
-    async_save: bool = option(True, "write checkpoints in the background, from a copy in the memory of the CPU")
-    exit_after: int | None = option(None, "save and stop after this time, such as 3h50m", duration=True)
-    hang_timeout: int = option(1800, "end the run if a rank makes no progress for so long, such as 30m", duration=True)
-    max_skipped_steps: int = option(10, "stop if more of the last --spike-window iterations were skipped")
+    keep_last: int = option(0, "number of newest verified checkpoints to keep; 0: all")
+    keep_every: int = option(0, "always keep checkpoints whose iteration is a multiple of this; 0: none")
+    require_checkpoint: bool = option(False, "fail instead of starting from random weights if there is no checkpoint")
+    async_save: bool = option(True, "write checkpoints in the background from a copy in CPU memory")
+    exit_after: int | None = option(None, "save and exit after this time, for example 3h50m", duration=True)
+    hang_timeout: int = option(1800, "abort if a rank makes no progress for this long, for example 30m", duration=True)
+    max_skipped_steps: int = option(
+        10, "stop if more than this many of the last --spike-window iterations were skipped"
+    )
     absurd_factor: float = option(
         1e6,
-        "a step is skipped whose loss or gradient norm is above this many times the median of --spike-window good "
-        "steps, or above this if the median is less than 1; a weight above this ends the run; 0: no limits",
+        "skip a step whose loss or gradient norm exceeds this multiple of the median over --spike-window good steps, "
+        "or of 1 if the median is smaller; a weight above it ends the run; 0: no limits",
     )
     spike_sigmas: float = option(
-        0.0, "a loss or gradient norm so many standard deviations above the mean is a spike; 0: no spikes"
+        0.0, "number of standard deviations above the mean at which a loss or gradient norm counts as a spike; 0: off"
     )
-    spike_window: int = option(128, "iterations over which mean and deviation are taken")
-    on_spike: str = option("skip", "what is done about a spike", choices=("skip", "report"))
+    spike_window: int = option(128, "iterations over which that mean and deviation are taken")
+    on_spike: str = option("skip", "what to do about a spike", choices=("skip", "report"))
     replica_check_interval: int = option(
-        1, "iterations between comparisons of the weights that several ranks hold; 0: none"
+        1, "iterations between checks that ranks hold identical copies of shared weights; 0: off"
     )
 
 
@@ -207,11 +163,21 @@ class ReliabilityConfig:
 class AlarmConfig:
     """alarms: what the log calls attention to; 0 turns one off"""
 
-    alarm_intervals: int = option(3, "intervals in a row before an alarm of heads, gates, speed or balance fires")
-    alarm_head_low: float = option(0.1, "fires for a routed head selected by less than this share of its fair load")
-    alarm_head_high: float = option(3.0, "fires for a routed head selected by this many times its fair load, or by 95%")
-    alarm_throughput: float = option(0.7, "fires for a throughput below this share of the running median")
-    alarm_balance_loss: float = option(1.2, "fires for a layer whose balance loss is so many times its running median")
+    alarm_intervals: int = option(
+        3, "consecutive log intervals before an alarm about heads, gates, speed or balance is raised"
+    )
+    alarm_head_low: float = option(
+        0.1, "raise an alarm if a routed head is selected by less than this share of its fair load"
+    )
+    alarm_head_high: float = option(
+        3.0,
+        "raise an alarm if a routed head is selected by more than this multiple of its fair load, or by 95% of the "
+        "tokens",
+    )
+    alarm_throughput: float = option(0.7, "raise an alarm if throughput falls below this share of its running median")
+    alarm_balance_loss: float = option(
+        1.2, "raise an alarm if a layer's load-balancing loss exceeds this multiple of its running median"
+    )
     alarm_gate_drift: float = option(
-        1.5, "fires for a layer whose mean gate is so many times its running median, or the median so many times it"
+        1.5, "raise an alarm if a layer's mean gate differs from its running median by more than this factor"
     )

@@ -1,14 +1,12 @@
 """FLOPs of training on one token, and what a device can do of them: their ratio is the MFU."""
 
-import functools
-import math
 import re
 
 import torch
 
-from moh_lm.model.transformer import CausalLM, DecoderLayer
-from moh_lm.training.muon import ITERATIONS, blocks_of
-from moh_lm.training.parameter_groups import is_block_matrix
+from moh_lm.build import build_model
+from moh_lm.cost.layers import head_products, layer_products
+from moh_lm.model.matrices import is_block_matrix
 
 LIKELY_MFU = 0.4  # of a large model on fast GPUs; assumed where a run is planned
 BACKWARD = 2  # a backward pass multiplies every matrix twice
@@ -30,32 +28,17 @@ def flops_per_token(model, seq_length, measured=None):
     for --routing-top-p; a layer that it does not have counts the most that a token may select.
     """
     measured = measured or {}
-    layers = [DecoderLayer.cost(model, layer, seq_length, measured.get(layer)) for layer in range(model.num_layers)]
+    layers = [layer_products(model, layer, seq_length, measured.get(layer)) for layer in range(model.num_layers)]
     return {
-        kind: (1 + BACKWARD) * 2 * (CausalLM.head_cost(model) + sum(layer[kind] for layer in layers))
+        kind: (1 + BACKWARD) * 2 * (head_products(model) + sum(layer[kind] for layer in layers))
         for kind in ("dense", "active")
     }
-
-
-@functools.lru_cache(maxsize=8)
-def muon_flops(model, split):
-    """FLOPs of Muon's iterations on a decoder layer, their mean, in a step: {"whole": of matrices that are
-    orthogonalised whole, "blocks"}. split: --muon-split. An iteration on m rows and n columns, m <= n, multiplies
-    2 m m n + m m m times."""
-    found = {"whole": 0, "blocks": 0}
-    for layer, name, weight in block_matrices(model):
-        blocks = blocks_of(name, layer, split)
-        shape = blocks.shape(weight.shape) if blocks else weight.shape
-        small, large = sorted(shape)
-        count = weight.numel() // math.prod(shape)
-        found["blocks" if blocks else "whole"] += count * 2 * ITERATIONS * (2 * large + small) * small**2
-    return {kind: flops / model.num_layers for kind, flops in found.items()}
 
 
 def block_matrices(model):
     """The matrices that Muon updates: (the model with the heads of the layer, name in the layer, weight on meta)."""
     with torch.device("meta"):
-        layers = [DecoderLayer(model, index, 1, False, None, None) for index in range(model.num_layers)]
+        layers = build_model(model).model.layers
     for index, layer in enumerate(layers):
         for name, weight in layer.named_parameters():
             if is_block_matrix(name):

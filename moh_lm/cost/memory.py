@@ -14,20 +14,20 @@ from itertools import pairwise
 
 import torch
 
-from moh_lm.build import attention_kind
+from moh_lm.build import build_model
+from moh_lm.config import REDUCE_BUCKET
+from moh_lm.cost.attention import cache_shares, cache_width
 from moh_lm.cost.flops import block_matrices
-from moh_lm.model.pipeline import layer_list, stage_bounds
-from moh_lm.model.transformer import CausalLM, DecoderLayer
+from moh_lm.cost.layers import layer_activation_bytes, pipeline_costs, stage_bounds
 from moh_lm.parallel.cross_entropy import CHUNK_BYTES
 from moh_lm.parallel.ulysses import keys_of_ranks, order_of_ranks
-from moh_lm.training.deepspeed_config import REDUCE_BUCKET
 
 
 @functools.lru_cache(maxsize=8)
 def parameter_counts(model):
     """Parameters of the whole ``ModelConfig``: {"total", "embedding" (with the output head), "router"}."""
     with torch.device("meta"):
-        sizes = {name: parameter.numel() for name, parameter in CausalLM(model).named_parameters()}
+        sizes = {name: parameter.numel() for name, parameter in build_model(model).named_parameters()}
     return {
         "total": sum(sizes.values()),
         "embedding": sum(size for name, size in sizes.items() if ".embed_" in name or "lm_head" in name),
@@ -39,11 +39,11 @@ def cache_bytes(model, seq_length, width):
     """Bytes that generation keeps of a text of ``seq_length`` tokens, for each of them: {"whole", "read" for the next
     token, "multi_head", of attention with as many key/value as query heads and no window}; numbers of ``width`` bytes.
     """
-    kind, layers = attention_kind(model), range(model.num_layers)
-    ones = [width * kind.cache_width(model.of_layer(layer)) for layer in layers]  # keys and values of a token
+    layers = range(model.num_layers)
+    ones = [width * cache_width(model.of_layer(layer)) for layer in layers]  # keys and values of a token
     windows = [min(window or seq_length, seq_length) / seq_length for window in model.window]
     seen = [one * share for one, share in zip(ones, windows, strict=True)]
-    shares = [kind.cache_shares(model, layer) for layer in layers]
+    shares = [cache_shares(model, layer) for layer in layers]
     whole, read = (sum(map(math.prod, zip(seen, part, strict=True))) for part in zip(*shares, strict=True))
     heads = sum(model.of_layer(layer).num_attention_heads for layer in layers)
     multi_head = 2 * width * heads * model.head_dim
@@ -78,7 +78,7 @@ def stage_memory(config, world_size):
         in_flight = min(pp - stage, micro_batches)  # 1F1B: what stage 0 has started before its first backward pass
         share = model.position.count("cope") / model.num_layers  # with --recompute one such layer decides
         counted = run.seq_length * (share > 0 if run.recompute else share)
-        layer_bytes = tokens * DecoderLayer.activation_bytes(exchanged(model, tp, cp), width, tp, counted)
+        layer_bytes = tokens * layer_activation_bytes(exchanged(model, tp, cp), width, tp, counted)
         input_bytes = tokens * width * model.hidden_size / tp
         kept = blocks * input_bytes * in_flight + layer_bytes if run.recompute else blocks * layer_bytes * in_flight
         is_last = stage == pp - 1
@@ -106,7 +106,7 @@ def exchanged(model, tp, cp):
     keys = []
     for layer in range(model.num_layers):
         of_layer = model.of_layer(layer)
-        order = order_of_ranks(of_layer.num_attention_heads, model.leading_heads(layer), tp * cp)
+        order = order_of_ranks(of_layer.num_attention_heads, model.always_on_heads(layer), tp * cp)
         keys.append(len(keys_of_ranks(order, of_layer.queries_per_key, tp * cp)))
     return replace(model, num_key_value_heads=tuple(keys) if len(model.head_counts) > 1 else max(keys))
 
@@ -119,15 +119,14 @@ def layer_matrices(model):
 
 @functools.lru_cache(maxsize=64)
 def stages(model, seq_length, num_stages):
-    """(cost, parameters, decoder layers) of each pipeline stage of the whole width; cost as in ``layer_list``."""
-    layers = layer_list(model, seq_length, None, 1, False)
+    """(cost, parameters, decoder layers) of each pipeline stage of the whole width; cost: see ``pipeline_costs``."""
     with torch.device("meta"):
-        sizes = [sum(parameter.numel() for parameter in spec.build().parameters()) for _, spec, _ in layers]
-    found = []
-    for start, stop in pairwise(stage_bounds(layers, num_stages)):
-        local = layers[start:stop]
-        blocks = sum(prefix.startswith("model.layers.") for prefix, _, _ in local)
-        found.append((sum(cost for _, _, cost in local), sum(sizes[start:stop]), blocks))
+        layers = build_model(model).in_order()
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers]
+    costs, found = pipeline_costs(model, seq_length), []
+    for start, stop in pairwise(stage_bounds(costs, num_stages)):
+        blocks = sum(prefix.startswith("model.layers.") for prefix, _ in layers[start:stop])
+        found.append((sum(costs[start:stop]), sum(sizes[start:stop]), blocks))
     return found
 
 

@@ -5,13 +5,12 @@ from itertools import groupby
 
 import torch
 
-from moh_lm.build import attention_kind
+from moh_lm.build import layer_backends
 from moh_lm.config import walk
+from moh_lm.cost.attention import describe_kv
 from moh_lm.cost.flops import LIKELY_MFU, flops_per_token, peak_flops
 from moh_lm.cost.memory import cache_bytes, memory_estimate, parameter_counts
-from moh_lm.kernels.choose import machine, measurement
-from moh_lm.kernels.gated_attention import choose_backend
-from moh_lm.model.attention import share_of_scores
+from moh_lm.kernels.measured import machine, measurement
 from moh_lm.units import by_layer, gibibytes, short, time_left, words, wrapped
 
 LARGEST_GPU = 288 * 2**30  # bytes of memory
@@ -46,7 +45,7 @@ def describe_configuration(config):
 
 
 def describe_model(model):
-    counts, keys = parameter_counts(model), attention_kind(model).describe_kv(model)
+    counts, keys = parameter_counts(model), describe_kv(model)
     yield (
         f"model      {model.num_layers} layers, hidden {model.hidden_size}, intermediate {model.intermediate_size}, "
         f"{words(model.num_attention_heads)} heads x {describe_width(model)}, {keys}, "
@@ -94,7 +93,7 @@ def describe_positions(model):
 def describe_heads(model):
     heads = model.heads
     if heads.head_selection == "all":
-        return "all of them for every token"
+        return "all heads for every token"
     share = f"{model.active_share():.1%} of the heads"
     numbers = [model.of_layer(layer).num_attention_heads for layer in range(model.num_layers)]
     if heads.head_selection == "static":
@@ -102,7 +101,7 @@ def describe_heads(model):
         return f"{by_layer(on, '; ')}; static, {share}"
     if not model.routed_layers():
         number = words(model.num_attention_heads)
-        return f"gated: all {number} for every token, whatever the budgets; routing {heads.routing}"
+        return f"all {number} for every token, each with a gate; routing {heads.routing}"
     most = "about " if heads.routing == "relu" else "" if heads.routing_top_p is None else "at most "
     triples = zip(heads.num_shared_heads, heads.num_active_routed_heads, numbers, strict=True)
     on = [f"{shared} shared, {most}{active} of {number - shared} routed" for shared, active, number in triples]
@@ -114,7 +113,7 @@ def describe_warmup(config):
     model, length = config.model, config.run.seq_length
     if model.after(0) != model:
         saved = 1 - flops_per_token(model, length)["active"] / flops_per_token(model.after(0), length)["dense"]
-        yield f"warm-up    dense, for {model.heads.dense_warmup_iters:,} iterations; then {saved:.1%} less FLOPs:"
+        yield f"warm-up    dense, for {model.heads.dense_warmup_iters:,} iterations; then {saved:.1%} fewer FLOPs:"
         yield f"           {describe_switch(model)}"
 
 
@@ -153,31 +152,19 @@ def describe_attention(config):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-    ranks = config.parallel.tensor_parallel_size * config.parallel.context_parallel_size
-    layers = zip(map(model.of_layer, range(model.num_layers)), model.window, model.position, strict=True)
-    asked = [  # what each layer asks ``choose_backend``, from the shape of its queries on
-        (
-            (run.seq_length, run.micro_batch_size, of.num_attention_heads // ranks, of.query_dim),
-            of.active_heads(index) / of.num_attention_heads * share_of_scores(run.seq_length, width),
-            kind != "cope",
-            model.own_keys(index),
-            run.compile,
-        )
-        for index, (of, width, kind) in enumerate(layers)
-    ]
     if device.type == "cpu" and run.compile:
-        yield "attention  auto: dense in every layer, since cpu_sparse cannot be compiled"
+        yield "attention  auto: dense in every layer, because cpu_sparse cannot be compiled"
         return
-    backends = Counter(choose_backend("auto", device, dtype, *question) for question in asked)
-    chosen = ", ".join(f"{backend} in {count} of {len(asked)} layers" for backend, count in backends.items())
+    backends = Counter(layer_backends(config, device))
+    chosen = ", ".join(f"{backend} in {count} of {model.num_layers} layers" for backend, count in backends.items())
     found = measurement(device, dtype)
     if found:
-        yield f"attention  auto: {chosen}, by what was measured on {found.machine}"
+        yield f"attention  auto: {chosen}, as measured on {found.machine}"
     else:
         flags = f"--dtype {str(dtype).removeprefix('torch.')}"
         flags += f" --threads {torch.get_num_threads()}" if device.type == "cpu" else ""
-        yield f"attention  auto: {chosen}, since {machine(device)} was not measured with {flags};"
-        yield f"           python benchmarks/attention.py --levels layer {flags} --save does that"
+        yield f"attention  auto: {chosen}, because there is no measurement of {machine(device)} with {flags};"
+        yield f"           to make one: python benchmarks/attention.py --levels layer {flags} --save"
 
 
 def describe_batches(config):
@@ -199,7 +186,7 @@ def describe_layout(config, world_size):
     micro_batches = f"{config.gradient_accumulation_steps(world_size)} micro-batches of {config.run.micro_batch_size}"
     return (
         f"layout     {product}, ZeRO-{parallel.zero_stage}, {config.run.precision}; "
-        f"{micro_batches} sequences per rank"
+        f"{micro_batches} {config.sample_name} per rank"
     )
 
 
@@ -241,8 +228,8 @@ def describe_flops(config):
     most = "" if config.model.heads.routing_top_p is None else "at most "
     dense, active = (f"{flops[kind]:.3e}" for kind in ("dense", "active"))
     tokens = (run.train_iters or 0) * run.tokens_per_iteration
-    whole = f"; {flops['dense'] * tokens:.3g} for the run" if tokens else ""
-    return f"{dense} per token with every head, {most}{active} with active ones{whole}"
+    whole = f"; {flops['dense'] * tokens:.3g} for the whole run" if tokens else ""
+    return f"{dense} per token with all heads, {most}{active} with the active ones{whole}"
 
 
 def describe_time(config, world_size):
@@ -250,7 +237,7 @@ def describe_time(config, world_size):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peak = peak_flops(config.run, device)
     if not peak:
-        return "unknown; --peak-tflops of a device gives an estimate, tools/plan.py one by layout"
+        return "unknown; give --peak-tflops for an estimate, or compare layouts with tools/plan.py"
     tokens = config.run.train_iters * config.run.tokens_per_iteration
     seconds = flops_per_token(config.model, config.run.seq_length)["dense"] * tokens / (world_size * peak * LIKELY_MFU)
     reached = f"if {LIKELY_MFU:.0%} of {world_size} x {peak / 1e12:g} TFLOPS are reached"
@@ -267,7 +254,8 @@ def describe_cache(model, seq_length, width):
     """What generation keeps of a token, and reads of it for the next, in numbers of ``width`` bytes."""
     sizes = cache_bytes(model, seq_length, width)
     most, factor = "" if model.heads.routing_top_p is None else "at most ", sizes["multi_head"] / sizes["whole"]
+    smaller = f"; multi-head attention keeps {factor:.3g} times as many" if factor != 1 else ""
     return (
-        f"{sizes['whole']:,.0f} bytes per token of a text of {seq_length:,} tokens, {most}{sizes['read']:,.0f} of them "
-        f"read for the next; multi-head attention keeps {f'{factor:.3g} times' if factor != 1 else 'just'} as many"
+        f"{sizes['whole']:,.0f} bytes per token at {seq_length:,} tokens; generating a token reads "
+        f"{most}{sizes['read']:,.0f} of them{smaller}"
     )

@@ -8,9 +8,10 @@ from moh_lm.data.mixture import Mixture, data_problems, integer_weights
 from moh_lm.data.segments import changes, next_segments, tokens_read, windows_read
 from moh_lm.data.shards import ShardError, open_source, read_manifest, tokenizer_files
 from moh_lm.data.source import Source
+from moh_lm.data.training_data import TrainingData
 
 
-class Dataset:
+class Dataset(TrainingData):
     """The sources of a run and their mixture; ``Dataset.open`` makes it. ``notes`` are remarks for the user.
 
     ``segments``: what the run has read up to now (segments.py); by default nothing. ``decay``: (first sample, mixture)
@@ -53,10 +54,11 @@ class Dataset:
         mixed = [name for name, _ in data.data_mix] or list(present)
         decay = dict(data.decay_mix) if decay_begins is not None else {}
         names = [*mixed, *(name for name in decay if name not in mixed)]
+        problems += unknown_sources("--data-mix", mixed, list(present))
+        problems += unknown_sources("--decay-mix", [name for name in decay if name not in mixed], list(present))
         sources = []
         for name in names:
             if name not in present:
-                problems.append(unknown_source("--data-mix" if name in mixed else "--decay-mix", name, list(present)))
                 continue
             try:
                 opened = open_source(data.data_dir, name, manifest, data.validation_fraction)
@@ -210,10 +212,13 @@ def bytes_per_token(units):
     return sum(text_bytes for text_bytes, _ in sizes) / sum(tokens for _, tokens in sizes)
 
 
-def unknown_source(given, name, present):
-    near = difflib.get_close_matches(name, present, n=1)
-    remedy = f"did you mean {near[0]}?" if near else "choose among these"
-    return f"{given} {name}: the data directory has no such source but {', '.join(present) or 'none'}; {remedy}"
+def unknown_sources(given, names, present):
+    """A sentence if some of the ``names`` are no sources, with those that are."""
+    unknown = [name for name in names if name not in present]
+    near = [close for name in unknown for close in difflib.get_close_matches(name, present, n=1)]
+    remedy = f"did you mean {', '.join(dict.fromkeys(near))}?" if near else "choose among these"
+    there = f"the data directory has {', '.join(present) or 'no source'}"
+    return [f"{given}: no source is named {', '.join(unknown)}; {there}: {remedy}"] if unknown else []
 
 
 def vocabulary_problems(sources, vocab_size, tokenizer):

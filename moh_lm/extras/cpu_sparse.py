@@ -15,11 +15,13 @@ Shapes: s sequence, b batch, e head dimension, d hidden size; rows: all selected
 sequence and position.
 """
 
+from functools import partial
 from itertools import chain, pairwise
 
 import torch
 
 from moh_lm.extras.threads import in_threads
+from moh_lm.kernels.gated_attention import Backend
 
 CHUNK = 64  # rows; of 32, 64 and 128 the fastest from T = 512 to 4096
 
@@ -90,13 +92,16 @@ class SelectedRows:
         return whole.index_copy(0, self.token * self.shape[2] + self.head, rows).unflatten(0, self.shape)
 
 
-def sparse_heads(query, key, value, gates, selected, documents=None, own_keys=False):
-    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``."""
-    rows = SelectedRows(selected, documents and documents.starts, own_keys)
+def sparse_heads(query, key, value, gates, selected, mask=None, own_keys=False):
+    """g_i H_i of the selected heads, 0 elsewhere. Shapes: see ``gated_attention``."""
+    rows = SelectedRows(selected, mask and mask.starts, own_keys)
     if own_keys:
         key, value = rows.gather(key), rows.gather(value)
     heads = AttendRows.apply(rows.gather(query), key, value, rows)
     return rows.scatter(weigh(heads, rows.gather(gates)))
+
+
+CPU_SPARSE = Backend("cpu_sparse", sparse_heads, partial(sparse_heads, own_keys=True))
 
 
 class AttendRows(torch.autograd.Function):

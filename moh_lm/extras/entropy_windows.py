@@ -11,42 +11,46 @@ that every layout has the same windows. Measuring computes the scores of all hea
 """
 
 import math
+from functools import partial
 
 import torch
 
-from moh_lm.model.attention import Attention
-from moh_lm.training.step_sums import reduce
+from moh_lm.kernels.core_attention import CoreAttention
+from moh_lm.kernels.masks import AttentionMask, document_mask
+from moh_lm.model.block import modules_of
+from moh_lm.parallel.groups import sum_over_ranks
 
 NEW = 0.2  # share of the newest step
 
 
 class EntropyWindows:
-    """The windows of all layers, ``widths`` and ``entropies`` (H_s; None before the first step), and the layers of this
-    pipeline stage that follow them."""
+    """The windows of all layers, ``widths`` and ``entropies`` (H_s; None before the first step), and ``sums`` of the
+    layers of this pipeline stage that follow them, float64 [L, 2]: entropies and their number."""
 
     def __init__(self, model, config, groups, device):
-        self.layers = [module for module in model.modules() if isinstance(module, Attention)]
-        self.run, self.groups, self.device = config.run, groups, device
+        self.cores = {block.index: core for block in modules_of(model) for core in modules_of(block, CoreAttention)}
+        for index, core in self.cores.items():
+            core.register_forward_pre_hook(partial(self.add, index))
+        self.run, self.groups = config.run, groups
+        self.sums = torch.zeros(config.model.num_layers, 2, dtype=torch.float64, device=device)
         self.set(list(config.model.window), [None] * config.model.num_layers)
-        self.forget()
 
     def set(self, widths, entropies):
         self.widths, self.entropies = widths, entropies
-        for layer in self.layers:
-            layer.window = widths[layer.index]
+        for index, core in self.cores.items():
+            core.set_window(widths[index])
 
-    def forget(self):
-        for layer in self.layers:
-            layer.entropy = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def add(self, index, core, given):
+        """Add the entropies of what a layer is asked in training. given: the arguments of ``CoreAttention``."""
+        query, key, *_, mask = given
+        if core.training:
+            self.sums[index] += entropy_sums(query, key, core.visible(query, key, mask))
 
     def move(self, skipped):
         """Take the step that was done."""
-        sums = torch.zeros(len(self.widths), 2, dtype=torch.float64, device=self.device)
-        for layer in self.layers:
-            sums[layer.index] = layer.entropy
-        self.forget()
         groups = (self.groups.tensor, self.groups.data, self.groups.pipeline)
-        means = [total / count for total, count in reduce(sums, *groups).tolist()]
+        means = [total / count for total, count in sum_over_ranks(self.sums, *groups).tolist()]
+        self.sums.zero_()
         if skipped or not all(map(math.isfinite, means)):
             return
         entropies = [new if old is None else NEW * new + (1 - NEW) * old
@@ -57,3 +61,21 @@ class EntropyWindows:
         least, most = self.run.window_min, self.run.window_max
         share = entropy / math.log(width or self.run.seq_length)
         return int(min(max(least + (most - least) * share, least), most))
+
+
+@torch.no_grad()
+def entropy_sums(query, key, seen):
+    """Entropies of the attention weights of all queries and heads, in nats: their sum and their number, float64 [2].
+
+    query: [s, b, h, e], key: [s, b, k, e]. seen: ``AttentionMask``, or None. A sequence at a time.
+    """
+    wide, total = torch.promote_types(query.dtype, torch.float32), query.new_zeros((), dtype=torch.float64)
+    seen = seen or AttentionMask(query.new_zeros(1, len(query)), None, None)
+    masks = document_mask(seen.starts) if seen.mask is None else seen.mask
+    key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
+    for row in range(query.shape[1]):
+        mask = masks[row % len(masks)]
+        scores = torch.einsum("qhe,khe->hqk", query[:, row].to(wide), key[:, row].to(wide)) / query.shape[3] ** 0.5
+        scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
+        total += torch.special.entr(scores.softmax(-1)).sum(dtype=torch.float64)
+    return torch.stack((total, torch.full_like(total, query[..., 0].numel())))

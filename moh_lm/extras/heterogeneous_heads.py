@@ -1,92 +1,103 @@
-"""Heads of several widths in one layer, ``--head-dims``: head i has e_i features, and scores over sqrt(e_i).
+"""Heads of several widths in one layer, ``--head-dims``: head i has e_i features, and divides scores by sqrt(e_i).
 
 The paper names them as future work. Weights have a row for each feature and none more. Queries, keys and values are
 padded with zeros to the widest head, e, so that every backend takes them; a query is multiplied by sqrt(e / e_i),
-since backends divide by sqrt(e). Each head turns by the angles of its own width. Shapes: as of attention.py.
+since backends divide by sqrt(e). Each head turns by the angles of its own width. A run is a number of heads in a row
+that have the same width. Shapes: see moh_lm/model/attention.py.
 """
 
 from itertools import accumulate, groupby
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from moh_lm.model.attention import Attention
-from moh_lm.model.gates import FORMS
+from moh_lm.model.positions import RotaryPositions
 from moh_lm.model.rotary import rotary_of
-from moh_lm.parallel.layers import ColumnParallelLinear, Partition
+from moh_lm.parallel.layers import ColumnParallelLinear, Partition, RowParallelLinear
 
 
-class UnevenAttention(Attention):
-    """As ``Attention``, without shared keys. runs: [(features, heads in a row that have as many)] of this rank."""
+class Runs:
+    """The widths of this rank's heads. runs: [(features, heads in a row that have as many)]. head_dim: the widest."""
 
-    by_rows = False
-
-    def make_projections(self, config, init_std):
-        own = [head for start, stop in self.heads.ranges for head in range(start, stop)]
+    def __init__(self, config, heads):
+        own = [head for start, stop in heads.ranges for head in range(start, stop)]
         self.runs = [(width, len(list(same))) for width, same in groupby(config.head_dims[head] for head in own)]
-        self.rotaries = [rotary_of(config, self.index, width) for width, _ in self.runs]
-        self.q_proj, self.k_proj, self.v_proj = (
-            ColumnParallelLinear(config.hidden_size, sum(config.head_dims), init_std, self.partition(0, config))
-            for _ in range(3)
+        self.head_dim = config.head_dim
+
+    def pad(self, parts):
+        """Heads of each run [s, b, count, width] -> all heads, with zeros behind the features of each: [s, b, h, e]."""
+        return torch.cat([F.pad(part, (0, self.head_dim - part.shape[-1])) for part in parts], 2)
+
+    def split(self, features):
+        """[s, b, features of all heads] -> [s, b, h, e], padded."""
+        parts = features.split([width * count for width, count in self.runs], -1)
+        return self.pad(
+            part.unflatten(-1, (count, width)) for part, (width, count) in zip(parts, self.runs, strict=True)
         )
 
-    def partition(self, dim, config):
-        """The rows or columns of this rank's heads; None on one rank."""
-        if self.group is None:
-            return None
-        ends = [0, *accumulate(config.head_dims)]
-        return Partition(dim, ends[-1], tuple((ends[start], ends[stop]) for start, stop in self.heads.ranges))
-
-    def split_heads(self, projected):
-        """[s, b, features of all heads] -> [s, b, h/tp, e], with zeros behind the features of a head."""
-        parts = projected.split([width * count for width, count in self.runs], -1)
-        return torch.cat(
-            [
-                F.pad(part.unflatten(-1, (count, width)), (0, self.head_dim - width))
-                for part, (width, count) in zip(parts, self.runs, strict=True)
-            ],
-            2,
-        )
-
-    def of_runs(self, heads):
-        """The heads of each run, without padding: [s, b, count, width]."""
+    def unpadded(self, heads):
+        """The heads of each run without padding, [s, b, count, width], of heads [s, b, h, e]."""
         parts = heads.split([count for _, count in self.runs], 2)
         return [part[..., :width] for part, (width, _) in zip(parts, self.runs, strict=True)]
 
-    def placed(self, heads, tables, scaled=False):
-        """Heads at the positions of the ``tables``, one for each run; ``scaled``: for the scores."""
-        placed = []
-        for part, rotary, table in zip(self.of_runs(heads), self.rotaries, tables, strict=True):
-            width = part.shape[-1]
-            part = rotary.turn(part, table) * ((self.head_dim / width) ** 0.5 if scaled else 1)
-            placed.append(F.pad(part, (0, self.head_dim - width)))
-        return torch.cat(placed, 2)
 
-    def turned(self, query, table):
-        return self.placed(query, table, scaled=True)
+class HeterogeneousAttention(Attention):
+    """See ``Attention``; without shared keys."""
 
-    def keys_and_values(self, x, positions=None, length=None):
-        tables = [rotary.table(length or x.shape[0], x.dtype, x.device, positions) for rotary in self.rotaries]
-        key, value = self.split_heads(self.k_proj(x)), self.split_heads(self.v_proj(x))
-        return self.placed(key, tables), value, tables
+    def make_projections(self, config, heads, init_std, output_std):
+        self.runs = Runs(config, heads)
+        d, size = config.hidden_size, sum(config.head_dims)
+        rows = partition(0, config, heads)
+        self.q_proj, self.k_proj, self.v_proj = (ColumnParallelLinear(d, size, init_std, rows) for _ in range(3))
+        self.q_norm = nn.Identity()
+        self.o_proj = OutputOfRuns(size, d, output_std, partition(1, config, heads), self.group, self.runs)
 
-    def output(self, context):
-        return self.o_proj(torch.cat([part.flatten(2) for part in self.of_runs(context)], -1))
+    def project(self, x, table):
+        key, value = (self.runs.split(project(x)) for project in (self.k_proj, self.v_proj))
+        return self.runs.split(self.q_proj(x)), self.positions.key(key, table), value
 
-    def cache_shape(self, rows, length):
-        return rows, self.heads.num_heads, min(self.window or length, length), self.head_dim
 
-    @staticmethod
-    def products(config):
-        d, total = config.hidden_size, sum(config.head_dims)
-        mean = total / config.num_attention_heads
-        return 2 * d * mean, 2 * mean, 2 * d * total
+class OutputOfRuns(RowParallelLinear):
+    """The output projection of padded heads: [s, b, h e] -> [s/tp, b, d]. runs: ``Runs``."""
 
-    @classmethod
-    def activation_bytes(cls, config, width, tp, counted=0):
-        """As of ``Attention``: of the rank's heads padded q, k, v and context, and the context without padding; the
-        gathered input."""
-        heads = 4 * config.num_attention_heads * config.head_dim + sum(config.head_dims)
-        if config.heads.head_selection == "mixture" and FORMS[config.heads.routing].reads_queries:
-            heads += config.num_attention_heads * config.head_dim * 4 / width  # their norms, in fp32
-        return width * (heads / tp + config.hidden_size)
+    def __init__(self, input_size, output_size, init_std, partition, group, runs):
+        super().__init__(input_size, output_size, init_std, partition, group)
+        self.runs = runs
+
+    def forward(self, x):
+        heads = x.unflatten(-1, (-1, self.runs.head_dim))
+        return super().forward(torch.cat([part.flatten(2) for part in self.runs.unpadded(heads)], -1))
+
+
+class HeterogeneousPositions(RotaryPositions):
+    """See ``RotaryPositions``: a table for each run. A query is scaled for the scores of its own width."""
+
+    def __init__(self, config, layer_index, heads, rotary, context=None):
+        super().__init__(rotary, context)
+        self.runs = Runs(config, heads)
+        self.of_runs = [RotaryPositions(rotary_of(config, layer_index, width), context) for width, _ in self.runs.runs]
+
+    def table(self, x, positions=None, length=None):
+        return [run.table(x, positions, length) for run in self.of_runs]
+
+    def query(self, query, table):
+        return self.runs.pad(
+            positions.query(part, own) * (self.runs.head_dim / part.shape[-1]) ** 0.5
+            for positions, part, own in zip(self.of_runs, self.runs.unpadded(query), table, strict=True)
+        )
+
+    def key(self, key, table):
+        return self.runs.pad(
+            positions.key(part, own)
+            for positions, part, own in zip(self.of_runs, self.runs.unpadded(key), table, strict=True)
+        )
+
+
+def partition(dim, config, heads):
+    """The rows or columns of this rank's heads; None on one rank."""
+    if heads.group is None:
+        return None
+    ends = [0, *accumulate(config.head_dims)]
+    return Partition(dim, ends[-1], tuple((ends[start], ends[stop]) for start, stop in heads.ranges))

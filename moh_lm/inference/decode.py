@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 
 try:
     from moh_lm.inference import triton_decode
@@ -25,7 +25,7 @@ except ModuleNotFoundError:
 BACKENDS = ("auto", "dense", "loops", "triton")
 
 # Numbers of the keys that a row need not read, and their share of all, from which on loops are faster than dense by
-# more than noise. By benchmarks/decode.py (docs/benchmarks.md): equal at 200,000 to 330,000, slower at 0.22.
+# more than noise. By benchmarks/decode.py (docs/history/benchmarks.md): equal at 200,000 to 330,000, slower at 0.22.
 WORTH_IT, SHARE = 2**19, 0.24
 # Bytes of the keys and values of a layer from which on triton is faster than dense on an H200, by the same program.
 # With fewer, both wait for the host.

@@ -30,7 +30,7 @@ from moh_lm.kernels.triton_attention import Tiles, check_runs, constants, index_
 from moh_lm.kernels.triton_forward import attend_keys, load_rows, store_rows
 
 # {bytes of a number: {head dimension up to: tiles}}; block_n: tokens of the cache. Those of 2 bytes were within 1% of
-# the fastest of an H200 (docs/benchmarks.md). Those of 4 were chosen so that registers do not spill.
+# the fastest of an H200 (docs/history/benchmarks.md). Those of 4 were chosen so that registers do not spill.
 TILES = {2: {96: Tiles(16, 128, 8, 2), 128: Tiles(16, 32, 4, 3)}, 4: {128: Tiles(16, 32, 8, 3)}}
 PROGRAMS_PER_MULTIPROCESSOR = 4
 MAX_SPLITS = 64  # which the second kernel holds in registers

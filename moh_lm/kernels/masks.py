@@ -12,7 +12,6 @@ Shapes: s sequence, b batch.
 """
 
 import functools
-from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ class AttentionMask(NamedTuple):
     mask: torch.Tensor | None
 
 
-def boundaries(positions, masked):
+def document_bounds(positions, masked):
     """``AttentionMask`` of documents from the positions of their tokens in them, int64 [b, s]. masked: make the mask.
 
     The first document may have begun before the sequence.
@@ -45,7 +44,7 @@ def document_mask(starts):
     return ((token >= starts[:, :, None]) & (token <= token[:, None])).unsqueeze(1)
 
 
-def narrow(documents, window, x, masked):
+def apply_window(documents, window, x, masked):
     """``AttentionMask`` of tokens x [s, b, ...] that see the last ``window`` keys inside their documents.
 
     documents: their ``AttentionMask``, or None. window: keys, that of the token itself among them; where 0, or not
@@ -76,31 +75,6 @@ def mean_keys(length, window):
     return width - width**2 / (2 * length)
 
 
-class Documents:
-    """The boundaries in the micro-batch that is going through the model, for all layers of a stage, and which samples
-    its sequences are.
-
-    ``feed`` takes the positions of micro-batches to come, in the order of their forward passes; each pass begins with
-    ``advance``. Without boundaries ``boundaries`` is None, and attention is causal over the whole sequence.
-    ``positions``: int64 [b, s], of each token in its document, or None. ``samples``: int64 [b], numbers of the
-    sequences in the run, or None.
-    attention_backend: of ``choose_backend``; one that is sparse in every layer needs no mask.
-    """
-
-    def __init__(self, attention_backend="auto"):
-        self.masked = attention_backend in ("auto", "dense")
-        self.waiting = deque()
-        self.boundaries = self.positions = self.samples = None
-
-    def feed(self, positions, samples=None):
-        """positions: for each micro-batch int64 [b, s], of each token in its document, or None. samples: for each of
-        them int64 [b], or None."""
-        self.waiting.extend(zip(positions, samples or [None] * len(positions), strict=True))
-
-    def advance(self, device):
-        positions, samples = self.waiting.popleft() if self.waiting else (None, None)
-        self.samples = None if samples is None else samples.to(device, non_blocking=True)
-        self.boundaries = self.positions = None
-        if positions is not None:
-            self.positions = positions.to(device, non_blocking=True)
-            self.boundaries = boundaries(self.positions, self.masked)
+def share_of_scores(length, window):
+    """What a window leaves of the scores of causal attention over ``length`` tokens; 1 without a window."""
+    return mean_keys(length, window) / mean_keys(length, 0)

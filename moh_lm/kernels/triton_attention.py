@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 from torch.cuda import get_device_capability
 
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS, measured_tiles
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS, measured_tiles
 from moh_lm.kernels.triton_backward import backward_key_kernel, backward_query_kernel
 from moh_lm.kernels.triton_compaction import compact
 from moh_lm.kernels.triton_forward import forward_kernel
@@ -33,8 +33,8 @@ class Tiles(NamedTuple):
 
 
 # Of GPUs that have not measured their own: {head dimension up to: tiles}. Those of Hopper were within 6% of the fastest
-# of an H200, with 1024 to 8192 tokens (docs/benchmarks.md). The others were chosen so that registers do not spill (in
-# fp32 they do from 96 on) and products wait for nothing.
+# of an H200, with 1024 to 8192 tokens (docs/history/benchmarks.md). The others were chosen so that registers do not
+# spill (in fp32 they do from 96 on) and products wait for nothing.
 HOPPER = {
     "forward": {128: Tiles(64, 64, 4, 3)},
     "query": {96: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2)},
@@ -76,7 +76,7 @@ def up_to(head_dim, choices):
 
 
 def triton_heads(query, key, value, gates, selected, documents=None):
-    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``moh_attention``."""
+    """g_i H_i of the selected heads, 0 elsewhere. Shapes as in ``gated_attention``."""
     starts, ends = (None, None) if documents is None else (bound.contiguous() for bound in documents[:2])
     return head_sparse_attention(query, key, value, gates, selected, None, starts, ends)[0]
 

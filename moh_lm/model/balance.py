@@ -58,43 +58,44 @@ def make_rows(losses, a1, gates, selections, copies):
     return torch.cat([row[0], *(part / copies for part in row[1:])] if copies > 1 else row, dim=1)
 
 
-class RouterStatistics:
+class RouterRows:
     """The rows of one layer, kept until ``take`` is called.
 
     Rows are added in the backward pass. It runs once per micro-batch even if activations are recomputed, and in the
-    order of the micro-batches. ``previous_share`` [E] is f of Eq. 7 for the scope ``global_batch``: the share of the
-    tokens of the whole previous step, over all ranks, that selected each expert; None before the first step. ``l1`` []
-    takes the place of beta where it follows the number of selected experts.
+    order of the micro-batches.
     """
 
     def __init__(self):
-        self.previous_share = self.l1 = None
         self.rows = []
 
+    def add(self, rows):
+        self.rows.append(rows)
+
     def take(self):
-        """[n, 4 + E] float64: a row for each sequence of this rank since the last call, in their order."""
-        rows, self.rows = torch.cat(self.rows).double(), []
-        return rows
+        """[n, 4 + E] float64: a row for each sequence of this rank since the last call, in their order; None without
+        any, as in a dense warm-up."""
+        rows, self.rows = self.rows, []
+        return torch.cat(rows).double() if rows else None
 
 
-def attach_loss(hidden, loss, rows, statistics):
+def attach_loss(hidden, loss, rows, kept):
     """Return ``hidden`` unchanged; its backward pass also starts that of ``loss``, as if added to L_task (Eq. 8).
 
-    So the loss of a router needs no road of its own through the layers, stages and micro-batches that follow.
-    rows: added to the ``RouterStatistics`` then.
+    So the auxiliary loss need not be threaded through later layers and pipeline stages. rows: added to ``kept``, a
+    ``RouterRows``, in that backward pass.
     """
-    return AttachLoss.apply(hidden, loss, rows, statistics)
+    return AttachLoss.apply(hidden, loss, rows, kept)
 
 
 class AttachLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, loss, rows, statistics):
+    def forward(ctx, hidden, loss, rows, kept):
         ctx.save_for_backward(loss, rows)
-        ctx.statistics = statistics
+        ctx.kept = kept
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx, gradient):
         loss, rows = ctx.saved_tensors
-        ctx.statistics.rows.append(rows)
+        ctx.kept.add(rows)
         return gradient, torch.ones_like(loss), None, None

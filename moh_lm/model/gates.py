@@ -16,43 +16,33 @@ n_s shared experts and E routed ones, K of which are selected:
                    sigmoid. W_r is drawn so that the gates of selected experts begin with 1 on average. L_b is the L1
                    norm of the gates, weighed by the load, and its coefficient steers the mean number of selected
                    experts to K (ReMoE, Wang et al. 2024, arXiv 2412.14711; moh_lm/training/step_sums.py)
-    expert_choice  a control: as sigmoid, but each routed expert chooses the K / E of the tokens of a sequence that have
-                   its largest scores (MoSA, Piekos et al. 2025, arXiv 2505.00315, with own keys). What a token uses
-                   depends on later tokens, so that no text can be generated, and losses are too low
     query_norm     of the authors' MoH-LLaMA3: no weights. The score is the norm of the expert's query before rotary
                    over the deviation of these norms. A gate is 1 forward (the quantiser, Eq. 9) and has the gradient
                    of the softmax of the scores (the straight-through estimator, Eq. 10)
 
 A form is a class of a few lines. To add one: write it here, name it in ``FORMS`` and in the choices of ``routing`` in
 moh_lm/config/heads.py, and give it its formula in float64 in tests/model/test_router.py. An exported model computes it
-in tools/hf/moh_router.py.
+in tools/hf/remote_code/moh_router.py.
 
 Shapes: a dot stands for tokens, [s, b] or a slice of them.
 """
 
 import math
 
-import torch
 import torch.nn.functional as F
-
-from moh_lm.config import ConfigError
 
 
 class Paper:
     """Eq. 5-6 to the letter, and what the other forms change. layer: ``RoutedLayer`` of moh_lm.config.
 
-    ``causal``: whether what a token uses is independent of later tokens.
     ``reads_queries``: the scores come from norms of queries, not from the input of the layer by weights.
     ``has_types``: whether a second stage weighs shared experts against routed ones (Eq. 6).
-    ``refuses_top_p``, ``refuses_z_loss``, ``refuses_bias``, ``refuses_noise``: why ``routing_top_p``,
-    ``router_z_loss``, ``load_balance_bias_rate`` and ``router_gumbel_noise`` do not suit it, if so.
     ``balance_factor``: multiplies L_b of Eq. 7.
     ``first_score``: of a selected expert, on average, by the first weights.
     """
 
-    causal, reads_queries, has_types = True, False, True
+    reads_queries, has_types = False, True
     first_score = 0.0
-    refuses_top_p = refuses_z_loss = refuses_bias = refuses_noise = None
     type_scale = 1
 
     def __init__(self, layer, two_stage):
@@ -109,8 +99,6 @@ class Released(PaperScaled):
 
 class Sigmoid(Paper):
     has_types = False
-    refuses_top_p = "has gates that do not compete, so that they do not say how sure it is"
-    refuses_z_loss = "has gates that it would close: it is least where every score is - ln E"
 
     def weights(self, init_std, hidden_size):
         found = super().weights(init_std, hidden_size)
@@ -132,7 +120,6 @@ class Sigmoid(Paper):
 
 class Relu(Sigmoid):
     first_score = 1.0
-    refuses_top_p = refuses_bias = refuses_noise = "selects every head with a score above 0"
 
     def __init__(self, layer, two_stage):
         super().__init__(layer, two_stage)
@@ -151,15 +138,8 @@ class Relu(Sigmoid):
         return probability * selected
 
 
-class ExpertChoice(Sigmoid):
-    causal = False
-    refuses_top_p = refuses_bias = refuses_noise = "gives every head as many tokens"
-
-
 class QueryNorm(Paper):
     reads_queries, has_types = True, False
-    refuses_top_p = "divides its scores by their deviation, so that its probabilities do not say how sure it is"
-    refuses_z_loss = "divides its scores by their deviation, so that nothing can make them small"
 
     def weights(self, init_std, hidden_size):
         return {}
@@ -182,40 +162,11 @@ class QueryNorm(Paper):
         return gates + (selected - gates).detach()  # Eq. 9 forward, Eq. 10 backward
 
 
-def is_causal(model):
-    return model.heads.head_selection != "mixture" or FORMS[model.heads.routing].causal
-
-
-def check_causal(model):
-    """Raise ConfigError if ``model`` cannot go from token to token."""
-    if not is_causal(model):
-        given = f"--routing {model.heads.routing}"
-        raise ConfigError([f"{given} sees later tokens: a control, for training only; train another form"])
-
-
-def gates_of_one(model):
-    """Whether the gates of the mixture ``model`` are 1 where all scores are equal."""
-    return all(abs(gate - 1) < 1e-3 for layer in range(model.num_layers) for gate in layer_gates(model, layer))
-
-
-def layer_gates(model, index):
-    """The gates of shared and of selected experts that a layer of a mixture begins with, on average; 1 of none."""
-    layer, zeros = model.routed_layer(index), torch.zeros
-    form = FORMS[model.heads.routing](layer, model.heads.two_stage)
-    scores = torch.full((layer.num_routed,), form.first_score)
-    a1, a2 = form.type_weights(zeros(2)) if form.two_stage else (1, 1)
-    selected = (torch.arange(layer.num_routed) < layer.num_active).float()
-    shared = form.shared_gates(zeros(layer.num_shared)) * a1
-    routed = form.routed_gates(scores, form.probability(scores), selected) * a2
-    return tuple(gate.max().item() if len(gate) else 1.0 for gate in (shared, routed))
-
-
 FORMS = {
     "paper": Paper,
     "paper_scaled": PaperScaled,
     "released": Released,
     "sigmoid": Sigmoid,
     "relu": Relu,
-    "expert_choice": ExpertChoice,
     "query_norm": QueryNorm,
 }

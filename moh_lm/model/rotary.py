@@ -47,13 +47,13 @@ class Rotary(NamedTuple):
     original_length: int | None = None
 
     def table(self, length, dtype, device, positions=None):
-        """What ``turn`` needs for positions 0 to ``length`` - 1, or for ``positions`` below it, int64 [s] or [1, b]."""
+        """What ``apply_rotary`` needs for positions 0 to ``length`` - 1, or for ``positions``: int64 [s] or [1, b]."""
         table = rotary_table(length, self, dtype, device)
         if positions is None:
             return table
         return [part[positions].reshape(*positions.shape, *(1,) * (3 - positions.dim()), -1) for part in table]
 
-    def turn(self, x, table):
+    def apply_rotary(self, x, table):
         """The features of queries or keys [s, b, heads, e] at their positions."""
         if self.head_dim in (0, x.shape[-1]):
             return rotate(x, table) if self.head_dim else x

@@ -1,23 +1,30 @@
-"""The router: which heads a token uses, with what weight, and at what loss (paper, section 3.2).
+"""The routers: which heads a token uses, with what weight, and at what loss (paper, section 3.2).
 
-The first n_s experts are shared: every token uses them. Of the E others a token uses the K with the largest scores;
-equal scores: the lower index first. What the scores are and how they become gates is the routing form's
-(moh_lm/model/gates.py, Eq. 5, 6, 9, 10). The balance loss is in moh_lm/model/balance.py (Eq. 7, 8).
+There are three kinds behind one call, ``router(x, inputs, replay)``, which gives a ``RouterOutput``:
 
-Some things go beyond the paper. With ``routing_unit`` key_value_group the r heads that share a key/value head are one
+    AllHeads     ordinary attention: no gates
+    GatedHeads   a gate for every head and no choice among them
+    HeadRouter   the mixture of heads: some heads are shared, and each token selects K of the others
+
+``StaticHeads`` always uses the same first heads, for ablations. In a ``HeadRouter`` the first n_s experts are shared:
+every token uses them. Of the E others a token uses the K with the largest scores; of equal scores, the lower index
+wins. How scores become gates is the routing form's business (gates.py, Eq. 5, 6, 9, 10); the balance loss is in
+balance.py (Eq. 7, 8).
+
+Some options go beyond the paper. With ``routing_unit`` key_value_group the r heads that share a key/value head are one
 expert, and the gate of a group is that of each of its heads. With ``routing_top_p`` P, K is only the most: a token
-selects the fewest experts, the largest first, whose probabilities add up to P, and the entropy H of these
-probabilities keeps them few (Huang et al. 2024, "Harder Tasks Need More Experts"). ``router_z_loss`` keeps the scores
-small (Zoph et al. 2022, arXiv 2202.08906). ``load_balance_bias_rate`` u balances without a gradient (Wang et al. 2024,
-arXiv 2408.15664): a token selects the K largest of (affinity + u n_i), which no gate sees. The affinity is the form's.
-After each step n_i grows by sign(mean load - load_i), loads of the whole global batch. In a dense warm-up every head
-has gate 1, there is no loss and no bias moves. The loss of a layer otherwise is
+selects the fewest experts, the largest first, whose probabilities add up to P, and the entropy H of these probabilities
+keeps them few (Huang et al. 2024, "Harder Tasks Need More Experts"). ``router_z_loss`` keeps the scores small (Zoph et
+al. 2022, arXiv 2202.08906). ``load_balance_bias_rate`` u balances without a gradient (Wang et al. 2024, arXiv
+2408.15664): a token selects the K largest of (affinity + u n_i), which no gate sees. After each step n_i grows by
+sign(mean load - load_i), loads of the whole global batch. In a dense warm-up every head has gate 1, there is no loss
+and no bias moves. The loss of a layer otherwise is
 
     beta L_b + gamma H + zeta Z
     H = mean over tokens of - sum over routed i of p_i ln p_i,   p = softmax(W_r x_t)
     Z = mean over tokens of (ln sum over routed i of exp (W_r x_t)_i)^2
 
-Shapes: s sequence, b batch, tp tensor-parallel ranks, d hidden size, h heads, n = h / r experts (r = 1: heads). The
+Shapes: s sequence, b batch, tp tensor-parallel ranks, d hidden size, h heads, n = h / r experts (r = 1: heads). A
 router works on its slice of the sequence, in fp32 or wider whatever the precision of the model. Forms that read queries
 work on the whole sequence, on every rank: s/tp below then is s.
 """
@@ -30,23 +37,31 @@ import torch.nn.functional as F
 from torch import nn
 
 from moh_lm.kernels.wide_linear import wide_linear
-from moh_lm.model.balance import RouterStatistics, balance_loss, make_rows
+from moh_lm.model.balance import balance_loss, make_rows
 from moh_lm.model.gates import FORMS
 from moh_lm.parallel.groups import group_rank, group_size
+from moh_lm.parallel.head_partition import HeadPartition
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.parallel.mappings import replicate
+from moh_lm.parallel.mappings import gather_sequence, replicate
 
 WEIGHTS = ("w_shared", "w_routed", "w_type")
 BIAS = "bias_steps"  # n: counts, so that neither a precision nor an order of sums can change the selection
 
 
 class RouterOutput(NamedTuple):
-    """What a router says besides the gates: the loss, a scalar whose terms add up over the tp ranks; the rows of
-    moh_lm/model/balance.py, [b, 4 + E]; the selection of routed experts, 0 or 1 [s/tp, b, E]."""
+    """What a router says of its tokens.
 
-    loss: torch.Tensor
-    rows: torch.Tensor
-    selection: torch.Tensor
+    gates: [s, b, h/tp], fp32 or wider, or None for 1. selected: [s, b, h/tp], 1 for the heads in use and 0 for others,
+    or None where all are used or the gates say as much. loss: a scalar whose terms add up over the tp ranks, or None.
+    rows: what balance.py keeps of each sequence, [b, 4 + E], or None. selection: of routed experts, 0 or 1
+    [s/tp, b, E].
+    """
+
+    gates: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    selection: torch.Tensor | None = None
 
 
 class SelectionReplay(NamedTuple):
@@ -60,39 +75,46 @@ class SelectionReplay(NamedTuple):
     selection: torch.Tensor
 
 
-class HeadRouter(nn.Module):
-    """Gates of all heads and the loss of the router, for one layer.
+class AllHeads(nn.Module):
+    """Ordinary attention: every token uses every head with gate 1."""
 
-    Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only where the form has a use for it. Buffer:
-    bias_steps, int32 [E], the bias over its rate; or None.
-    loss_terms: layers times micro-batches, over whose losses Eq. 8 takes the mean. context: ``ContextGroups`` or None;
-    DeepSpeed takes the mean of their ranks' gradients. resting: in a dense warm-up. noise: a ``GumbelNoise`` on the
-    scores by which experts are selected in training, of sequences whose numbers ``samples``, int64 [b], are known.
+    def forward(self, x, inputs=None, replay=None):
+        return RouterOutput()
+
+    def no_replay(self, x):
+        """What the first of two passes replays: nothing, since nothing is selected."""
+        return None
+
+
+class StaticHeads(AllHeads):
+    """The first heads for every token, and never the others. num_used: of this rank's ``num_heads``."""
+
+    def __init__(self, num_heads, num_used, group=None):
+        super().__init__()
+        self.num_heads, self.num_used, self.group = num_heads, num_used, group
+
+    def forward(self, x, inputs=None, replay=None):
+        used = (torch.arange(self.num_heads, device=x.device) < self.num_used).to(x.dtype)
+        gates = used.expand(x.shape[0] * group_size(self.group), x.shape[1], -1)
+        return RouterOutput(gates, gates)
+
+
+class Gates(nn.Module):
+    """What routers with gates have in common: weights of the routing form, and gates of this rank's heads.
+
+    config: ``ModelConfig``, or a layer of an image model. heads: ``HeadPartition`` of the layer; by default that of one
+    rank. Parameters: w_shared [n_s, d], w_routed [E, d], w_type [2, d]; each only
+    where the form has a use for it.
     """
 
-    resting, noise, samples = False, None, None
-
-    def __init__(self, config, layer_index, init_std, group, loss_terms=1, context=None):
+    def __init__(self, config, layer_index, init_std, group=None, heads=None):
         super().__init__()
-        heads = config.heads
         self.layer = config.routed_layer(layer_index)
-        self.form = FORMS[heads.routing](self.layer, heads.two_stage)
-        loss_terms = loss_terms / context.size() if context else loss_terms
-        self.loss_terms = loss_terms
-        self.balance_scale = heads.load_balance_coefficient / loss_terms  # beta of Eq. 8
-        self.entropy_scale = heads.routing_entropy_coefficient / loss_terms
-        self.z_scale = heads.router_z_loss / loss_terms
+        self.form = FORMS[config.heads.routing](self.layer, config.heads.two_stage)
         self.group = group
-        self.slices = context.sequence if context else group  # the ranks that have a slice of the sequence each
-        stretch = context.rank() if context else 0
+        size, shared = self.layer.heads_per_expert, self.layer.num_shared
+        self.heads = heads or HeadPartition(size * (shared + self.layer.num_routed), size * shared, None)
         self.copies = group_size(group) if self.form.reads_queries else 1  # of each token's row, one on each tp rank
-        self.first_slice = stretch if self.form.reads_queries else group_rank(self.slices)
-        self.scope = heads.load_balance_scope
-        self.ranked_in_bf16 = heads.routing_dtype == "bf16"
-        self.statistics = RouterStatistics()
-        self.bias_rate = heads.load_balance_bias_rate
-        biased = self.bias_rate and self.layer.num_routed
-        self.register_buffer(BIAS, torch.zeros(self.layer.num_routed, dtype=torch.int32) if biased else None)
         weights = self.form.weights(init_std, config.hidden_size)
         if "w_type" in weights:  # two scores at every width, of all heads together: an output of width transfer
             weights["w_type"] = (2, init_std * math.sqrt(config.width_ratio))
@@ -101,53 +123,106 @@ class HeadRouter(nn.Module):
             parameter = make_parameter((rows, config.hidden_size), deviation) if rows else None
             self.register_parameter(name, parameter)
 
-    def forward(self, x, replay=None, query_norms=None):
-        """Gates [s/tp, b, h], fp32 or wider, and a ``RouterOutput``; None in its place while the router rests.
+    def dense_warmup_output(self, x):
+        """Gate 1 for every head. The weights get gradients of 0, which every engine understands. x: [s/tp, b, ...]."""
+        zero = sum((weight.sum() * 0 for weight in self.parameters()), x.new_zeros(()))
+        gates = x.new_ones((*x.shape[:2], self.heads.num_heads))
+        return RouterOutput(self.local(gates + zero).to(torch.promote_types(x.dtype, torch.float32)))
 
-        x: [s/tp, b, d], the normalised input of the attention layer. query_norms: [s, b, h], for forms that read
-        queries. replay: a ``SelectionReplay``.
-        """
-        if self.resting:
-            return self.gates_at_rest(x if query_norms is None else query_norms), None
-        kinds = None
-        if self.form.reads_queries:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            shared, scores = (part.to(wide) for part in self.form.scores(query_norms))
-        else:
-            shared, scores, kinds = self.scores(x)
+    def local(self, per_head):
+        """Of all heads and this rank's tokens, [s/tp, b, h] -> of this rank's heads and all tokens, [s, b, h/tp]."""
+        whole = per_head if self.form.reads_queries else gather_sequence(per_head, self.group)
+        return self.heads.take(whole)
+
+    def per_head(self, experts):
+        """What is said of experts [..., n], for each of their heads: [..., h]."""
+        size = self.layer.heads_per_expert
+        return experts if size == 1 else experts.unsqueeze(-1).expand(*experts.shape, size).flatten(-2)
+
+
+class GatedHeads(Gates):
+    """A gate for every head: one product, and the form's function of it. No head is left out, and there is no loss."""
+
+    def forward(self, x, inputs, replay=None):
+        """x: [s/tp, b, d], the normalised input of the attention layer. inputs: ``RouterInputs``."""
+        if inputs.dense_warmup:
+            return self.dense_warmup_output(x)
+        gates = self.form.shared_gates(wide_linear(x, replicate(self.w_shared, self.group)))
+        losses = gates.new_zeros(gates.shape[1])
+        rows = make_rows(losses, None, gates, gates.new_zeros(gates.shape[1], 0), self.copies)
+        return RouterOutput(self.local(self.per_head(gates)), None, losses.sum(), rows)
+
+    def no_replay(self, x):
+        """What the first of two passes replays: nothing, since nothing is selected."""
+        return None
+
+
+class HeadRouter(Gates):
+    """The mixture of heads of one layer: gates, the selection and the loss of the router.
+
+    Buffer: bias_steps, int32 [E], the bias over its rate; or None. loss_terms: layers times micro-batches, over whose
+    losses Eq. 8 takes the mean; DeepSpeed takes the mean over context-parallel ranks. noise: ``GumbelNoise`` on the
+    scores by which experts are selected in training, or None. says_selected: whether the attention backend needs
+    ``RouterOutput.selected`` in training, where gates of 0 say as much. In evaluation it is always there.
+    """
+
+    def __init__(
+        self, config, layer_index, init_std, group=None, heads=None, loss_terms=1, context=None, noise=None,
+        says_selected=True,
+    ):  # fmt: skip
+        super().__init__(config, layer_index, init_std, group, heads)
+        options = config.heads
+        loss_terms = loss_terms / context.size() if context else loss_terms
+        self.loss_terms = loss_terms
+        self.balance_scale = options.load_balance_coefficient / loss_terms  # beta of Eq. 8
+        self.entropy_scale = options.routing_entropy_coefficient / loss_terms
+        self.z_scale = options.router_z_loss / loss_terms
+        self.slices = context.sequence if context else group  # the ranks that have a slice of the sequence each
+        stretch = context.rank() if context else 0
+        self.first_slice = stretch if self.form.reads_queries else group_rank(self.slices)
+        self.scope = options.load_balance_scope
+        self.ranked_in_bf16 = options.routing_dtype == "bf16"
+        self.noise, self.says_selected = noise, says_selected
+        self.bias_rate = options.load_balance_bias_rate
+        biased = self.bias_rate and self.layer.num_routed
+        self.register_buffer(BIAS, torch.zeros(self.layer.num_routed, dtype=torch.int32) if biased else None)
+
+    def forward(self, x, inputs, replay=None):
+        """x: [s/tp, b, d], the normalised input of the attention layer; for forms that read queries the norms of the
+        queries of all heads, [s, b, h]. inputs: ``RouterInputs``. replay: ``SelectionReplay``, or None."""
+        if inputs.dense_warmup:
+            return self.dense_warmup_output(x)
+        shared, scores, kinds = self.scores(x)
         shared = self.form.shared_gates(shared)
-        if self.layer.num_routed == 0:
-            return self.per_head(shared), self.nothing_routed(shared)
         probability = self.form.probability(scores)
-        selected = self.select(self.ranking(scores, probability), replay)  # [s/tp, b, E]
-        gates, a1 = self.form.routed_gates(scores, probability, selected), None
+        selection = self.select(self.ranking(scores, probability, inputs.samples), replay)  # [s/tp, b, E]
+        gates, a1 = self.form.routed_gates(scores, probability, selection), None
         if self.form.two_stage:
             a1, a2 = self.form.type_weights(kinds)
             shared, gates = shared * a1, gates * a2
         if self.layer.num_shared:
             gates = torch.cat((shared, gates), dim=-1)  # [s/tp, b, n]
-        loss, rows = self.loss(scores, probability, selected, gates, a1)
-        return self.per_head(gates), RouterOutput(loss, rows, selected)
-
-    def gates_at_rest(self, x):
-        """1 for every head, [s/tp, b, h]. The weights get gradients of 0, which every engine understands."""
-        zero = sum((weight.sum() * 0 for weight in self.parameters()), x.new_zeros(()))
-        gates = x.new_ones((*x.shape[:2], sum(self.layer[1:3]) * self.layer.heads_per_expert))
-        return (gates + zero).to(torch.promote_types(x.dtype, torch.float32))
+        loss, rows = self.loss(scores, probability, selection, gates, a1, inputs)
+        says_selected = self.layer.num_routed and (self.says_selected or not self.training)
+        selected = self.heads_in_use(selection) if says_selected else None
+        return RouterOutput(self.local(self.per_head(gates)), selected, loss, rows, selection)
 
     def scores(self, x):
         """W_s x, W_r x and W_h x: [s/tp, b, d] -> [s/tp, b, n_s], [s/tp, b, E] and [s/tp, b, 2]; of width 0 where there
-        is no weight."""
+        is no weight. Or those that the form makes of the norms of queries."""
+        if self.form.reads_queries:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return *(part.to(wide) for part in self.form.scores(x)), None
         weights = [self.w_shared, self.w_routed, self.w_type]
         rows = [0 if weight is None else weight.shape[0] for weight in weights]
         weight = replicate(torch.cat([weight for weight in weights if weight is not None]), self.group)
         return wide_linear(x, weight).split(rows, dim=-1)
 
-    def ranking(self, scores, probability):
-        """What is selected by, [s/tp, b, E]: the scores with their noise, or with a bias their affinities and it."""
+    def ranking(self, scores, probability, samples):
+        """What is selected by, [s/tp, b, E]: the scores with their noise, or the affinities with their bias."""
         scores, probability = scores.detach(), probability.detach()
-        if self.noise is not None and self.training and self.samples is not None:
-            scores = scores + self.noise.draw(self.samples, self.first_slice * scores.shape[0], scores)
+        if self.noise is not None and self.training and samples is not None:
+            scores = scores + self.noise.draw(samples, self.first_slice * scores.shape[0], scores)
             probability = self.form.probability(scores)
         if self.bias_steps is None:
             return scores
@@ -155,41 +230,32 @@ class HeadRouter(nn.Module):
         return affinity + self.bias_rate * self.bias_steps.to(affinity)
 
     def select(self, ranking, replay):
-        if not self.form.causal:
-            tokens = max(1, round(len(ranking) * self.layer.num_active / self.layer.num_routed))
-            selected = select(ranking.transpose(0, -1), tokens).transpose(0, -1)
-        elif self.layer.by_sign:
-            selected = (ranking > 0).to(ranking)
+        """1 for the experts that a token selects, else 0: [s/tp, b, E]."""
+        if self.layer.by_sign:
+            selection = (ranking > 0).to(ranking)
         else:
-            selected = select(ranking, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)
-        return selected if replay is None else torch.where(*replay, selected)
+            selection = select(ranking, self.layer.num_active, self.layer.top_p, self.ranked_in_bf16)
+        return selection if replay is None else torch.where(*replay, selection)
 
-    def loss(self, scores, probability, selected, gates, a1):
+    def loss(self, scores, probability, selection, gates, a1, inputs):
         """beta L_b + gamma H + zeta Z of this rank's tokens, [], and their rows."""
         size = group_size(self.slices)
         previous = None
         if self.scope == "global_batch":
-            previous = self.statistics.previous_share
+            previous = inputs.previous_share
             if previous is None:
-                previous = selected.new_full((self.layer.num_routed,), self.layer.uniform_load)
+                previous = selection.new_full((self.layer.num_routed,), self.layer.uniform_load)
         together = self.scope == "micro_batch"
-        losses, selections = balance_loss(probability, selected, self.slices, previous, together)  # Eq. 7
+        losses, selections = balance_loss(probability, selection, self.slices, previous, together)  # Eq. 7
         if self.form.balance_factor != 1:
             losses = losses * self.form.balance_factor
-        l1 = self.statistics.l1
-        loss = (self.balance_scale if l1 is None else l1 / self.loss_terms) * losses.mean()
+        loss = (self.balance_scale if inputs.l1 is None else inputs.l1 / self.loss_terms) * losses.mean()
         if self.layer.top_p is not None:
             log_p = scores.log_softmax(-1)
             loss = loss + self.entropy_scale * (-(log_p.exp() * log_p).sum(-1).mean() / size)
         if self.z_scale:
             loss = loss + self.z_scale * (scores.logsumexp(-1).square().mean() / size)
         return loss, make_rows(losses, a1, gates, selections, self.copies)
-
-    def nothing_routed(self, gates):
-        """The ``RouterOutput`` of a layer whose heads are all shared: no loss, and a row with the sums of its gates."""
-        selection = gates.new_zeros((*gates.shape[:2], 0))
-        losses = gates.new_zeros(gates.shape[1])
-        return RouterOutput(losses.sum(), make_rows(losses, None, gates, selection.sum(0), self.copies), selection)
 
     def move_bias(self, counts):
         """Move the bias by its rate, up where the load is below the mean. counts: [E], selections of a whole step."""
@@ -202,34 +268,25 @@ class HeadRouter(nn.Module):
         return query.to(dtype).norm(dim=-1)
 
     def no_replay(self, x):
-        """The ``SelectionReplay`` of the first pass over x [s/tp, b, d]: nothing to recall yet."""
+        """The ``SelectionReplay`` of the first pass over x [s/tp, b, d]: nothing is replayed yet."""
         tokens = x.shape[0] * (group_size(self.group) if self.form.reads_queries else 1)
         shape = (tokens, x.shape[1], self.layer.num_routed)
         wide = torch.promote_types(x.dtype, torch.float32)
         return SelectionReplay(x.new_zeros((), dtype=torch.bool), x.new_zeros(shape, dtype=wide))
 
-    def per_head(self, experts):
-        """What is said of experts [..., n], for each of their heads: [..., h]."""
-        size = self.layer.heads_per_expert
-        return experts if size == 1 else experts.unsqueeze(-1).expand(*experts.shape, size).flatten(-2)
-
     def heads_in_use(self, selection):
-        """The selection of routed experts [..., E] -> 1 for the heads that are on, shared or selected: [..., h]."""
-        return self.per_head(F.pad(selection, (self.layer.num_shared, 0), value=1))
-
-
-def routers_of(model):
-    """The ``HeadRouter``s of a model, or of its stage of a pipeline, in the order of layers."""
-    return [module for module in model.modules() if isinstance(module, HeadRouter)]
+        """The selection of routed experts [s/tp, b, E] -> 1 for this rank's heads that are on: [s, b, h/tp]."""
+        whole = selection if self.form.reads_queries else gather_sequence(selection, self.group)
+        return self.heads.take(self.per_head(F.pad(whole, (self.layer.num_shared, 0), value=1)))
 
 
 def stored_dtype(name, dtype):
-    """Of the tensor ``name`` in files whose weights are of ``dtype``: counts stay whole."""
+    """The dtype of the tensor ``name`` in files whose weights are of ``dtype``: counts stay whole."""
     return torch.int32 if name.endswith(BIAS) else dtype
 
 
 def select(scores, k, top_p=None, in_bf16=False):
-    """1 for the k largest scores of each token, else 0: [..., E] -> [..., E]; equal scores: the lower index first.
+    """1 for the k largest scores of each token, else 0: [..., E] -> [..., E]; of equal scores, the lower index first.
 
     top_p: only for the fewest of them whose softmax, which runs over all scores, adds up to it; or for all k. in_bf16:
     by the softmax of the scores in bf16, where many are equal: torch.topk decides, as in the released MoH-LLaMA3.
@@ -243,7 +300,7 @@ def select(scores, k, top_p=None, in_bf16=False):
         probability = scores.softmax(-1).gather(-1, order[..., :k])
         before = F.pad(probability.cumsum(-1)[..., :-1], (1, 0))  # of the larger scores; 0 for the largest
         ones = (before < top_p).to(scores.dtype)
-    if torch.compiler.is_compiling():  # inductor of torch 2.13 lets what reads a scatter, as Recall does, run before it
+    if torch.compiler.is_compiling():  # inductor of torch 2.13 lets a reader of a scatter, like a replay, run before it
         k = k if top_p is None else ones.sum(-1, keepdim=True)
         return (order.argsort(-1) < k).to(scores.dtype)
     return torch.zeros_like(scores).scatter(-1, order[..., :k], ones)

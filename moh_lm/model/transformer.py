@@ -11,10 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moh_lm.build import attention_kind
-from moh_lm.kernels.choose import fastest
-from moh_lm.kernels.masks import Documents
-from moh_lm.model.block import RoutedBlock
+from moh_lm.model.block import RoutedBlock, modules_of
 from moh_lm.model.positions import LearnedPositions
 from moh_lm.parallel.cross_entropy import linear_cross_entropy
 from moh_lm.parallel.layers import (
@@ -27,6 +24,12 @@ from moh_lm.parallel.layers import (
 from moh_lm.parallel.mappings import gather_sequence
 
 INIT_STD = 0.02
+
+
+def init_stds(config):
+    """Standard deviations of the first weights of a layer: of those that read x, and of those that write to it."""
+    init_std = INIT_STD * math.sqrt(config.width_ratio)
+    return init_std, init_std / math.sqrt(2 * config.num_layers)
 
 
 class MLP(nn.Module):
@@ -46,109 +49,70 @@ class MLP(nn.Module):
         x = gather_sequence(x, self.group)  # [s, b, d]
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # [s/tp, b, d]
 
-    @staticmethod
-    def cost(config):
-        """Multiplications of a token in the forward pass."""
-        return 3 * config.hidden_size * config.intermediate_size
-
-    @staticmethod
-    def activation_bytes(config, width, tp):
-        """Bytes that autograd keeps for a token on one rank: the gathered input; of the rank's columns gate, up, silu
-        and their product."""
-        return width * (4 * config.intermediate_size / tp + config.hidden_size)
-
 
 class DecoderLayer(RoutedBlock):
-    """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)); with --post-norm x + RMSNorm(Attention(x)) and so on."""
+    """x + Attention(RMSNorm(x)), then x + MLP(RMSNorm(x)); with --post-norm x + RMSNorm(Attention(x)) and so on.
 
-    def __init__(
-        self, config, layer_index, loss_terms, recompute, group, documents, attention_backend="auto", context=None
-    ):
-        super().__init__(recompute)
-        init_std = INIT_STD * math.sqrt(config.width_ratio)
-        output_std = init_std / math.sqrt(2 * config.num_layers)
+    make_attention: a function without arguments that makes the ``Attention``; see moh_lm/build.py.
+    """
+
+    def __init__(self, config, layer_index, batch, make_attention, recompute=False, group=None):
+        super().__init__(layer_index, batch, recompute)
+        init_std, output_std = init_stds(config)
         d, eps = config.hidden_size, config.rms_norm_eps
         self.post_norm = config.post_norm
         self.input_layernorm = nn.Identity() if self.post_norm else RMSNorm(d, eps, group)
-        kind = attention_kind(config)
-        self.self_attn = kind(
-            config, layer_index, init_std, output_std, loss_terms, group, attention_backend, context=context
-        )
+        self.self_attn = make_attention()
         self.post_attention_layernorm = RMSNorm(d, eps, group)
         self.mlp = MLP(config, init_std, output_std, group)
         if self.post_norm:
             self.post_feedforward_layernorm = RMSNorm(d, eps, group)
-        self.documents = documents
 
     def forward(self, x):
-        if self.self_attn.router is not None:
-            self.self_attn.router.samples = self.documents.samples
-        return super().forward(x, self.documents.boundaries)
+        return super().forward(x, self.batch.mask)
 
     def router(self):
         return self.self_attn.router
 
-    def block(self, x, *arguments, attend=None):
-        """The output [s/tp, b, d] and what else the attention layer returns; arguments: its own after x.
+    def block(self, x, mask, inputs, replay):
+        """x: [s/tp, b, d] -> the output [s/tp, b, d] and the ``RouterOutput``; arguments: see ``Attention``."""
+        attention, routing = self.self_attn(self.input_layernorm(x), inputs, mask, replay)
+        return self.finish(x, attention), routing
 
-        attend: in place of the attention layer.
-        """
-        attention, routed = (attend or self.self_attn)(self.input_layernorm(x), *arguments)
+    def finish(self, x, attention):
+        """What the layer makes of its input x and of the output of its attention, all [s/tp, b, d]."""
         if self.post_norm:
             x = x + self.post_attention_layernorm(attention)
-            return x + self.post_feedforward_layernorm(self.mlp(x)), routed
+            return x + self.post_feedforward_layernorm(self.mlp(x))
         x = x + attention
-        return x + self.mlp(self.post_attention_layernorm(x)), routed
-
-    @staticmethod
-    def cost(config, layer_index, seq_length, active_heads=None):
-        """``Attention.cost`` of the whole layer."""
-        mlp = MLP.cost(config)
-        attention = attention_kind(config).cost(config, layer_index, seq_length, active_heads)
-        return {kind: value + mlp for kind, value in attention.items()}
-
-    @staticmethod
-    def activation_bytes(config, width, tp, counted=0):
-        """Bytes that autograd keeps for a token on one rank; width, counted: as of ``Attention.activation_bytes``.
-
-        Besides those of attention and MLP, of the slice of the sequence: the inputs of both norms in fp32, and
-        normalised.
-        """
-        norms = (2 * 4 + 2 * width) * config.hidden_size / tp
-        kind = attention_kind(config)
-        layers = [config.of_layer(layer) for layer in range(len(config.head_counts))]  # their mean
-        attention = sum(kind.activation_bytes(layer, width, tp, counted) for layer in layers) / len(layers)
-        return norms + attention + MLP.activation_bytes(config, width, tp)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
     """Embedding, blocks and final norm: tokens [b, s] -> [s/tp, b, d].
 
-    ``step``(layer, x) takes x [s/tp, b, d] through a ``DecoderLayer``.
+    batch: ``BatchContext``. layers: functions without arguments that make each ``DecoderLayer``.
     """
 
-    def __init__(self, config, loss_terms, recompute, group, attention_backend, context=None):
+    def __init__(self, config, batch, layers, group=None, context=None):
         super().__init__()
-        self.documents = Documents(attention_backend)
+        self.batch = batch
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, INIT_STD, group)
         self.embed_positions = None
         if "learned" in config.position:
-            self.embed_positions = LearnedPositions(config, INIT_STD, group, self.documents, context)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, index, loss_terms, recompute, group, self.documents, attention_backend, context)
-            for index in range(config.num_layers)
-        )
+            self.embed_positions = LearnedPositions(config, INIT_STD, group, batch, context)
+        self.layers = nn.ModuleList(make() for make in layers)
         self.norm = FinalNorm(config, group)
 
-    def forward(self, tokens, step=DecoderLayer.__call__, positions=None):
-        self.documents.advance(tokens.device)
-        x = self.embed(tokens, positions)
+    def forward(self, tokens):
+        self.batch.advance(tokens.device)
+        x = self.embed(tokens)
         for layer in self.layers:
-            x = step(layer, x)
+            x = layer(x)
         return self.norm(x)
 
     def embed(self, tokens, positions=None):
-        """What the first layer reads of tokens [b, s]. positions: as of ``LearnedPositions``."""
+        """What the first layer reads of tokens [b, s]. positions: see ``LearnedPositions``."""
         x = self.embed_tokens(tokens)
         return x if self.embed_positions is None else self.embed_positions(x, positions)
 
@@ -174,29 +138,26 @@ class WholeModel(nn.Module):
 
 
 class CausalLM(WholeModel):
-    """The whole model on one pipeline stage.
+    """The whole model on one pipeline stage; moh_lm/build.py makes it.
 
-    group: tensor-parallel group. micro_batches: micro-batches of a step, over which the losses of the routers are
-    averaged. attention_backend: of ``moh_attention``. z_loss: of ``linear_cross_entropy``. context: ``ContextGroups``,
-    whose ranks have s/cp tokens of a sequence of s, or None. Parameters are left empty; ``initialize`` draws them.
+    group: tensor-parallel group. batch: ``BatchContext``. layers: see ``Decoder``. z_loss: see
+    ``linear_cross_entropy``. context: ``ContextGroups``, whose ranks have s/cp tokens of a sequence of s, or None.
+    Parameters are left empty; ``initialize`` draws them.
     """
 
-    def __init__(
-        self, config, group=None, micro_batches=1, recompute=False, attention_backend="auto", z_loss=0.0, context=None
-    ):
+    def __init__(self, config, batch, layers, group=None, z_loss=0.0, context=None):
         super().__init__()
-        self.group = group
+        self.config, self.group, self.batch = config, group, batch
         self.vocab_partition = even_partition(0, config.vocab_size, group)
-        self.model = Decoder(config, loss_terms(config, micro_batches), recompute, group, attention_backend, context)
+        self.model = Decoder(config, batch, layers, group, context)
         if not config.tie_embeddings:
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, INIT_STD, self.vocab_partition)
         self.tied, self.z_loss = config.tie_embeddings, z_loss
-        self.documents = self.model.documents
 
     def forward(self, tokens, labels=None):
         """tokens: int64 [b, s] -> logits [s, b, vocab/tp] in the dtype of the weights, padding columns included.
 
-        With labels, int64 [b, s]: mean loss and losses [s, b], as of ``linear_cross_entropy``, and no logits.
+        With labels, int64 [b, s]: mean loss and losses [s, b] of ``linear_cross_entropy``, and no logits.
         """
         x = gather_sequence(self.model(tokens), self.group)  # [s, b, d]
         if labels is None:
@@ -210,25 +171,28 @@ class CausalLM(WholeModel):
     def head_weight(self):
         return (self.model.embed_tokens if self.tied else self.lm_head).weight
 
-    @staticmethod
-    def head_cost(config):
-        """Multiplications of a token in the output head."""
-        return config.hidden_size * config.vocab_size
+    def in_order(self):
+        """[(prefix of its parameter names, module)] from tokens to logits; a tied embedding comes twice."""
+        first = [("model.embed_tokens.", self.model.embed_tokens)]
+        if self.model.embed_positions is not None:
+            first.append(("model.embed_positions.", self.model.embed_positions))
+        blocks = [(f"model.layers.{index}.", layer) for index, layer in enumerate(self.model.layers)]
+        head = first[0] if self.tied else ("lm_head.", self.lm_head)
+        return [*first, *blocks, ("model.norm.", self.model.norm), head]
 
 
 def compile_layers(model, backend="inductor", kind=DecoderLayer):
     """Have torch.compile make the kernels of every layer of a ``kind`` of ``RoutedBlock`` in ``model``.
 
     Layers with equal head budgets share a graph: attention, router, norms and MLP. A graph is made for each shape of a
-    micro-batch, and again for evaluation. What is no graph, or one graph too many, raises an error of torch.
+    micro-batch, and again for evaluation. Graph breaks and exceeding the recompile limit raise torch's errors.
     """
-    layers = [module for module in model.modules() if isinstance(module, kind)]
-    torch.compiler.assume_constant_result(fastest)  # the choice of ``auto``, which no graph needs to follow
+    layers = modules_of(model, kind)
     settings = torch._dynamo.config  # loaded here: it takes a second, which most commands need not wait
     settings.recompile_limit = max(settings.recompile_limit, 8 + 4 * len(layers))
     block = torch.compile(kind.block, backend=backend, fullgraph=True, dynamic=False)
     for layer in layers:
-        layer.run = block
+        layer.use_compiled(block)
 
 
 def saved_tensors(module):

@@ -9,7 +9,6 @@ import resource
 from copy import copy
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from moh_lm.model.balance import row_width
 from moh_lm.monitor.head_load import head_figures
@@ -112,16 +111,16 @@ class MetricsAccumulator:
             setattr(self, name, copy(state[name]))
 
 
-def waits_and_memory(interval, device):
+def waits_and_memory(accumulator, device):
     """[(seconds that a step waited for its data, peak memory in bytes)] of every rank; all call it together."""
-    return from_all_ranks((interval.seconds_per_step()["data"], peak_memory(device)))
+    return from_all_ranks((accumulator.seconds_per_step()["data"], peak_memory(device)))
 
 
 def peak_memory(device):
     """Bytes: the most that the device's allocator has given out; on a CPU the most that the process held."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return get_accelerator().max_memory_allocated()
+    return torch.get_device_module(device).max_memory_allocated(device)
 
 
 def ratio(total, count):

@@ -34,14 +34,15 @@ class Alarms:
         self.history = {}  # {(kind, place): values at which it did not hold}
         self.unseen = dict.fromkeys(shares, 0)  # samples of all sources since the last one of each
 
-    def check(self, interval, figures, ranks=()):
-        """[(text, facts for the journal)] of the alarms that begin, and of those that end, with ``interval``.
+    def check(self, accumulator, figures, ranks=()):
+        """[(text, facts for the event log)] of the alarms that begin, and of those that end, with an interval.
 
-        figures: of its heads, or None. ranks: ``waits_and_memory`` of moh_lm.monitor.accumulator.
+        accumulator: ``MetricsAccumulator`` of the interval. figures: of its heads, or None. ranks:
+        ``waits_and_memory``.
         """
-        held = dict(self.dead_sources(interval))
-        if interval.timed_tokens:
-            held.update(self.slow(interval, ranks))
+        held = dict(self.dead_sources(accumulator))
+        if accumulator.timed_tokens:
+            held.update(self.slow(accumulator, ranks))
         known = {THROUGHPUT, SOURCE}
         if figures:
             held.update(self.collapsed(figures))
@@ -92,8 +93,8 @@ class Alarms:
             if usual is not None:
                 yield (DRIFT, layer.index, None), f"mean gate {gate:.4f} after a median of {usual:.4f}"
 
-    def slow(self, interval, ranks):
-        rate, seconds = interval.tokens_per_second(), interval.seconds_per_step()
+    def slow(self, accumulator, ranks):
+        rate, seconds = accumulator.tokens_per_second(), accumulator.seconds_per_step()
         usual = self.beyond((THROUGHPUT, None), rate, self.settings.alarm_throughput, 0)
         if usual is not None:
             text = f"{rate:,.0f} tokens/s after a median of {usual:,.0f}"
@@ -117,17 +118,17 @@ class Alarms:
         del history[:-WINDOW]
         return None
 
-    def dead_sources(self, interval):
-        sequences = interval.sequences()
+    def dead_sources(self, accumulator):
+        sequences = accumulator.sequences()
         samples = sum(sequences.values())
-        losses = dict(zip(interval.names, interval.losses.tolist(), strict=True))
+        losses = dict(zip(accumulator.names, accumulator.losses.tolist(), strict=True))
         for name, share in self.shares.items():
             self.unseen[name] = 0 if sequences[name] else self.unseen[name] + samples
             total, tokens, seen = losses[name]
             if share * self.unseen[name] >= 2:
                 text = f"no sample among {self.unseen[name]:,.0f}, its share of the mix is {share:.2%}"
-            elif name in interval.not_finite:
-                text = f"not finite; steps skipped for it: {interval.not_finite[name]}"
+            elif name in accumulator.not_finite:
+                text = f"not finite; steps skipped for it: {accumulator.not_finite[name]}"
             elif seen and not tokens:
                 text = f"no token of {seen:,.0f} sequences has a label"
             elif seen and total == 0:

@@ -12,7 +12,7 @@ from moh_lm.data.files import write_json
 from moh_lm.monitor.events import Rows
 from moh_lm.monitor.head_map import head_map
 from moh_lm.monitor.record import bits_per_byte, finite, keep_rows, rounded
-from moh_lm.monitor.writers import Boards
+from moh_lm.monitor.writers import Writers
 from moh_lm.units import time_left, wrapped
 
 SHOWN_HEADS = (
@@ -22,7 +22,7 @@ SHOWN_HEADS = (
 
 
 class RunLog:
-    """The writer of rank 0: console, ``directory``/metrics.jsonl, and ``Boards``.
+    """The writer of rank 0: console, ``directory``/metrics.jsonl, and ``Writers``.
 
     first_step: iterations done when the run starts or resumes; anything logged for later ones is dropped.
     """
@@ -38,26 +38,26 @@ class RunLog:
         for path in paths:
             keep_rows(path, first_step)
         self.rows, self.sample_rows = map(Rows, paths)
-        self.boards = Boards(directory, first_step, config.run.wandb, config.to_dict())
+        self.writers = Writers(directory, first_step, config.run.wandb, config.to_dict())
 
-    def training(self, row, figures):
-        """Log an interval. row: ``training_record``. figures: ``head_figures``, or None."""
-        step = row["step"]
-        self.write(row)
-        runtime = row["runtime"]
-        scalars = {"loss/train": row["loss"], "loss/load_balance": row["load_balance_loss"]}
-        scalars |= {f"optimization/{key}": row[key] for key in ("learning_rate", "grad_norm", "skipped_steps")}
-        scalars |= {f"loss_train/{name}": loss for name, loss in row["source_loss"].items()}
-        scalars |= {f"loss_train_bits_per_byte/{name}": bits for name, bits in row["source_bits_per_byte"].items()}
-        scalars["runtime/tokens_per_second"] = row["tokens_per_second"]
+    def training(self, record, figures):
+        """Log an interval. record: ``training_record``. figures: ``head_figures``, or None."""
+        step = record["step"]
+        self.write(record)
+        runtime = record["runtime"]
+        scalars = {"loss/train": record["loss"], "loss/load_balance": record["load_balance_loss"]}
+        scalars |= {f"optimization/{key}": record[key] for key in ("learning_rate", "grad_norm", "skipped_steps")}
+        scalars |= {f"loss_train/{name}": loss for name, loss in record["source_loss"].items()}
+        scalars |= {f"loss_train_bits_per_byte/{name}": bits for name, bits in record["source_bits_per_byte"].items()}
+        scalars["runtime/tokens_per_second"] = record["tokens_per_second"]
         scalars |= {f"runtime/mfu_{kind}": share for kind, share in runtime["mfu"].items()}
         scalars |= {f"runtime/seconds_{part}": seconds for part, seconds in runtime["seconds"].items()}
         scalars["runtime/seconds_data_slowest"] = runtime["slowest_data"]["seconds"]
         scalars["runtime/memory_gib"] = runtime["memory"]["gib"]
-        scalars |= {f"window/layer_{index:02d}": width for index, width in enumerate(row.get("window", ()))}
-        self.boards.scalars(scalars | head_scalars(self.model, figures), step)
+        scalars |= {f"window/layer_{index:02d}": width for index, width in enumerate(record.get("window", ()))}
+        self.writers.scalars(scalars | head_scalars(self.model, figures), step)
         self.head_maps(figures, step)
-        print("\n".join(self.lines(row)), flush=True)
+        print("\n".join(self.lines(record)), flush=True)
 
     def head_maps(self, figures, step):
         """A picture of all layers and heads for the whole mix, and for each source."""
@@ -66,20 +66,20 @@ class RunLog:
             sources = {f"routed_heads_load_of_source/{name}": loads for name, loads in figures["source_load"].items()}
             for tag, loads in {"routed_heads_load/all": figures["load"], **sources}.items():
                 picture = head_map(self.model.gated_layers(), loads, self.model.num_layers, columns)
-                self.boards.picture(tag, picture, step)
+                self.writers.picture(tag, picture, step)
 
-    def lines(self, row):
+    def lines(self, record):
         """The console's line of an interval, below the names of the figures for the first and every 20th of them."""
-        step, mfu = row["step"], row["runtime"]["mfu"]
+        step, mfu = record["step"], record["runtime"]["mfu"]
         seconds_per_step = (time.perf_counter() - self.started) / (step - self.first_step)
         cells = (
             ("step", f"{step}/{self.train_iters}", 2 * len(str(self.train_iters)) + 1),
-            ("loss", f"{row['loss']:.4f}", 9),
-            ("balance", f"{row['load_balance_loss']:.4f}", 8),
-            ("lr", f"{row['learning_rate']:.2e}", 10),
-            ("norm", f"{row['grad_norm']:#.3g}", 9),
-            ("skip", row["skipped_steps"], 5),
-            ("tokens/s", f"{row['tokens_per_second']:,.0f}", 11),
+            ("loss", f"{record['loss']:.4f}", 9),
+            ("balance", f"{record['load_balance_loss']:.4f}", 8),
+            ("lr", f"{record['learning_rate']:.2e}", 10),
+            ("norm", f"{record['grad_norm']:#.3g}", 9),
+            ("skip", record["skipped_steps"], 5),
+            ("tokens/s", f"{record['tokens_per_second']:,.0f}", 11),
             ("MFU", f"{mfu['dense']:.0%}" if mfu else "-", 6),
             ("left", time_left((self.train_iters - step) * seconds_per_step), 9),
         )
@@ -90,21 +90,21 @@ class RunLog:
     def evaluation(self, step, losses, bytes_per_token=None, sinks=None):
         """Log the validation loss of each source; of text its exponential, the perplexity of a token, and its bits per
         byte too. sinks: {source: ``Sinks.means``}, of text."""
-        row = {"step": step, "evaluation": losses, "evaluation_mean": sum(losses.values()) / len(losses)}
+        record = {"step": step, "evaluation": losses, "evaluation_mean": sum(losses.values()) / len(losses)}
         scalars = {f"loss_validation/{name}": loss for name, loss in losses.items()}
-        scalars["loss/validation"] = row["evaluation_mean"]
+        scalars["loss/validation"] = record["evaluation_mean"]
         if bytes_per_token is not None:
             perplexity = {name: math.exp(loss) if loss < 700 else math.inf for name, loss in losses.items()}
             bits = bits_per_byte(losses, bytes_per_token)
-            row |= {"perplexity": perplexity, "evaluation_bits_per_byte": bits}  # an infinite one is null
+            record |= {"perplexity": perplexity, "evaluation_bits_per_byte": bits}  # an infinite one is null
             scalars |= {f"loss_validation_perplexity/{name}": value for name, value in perplexity.items()}
             scalars |= {f"loss_validation_bits_per_byte/{name}": value for name, value in bits.items()}
         if sinks:
-            row["sink"] = rounded(sinks)
+            record["sink"] = rounded(sinks)
             for name, layers in sinks.items():
                 scalars |= {f"sink/layer_{index:02d}/{name}": share for index, share in enumerate(layers)}
-        self.write(row)
-        self.boards.scalars(scalars, step)
+        self.write(record)
+        self.writers.scalars(scalars, step)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         print(wrapped(f"validation loss after {step} steps: {shown}", 2), flush=True)
 
@@ -114,7 +114,7 @@ class RunLog:
         scalars = {
             f"{title}/{name}/{metric}": value for name, found in scores.items() for metric, value in found.items()
         }
-        self.boards.scalars(scalars, step)
+        self.writers.scalars(scalars, step)
         shown = "  ".join(f"{name} {list(metrics.values())[-1]:.1%}" for name, metrics in scores.items())
         print(wrapped(f"{title} after {step} steps: {shown}", 2), flush=True)
 
@@ -125,13 +125,13 @@ class RunLog:
             shown = f"sample after {step} steps: {prompt!r} is continued by {text!r}"
             print(wrapped(shown, 2, break_words=True), flush=True)
         text = "\n\n".join(f"**{prompt}**{text}" for prompt, text in texts.items())
-        self.boards.draw("add_text", "samples", text, step)
+        self.writers.draw("add_text", "samples", text, step)
 
-    def write(self, row):
-        self.rows.add(finite(row))
+    def write(self, record):
+        self.rows.add(finite(record))
 
     def close(self):
-        self.boards.close()
+        self.writers.close()
 
 
 def head_scalars(model, figures):

@@ -11,19 +11,19 @@ from moh_lm.monitor.accumulator import ratio
 from moh_lm.monitor.events import complete_rows
 
 
-def training_record(config, dataset, interval, step, rate, grad_norm, figures, ranks, device, flops):
+def training_record(config, dataset, accumulator, step, rate, grad_norm, figures, ranks, device, flops):
     """The object of metrics.jsonl for the interval that ends after ``step``; its figures of heads are rounded.
 
     figures: ``MetricsAccumulator.head_figures``. ranks: of ``waits_and_memory``. flops: of a token, as
     ``flops_per_token`` of moh_lm.cost.flops.
     """
-    run, losses, speed = config.run, interval.source_losses(), interval.tokens_per_second()
+    run, losses, speed = config.run, accumulator.source_losses(), accumulator.tokens_per_second()
     data, memory = zip(*ranks, strict=True)
     balance = [loss for loss in figures["balance_loss"] if loss is not None] if figures else []
-    model = config.model.after(interval.began(step, run.tokens_per_iteration))
+    model = config.model.after(accumulator.began(step, config.tokens_per_iteration))
     return {
         "step": step,
-        "loss": interval.loss(),
+        "loss": accumulator.loss(),
         "load_balance_loss": ratio(sum(balance), len(balance)) if model.routed_layers() else 0.0,
         "learning_rate": rate,
         "grad_norm": grad_norm,
@@ -32,25 +32,25 @@ def training_record(config, dataset, interval, step, rate, grad_norm, figures, r
         "source_loss": losses,
         "source_bits_per_byte": bits_per_byte(losses, dataset.bytes_per_token()),
         "tokens_per_second": round(speed, 1),
-        "skipped_steps": interval.skipped_steps,
-        **({"window": list(config.model.window)} if run.window_strategy == "entropy" else {}),
+        "skipped_steps": accumulator.skipped_steps,
+        **{name: list(getattr(config.model, name)) for name in config.moving},
         **({"heads": rounded(figures)} if figures else {}),
         "runtime": {
-            "seconds": rounded(interval.seconds_per_step()),
+            "seconds": rounded(accumulator.seconds_per_step()),
             "slowest_data": {"rank": data.index(max(data)), "seconds": rounded(max(data))},
-            "mfu": rounded(utilization(model, run, speed, len(ranks), device, figures or {}, flops)),
+            "mfu": rounded(utilization(config, model, speed, len(ranks), device, figures or {}, flops)),
             "memory": {"rank": memory.index(max(memory)), "gib": rounded(max(memory) / 2**30)},
         },
     }
 
 
-def utilization(model, run, tokens_per_second, world_size, device, figures, flops):
+def utilization(config, model, tokens_per_second, world_size, device, figures, flops):
     """MFU: {"dense", "active"} of ``flops``, over the peak of all devices; {} where that is not known."""
-    peak = peak_flops(run, device)
+    peak = peak_flops(config.run, device)
     if peak is None:
         return {}
     active = dict(zip(figures["layer"], figures["active_heads"], strict=True)) if "active_heads" in figures else {}
-    found = flops(model, run.seq_length, active)
+    found = flops(model, config.seq_length, active)
     return {kind: value * tokens_per_second / (peak * world_size) for kind, value in found.items()}
 
 

@@ -9,7 +9,6 @@ import re
 
 from moh_lm.config import ConfigError
 from moh_lm.data.tokenizer import continuation, read_model
-from moh_lm.model.gates import check_causal
 from moh_lm.monitor.tasks import labelled_rows
 from moh_lm.parallel.cross_entropy import MOST_LIKELY
 
@@ -17,14 +16,13 @@ from moh_lm.parallel.cross_entropy import MOST_LIKELY
 class Samples:
     """The texts of ``config.run.sample_prompts``, and how a model continues them.
 
-    tokenizer: path of the data's, or None. Raises ConfigError if a text has no token in it, or the model is not causal.
+    tokenizer: path of the data's, or None. Raises ConfigError if a text has no token in it.
     """
 
     def __init__(self, config, tokenizer):
         self.prompts, self.run = config.run.sample_prompts, config.run
         if not self.prompts:
             return
-        check_causal(config.model)
         if tokenizer is None:
             raise ConfigError([f"--sample-prompts: {config.data.data_dir} has no tokenizer; copy it there"])
         if odd := [prompt for prompt in self.prompts if re.search("[\ud800-\udfff]", prompt)]:

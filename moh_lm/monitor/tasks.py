@@ -14,6 +14,7 @@ The training nodes need neither the harness nor the data sets, and no second cop
 forward pass of the evaluation, each as a sequence whose labels are its continuation.
 """
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,6 @@ import torch
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import sha256_of
 from moh_lm.data.loader import MicroBatch
-from moh_lm.model.gates import check_causal
 from moh_lm.parallel.cross_entropy import IGNORED
 from moh_lm.parsing import parse_json
 
@@ -36,8 +36,8 @@ class Question(NamedTuple):
 class Tasks:
     """The questions of ``config.run.eval_tasks`` by task, and a rank's share of their choices as micro-batches.
 
-    tokenizer: path of the data's, or None. Raises ConfigError if it is not a file of tasks, or was made for another
-    tokenizer, vocabulary or length, or the model is not causal.
+    tokenizer: path of the data's, or None. Raises ConfigError if it is not a file of tasks, has a question without a
+    meaning, or was made for another tokenizer, vocabulary or length.
     """
 
     def __init__(self, config, tokenizer):
@@ -46,26 +46,19 @@ class Tasks:
         path = config.run.eval_tasks
         if not path:
             return
-        check_causal(config.model)
         try:
             header, *rows = map(parse_json, Path(path).read_text(encoding="utf-8").splitlines())
             made_with = header["tokenizer"]
-            for row in rows:
-                self.questions.setdefault(row["task"], []).append(Question(row["gold"], row["choices"]))
-            texts = [choice[:2] for row in rows for choice in row["choices"]]
-            longest = max(len(continuation) for _, continuation in texts)
-            largest = max(max(context + continuation) for context, continuation in texts)
         except (OSError, ValueError, LookupError, TypeError) as error:
             remedy = "make one with tools/evaluate_prepare.py"
             raise ConfigError([f"--eval-tasks {path}: is no file of tasks ({error}); {remedy}"]) from error
-        problems = []
+        problems = row_problems(rows, config.model.vocab_size, self.seq_length)
         if tokenizer and made_with != sha256_of(tokenizer):
-            problems.append(f"was made with another tokenizer than {tokenizer}; make it again")
-        if largest >= config.model.vocab_size:
-            problems.append(f"has the id {largest}, beyond --vocab-size {config.model.vocab_size}; make it again")
-        if longest > self.seq_length:
-            problems.append(f"has a choice of {longest} tokens, more than --seq-length {self.seq_length}")
-        raise_any([f"--eval-tasks {path}: {problem}" for problem in problems])
+            problems.append(f"was made with another tokenizer than {tokenizer}")
+        remedy = "make it again with tools/evaluate_prepare.py"
+        raise_any([f"--eval-tasks {path}: {problem}; {remedy}" for problem in problems])
+        for row in rows:
+            self.questions.setdefault(row["task"], []).append(Question(row["gold"], row["choices"]))
 
     def micro_batches(self, task, *share):
         """This rank's ``share`` of the choices of ``task``, and how many there are in all."""
@@ -86,6 +79,59 @@ class Tasks:
                 if None not in characters:
                     rights["acc_norm"].append((scores / characters).argmax() == gold)
         return {name: float(np.mean(values)) for name, values in rights.items() if values}
+
+
+def row_problems(rows, vocab_size, longest, shown=8):
+    """Sentences for the questions that have no meaning, with their lines: the first ``shown``, and how many more."""
+    if not rows:
+        return ["has no question"]
+    found = [(line, problem) for line, row in enumerate(rows, 2) if (problem := row_problem(row, vocab_size, longest))]
+    problems = [f"line {line}: {problem}" for line, problem in found[:shown]]
+    return problems + [f"and {len(found) - shown} more"] * (len(found) > shown)
+
+
+def row_problem(row, vocab_size, longest):
+    """What is wrong with a question, or None. An answer without a token would win, and a gold of -1 be the last."""
+    if not isinstance(row, dict) or not {"task", "gold", "choices"} <= row.keys():
+        return "is no question with task, gold and choices"
+    task, gold, choices = row["task"], row["gold"], row["choices"]
+    if not isinstance(task, str) or not task:
+        return f"task {json.dumps(task)}: give a name"
+    if not isinstance(choices, list) or len(choices) < 2:
+        return f"has {len(choices) if isinstance(choices, list) else 'no'} choice; a question has two or more"
+    for number, choice in enumerate(choices):
+        if problem := choice_problem(choice, vocab_size, longest):
+            return f"choice {number}: {problem}"
+    if len({choice[2] is None for choice in choices}) == 2:
+        return "has the characters of some choices only"
+    if isinstance(gold, list):
+        rights = gold if all(type(value) is int for value in gold) else []
+        several = len(rights) == len(choices) and {*rights} == {0, 1}
+        return None if several else f"gold {json.dumps(gold)}: give 0 or 1 for each of {len(choices)} choices, and both"
+    if type(gold) is not int or not 0 <= gold < len(choices):
+        return f"gold {json.dumps(gold)}: choose 0 to {len(choices) - 1}"
+    return None
+
+
+def choice_problem(choice, vocab_size, longest):
+    """What is wrong with a choice of a question, or None."""
+    match choice:
+        case [list() as context, list() as continuation, None | int() as characters]:
+            pass
+        case _:
+            return "is not [context ids, continuation ids, characters]"
+    if not continuation:
+        return "has no token"
+    if not context:
+        return "has no token before it"
+    if len(continuation) > longest:
+        return f"has {len(continuation)} tokens, more than --seq-length {longest}"
+    wrong = [token for token in context + continuation if type(token) is not int or not 0 <= token < vocab_size]
+    if wrong:
+        return f"has the id {json.dumps(wrong[0])}, but ids are from 0 to below --vocab-size {vocab_size}"
+    if characters is not None and not 1 <= characters < 2**31:
+        return f"has {characters} characters"
+    return None
 
 
 def labelled_rows(texts, seq_length, micro_batch_size, rank, size):

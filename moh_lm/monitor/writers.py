@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from moh_lm.parsing import parse_json
 
 
-class Boards:
+class Writers:
     """TensorBoard below ``directory``, and the ``project`` of Weights & Biases.
 
     first_step: iterations done when the run starts or resumes. settings: what Weights & Biases shows as configuration.

@@ -21,6 +21,14 @@ def group_rank(group):
     return 0 if group is None else dist.get_rank(group)
 
 
+def sum_over_ranks(tensor, *groups):
+    """Sum ``tensor`` over the ranks of each of ``groups``, in place, and return it."""
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
+    return tensor
+
+
 @dataclass(frozen=True)
 class ParallelGroups:
     """The groups that this rank belongs to.
@@ -35,26 +43,6 @@ class ParallelGroups:
     data: dist.ProcessGroup | None = None
     pipeline: dist.ProcessGroup | None = None
     context: ContextGroups | None = None
-
-    # DeepSpeed asks its "mpu" for the groups by these names.
-
-    def get_model_parallel_rank(self):
-        return group_rank(self.tensor)
-
-    def get_model_parallel_world_size(self):
-        return group_size(self.tensor)
-
-    def get_model_parallel_group(self):
-        return self.tensor
-
-    def get_data_parallel_rank(self):
-        return group_rank(self.data)
-
-    def get_data_parallel_world_size(self):
-        return group_size(self.data)
-
-    def get_data_parallel_group(self):
-        return self.data
 
     @classmethod
     def create(cls, tensor_parallel_size, pipeline_parallel_size, context_parallel_size=1):

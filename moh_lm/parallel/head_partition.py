@@ -18,16 +18,16 @@ from moh_lm.parallel.layers import Partition
 
 
 class HeadPartition:
-    """The heads of a layer that this rank holds: its share of the ``leading`` ones at the front, then of the others.
+    """The heads of a layer that this rank holds: its share of the ``always_on`` ones at the front, then of the others.
 
-    ranges: (start, stop) of their canonical numbers, in local order; the first ``num_leading`` are leading ones.
+    ranges: (start, stop) of their canonical numbers, in local order; the first ``num_always_on`` are always on.
     """
 
-    def __init__(self, num_heads, leading, group):
-        self.num_heads, self.leading, self.group = num_heads, leading, group
-        self.num_leading = leading // group_size(group)
+    def __init__(self, num_heads, always_on, group):
+        self.num_heads, self.always_on, self.group = num_heads, always_on, group
+        self.num_always_on = always_on // group_size(group)
         self.ranges, rank = [], group_rank(group)
-        for start, stop in ((0, leading), (leading, num_heads)):
+        for start, stop in ((0, always_on), (always_on, num_heads)):
             share = (stop - start) // group_size(group)
             if share:
                 self.ranges.append((start + rank * share, start + (rank + 1) * share))
@@ -39,11 +39,11 @@ class HeadPartition:
         return torch.cat([gates[..., start:stop] for start, stop in self.ranges], dim=-1)
 
     def in_canonical_order(self, gathered):
-        """[..., h] rank after rank -> canonical order: the leading heads of all ranks, then the others of all ranks."""
+        """[..., h] rank after rank -> canonical order: those of all ranks that are always on, then the others."""
         if self.group is None:
             return gathered
         of_ranks = gathered.unflatten(-1, (group_size(self.group), -1))  # [..., tp, h/tp]
-        return torch.cat([part.flatten(-2) for part in of_ranks.tensor_split([self.num_leading], dim=-1)], dim=-1)
+        return torch.cat([part.flatten(-2) for part in of_ranks.tensor_split([self.num_always_on], dim=-1)], dim=-1)
 
     def kv_replication(self, queries_per_key):
         """[(key/value head, how many query heads in a row share it)] of this rank's query heads: with one of each where

@@ -85,10 +85,46 @@ class ColumnParallelLinear(nn.Module):
         return (product or F.linear)(x, self.weight)
 
 
+class KeyValueParallelLinear(nn.Module):
+    """Keys or values of this rank's query heads: x [s, b, input] -> [s, b, kv/tp * head_dim].
+
+    A rank holds whole key/value heads. Where there are fewer of them than ranks it holds all, and its output has one
+    for each run of query heads that share it, or for each query head; see ``HeadPartition.kv_replication``.
+    """
+
+    def __init__(self, input_size, num_heads, head_dim, init_std, heads):
+        super().__init__()
+        shared_by = heads.num_heads // num_heads
+        few = num_heads < group_size(heads.group)
+        self.head_dim, self.group = head_dim, heads.group
+        self.runs = heads.kv_replication(shared_by) if few else None
+        partition = None if few else heads.partition(0, head_dim, queries_per_key=shared_by)
+        self.weight = make_parameter((num_heads * head_dim, input_size), init_std, partition)
+
+    def forward(self, x, product=None):
+        if self.runs is None:
+            return (product or F.linear)(x, self.weight)
+        heads = F.linear(x, replicate(self.weight, self.group)).unflatten(-1, (-1, self.head_dim))
+        runs = [heads[:, :, key : key + 1].expand(-1, -1, count, -1) for key, count in self.runs]
+        return torch.cat(runs, dim=2).flatten(2)
+
+
+class ReplicatedLinear(nn.Module):
+    """Y = X A^T, whole on every rank, where each uses it for its own heads: the weight's gradient is their sum."""
+
+    def __init__(self, input_size, output_size, init_std, group):
+        super().__init__()
+        self.weight = make_parameter((output_size, input_size), init_std)
+        self.group = group
+
+    def forward(self, x):
+        return F.linear(x, replicate(self.weight, self.group))
+
+
 class RowParallelLinear(nn.Module):
     """Y = sum_i X_i A_i^T with A = [A_1, ..., A_tp] split by inputs: x [s, b, input/tp] -> [s/tp, b, output].
 
-    ``product``: as of ``ColumnParallelLinear``.
+    ``product``: see ``ColumnParallelLinear``.
     """
 
     def __init__(self, input_size, output_size, init_std, partition, group):

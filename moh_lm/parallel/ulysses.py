@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 
 class ContextGroups(NamedTuple):
@@ -73,7 +74,7 @@ class UlyssesExchange:
     def __init__(self, num_heads, leading, context):
         self.num_heads, self.context = num_heads, context
         self.size = context.size()
-        self.num_leading = leading // self.size
+        self.num_always_on = leading // self.size
         self.order = order_of_ranks(num_heads, leading, self.size)
         self.places = sorted(range(num_heads), key=self.order.__getitem__)  # where each head is in that order
 
@@ -100,6 +101,23 @@ class UlyssesExchange:
         """[s, b, h/cp, e] -> [s/cp, b, h, e]."""
         received = AllToAll.apply(heads.unflatten(0, (self.size, -1)), self.context.ranks)  # [cp, s/cp, b, h/cp, e]
         return picked(received.movedim(0, 2).flatten(2, 3), 2, self.places)
+
+
+class UlyssesAttention(nn.Module):
+    """Core attention of whole sequences and this rank's share of the heads. core: a ``CoreAttention``."""
+
+    def __init__(self, core, exchange):
+        super().__init__()
+        self.core, self.exchange = core, exchange
+
+    def forward(self, query, key, value, gates=None, selected=None, mask=None):
+        """See ``CoreAttention``; of this rank's tokens and all heads. mask: of whole sequences."""
+        query, key, value = self.exchange.to_heads(query, key, value)
+        if gates is not None:
+            per_head = [gates] if selected is None else [gates, selected.to(gates.dtype)]
+            per_head = self.exchange.to_heads(*(part.unsqueeze(-1) for part in per_head))
+            gates, selected = (*(part.squeeze(-1) for part in per_head), None)[:2]
+        return self.exchange.to_tokens(self.core(query, key, value, gates, selected, mask))
 
 
 class AllToAll(torch.autograd.Function):

@@ -11,39 +11,33 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moh_lm.checkpoint.saver import Saver, check_space
-from moh_lm.cost.flops import flops_per_token
 from moh_lm.cost.summary import describe_switch
-from moh_lm.data.loader import Loader
 from moh_lm.monitor.accumulator import MetricsAccumulator, waits_and_memory
 from moh_lm.monitor.alarms import BALANCE, DRIFT, Alarms
 from moh_lm.monitor.events import EventLog
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.record import training_record
 from moh_lm.monitor.report import report_run
-from moh_lm.monitor.samples import Samples
-from moh_lm.monitor.tasks import Tasks
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, set_on_any_rank
 from moh_lm.parallel.groups import ParallelGroups
+from moh_lm.run.nodes import check_nodes
 from moh_lm.run.resume import resume
 from moh_lm.run.state import RunState
 from moh_lm.supervise.processes import log_rank0
-from moh_lm.supervise.run_directory import check_nodes
-from moh_lm.training.engine import make_engine
 from moh_lm.training.guard import BadNumbers
 from moh_lm.training.incidents import report
 from moh_lm.training.schedule import learning_rate
 
-SINK_SAMPLES = 8  # held-out sequences of a source in which attention to the first token is measured
 START = 300  # seconds that the imports and the making of an engine may take besides --hang-timeout
 
 
-def run_steps(kind, config, dataset, device, stop, watchdog):
+def run_steps(task, config, dataset, device, stop, watchdog):
     """From the last checkpoint, or the first step, to the last, or to the step after which ``stop`` is due.
 
-    kind: ``Run``, or a subclass. Returns whether the run is complete. Every rank calls it together.
+    Returns whether the run is complete. Every rank calls it together.
     """
     check_nodes(config, dataset)
-    run = kind(config, dataset, device, stop, watchdog)
+    run = Run(task, config, dataset, device, stop, watchdog)
     if run.complete():
         iterations = config.run.train_iters
         log_rank0(f"the run is complete: {run.state.step} of {iterations} steps are in {config.run.checkpoint_dir}")
@@ -58,12 +52,11 @@ def run_steps(kind, config, dataset, device, stop, watchdog):
 class Run:
     """One start of a run on this rank. ``state`` is where it stands, ``stopping`` whether it was asked to stop.
 
-    make_engine: of (config, groups, device, number of sources). flops: as of ``training_record``.
+    task: ``Task``; the other arguments are those of ``run_steps``.
     """
 
-    make_engine, flops = staticmethod(make_engine), staticmethod(flops_per_token)
-
-    def __init__(self, config, dataset, device, stop, watchdog):
+    def __init__(self, task, config, dataset, device, stop, watchdog):
+        self.task = task
         self.config = config
         self.device = device
         self.stop = stop
@@ -74,15 +67,15 @@ class Run:
         self.groups = ParallelGroups.create(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.context_parallel_size
         )
-        self.engine = self.make_engine(config, self.groups, device, len(dataset.source_names))
+        self.engine = task.make_engine(config, self.groups, device, len(dataset.source_names))
         self.engine.model.register_forward_hook(lambda *_: watchdog.progress())  # of each micro-batch
         watchdog.progress()
         watchdog.limit_groups()
-        self.interval = MetricsAccumulator(dataset.source_names, layers, device)
+        self.accumulator = MetricsAccumulator(dataset.source_names, layers, device)
         self.alarms = Alarms(config.alarms, layers, dataset.shares)
-        self.journal = EventLog(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
-        self.state = RunState(config, dataset, self.engine, self.interval, self.alarms)
-        resume(self.state, self.journal, watchdog.progress)
+        self.event_log = EventLog(config.run.checkpoint_dir, writes=dist.get_rank() == 0)
+        self.state = RunState(config, dataset, self.engine, self.accumulator, self.alarms)
+        resume(task, self.state, self.event_log, watchdog.progress)
         self.engine.begin(self.state.step)
 
     def complete(self):
@@ -91,7 +84,7 @@ class Run:
     def prepare(self):
         """Open what the steps need, and evaluate what the run begins with."""
         run, step, dataset = self.config.run, self.state.step, self.state.dataset
-        self.open_data(dataset)
+        self.loader = self.task.make_loader(self.config, dataset, self.groups, self.device)
         checkpoints = Path(run.checkpoint_dir) / "checkpoints"
         check_space(checkpoints, self.engine.fragments(), dataset.tokenizer_path)
         self.saver = Saver(
@@ -100,29 +93,18 @@ class Run:
             keep_every=self.config.reliability.keep_every,
             background=self.config.reliability.async_save,
             verified=[step] if step else [],
-            on_saved=lambda step, path, facts: self.journal.add("saved", step, f"saved {path}", **facts),
+            on_saved=lambda step, path, facts: self.event_log.add("saved", step, f"saved {path}", **facts),
             progress=self.watchdog.progress,
         )
         first = dist.get_rank() == 0
         self.log = all_ranks_or_raise(lambda: RunLog(run.checkpoint_dir, step, self.config) if first else None)
+        self.evaluation = self.task.make_evaluation(
+            self.config, self.engine, self.loader, self.log, self.watchdog.progress
+        )
         if step == 0:
             self.evaluate()
             if self.log:
                 self.log.started = time.perf_counter()  # the time left is that of steps like those to come
-
-    def open_data(self, dataset):
-        """Open what is read: batches, and what evaluations ask."""
-        self.loader = Loader(
-            dataset,
-            global_batch_size=self.config.run.global_batch_size,
-            micro_batch_size=self.config.run.micro_batch_size,
-            data_parallel_rank=dist.get_rank(self.groups.data) // self.config.parallel.context_parallel_size,
-            data_parallel_size=self.config.data_parallel_size(dist.get_world_size()),
-            reset_at_documents=self.config.data.reset_at_documents,
-            pin_memory=self.device.type == "cuda",
-        )
-        self.tasks = Tasks(self.config, dataset.tokenizer_path)
-        self.samples = Samples(self.config, dataset.tokenizer_path)
 
     def step(self):
         """One iteration, and what is due after it."""
@@ -137,10 +119,10 @@ class Run:
         started = time.perf_counter()
         if due(step, self.config.reliability.save_interval) or last or self.stopping:
             tokenizer = self.state.dataset.tokenizer_path
-            self.saver.save(step, self.engine.fragments(), self.state.config_now(), self.state.capture(), tokenizer)
+            self.saver.save(step, self.engine.fragments(), self.engine.config_now(), self.state.capture(), tokenizer)
         elif not writing:
             self.saver.finish()
-        self.interval.seconds["save"] += time.perf_counter() - started
+        self.accumulator.seconds["save"] += time.perf_counter() - started
 
     def train(self):
         """(learning rate, ``StepResult``) of one iteration. Raises BadNumbers, with the last checkpoint's name."""
@@ -155,68 +137,47 @@ class Run:
         if state.step == config.model.heads.dense_warmup_iters and config.model.after(0) != config.model:
             self.engine.guard.forget()  # with fewer heads the loss is another
             text = f"step {state.step}: the dense warm-up is over: {describe_switch(config.model)}"
-            self.journal.add("dense warm-up over", state.step, text)
+            self.event_log.add("dense warm-up over", state.step, text)
         state.step += 1
         bad_sources = []
         try:
             check_replicas = due(state.step, config.reliability.replica_check_interval)
             result = self.engine.train_step(batches, rate, check_replicas=check_replicas)
-            if result.verdict:
-                bad_sources = report(self.engine, self.loader, batches, self.journal, state.step, result)
+            if result.code:
+                bad_sources = report(self.engine, self.loader, batches, self.event_log, state.step, result)
             self.engine.guard.record(state.step, result.loss, result.grad_norm, result.skipped)
         except BadNumbers as error:
             self.saver.finish()
             text = f"step {state.step}: {error}; {self.saver.newest()}"
-            self.journal.add("failed", state.step)  # said when the rank ends
+            self.event_log.add("failed", state.step)  # said when the rank ends
             on_rank_zero(self.report)  # the others wait: a rank that has left would be named as the cause
             raise BadNumbers(text) from error
-        self.interval.add(result, data_seconds, run.tokens_per_iteration, bad_sources)
+        self.accumulator.add(result, data_seconds, config.tokens_per_iteration, bad_sources)
         self.engine.begin(state.step)
         self.watchdog.progress()
         return rate, result
 
     def write_log(self, rate, result):
         """The line of the interval that ends here, and the alarms that fire or end with it."""
-        config, step, interval = self.state.config_now(), self.state.step, self.interval
-        ranks = waits_and_memory(interval, self.device)
+        config, step, accumulator = self.engine.config_now(), self.state.step, self.accumulator
+        ranks = waits_and_memory(accumulator, self.device)
         if self.log:
             figures = None
-            if config.model.after(interval.began(step, config.run.tokens_per_iteration)) == config.model:
-                figures = interval.head_figures(config.alarms.alarm_head_high, config.parallel)
-            dataset, norm = self.state.dataset, result.grad_norm
-            self.log.training(
-                training_record(config, dataset, interval, step, rate, norm, figures, ranks, self.device, self.flops),
-                figures,
-            )
-            for text, facts in self.alarms.check(interval, figures, ranks):
+            if config.model.after(accumulator.began(step, config.tokens_per_iteration)) == config.model:
+                figures = accumulator.head_figures(config.alarms.alarm_head_high, config.parallel)
+            record = training_record(
+                config, self.state.dataset, accumulator, step, rate, result.grad_norm, figures, ranks, self.device,
+                self.task.flops,
+            )  # fmt: skip
+            self.log.training(record, figures)
+            for text, facts in self.alarms.check(accumulator, figures, ranks):
                 text = f"step {step}: {text}"
-                self.journal.add(facts.pop("event"), step, text, **facts)
-                self.log.boards.alarm(text, step)
-        interval.clear()
+                self.event_log.add(facts.pop("event"), step, text, **facts)
+                self.log.writers.alarm(text, step)
+        accumulator.clear()
 
     def evaluate(self):
-        """Mean loss per token of every source's held-out windows, the scores of the tasks, and samples of text."""
-        loader, step = self.loader, self.state.step
-        share = self.config.run.micro_batch_size, loader.rank, loader.size
-        losses, sinks = {}, {}
-        for name in loader.dataset.source_names:
-            total, tokens = self.engine.evaluate(loader.validation(name, self.config.run.eval_samples))
-            if tokens:
-                losses[name] = total / tokens
-                few = min(SINK_SAMPLES, self.config.run.eval_samples)
-                sinks[name] = self.engine.sinks(loader.validation(name, few))
-        if self.log and losses:
-            self.log.evaluation(step, losses, loader.dataset.bytes_per_token(), sinks)
-        scores = {}
-        for name in self.tasks.questions:
-            batches, choices = self.tasks.micro_batches(name, *share)
-            scores[name] = self.tasks.metrics(name, self.engine.evaluate_rows(batches, choices)[:, 0].tolist())
-        if self.log and scores:
-            self.log.tasks(step, scores)
-        if self.samples.prompts:
-            texts = self.samples.continued(self.engine.evaluate_rows, *share)
-            if self.log:
-                self.log.samples(step, dict(zip(self.samples.prompts, texts, strict=True)))
+        self.evaluation(self.state.step)
 
     def close(self):
         """Wait until all is written, and record how the run ended."""
@@ -226,11 +187,11 @@ class Run:
             self.log.close()
         step, run = self.state.step, self.config.run
         if self.complete():
-            self.journal.add("complete", step, f"complete: {step} steps are in {run.checkpoint_dir}")
+            self.event_log.add("complete", step, f"complete: {step} steps are in {run.checkpoint_dir}")
         else:
             reason = f" ({self.stop.reason})" if self.stop.reason else ""
             stopped = f"stopped after step {step} of {run.train_iters}, as asked{reason}"
-            self.journal.add("stopped", step, f"{stopped}; the same command goes on")
+            self.event_log.add("stopped", step, f"{stopped}; the same command goes on")
         self.report()
 
     def report(self):

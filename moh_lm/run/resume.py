@@ -6,7 +6,6 @@ the run and changes nothing. Where all checkpoints are damaged, or gone and have
 """
 
 import contextlib
-import math
 import os
 from dataclasses import replace
 from itertools import chain, count
@@ -17,69 +16,82 @@ import torch.distributed as dist
 from moh_lm.checkpoint.directory import list_steps, newest_model, point_latest, remove_entry, remove_leftovers
 from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.manifest import NO_SUCH_FILE, describe, read_entries, verify
-from moh_lm.config import TRAINING_ONLY, Config, ConfigError, ParallelConfig, flag, walk
+from moh_lm.config import TRAINING_ONLY, UNNAMED, ConfigError, ParallelConfig, flag, raise_any, walk
 from moh_lm.cost.summary import describe_switch
 from moh_lm.data.files import read_json
-from moh_lm.data.segments import tokens_read
 from moh_lm.data.shards import TOKENIZER_FILES
-from moh_lm.model.gates import gates_of_one
+from moh_lm.model.initial_gates import gates_of_one
 from moh_lm.monitor.alarms import BALANCE, DRIFT, THROUGHPUT
 from moh_lm.monitor.record import last_step
 from moh_lm.monitor.writers import first_drawn
 from moh_lm.parallel.consensus import all_ranks_or_raise, on_rank_zero, problems_of_all_ranks
-from moh_lm.run.state import read_state
+from moh_lm.run.state import read_state, state_problems
 from moh_lm.supervise.processes import log_rank0
 
 SPEED = (  # fields that change how many tokens a device computes in a second
     *(entry.name for _, entry in walk(ParallelConfig())), "micro_batch_size", "seq_length", "precision", "recompute",
     "compile", "attention_backend", "head_selection", "train_only", "optimizer", "workers",
 )  # fmt: skip
+SET_ASIDE = "move the step out of the run directory, and the run resumes from the one before it"
+OF_TRAINING = (  # fields that change how a run is trained, beside those of the optimizer
+    "train_iters", "train_tokens", "precision", "seed", "absurd_factor", "spike_sigmas", "spike_window", "on_spike",
+)  # fmt: skip
 
 
-def resume(state, journal, progress):
+def resume(task, state, event_log, progress):
     """Fill ``state``, a ``RunState`` of moh_lm.run.state, from the run's last sound checkpoint, if there is one.
 
     progress: called as it goes. Raises ConfigError if the run cannot go on with this configuration or these data.
     """
     config, directory = state.config, Path(state.config.run.checkpoint_dir)
     on_rank_zero(lambda: tidy(directory))
-    step = sound_step(directory / "checkpoints", journal, progress)
+    step = sound_step(directory / "checkpoints", event_log, progress)
     if step is None:
         return
     saved = all_ranks_or_raise(lambda: read_state(step))
-    before, now = all_ranks_or_raise(lambda: type(config).load(step / "config.json")).to_dict(), config.to_dict()
-    if config.run.window_strategy == "entropy":
-        before["window"] = now["window"]  # where the windows of a run began; state.json has those of now
-    all_ranks_or_raise(lambda: refuse_changes(step, saved, before, config, state.dataset))
+    was = all_ranks_or_raise(lambda: type(config).load(step / "config.json"))
+    all_ranks_or_raise(lambda: refuse_state(step, saved, was.model))
+    before, now = was.to_dict(), config.to_dict()
+    before |= {name: now[name] for name in config.moving}  # where they began; state.json has those of now
+    all_ranks_or_raise(lambda: refuse_changes(task, step, saved, before, config, state.dataset))
     begins = saved["step"] == 0
     for key in now:
         if before[key] != now[key] and not begins:
             log_rank0(f"resuming with another {key}: {now[key]} instead of {before[key]}")
     changes = differing(names_of(config.model), before, now)
     losses = {} if begins else differing(config.of_loss, before, now)
-    for event, fields in (("routing changed", changes), ("loss changed", losses)):
+    training = {} if begins else differing(of_training(config), before, now)
+    for event, fields in (("routing changed", changes), ("loss changed", losses), ("training changed", training)):
         if fields:
-            journal.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
-    all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
+            event_log.add(event, saved["step"], f"another {', '.join(fields)} from here on", changes=fields)
+    averaged = all_ranks_or_raise(lambda: load(step, state.engine.fragments(), progress))
+    if not begins and averaged != (state.engine.ema_decay > 0):
+        log_rank0(f"{'the' if averaged else 'a'} moving average of the weights {'ends' if averaged else 'begins'} here")
     changed = state.restore(saved, of_data(config, before))
     if changed:
-        journal.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
+        event_log.add("data changed", state.step, "\n".join(["resuming with other data:", *changed]), changes=changed)
     if changed or changes or losses or before["train_only"] != now["train_only"]:
         state.engine.guard.forget()  # of other data, another routing or other weights, loss and norm are others
         state.alarms.forget(BALANCE, DRIFT)
     if differing(SPEED, before, now) or all_ranks_or_raise(lambda: ranks_of(step)) != dist.get_world_size():
         state.alarms.forget(THROUGHPUT)
     if warmup_is_cut(type(config).from_dict(before).model, config.model, saved["step"]):
-        state.interval.clear()  # its steps have no figures of heads, and those to come have
+        state.accumulator.clear()  # its steps have no figures of heads, and those to come have
         text = f"step {saved['step']}: the dense warm-up is over: {describe_switch(config.model)}"
-        journal.add("dense warm-up over", saved["step"], text)
+        event_log.add("dense warm-up over", saved["step"], text)
     how = f"beginning with {step}, imported from {state.imported['source']}" if begins else f"resumed {step}"
-    journal.add("resumed", state.step, how)
+    event_log.add("resumed", state.step, how)
 
 
 def differing(names, before, now):
     """{field: [value before, value now]} of those of the fields ``names`` that are not the same."""
     return {name: [before[name], now[name]] for name in names if before.get(name) != now.get(name)}
+
+
+def of_training(config):
+    """Names of the fields that change the training and none of what losses, model and data are."""
+    names = (*OF_TRAINING, *(entry.name for _, entry in walk(config.optimizer)))
+    return [name for name in names if name not in config.of_loss]
 
 
 def ranks_of(step):
@@ -110,13 +122,17 @@ def tidy(directory):
 def load(step, fragments, progress):
     """``load_fragments``. Raises ConfigError if the files do not hold what they should."""
     try:
-        load_fragments(step, fragments, progress)
+        return load_fragments(step, fragments, progress)
     except ValueError as error:
-        advice = "set it aside by hand, and the run goes on from the one before it"
-        raise ConfigError([f"{step}: {error}; {advice}"]) from error
+        raise ConfigError([f"{step}: {error}; {SET_ASIDE}"]) from error
 
 
-def refuse_changes(step, saved, before, config, dataset):
+def refuse_state(step, saved, model):
+    """Raise ConfigError if the state ``saved`` in a step directory has values that no run of its ``model`` writes."""
+    raise_any([f"{step / 'state.json'}: {problem}; {SET_ASIDE}" for problem in state_problems(saved, model)])
+
+
+def refuse_changes(task, step, saved, before, config, dataset):
     """Raise ConfigError if ``config`` and ``dataset`` are another run than the one that wrote ``step``.
 
     saved: its state. before: its configuration, {field: value}.
@@ -131,28 +147,12 @@ def refuse_changes(step, saved, before, config, dataset):
         found.append("--optimizer adamw needs second moments, and --optimizer muon kept none of its matrices")
     if saved["consumed_samples"] != saved["step"] * config.run.global_batch_size:
         found.append(f"{config.run.batch_given} is not that of its {saved['step']} steps")
-    found += budget_problems(saved, before, config.run)
+    found += task.resume_problems(config, saved, before)
     found += tokenizer_changes(step, saved, dataset.tokenizer_path)
     if found:
         raise ConfigError(
             [f"cannot go on from {step}: {text}; restore it, or choose a new --checkpoint-dir" for text in found]
         )
-
-
-def budget_problems(saved, before, run):
-    """A sentence if a budget in tokens would be counted as if all that was read were of the --seq-length of now."""
-    consumed = saved["consumed_samples"]
-    read = tokens_read(saved["data"]["segments"], consumed, run.seq_length)
-    if read == consumed * run.seq_length:
-        return []
-    same_budget = before["seq_length"] != run.seq_length and before["train_tokens"] == run.train_tokens
-    if run.train_tokens % run.tokens_per_iteration == 0 and not same_budget:
-        return []  # it was given as --train-iters
-    needed = saved["step"] + max(0, math.ceil((run.train_tokens - read) / run.tokens_per_iteration))
-    return [
-        f"--train-tokens {run.train_tokens} would end at step {run.train_iters}, as if all of the {read} tokens read "
-        f"were of --seq-length {run.seq_length} (--train-iters {needed} reads the rest)"
-    ]
 
 
 def tokenizer_changes(step, saved, path):
@@ -185,14 +185,15 @@ def model_changes(before, config):
     """
     now, found = config.to_dict(), []
     for key in names_of(config.model):
-        if key == "window" and config.run.window_strategy == "entropy":
+        if key in config.moving:
             continue
         dropped = key == "head_selection" and before[key] == "mixture"
         if before[key] == now[key] or (config.run.allow_routing_change and key in TRAINING_ONLY):
             continue
         hint = " (--allow-routing-change goes on all the same)" if dropped or key in TRAINING_ONLY else ""
         if dropped and not gates_of_one(type(config).from_dict(before).model):
-            hint = f", and gates of --routing {before['routing']} are far from 1 (an export and its import scale them)"
+            hint = f", but gates of --routing {before['routing']} are far from 1 (tools/export_hf.py, then "
+            hint += "tools/import_hf.py --head-selection all --allow-routing-change scale the projections by them)"
         elif dropped and config.run.allow_routing_change:
             continue
         found.append(f"{key} was {before[key]} and is {now[key]}{hint}")
@@ -225,13 +226,13 @@ def program_of(directory):
         steps = list_steps(path)
         for path in [*(step / "config.json" for step in steps), Path(directory) / "config.json"]:
             with contextlib.suppress(*NO_SUCH_FILE, ValueError, AttributeError):
-                return read_json(path).get("program", Config.program)
+                return read_json(path).get("program", UNNAMED)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror}); make it readable"]) from error
     return None
 
 
-def sound_step(directory, journal, progress):
+def sound_step(directory, event_log, progress):
     """The newest step whose files are what its manifest says; None if this run has never saved one.
 
     Rank 0 names the steps, each rank reads a share of the files, and all of them hear the verdict. Raises ConfigError
@@ -241,7 +242,7 @@ def sound_step(directory, journal, progress):
     for step in on_rank_zero(lambda: list_steps(directory)):
         problems = problems_of_all_ranks(all_ranks_or_raise(lambda step=step: damage(step, progress)))
         if not problems:
-            on_rank_zero(lambda step=step: settle(step, damaged, journal))
+            on_rank_zero(lambda step=step: settle(step, damaged, event_log))
             return step
         damaged[step] = problems
         for problem in problems:
@@ -249,7 +250,7 @@ def sound_step(directory, journal, progress):
     if damaged:
         advice = "no checkpoint of this run is sound: restore one, or choose a new --checkpoint-dir"
         raise ConfigError([*chain(*damaged.values()), advice])
-    lost = on_rank_zero(lambda: trace_of_checkpoints(directory, journal))
+    lost = on_rank_zero(lambda: trace_of_checkpoints(directory, event_log))
     if lost:
         raise ConfigError([f"{lost}: restore it, or choose a new --checkpoint-dir; this one is not started afresh"])
     return None
@@ -267,13 +268,13 @@ def damage(step, progress):
     return [] if step.name == f"step-{inside}" else [f"{step}: holds step {inside}"]
 
 
-def settle(sound, damaged, journal):
+def settle(sound, damaged, event_log):
     """Give the ``damaged`` steps names that no run goes on from, and let ``latest`` name the ``sound`` one."""
     for step, problems in damaged.items():
         aside = free_name(step.with_name(f"damaged-{step.name}"))
         step.rename(aside)
         number = int(step.name.split("-")[1])
-        journal.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
+        event_log.add("damaged", number, f"{step} is set aside as {aside}", problems=problems)
     point_latest(sound)
 
 
@@ -283,10 +284,10 @@ def free_name(path):
     return next(free for free in paths if not os.path.lexists(free))
 
 
-def trace_of_checkpoints(directory, journal):
+def trace_of_checkpoints(directory, event_log):
     """What shows that there were checkpoints, or that files of the run were removed, where there are none; or None."""
-    saved = journal.last("saved")
-    begun = journal.last("import")
+    saved = event_log.last("saved")
+    begun = event_log.last("import")
     if begun and not saved:
         return f"{directory}: the model that was to be imported from {begun['source']} (events.jsonl) is not there"
     if saved:

@@ -16,7 +16,8 @@
 ``RunState`` writes it and takes it back; nothing else in the code knows its keys but those who read one of them.
 """
 
-from dataclasses import replace
+import math
+import textwrap
 
 from moh_lm.config import ConfigError, ReliabilityConfig
 from moh_lm.data.files import read_json
@@ -28,11 +29,11 @@ KEYS = {"step", "consumed_samples", "optimizer_steps", "router_shares", "guard",
 class RunState:
     """What the steps of a run change: the parts given, ``step`` (iterations done) and ``imported``."""
 
-    def __init__(self, config, dataset, engine, interval, alarms):
+    def __init__(self, config, dataset, engine, accumulator, alarms):
         self.config = config
         self.dataset = dataset
         self.engine = engine
-        self.interval = interval
+        self.accumulator = accumulator
         self.alarms = alarms
         self.step = 0
         self.imported = None
@@ -48,21 +49,15 @@ class RunState:
             "optimizer_steps": optimizer.steps,
             "router_shares": [share.tolist() for share in routers.shares],
             "guard": self.engine.guard.state(),
-            "interval": self.interval.state(),
+            "interval": self.accumulator.state(),
             "alarms": self.alarms.state(),
             "data": self.dataset.state(consumed),
             **({"rested_steps": optimizer.rested} if optimizer.rested else {}),
             **({"frozen_steps": frozen} if frozen else {}),
             **({"imported": self.imported} if self.imported else {}),
-            **({"windows": [windows.widths, windows.entropies]} if (windows := self.engine.windows) else {}),
+            **self.engine.state(),
             **({"l1_steps": int(routers.l1_steps)} if self.config.model.heads.routing == "relu" else {}),
         }
-
-    def config_now(self):
-        """The configuration with the windows of now."""
-        windows = self.engine.windows
-        model = replace(self.config.model, window=tuple(windows.widths)) if windows else self.config.model
-        return replace(self.config, model=model)
 
     def restore(self, saved, changes=()):
         """Take back what ``capture`` gave; returns a sentence for each way in which the data differ from its data.
@@ -74,15 +69,14 @@ class RunState:
         shares = saved["router_shares"][:layers]
         steps = [saved.get(name, 0) for name in ("l1_steps", "rested_steps", "frozen_steps")]
         self.engine.adopt(saved["optimizer_steps"], shares, *steps)
-        if self.engine.windows and "windows" in saved:
-            self.engine.windows.set(*saved["windows"])
+        self.engine.restore(saved)
         if self.step == 0:  # an imported model: nothing was read yet
             return []
         self.engine.guard.restore(saved["guard"])
         changes = [*changes, *self.dataset.changes(saved["data"], saved["consumed_samples"])]
         same_data = not changes and sorted(self.dataset.shares) == sorted(saved["alarms"]["unseen"])
         if same_data:
-            self.interval.restore(saved["interval"])
+            self.accumulator.restore(saved["interval"])
         self.alarms.restore(saved["alarms"], same_data)
         self.dataset = self.dataset.continue_from(saved["data"], saved["consumed_samples"])
         return changes
@@ -115,3 +109,106 @@ def read_state(step):
     if missing:
         raise ConfigError([f"{path}: has no {', '.join(sorted(missing))}; it was written by another version"])
     return state
+
+
+def is_count(value, most=2**53):
+    return type(value) is int and 0 <= value <= most
+
+
+def are_numbers(values, least=-math.inf, most=math.inf):
+    return all(type(value) in (int, float) and math.isfinite(value) and least <= value <= most for value in values)
+
+
+def shares_fit(state, model):
+    shares = state["router_shares"]
+    fits = [len(share) for share in shares] == [layer.num_routed for layer in model.routed_layers()]
+    return fits and all(are_numbers(share, 0, 1 + 1e-9) for share in shares)
+
+
+def windows_fit(state, model):
+    if "windows" not in state:
+        return True
+    widths, entropies = state["windows"]
+    sizes = {len(widths), len(entropies)} == {model.num_layers}
+    return sizes and all(map(is_count, widths)) and are_numbers((value or 0 for value in entropies), 0)
+
+
+def guard_fits(state, model):
+    losses, norms = state["guard"]["history"]["loss"], state["guard"]["history"]["gradient norm"]
+    skipped = state["guard"]["skipped"]
+    ascends = all(is_count(step, state["step"]) for step in skipped) and skipped == sorted({*skipped})
+    return ascends and len(losses) == len(norms) and are_numbers(losses) and are_numbers(norms, 0)
+
+
+def interval_fits(state, model):
+    sums = state["interval"]
+    if sums is None:
+        return state["step"] == 0
+    sources = len(state["alarms"]["unseen"]) or len(sums["losses"])  # images have no shares of sources
+    rows = {len(sums[name]) for name in ("losses", "routers", "skipped_sequences")} == {sources}
+    counts = [sums["tokens"], sums["skipped_steps"], *sums["not_finite"].values()]
+    return (
+        rows and {len(row) for row in sums["losses"]} == {3} and len({len(row) for row in sums["routers"]}) == 1
+        and all(map(are_numbers, sums["losses"])) and all(map(is_count, counts))
+        and are_numbers(sums["skipped_sequences"], 0)
+    )  # fmt: skip
+
+
+def alarms_fit(state, model):
+    alarms = state["alarms"]
+    if alarms is None:
+        return state["step"] == 0
+    conditions = [*alarms["streaks"], *alarms["ringing"]]
+    return (
+        all(len(condition) == 4 and is_count(condition[3]) for condition in conditions)
+        and all(len(entry) == 3 and are_numbers(entry[2]) for entry in alarms["history"])
+        and are_numbers(alarms["unseen"].values(), 0)
+    )
+
+
+def data_fits(state, model):
+    segments, units = state["data"]["segments"], state["data"]["units"]
+    if not segments or "first_sample" not in segments[0]:  # an import has none, and images one that says something else
+        return len(segments) == (state["step"] > 0) and isinstance(units, dict)
+    firsts = [segment["first_sample"] for segment in segments]
+    in_order = firsts == sorted({0, *firsts}) and is_count(firsts[-1], state["consumed_samples"])
+    return in_order and units.keys() == segments[-1]["weights"].keys() and all(map(segment_fits, segments))
+
+
+def segment_fits(segment):
+    weights, consumed = segment["weights"], segment["consumed"]
+    return (
+        segment["seq_length"] > 0 and all(map(is_count, [segment["seq_length"], *weights.values(), *consumed.values()]))
+        and any(weights.values()) and weights.keys() == consumed.keys() == segment["shards"].keys()
+        and type(segment["seed"]) is int and are_numbers([segment["validation_fraction"]], 0, 1)
+    )  # fmt: skip
+
+
+RULES = {  # key -> (whether its value fits a state and the model, what the value must be)
+    "step": (lambda state, model: is_count(state["step"]), "a number of iterations"),
+    "consumed_samples": (lambda state, model: is_count(state["consumed_samples"]), "a number of samples"),
+    **{
+        key: (lambda state, model, key=key: is_count(state.get(key, 0), state["step"]), "between 0 and step")
+        for key in ("optimizer_steps", "rested_steps", "frozen_steps")
+    },
+    "l1_steps": (lambda state, model: is_count(abs(state.get("l1_steps", 0)), state["step"]), "at most step"),
+    "router_shares": (shares_fit, "a share of 0 to 1 for each routed head of each layer that has some"),
+    "windows": (windows_fit, "a window and an entropy for each layer"),
+    "guard": (guard_fits, "losses and norms of as many steps, and skipped steps in order"),
+    "interval": (interval_fits, "sums for each source"),
+    "alarms": (alarms_fit, "alarms with their counts"),
+    "data": (data_fits, "segments in order, with counts for each source"),
+}
+
+
+def state_problems(state, model):
+    """Sentences for the values of a state, as ``read_state`` gives it, that no run of ``model`` writes."""
+    found = []
+    for key, (fits, rule) in RULES.items():
+        try:
+            fine = fits(state, model)
+        except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError):
+            fine = False
+        if not fine:
+            found.append(f"{key} {textwrap.shorten(str(state.get(key)), 60)}: must be {rule}")
+    return found

@@ -1,1 +1,1 @@
-"""The processes of a run: how they start, meet, watch each other, and end."""
+"""Supervision of the processes of a run: how they start, meet, watch each other, and end."""

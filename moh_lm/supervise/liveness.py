@@ -1,9 +1,9 @@
-"""A roll call: which ranks still answer, so that a machine that died or froze has a name.
+"""The liveness check: which ranks still answer, so that a machine that died or froze is named.
 
 Each rank has a thread that waits in the store of the process group, with a connection of its own, to be called. A rank
 that fails calls all of them. One that gives no answer within seconds is dead, or stopped with its whole machine; one
-whose training merely hangs does answer. Where the store itself does not answer, the machine of rank 0 is lost: the
-store is there. What the first roll call found is kept, because those who answered may leave before the next one.
+whose training merely hangs does answer. Where the store itself does not answer, the machine of rank 0 is lost, because
+the store is there. What the first check found is kept: ranks that answered may have exited before the next one.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ class LivenessCheck:
     def __init__(self, name, hosts):
         self.rank, self.hosts = dist.get_rank(), hosts
         try:
-            self.waiting, self.calling = connect(name), connect(name)
-        except (KeyError, RuntimeError):  # another kind of rendezvous: there are no roll calls
+            self.waiting, self.calling = connect(name), connect(name)  # the first blocks while it waits
+        except (KeyError, RuntimeError):  # another kind of rendezvous: nothing can be checked
             self.calling = None
             return
         threading.Thread(target=self.answer, daemon=True).start()
@@ -42,7 +42,7 @@ class LivenessCheck:
                 self.waiting.set(f"{call}/{self.rank}", "here")
 
     def unresponsive(self, seconds):
-        """Words for the ranks that give no answer within ``seconds``; "" if all do, or nobody can tell."""
+        """A text that names the ranks that give no answer within ``seconds``; "" if all do, or it cannot be known."""
         if self.calling is None or len(self.hosts) == 1:
             return ""
         found = []
@@ -90,7 +90,7 @@ def connect(name):
     """A connection to the store of this job that no one else uses."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
-    return dist.PrefixStore(f"roll call/{name}", store)
+    return dist.PrefixStore(f"liveness/{name}", store)
 
 
 def describe(ranks, hosts):

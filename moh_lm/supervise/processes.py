@@ -1,4 +1,4 @@
-"""The processes of a run: how they start, and how they leave."""
+"""One process of a run, a rank: how it joins the others, what it prints, and how it exits."""
 
 import os
 import socket
@@ -6,17 +6,14 @@ import sys
 import warnings
 from datetime import timedelta
 
-import deepspeed
-import deepspeed.ops
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import logger as deepspeed_logger
-from torch.distributed import distributed_c10d
 
 from moh_lm.config import ConfigError
 from moh_lm.supervise.malloc import keep_freed_memory
 from moh_lm.supervise.rendezvous import RENDEZVOUS_TIMEOUT_S, RendezvousError, rendezvous_store
+from moh_lm.training.deepspeed import start
+from moh_lm.training.deepspeed.process_groups import set_timeout
 
 
 def refuse_foreign_launcher():
@@ -34,42 +31,51 @@ def refuse_foreign_launcher():
 
 
 def start_process_group(timeout):
-    """Join the other ranks, by NCCL on GPUs and gloo elsewhere; returns this rank's device. timeout: seconds."""
+    """Join the other ranks, by NCCL on GPUs and gloo elsewhere; returns this rank's device. timeout: seconds.
+
+    Raises ConfigError if there is no GPU for this rank, or RendezvousError if it does not reach the others.
+    """
     if "RANK" not in os.environ:  # started without a launcher: one rank
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    # Which of DeepSpeed's own ops could be built: none, or it would ask a compiler about each. The one that it would
-    # build by itself, on a CPU, takes a minute and shared memory that nobody removes; training calls none of them.
-    deepspeed.ops.__compatible_ops__ = {}
-    deepspeed_logger.setLevel("ERROR")  # a skipped step is told by moh_lm/training/incidents.py
+    start.quiet()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")  # it is this rank's: set below
-    accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
-    gpu = accelerator.device_name() == "cuda"
-    if gpu and local_rank >= accelerator.device_count():
-        gpus = accelerator.device_count()
+    device = own_device()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not dist.is_initialized():
+        join(backend, min(timeout, RENDEZVOUS_TIMEOUT_S))
+        set_timeout(dist.group.WORLD, timeout)
+    start.init_distributed(backend, timeout)
+    return device
+
+
+def own_device():
+    """The device of this rank, made the current one. Raises ConfigError if this machine has no GPU for it."""
+    local_rank, gpus = int(os.environ["LOCAL_RANK"]), start.visible_gpus()
+    if gpus is None:
+        keep_freed_memory()
+        return torch.device("cpu")
+    if local_rank >= gpus:
         problem = f"LOCAL_RANK {local_rank}: GPUs that this process sees: {gpus}; start one rank for each"
         raise ConfigError([problem], local_rank=gpus)
-    device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
-    backend, limit = "nccl" if gpu else "gloo", timedelta(seconds=timeout)
-    if not dist.is_initialized():
-        store, rank, world_size = rendezvous_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        at_most = min(limit, timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
-        try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=at_most)
-        except RuntimeError as error:
-            problem = f"rank {rank} does not reach the others ({str(error).splitlines()[0]})"
-            remedy = f"{backend.upper()}_SOCKET_IFNAME names the interface of their network (docs/multi_node.md)"
-            raise RendezvousError([f"{problem}; {remedy}"]) from error
-        distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
-    deepspeed.init_distributed(dist_backend=backend, timeout=limit, verbose=False)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
     return device
+
+
+def join(backend, seconds):
+    """Open the process group of all ranks, which may take so many ``seconds``. Raises RendezvousError."""
+    store, rank, world_size = rendezvous_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    limit = timedelta(seconds=seconds)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    except RuntimeError as error:
+        problem = f"rank {rank} does not reach the others ({str(error).splitlines()[0]})"
+        remedy = f"{backend.upper()}_SOCKET_IFNAME names the interface of their network (docs/parallelism.md)"
+        raise RendezvousError([f"{problem}; {remedy}"]) from error
 
 
 def log_rank0(text):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from moh_lm.config import ConfigError
 
-RENDEZVOUS_TIMEOUT_S = 600  # seconds for all ranks to come
-REFUSAL_TIMEOUT_S = 30  # seconds that a rank which cannot begin stays, for the others to hear it
+RENDEZVOUS_TIMEOUT_S = 600  # for all ranks to come
+REFUSAL_TIMEOUT_S = 30  # how long a rank that cannot begin stays, so that the others hear it
 ASK = "what the nodes said may tell why; check that each of them was started and reaches that address"
 PORT_REMEDY = "give another by MASTER_PORT with bash, --master_port of deepspeed, --master-port of torchrun"
 
@@ -25,7 +25,7 @@ class RendezvousError(ConfigError):
 
 
 def rendezvous_store():
-    """The store of this start, in which all ranks have come. Raises NotMet."""
+    """The store of this start, in which all ranks have come. Raises RendezvousError."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
@@ -48,7 +48,7 @@ def rendezvous_store():
 
 
 def open_store(seconds):
-    """The part of the store that belongs to this start. seconds: to wait for it. Raises NotMet."""
+    """The part of the store that belongs to this start. seconds: to wait for it. Raises RendezvousError."""
     address, port, rank = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:

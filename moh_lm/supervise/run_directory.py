@@ -1,4 +1,4 @@
-"""The run directory: that it can be written, that one run writes to it, and that all nodes see the same one."""
+"""The run directory: that it can be written, and that only one run writes to it."""
 
 import contextlib
 import errno
@@ -9,12 +9,9 @@ import socket
 import time
 from pathlib import Path
 
-import torch.distributed as dist
-
-from moh_lm.config import ConfigError, raise_any
-from moh_lm.parallel.consensus import from_rank_zero, on_rank_zero, problems_of_all_ranks
+from moh_lm.config import ConfigError
 from moh_lm.parsing import parse_json
-from moh_lm.supervise.watchdog import process_state
+from moh_lm.supervise.local_ranks import process_state
 from moh_lm.units import wrapped
 
 LOCK_SECONDS = 10  # to wait for a run directory that is in use
@@ -85,18 +82,3 @@ def describe_holder(name):
     if state in "ZX":
         return f"{who}, which is not seen here; look for it in other containers, `fuser {name}` may name it: end it"
     return f"{who}, which is alive; end it"
-
-
-def check_nodes(config, dataset):
-    """Raise ConfigError on every rank unless all of them see one run directory, one configuration and the same data."""
-    marker = Path(config.run.checkpoint_dir) / from_rank_zero(f".seen-{time.time_ns()}")
-    on_rank_zero(marker.touch)
-    last = config.run.train_iters * config.run.global_batch_size
-    mine = {"data": dataset.state(last)["segments"], **config.to_dict()}
-    first = from_rank_zero(mine)  # also waits for the marker
-    here = f"rank {dist.get_rank()} on {socket.gethostname()}"
-    problems = [] if marker.exists() else [f"--checkpoint-dir {marker.parent}: {here} does not see that of rank 0"]
-    problems += [f"{here} has another {key} than rank 0: {mine[key]}" for key in mine if mine[key] != first[key]]
-    problems = problems_of_all_ranks(problems)
-    on_rank_zero(marker.unlink)
-    raise_any([f"{problem}; use paths on a file system that all nodes share" for problem in problems])

@@ -3,7 +3,7 @@
 Each rank has a thread that looks every second whether another rank of its machine has died, and whether its own rank
 still makes progress. A process that stands still cannot say where, so one that was stopped is woken to tell. Between
 machines a lost rank is noticed by the communication library, by the launcher, or by the limit on progress, and named by
-a roll call.
+a liveness check.
 
 ``kill -USR2 PID`` prints the stacks of a rank at any time.
 """
@@ -13,24 +13,20 @@ import faulthandler
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from datetime import timedelta
-from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from moh_lm.parallel.consensus import from_all_ranks
 from moh_lm.supervise.liveness import LivenessCheck
+from moh_lm.supervise.local_ranks import introduce, local_ranks, process_state
+from moh_lm.supervise.stuck_launcher import end_stuck_launcher
+from moh_lm.training.deepspeed.process_groups import open_groups, set_timeout
 
 UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
 GRACE_S = 3  # seconds in which the ranks may end one after the other, and in which all of them print their stacks
-LAUNCHER_TIMEOUT_S = 30  # seconds that a launcher may take to see that a rank has left
 MARGIN_S = 60  # seconds by which the time-outs of the groups are longer: the watchdog comes first, and says more
 
 
@@ -59,8 +55,8 @@ class Watchdog:
 
     def limit_groups(self):
         """Give every process group the time-out; those that are made later have their own."""
-        for group in list(distributed_c10d._world.pg_map):
-            distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout + MARGIN_S), group)
+        for group in open_groups():
+            set_timeout(group, self.timeout + MARGIN_S)
 
     def stop(self):
         self.liveness.end()
@@ -88,12 +84,15 @@ class Watchdog:
         faulthandler.dump_traceback_later(self.timeout + 2 * GRACE_S, exit=True, file=sys.__stderr__)
 
     def dead(self):
-        """Names of the neighbours that are no more."""
+        """Names of the local ranks whose processes are dead."""
         gone = [(rank, pid) for rank, pid in self.local_ranks.items() if process_state(pid) in "ZX"]
         return ", ".join(f"rank {rank} (process {pid})" for rank, pid in gone)
 
     def report_unresponsive(self):
-        """After an error: print which ranks died, or do not answer, if any did in these seconds; returns whether."""
+        """After an error: print which ranks died or do not answer; returns whether there are any.
+
+        An error may come before the process that caused it is gone, so dead local ranks are looked for a while.
+        """
         for _ in range(GRACE_S):
             dead = self.dead()
             if dead:
@@ -106,7 +105,7 @@ class Watchdog:
         return bool(found)
 
     def stopped(self):
-        """Wake the neighbours that were stopped by a signal; returns the words for them."""
+        """Wake the local ranks that were stopped by a signal; returns a text that names them."""
         stopped = {rank: pid for rank, pid in self.local_ranks.items() if process_state(pid) in "Tt"}
         for pid in stopped.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -128,59 +127,3 @@ class Watchdog:
         time.sleep(wait)
         end_stuck_launcher()
         os._exit(UNAVAILABLE)
-
-
-def end_stuck_launcher(patience=LAUNCHER_TIMEOUT_S):
-    """To be called before this rank leaves: see to it that its torchrun ends too.
-
-    Where the machine of the rendezvous froze, torchrun waits in a read without a limit, deaf to signals. It then does
-    not even collect its dead ranks. A process of its own waits until this one is dead, and ``patience`` seconds more.
-    If it is still not collected then, that process kills torchrun.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    launcher, own = os.getppid(), f'"$(cat /proc/{os.getpid()}/stat 2>&1)"'
-    script = (
-        f'while case {own} in *") Z "*) false;; *") "?" {launcher} "*) true;; *) false;; esac; do sleep 0.2; done; '
-        f'sleep {patience}; case {own} in *") Z {launcher} "*) '
-        f"echo torchrun, process {launcher}, waits for a machine that does not answer: "
-        f"it is ended >&2; kill -KILL {launcher};; esac"
-    )
-    with contextlib.suppress(OSError):
-        subprocess.Popen(["sh", "-c", script], start_new_session=True, stdin=subprocess.DEVNULL)
-
-
-class Introduction(NamedTuple):
-    """What a rank tells the others of itself. space: two containers may share a host name; None without /proc."""
-
-    host: str
-    space: str | None
-    process: int
-    started: int  # ns
-
-
-def introduce():
-    """The ``Introduction`` of every rank; all call it together."""
-    try:
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        space = None
-    return from_all_ranks(Introduction(socket.gethostname(), space, os.getpid(), time.time_ns()))
-
-
-def local_ranks(ranks):
-    """{rank: process id} of the other ranks on this machine; none where there is no /proc to look them up in."""
-    mine = ranks[dist.get_rank()]
-    return {
-        number: rank.process
-        for number, rank in enumerate(ranks)
-        if rank is not mine and mine.space and (rank.host, rank.space) == (mine.host, mine.space)
-    }
-
-
-def process_state(pid):
-    """The letter of /proc/PID/stat: R running, S sleeping, T stopped, Z dead but not yet collected; X: gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"

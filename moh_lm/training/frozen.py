@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moh_lm.parallel.groups import group_rank, group_size
+from moh_lm.training.deepspeed.shards import local_slice, slice_range
 
 
 class FrozenWeights:
@@ -20,15 +21,15 @@ class FrozenWeights:
         for parameter in parameters:
             if not parameter.requires_grad:
                 start, weight = self.owned(parameter)
-                if hasattr(parameter, "ds_tensor"):
-                    parameter.ds_tensor.detach()[len(weight) :] = 0  # ZeRO-3 pads with what the memory held
+                if (padded := local_slice(parameter)) is not None:
+                    padded[len(weight) :] = 0  # ZeRO-3 pads with what the memory held
                 self.masters[parameter] = start, weight if weight.dtype == torch.float32 else weight.float().cpu()
 
     def owned(self, parameter):
         """(first element, elements) of the flattened ``parameter`` that this rank owns."""
-        if hasattr(parameter, "ds_tensor"):
-            start = group_rank(self.group) * parameter.partition_numel()
-            return start, parameter.ds_tensor.detach()[: max(0, parameter.ds_numel - start)]
+        if (padded := local_slice(parameter)) is not None:
+            start, length = slice_range(parameter, group_rank(self.group))
+            return start, padded[:length]
         length = -(-parameter.numel() // group_size(self.group))
         start = group_rank(self.group) * length
         return start, parameter.detach().flatten()[start : start + length]
@@ -40,7 +41,7 @@ class FrozenWeights:
 
     def weights(self):
         """{parameter: what this rank has of it, as it computes with it}, without those of which it has nothing."""
-        whole = {p: self.owned(p)[1] if hasattr(p, "ds_tensor") else p.detach() for p in self.masters}
+        whole = {p: p.detach() if local_slice(p) is None else self.owned(p)[1] for p in self.masters}
         return {parameter: weight for parameter, weight in whole.items() if weight.numel()}
 
     @torch.no_grad()
@@ -50,7 +51,7 @@ class FrozenWeights:
             _, mine = self.owned(parameter)
             mine.copy_(master)
             size = group_size(self.group)
-            if size > 1 and not hasattr(parameter, "ds_tensor"):
+            if size > 1 and local_slice(parameter) is None:
                 length = -(-parameter.numel() // size)
                 whole = mine.new_zeros(size * length)
                 part = whole.new_zeros(length)

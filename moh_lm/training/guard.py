@@ -12,7 +12,9 @@ an ordinary one, so that the loss and the norm of a run that lost all it had lea
 import math
 import statistics
 
-FINE, SPIKE, ABSURD, DIVERGENCE, GRADIENT, LOSS = range(6)  # where ranks see different things, the highest counts
+import torch
+
+FINE, SPIKE, OUT_OF_RANGE, DIVERGENCE, GRADIENT, LOSS = range(6)  # where ranks see different things, the highest counts
 REASONS = (
     "",
     "spike",
@@ -21,6 +23,11 @@ REASONS = (
     "gradient not finite",
     "loss not finite",
 )
+
+
+def largest(tensor):
+    """Largest magnitude in ``tensor``, []; NaN if an element is. No copy of it is made."""
+    return torch.stack(tensor.detach().aminmax()).abs().max()
 
 
 class BadNumbers(Exception):
@@ -45,15 +52,15 @@ class Guard:
             return LOSS
         if not math.isfinite(grad_norm):
             return GRADIENT
-        if self.absurdities(loss, grad_norm):
-            return ABSURD
+        if self.out_of_range(loss, grad_norm):
+            return OUT_OF_RANGE
         return SPIKE if self.spikes(loss, grad_norm) else FINE
 
     def skips(self, code):
         """Whether a step with this code is skipped."""
         return code > SPIKE or (code == SPIKE and self.settings.on_spike == "skip")
 
-    def absurdities(self, loss, grad_norm):
+    def out_of_range(self, loss, grad_norm):
         """Sentences for the finite values above ``absurd_factor`` times the median of the last good steps.
 
         A median below 1 counts as 1: a run that knows its data by heart has medians near 0.
@@ -65,9 +72,18 @@ class Guard:
                 found.append(f"{name} {value:.4g} is above --absurd-factor {factor:g} times {usual:.4g}")
         return found
 
-    def sound(self, weight):
+    def is_finite_and_bounded(self, weight):
         """Whether the largest magnitude of a master weight can come from training."""
         return math.isfinite(weight) and weight <= (self.settings.absurd_factor or math.inf)
+
+    def out_of_range_weights(self, weights, where):
+        """Sentences for those of ``weights``, {name: tensor}, that cannot come from training. where: they are kept."""
+        sizes = {name: largest(weight).item() for name, weight in weights.items()}
+        return [
+            f"{name} holds {size:.4g} {where}, which cannot come from training (--absurd-factor)"
+            for name, size in sizes.items()
+            if not self.is_finite_and_bounded(size)
+        ]
 
     def spikes(self, loss, grad_norm):
         """Sentences for the values that are so many deviations above the mean of a full window."""

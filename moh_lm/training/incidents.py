@@ -9,7 +9,7 @@ from moh_lm.training.guard import REASONS
 from moh_lm.units import listing, wrapped
 
 
-def report(engine, loader, batches, journal, step, result):
+def report(engine, loader, batches, event_log, step, result):
     """Record a step that was skipped, or is a spike: why, where, and with which samples. All ranks together.
 
     Returns the names of the sources that had a loss or a gradient that is not finite.
@@ -22,15 +22,15 @@ def report(engine, loader, batches, journal, step, result):
     names = loader.dataset.source_names
     mine = {
         kind: [(first + place, names[sources[place]]) for place in places]
-        for kind, places in engine.step_verdict.bad_sequences().items()
+        for kind, places in engine.step_check.bad_sequences().items()
     }
-    ranks = from_all_ranks((mine, engine.step_verdict.result().differences))
+    ranks = from_all_ranks((mine, engine.step_check.result().differences))
     found = {(rank, sample, source) for rank, (bad, _) in enumerate(ranks) for sample, source in sum(bad.values(), [])}
     details = [text for _, differences in ranks for text in differences]
     values = result.loss, result.grad_norm
-    details += engine.guard.absurdities(*values) or engine.guard.spikes(*values)
+    details += engine.guard.out_of_range(*values) or engine.guard.spikes(*values)
     facts = {
-        "reason": REASONS[result.verdict],
+        "reason": REASONS[result.code],
         "details": list(dict.fromkeys(details)),
         "loss": result.loss if math.isfinite(result.loss) else str(result.loss),
         "grad_norm": result.grad_norm if math.isfinite(result.grad_norm) else str(result.grad_norm),
@@ -44,5 +44,5 @@ def report(engine, loader, batches, journal, step, result):
         where = f"rank {listing(facts['ranks'])}; sample {listing(facts['samples'])} of {listing(facts['sources'])}"
     what = "SKIPPED" if result.skipped else "SPIKE"
     text = f"{what} step {step}: {'; '.join([facts['reason'], *facts['details']])} ({where})"
-    journal.add("skipped" if result.skipped else "spike", step, wrapped(text, 2), **facts)
+    event_log.add("skipped" if result.skipped else "spike", step, wrapped(text, 2), **facts)
     return facts["sources"]

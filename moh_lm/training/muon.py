@@ -17,6 +17,7 @@ that it takes after that.
 Shapes: R rows and C columns of this tensor-parallel rank's part of a matrix.
 """
 
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -25,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from moh_lm.checkpoint.fragments import shard_shape
+from moh_lm.cost.flops import block_matrices
+from moh_lm.model.matrices import Blocks, blocks_of
 from moh_lm.parallel.groups import group_rank, group_size
 from moh_lm.parallel.layers import Partition
 from moh_lm.parallel.mappings import all_gather
@@ -46,36 +49,6 @@ def newton_schulz(matrices, dtype):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if tall else x).to(matrices.dtype)
-
-
-class Blocks(NamedTuple):
-    """How a matrix falls into blocks: ``size`` consecutive rows (dim 0) or columns (1) each."""
-
-    dim: int
-    size: int
-
-    def split(self, matrix):
-        """[R, C] -> [blocks, size, C] or [blocks, R, size]."""
-        return matrix.unflatten(self.dim, (-1, self.size)).movedim(self.dim, 0)
-
-    def shape(self, whole):
-        """Rows and columns of a block of a matrix with those of ``whole``."""
-        return tuple(self.size if dim == self.dim else size for dim, size in enumerate(whole))
-
-    def join(self, blocks):
-        return blocks.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
-
-
-def blocks_of(name, model, split):
-    """``Blocks`` of a matrix, or None if it is orthogonalised whole. model: ``ModelConfig``. split: --muon-split."""
-    kind = name.split(".")[-2]
-    widths = dict.fromkeys(("q_proj", "q_b_proj"), model.query_dim) | {"kv_b_proj": 2 * model.head_dim}
-    widths |= dict.fromkeys(("k_proj", "v_proj", "o_proj"), model.head_dim)
-    if split == "matrix" or kind not in widths:
-        return None
-    of_queries = kind in ("q_proj", "o_proj") and split == "group"
-    heads = model.queries_per_key if of_queries else 1
-    return Blocks(1 if kind == "o_proj" else 0, heads * widths[kind])
 
 
 class Place(NamedTuple):
@@ -224,3 +197,18 @@ def find_matrices(named_parameters, place, config, groups):
         number = next(place.number for place in places if place)
         found.setdefault(number, []).append(Matrix(shape, partition, blocks, scale, places, owner))
     return found
+
+
+@functools.lru_cache(maxsize=8)
+def muon_flops(model, split):
+    """FLOPs of Muon's iterations on a decoder layer, their mean, in a step: {"whole": of matrices that are
+    orthogonalised whole, "blocks"}. split: --muon-split. An iteration on m rows and n columns, m <= n, multiplies
+    2 m m n + m m m times."""
+    found = {"whole": 0, "blocks": 0}
+    for layer, name, weight in block_matrices(model):
+        blocks = blocks_of(name, layer, split)
+        shape = blocks.shape(weight.shape) if blocks else weight.shape
+        small, large = sorted(shape)
+        count = weight.numel() // math.prod(shape)
+        found["blocks" if blocks else "whole"] += count * 2 * ITERATIONS * (2 * large + small) * small**2
+    return {kind: flops / model.num_layers for kind, flops in found.items()}

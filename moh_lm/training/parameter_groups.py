@@ -26,6 +26,11 @@ hidden matrix. W_h weighs all heads together, and is an output. Muon's rates are
 
 from typing import NamedTuple
 
+import torch
+
+from moh_lm.model.matrices import is_block_matrix
+from moh_lm.training.muon import Muon
+
 EPS = 1e-8  # Adam's
 TABLES = ("embed_tokens.weight", "embed_positions.weight", ".cope.weight", "lm_head.weight")  # the last: of the outputs
 
@@ -41,6 +46,15 @@ class Rule(NamedTuple):
     eps: float = EPS
 
 
+def make_optimizer(named_parameters, config):
+    """AdamW, or Muon, over the ``parameter_groups`` of (canonical name, parameter)."""
+    settings, groups = config.optimizer, parameter_groups(named_parameters, config)
+    common = dict(lr=settings.learning_rate, betas=(settings.adam_beta1, settings.adam_beta2), eps=EPS, fused=True)
+    if settings.optimizer == "muon":
+        return Muon(groups, settings.muon_momentum, **common)
+    return torch.optim.AdamW(groups, **common)
+
+
 def rule_of(name, parameter, config):
     """The ``Rule`` of a parameter by its canonical name."""
     settings, ratio = config.optimizer, config.model.width_ratio
@@ -54,11 +68,6 @@ def rule_of(name, parameter, config):
     if name.endswith(TABLES):
         return Rule(False, or_else(settings.embedding_weight_decay, settings.weight_decay), eps=EPS * ratio)
     return Rule(False, settings.weight_decay / ratio, ratio, ".router." in name, EPS * ratio)
-
-
-def is_block_matrix(name):
-    """Whether a parameter is a projection of a decoder layer, of its attention or its MLP."""
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
 
 
 def or_else(value, default):

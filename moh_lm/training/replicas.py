@@ -11,6 +11,8 @@ step's time on a CPU. A bias has no master: ranks that differ in one end the run
 import torch
 import torch.distributed as dist
 
+from moh_lm.training.deepspeed.shards import local_slice
+
 
 def replica_differences(named_parameters, tied, biases, parallel, groups):
     """Sentences for the weights that are not the same on all ranks of this rank's groups.
@@ -21,7 +23,7 @@ def replica_differences(named_parameters, tied, biases, parallel, groups):
     named = list(named_parameters)
     replicated = [(name, parameter) for name, parameter in named if parameter.tensor_partition is None]
     if parallel.zero_stage == 3:  # of each weight this rank keeps a slice, the same in all tensor-parallel ranks
-        slices = [(name, parameter.ds_tensor) for name, parameter in replicated]
+        slices = [(name, local_slice(parameter)) for name, parameter in replicated]
         return [*differences(biases, groups.data), *differences([*slices, *biases], groups.tensor)]
     found = [*differences([*named, *biases], groups.data), *differences([*replicated, *biases], groups.tensor)]
     for name, parameter, group in tied:

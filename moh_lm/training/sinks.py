@@ -1,4 +1,4 @@
-"""How much attention goes to the first token, in each layer: heads that have nothing to say rest there (attention
+"""How much attention goes to the first token, in each layer: heads that have nothing to say attend to it (attention
 sinks, Xiao et al. 2023, arXiv 2309.17453). Measured on held-out text, beside the evaluation.
 
     sink of a layer = mean of a_i(t, 0) over the tokens t >= 1 and the heads i that they use
@@ -6,66 +6,54 @@ sinks, Xiao et al. 2023, arXiv 2309.17453). Measured on held-out text, beside th
 a_i(t, 0) is the weight that head i of token t gives to the first token of the sequence. With --reset-at-documents it is
 the first token of the document, of which the sequence may hold a later part. Attention itself gives the weight: with
 values of 1 for that token, and 0 for all others, it is H_i. The head report has the same figure of text without
-documents (docs/heads.md).
+documents (docs/monitoring.md).
 """
 
 import contextlib
+from functools import partial
 
 import torch
 
-from moh_lm.model.transformer import DecoderLayer
+from moh_lm.kernels.core_attention import CoreAttention
+from moh_lm.model.block import modules_of
 from moh_lm.parallel.cross_entropy import IGNORED
-from moh_lm.training.step_sums import reduce
+from moh_lm.parallel.groups import sum_over_ranks
 
 
 class Sinks:
     """Sums of the layers of this pipeline stage. sums: float64 [L, 2] of all layers, weights and their number."""
 
     def __init__(self, model, num_layers, groups, device):
-        self.layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
-        self.groups = groups
+        self.blocks, self.groups = modules_of(model), groups
         self.sums = torch.zeros(num_layers, 2, dtype=torch.float64, device=device)
 
     @contextlib.contextmanager
     def measured(self):
         """Measure in each forward pass. Layers then run as they are, not as torch.compile made them."""
-        ran = [layer.run for layer in self.layers]
-        for layer in self.layers:
-            layer.run = self.run
-        try:
+        with contextlib.ExitStack() as stack:
+            for block in self.blocks:
+                stack.enter_context(block.uncompiled())
+                for core in modules_of(block, CoreAttention):
+                    stack.enter_context(core.register_forward_pre_hook(partial(self.add, block)))
             yield
-        finally:
-            for layer, run in zip(self.layers, ran, strict=True):
-                layer.run = run
 
-    def run(self, layer, x, boundaries, replay):
-        """In place of ``DecoderLayer.block``."""
-
-        def attend(x, boundaries, replay):
-            self.add(layer, x, boundaries)
-            return layer.self_attn(x, boundaries, replay)
-
-        return layer.block(x, boundaries, replay, attend=attend)
-
-    def add(self, layer, x, boundaries):
-        """x: [s/tp, b, d], normalised. boundaries: ``AttentionMask`` of its documents, or None."""
-        attention = layer.self_attn
-        projected = attention.project(x)
-        if attention.exchange:
-            projected = attention.whole_sequences(projected)
-        token = torch.arange(len(projected.query), device=x.device)
-        starts = token.new_zeros(1, len(token)) if boundaries is None else boundaries.starts
-        value = torch.zeros_like(projected.value)
+    def add(self, block, core, given):
+        """Add what a layer is asked. given: the arguments of ``CoreAttention``."""
+        query, key, value, _, selected, mask = given
+        token = torch.arange(len(query), device=query.device)
+        starts = token.new_zeros(1, len(token)) if mask is None else mask.starts
+        value = torch.zeros_like(value)
         value[..., 0] = (starts == token).t().unsqueeze(-1)  # [s, b, kv/tp, e]
-        ones = projected._replace(value=value, gates=None)
-        weights = attention.attend(ones, boundaries, attention.chosen_backend(x))[..., 0]
-        asks = (starts < token).t() & (layer.documents.samples >= 0)  # [s, b]
-        used = projected.in_use() & asks.unsqueeze(-1)
-        self.sums[attention.index] += torch.stack((weights.double().mul(used).sum(), used.sum()))
+        weights = core.forward(query, key, value, None, selected, mask)[..., 0]
+        asks = (starts < token).t() & (block.batch.samples >= 0)  # [s, b]
+        used = asks.unsqueeze(-1).expand(query.shape[:3])
+        used = used if selected is None else used & (selected != 0)
+        self.sums[block.index] += torch.stack((weights.double().mul(used).sum(), used.sum()))
 
     def means(self):
         """Of each layer, over all ranks; NaN without a token that asks."""
-        total, count = reduce(self.sums, self.groups.tensor, self.groups.data, self.groups.pipeline).unbind(1)
+        groups = self.groups.tensor, self.groups.data, self.groups.pipeline
+        total, count = sum_over_ranks(self.sums, *groups).unbind(1)
         return (total / count).tolist()
 
 

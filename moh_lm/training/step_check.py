@@ -1,8 +1,8 @@
 """Whether the gradients of a step are applied: looked at once in every step, before any weight changes.
 
 Every step has a ``StepCheck`` of its own. DeepSpeed's optimizer hands it the gradient norm
-(moh_lm.training.gradient_norm) and gets infinity back if the step is to be skipped. A step that nobody looked at has no
-verdict, and asking for one raises: nothing of an earlier step can be taken for it.
+(moh_lm.training.deepspeed.norms) and gets infinity back if the step is to be skipped. A step that nobody looked at has
+no result, and asking for one raises: nothing of an earlier step can be taken for it.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from moh_lm.training.guard import ABSURD, DIVERGENCE
+from moh_lm.training.guard import DIVERGENCE, OUT_OF_RANGE
 
 
 class NotExamined(RuntimeError):
@@ -19,7 +19,7 @@ class NotExamined(RuntimeError):
 
 
 class GradientStats(NamedTuple):
-    """What was found; equal on every rank, but for ``differences`` and ``time``.
+    """What was found in a step; equal on every rank, but for ``differences`` and ``time``.
 
     mean: loss per token. grad_norm: before clipping. code: of guard.REASONS. differences: sentences for the weights
     that this rank found to differ. time: of time.perf_counter, when the gradients were complete.
@@ -33,7 +33,7 @@ class GradientStats(NamedTuple):
 
 
 class StepCheck:
-    """The verdict on one step; all ranks decide together.
+    """The check of one step; all ranks decide together.
 
     sums: ``StepSums`` of the step. guard: the ``Guard`` of the run. largest_weight: gives the largest magnitude, [], of
     this rank's master and frozen weights. compare_replicas: gives sentences for weights that differ between ranks; None
@@ -46,7 +46,7 @@ class StepCheck:
         self.largest_weight = largest_weight
         self.compare_replicas = compare_replicas
         self.gradient_not_finite = []  # [b] bool of each micro-batch
-        self.examined = None
+        self.stats = None
 
     def watch_gradient(self, output):
         """Note the sequences whose gradient is not finite where it arrives at ``output`` [s, b, d], the embedding's,
@@ -57,9 +57,9 @@ class StepCheck:
         """The gradient norm of the step, or infinity if the step is to be skipped.
 
         norm: [] of this step. copies: gradients that are not in the norm, or norms of them; see
-        moh_lm.training.gradient_norm.
+        moh_lm.training.deepspeed.norms.
         """
-        if self.examined:
+        if self.stats:
             raise NotExamined("DeepSpeed asked twice for the gradient norm of one step: its second update is unknown")
         losses = self.sums.reduce()
         scalars = torch.stack([norm.to(losses), self.largest_weight().to(losses)])
@@ -68,13 +68,13 @@ class StepCheck:
         now = time.perf_counter()
         mean = total / max(tokens, 1)  # documents of one token have no label
         code = max(self.guard.classify(mean, value) for value in (grad_norm, *self.largest(copies)))
-        code = code if self.guard.sound(weight) else max(code, ABSURD)
+        code = code if self.guard.is_finite_and_bounded(weight) else max(code, OUT_OF_RANGE)
         differences = self.compare_replicas() if self.compare_replicas else []
         code = max(code, DIVERGENCE) if differences else code
         shared = torch.tensor(code, dtype=torch.int32, device=losses.device)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
-        self.examined = GradientStats(mean, grad_norm, int(shared), differences, now)
-        return torch.full_like(norm, torch.inf) if self.guard.skips(self.examined.code) else norm
+        self.stats = GradientStats(mean, grad_norm, int(shared), differences, now)
+        return torch.full_like(norm, torch.inf) if self.guard.skips(self.stats.code) else norm
 
     @staticmethod
     def largest(gradients):
@@ -83,10 +83,10 @@ class StepCheck:
         return [torch.stack(norms).max().item()] if norms else []
 
     def result(self):
-        """What was ``GradientStats``. Raises NotExamined."""
-        if not self.examined:
+        """The ``GradientStats`` of the step. Raises NotExamined."""
+        if not self.stats:
             raise NotExamined("DeepSpeed never asked for the gradient norm of this step: its update was not looked at")
-        return self.examined
+        return self.stats
 
     def bad_sequences(self):
         """Places, in this rank's part of the step, of the sequences with a loss, or a gradient, that is not finite."""

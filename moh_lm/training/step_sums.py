@@ -7,10 +7,11 @@ Shapes: s sequence, b batch, E routed experts of a layer, heads or key/value gro
 """
 
 import torch
-import torch.distributed as dist
 
 from moh_lm.model.balance import COUNTS, row_width
+from moh_lm.model.router import BIAS
 from moh_lm.parallel.cross_entropy import IGNORED
+from moh_lm.parallel.groups import sum_over_ranks
 
 
 class StepSums:
@@ -37,7 +38,7 @@ class StepSums:
 
     def reduce(self):
         """Sum ``losses`` over all ranks, in place, and return them."""
-        return reduce(self.losses, self.groups.data, self.groups.pipeline)
+        return sum_over_ranks(self.losses, self.groups.data, self.groups.pipeline)
 
 
 # The coefficient of the L1 norm of ``relu`` gates, as ReMoE has it (arXiv 2412.14711): lambda = L1_START L1_FACTOR^n.
@@ -46,15 +47,16 @@ L1_START, L1_FACTOR = 1e-8, 1.2
 
 
 class RouterSums:
-    """What the routers of this rank kept of a step, and the shares that ``global_batch`` balances against.
+    """What the routers of this rank say of a step, and the shares that ``global_batch`` balances against.
 
-    routers: of this pipeline stage. layers: ``RoutedLayer``s of the whole model. tokens: of a step, all ranks. shares:
-    for each layer with routed experts, the share of a step's tokens that selected each of them, [E] float64. l1_steps:
-    n of lambda, int64 [].
+    blocks: ``RoutedBlock``s of this pipeline stage. batch: their ``BatchContext``, which is told what routers follow.
+    layers: ``RoutedLayer``s of the whole model. tokens: of a step, all ranks. shares: for each layer with routed
+    experts, the share of a step's tokens that selected each of them, [E] float64. l1_steps: n of lambda, int64 [].
     """
 
-    def __init__(self, routers, layers, num_sources, tokens, groups, device):
-        self.routers = routers
+    def __init__(self, blocks, batch, layers, num_sources, tokens, groups, device):
+        self.blocks = blocks
+        self.batch = batch
         self.layers = layers
         self.num_sources = num_sources
         self.tokens = tokens
@@ -65,57 +67,51 @@ class RouterSums:
             for layer in layers
             if layer.num_routed
         ]
+        self.by_sign = any(layer.by_sign for layer in layers)
         self.set_l1_steps(torch.zeros((), dtype=torch.int64, device=device))
 
     def take(self, sources, frozen):
-        """Sums of a step over all ranks, [num_sources, sum of (4 + E)]; each router also gets the step's shares.
+        """Sums of a step over all ranks, [num_sources, sum of (4 + E)]; the routers also follow the step's shares.
 
-        sources: [b] of each of this rank's micro-batches. frozen: leave the shares, and biases, of the step before:
-        this one has no numbers, or none that are to be trusted. Routers that rest have nothing to add.
+        sources: [b] of each of this rank's micro-batches. frozen: keep the shares, and biases, of the step before,
+        because this one has no numbers, or none that are to be trusted. A dense warm-up has nothing to add.
         """
         widths = [row_width(layer) for layer in self.layers]
         sums = torch.zeros(self.num_sources, sum(widths), dtype=torch.float64, device=self.device)
         parts = {layer.index: part for layer, part in zip(self.layers, sums.split(widths, dim=1), strict=True)}  # views
         of_source = one_hot(torch.cat(sources).to(self.device, non_blocking=True), self.num_sources)
-        for router in self.routers:
-            if not router.resting:
-                parts[router.layer.index] += of_source @ router.statistics.take()
-        reduce(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
+        for block in self.blocks:
+            rows = block.rows.take()
+            if rows is not None:
+                parts[block.index] += of_source @ rows
+        sum_over_ranks(sums, self.groups.tensor, self.groups.data, self.groups.pipeline)
         if not frozen:
-            counts = {index: part[:, COUNTS].sum(0) for index, part in parts.items()}
-            shares = (counts[layer.index] * layer.stride / self.tokens for layer in self.layers)
-            self.set_shares([share for share in shares if len(share)])
-            if self.layers and self.layers[0].by_sign:
-                excess = sum(counts[layer.index].sum() - layer.num_active * self.tokens for layer in self.layers)
-                self.set_l1_steps(self.l1_steps + excess.sign().long())
-            for router in self.routers:
-                if router.bias_steps is not None:
-                    router.move_bias(counts[router.layer.index])
+            self.follow({index: part[:, COUNTS].sum(0) for index, part in parts.items()})
         return sums
+
+    def follow(self, counts):
+        """Move what the routers follow. counts: {layer index: [E], selections of the whole step}."""
+        shares = (counts[layer.index] * layer.stride / self.tokens for layer in self.layers)
+        self.set_shares([share for share in shares if len(share)])
+        if self.by_sign:
+            excess = sum(counts[layer.index].sum() - layer.num_active * self.tokens for layer in self.layers)
+            self.set_l1_steps(self.l1_steps + excess.sign().long())
+        for block in self.blocks:
+            router = block.router()
+            if getattr(router, BIAS, None) is not None:
+                router.move_bias(counts[block.index])
 
     def set_shares(self, shares):
         self.shares = shares
         routed = [layer.index for layer in self.layers if layer.num_routed]
-        by_layer = dict(zip(routed, shares, strict=True))
-        for router in self.routers:
-            if router.layer.num_routed:
-                router.statistics.previous_share = by_layer[router.layer.index].float()
+        self.batch.set_shares(dict(zip(routed, shares, strict=True)))
 
     def set_l1_steps(self, steps):
         self.l1_steps = steps
-        for router in self.routers:
-            if router.layer.by_sign:
-                router.statistics.l1 = (L1_START * L1_FACTOR ** steps.double()).float()
+        if self.by_sign:
+            self.batch.set_l1(L1_START * L1_FACTOR ** steps.double())
 
 
 def one_hot(sources, num_sources):
     """[b] -> [num_sources, b] float64: 1 where a sequence is of the source."""
     return (sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)).double()
-
-
-def reduce(tensor, *groups):
-    """Sum ``tensor`` over the ranks of each of ``groups``, in place, and return it."""
-    for group in groups:
-        if group is not None:
-            dist.all_reduce(tensor, group=group)
-    return tensor

@@ -9,38 +9,45 @@ from moh_lm.config import flag, walk
 from moh_lm.units import words
 from moh_lm.vision.augment import STRONGEST
 
-DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+
+def classifier_problems(config, world_size):
+    """Sentences for what is wrong with a ``ViTTraining`` on ``world_size`` processes; empty if the run can start."""
+    found = image_problems(config, vit_problems(config.model), world_size)
+    data = config.data
+    if config.run.micro_batch_size == 1 and (data.mixup > 0 or data.cutmix > 0):
+        advice = "choose 2 or more, or --mixup 0 --cutmix 0"
+        found.append(f"--micro-batch-size 1: Mixup and CutMix join images of one micro-batch; {advice}")
+    return found
 
 
-def image_problems(config, world_size):
-    """Sentences for what is wrong with ``config`` on ``world_size`` processes; empty if the run can start."""
+def diffusion_problems(config, world_size):
+    """The same of a ``DiTTraining``."""
+    model, run = config.model, config.run
+    found = image_problems(config, dit_problems(model), world_size)
+    if run.samples and run.sampling_steps > model.diffusion_steps:
+        given = f"--sampling-steps {run.sampling_steps}"
+        found.append(f"{given}: the model has {model.diffusion_steps} --diffusion-steps; give at most so many")
+    return found + list(guidance_problems(model, run.cfg_scale) if run.samples else ())
+
+
+def image_problems(config, of_sizes, world_size):
+    """What both kinds of models refuse. of_sizes: sentences for the sizes of the model; without them its heads are
+    checked too."""
     model, run = config.model, config.run
     found = [
-        f"{flag(key)} {getattr(config.parallel, key)}: image models are data parallel only; choose 1"
-        for key in DEGREES
-        if getattr(config.parallel, key) != 1
-    ]
-    found += [
         f"{flag(entry.name)} {words(getattr(section, entry.name))}: is for language models; leave it out"
         for section, entry in walk(config)
-        if entry.name in config.refused and entry.name not in DEGREES
-        if getattr(section, entry.name) != entry.default
+        if config.hides(entry) and getattr(section, entry.name) != entry.default
     ]
-    found += {"vit": vit_problems, "dit": dit_problems}[config.kind](model)
+    found += of_sizes
     found = found or head_problems(model)
     found += checks.optimizer_problems(config.optimizer) + checks.frozen_problems(config)
-    found += checks.schedule_problems(config) + checks.compile_problems(config)
+    found += checks.schedule_problems(config) + checks.compile_problems(run)
     found += checks.reliability_problems(config.reliability) + checks.alarm_problems(config.alarms)
-    found += data_problems(config) + run_problems(run) + batch_problems(run, world_size)
-    most = getattr(model, "diffusion_steps", math.inf)
-    if run.samples and run.sampling_steps > most:
-        given = f"--sampling-steps {run.sampling_steps}"
-        found.append(f"{given}: the model has {most} --diffusion-steps; give at most so many")
+    found += data_problems(config.data) + run_problems(run) + batch_problems(run, world_size)
     if config.optimizer.train_only != "all" and run.ema_decay:
         given = f"--train-only {config.optimizer.train_only}"
         found.append(f"{given}: the average of frozen weights would be lost; give --ema-decay 0, or train all")
-    if run.samples and config.kind == "dit":
-        found += guidance_problems(model, run.cfg_scale)
     return found
 
 
@@ -123,15 +130,11 @@ def head_problems(model):
     return list(dict.fromkeys(found)) or warmup_problems(model)
 
 
-def data_problems(config):
-    data = config.data
+def data_problems(data):
     found = [] if data.data_dir else ["--data-dir is missing: give the directory of the training images"]
     if not 0 <= data.rand_augment <= STRONGEST:
         found.append(f"--rand-augment {data.rand_augment:g}: must be between 0 and {STRONGEST}")
     found += below(data, 0, "workers", "mixup", "cutmix") + below(data, 1, "repeated_augmentation")
-    if config.kind == "vit" and config.run.micro_batch_size == 1 and (data.mixup > 0 or data.cutmix > 0):
-        advice = "choose 2 or more, or --mixup 0 --cutmix 0"
-        found.append(f"--micro-batch-size 1: Mixup and CutMix join images of one micro-batch; {advice}")
     shares = ("random_erasing", "horizontal_flip", "min_crop_area", "label_smoothing")
     return found + [
         f"{flag(key)} {getattr(data, key):g}: must be between 0 and 1"

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from moh_lm.config import Config, HeadsConfig, RoutedLayer, option
+from moh_lm.config import BUDGETS, Config, HeadsConfig, RoutedLayer, TaskConfig, option
 from moh_lm.config.heads import HeadsOfLayers
+from moh_lm.config.resolve import by_layer
 from moh_lm.config.run import RunBase
 from moh_lm.parsing import parse_json
 from moh_lm.vision.presets import DIT, VIT
@@ -56,25 +57,22 @@ class ImageLayer(NamedTuple):
         return self.routed
 
 
+def budgets_of_layers(heads, places):
+    """An ``ImageHeadsConfig`` with a budget for each layer: from one number, one for each place, or one per layer.
+
+    places: the layers of each place, a stage or a single layer.
+    """
+    found = {}
+    for key in BUDGETS:
+        value = by_layer(getattr(heads, key), len(places))
+        if len(value) == len(places):
+            value = tuple(number for number, count in zip(value, places, strict=True) for _ in range(count))
+        found[key] = value
+    return replace(heads, **found)
+
+
 class ImageModelConfig(HeadsOfLayers):
     """What both models answer. head_counts: of all layers."""
-
-    width_ratio = 1.0
-    heads_per_expert = 1
-    window = position = ()
-
-    def expand_budgets(self, places, counts):
-        """Give each layer its budget: of one number, one for each of the ``places``, or one per layer. counts: layers
-        of each place."""
-        found = {}
-        for key in ("num_shared_heads", "num_active_routed_heads"):
-            value = getattr(self.heads, key)
-            if len(value) == 1:
-                value *= places
-            if len(value) == places:
-                value = tuple(number for number, count in zip(value, counts, strict=True) for _ in range(count))
-            found[key] = value
-        object.__setattr__(self, "heads", replace(self.heads, **found))
 
     def routed_layer(self, index):
         """The ``RoutedLayer`` of a layer of a mixture."""
@@ -108,8 +106,8 @@ class ViTConfig(ImageModelConfig):
     drop_path: float = option(0.45, "of the last layer: share of images that leave it out; grows linearly from 0")
     heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)
 
-    def __post_init__(self):
-        self.expand_budgets(len(self.depths), self.depths)
+    def derived(self):
+        return {"heads": budgets_of_layers(self.heads, self.depths)}
 
     @property
     def num_layers(self):
@@ -161,12 +159,12 @@ class DiTConfig(ImageModelConfig):
     diffusion_steps: int = option(1000, "steps of the linear noise schedule")
     heads: ImageHeadsConfig = field(default_factory=ImageHeadsConfig)
 
-    def __post_init__(self):
-        if len(self.num_attention_heads) == 1:
-            object.__setattr__(self, "num_attention_heads", self.num_attention_heads * self.num_layers)
-        if self.head_dim is None and self.num_attention_heads:
-            object.__setattr__(self, "head_dim", self.hidden_size // max(1, self.num_attention_heads[0]))
-        self.expand_budgets(self.num_layers, (1,) * self.num_layers)
+    def derived(self):
+        numbers, head_dim = by_layer(self.num_attention_heads, self.num_layers), self.head_dim
+        if head_dim is None and numbers:
+            head_dim = self.hidden_size // max(1, numbers[0])
+        heads = budgets_of_layers(self.heads, (1,) * self.num_layers)
+        return {"num_attention_heads": numbers, "head_dim": head_dim, "heads": heads}
 
     @property
     def tokens(self):
@@ -203,7 +201,6 @@ class ImageDataConfig:
     label_smoothing: float = option(0.1, "of a ViT")
     repeated_augmentation: int = option(3, "augmentations of an image in a row, of a ViT; an epoch stays as long")
     allow_data_change: bool = option(False, "go on with other images than those of the checkpoint")
-    decay_mix = ()
 
 
 @dataclass(frozen=True)
@@ -221,47 +218,44 @@ class ImageRunConfig(RunBase):
     samples: int = option(16, "of a DiT: images drawn at every evaluation")
     sampling_steps: int = option(250, "of a DiT: steps in which they are drawn")
     cfg_scale: float = option(4.0, "of a DiT: weight of classifier-free guidance for them; 1: none")
-    window_strategy, attention_backend, eval_tasks, sample_prompts = "fixed", "auto", "", ()
-    seq_length = 1  # tokens of an image: set by the whole configuration
 
     @property
     def global_batch_size(self):
         return self.batch_size
 
     @property
-    def train_tokens(self):
-        return None if self.train_iters is None else self.train_iters * self.tokens_per_iteration
-
-    @property
     def batch_given(self):
         return f"--batch-size {self.batch_size}"
 
 
-@dataclass(frozen=True)
-class ImageTraining(Config):
+@dataclass(frozen=True, kw_only=True)
+class ImageTraining(TaskConfig):
     """A whole run of an image model. kind: the first word of its command. presets: {name: {field: value}}.
 
-    refused: what is for language models.
+    unused: fields that are for the other kind.
     """
 
-    unit, of_presets = "mean over images", "sizes and heads that no other flag gives"
-    refused = (
-        "head_budget", "head_budget_slope", "routing_unit", "routed_keys", "routing_dtype", "routing_top_p",
-        "load_balance_bias_rate", "routing_entropy_coefficient", "tensor_parallel_size", "pipeline_parallel_size",
-        "context_parallel_size", "z_loss", "embedding_weight_decay", "optimizer", "muon_split", "muon_scale",
-        "muon_momentum", "matrix_learning_rate", "matrix_weight_decay",
-    )  # fmt: skip
+    data: ImageDataConfig = field(default_factory=ImageDataConfig)
+    run: ImageRunConfig = field(default_factory=ImageRunConfig)
+    unit, sample_name = "mean over images", "images"
+    of_presets = "sizes and heads that no other flag gives"
     of_data = ("seed",)  # of the order of the images
     of_loss = (
         "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "horizontal_flip", "label_smoothing",
         "micro_batch_size",  # whose images Mixup and CutMix join, and over which a balance loss counts
     )  # fmt: skip
 
-    data: ImageDataConfig = field(default_factory=ImageDataConfig)
-    run: ImageRunConfig = field(default_factory=ImageRunConfig)
+    @property
+    def seq_length(self):
+        """Tokens of an image, in the first layer."""
+        return self.model.tokens
 
-    def __post_init__(self):
-        object.__setattr__(self.run, "seq_length", self.model.tokens)
+    @staticmethod
+    def hides(entry):
+        return entry.metadata.get("text_only", False)
+
+    def idle_fields(self):
+        return {f"a model of {self.kind}": list(self.unused)}
 
     def to_dict(self):
         return {"program": self.program, **super().to_dict()}
@@ -270,34 +264,34 @@ class ImageTraining(Config):
     def from_dict(cls, values):
         return super().from_dict({key: value for key, value in values.items() if key != "program"})
 
-    @classmethod
-    def preset(cls, name, given):
-        """{field: value} of what the preset sets and ``given`` does not."""
-        return {key: value for key, value in cls.presets[name].items() if key not in given}
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ViTTraining(ImageTraining):
     """Train MoH-ViT, a classifier of images. The scripts in launch/ hold the paper's values."""
 
     model: ViTConfig = field(default_factory=ViTConfig)
     kind, presets, program, about = "vit", VIT, "moh_lm.vision vit", __doc__
     of_data = ("seed", "repeated_augmentation")
+    unused = ("samples", "sampling_steps", "cfg_scale")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DiTTraining(ImageTraining):
     """Train MoH-DiT, which draws images of a class. The scripts in launch/ hold the paper's values."""
 
     model: DiTConfig = field(default_factory=DiTConfig)
     kind, presets, program, about = "dit", DIT, "moh_lm.vision dit", __doc__
+    unused = (
+        "rand_augment", "mixup", "cutmix", "random_erasing", "min_crop_area", "label_smoothing",
+        "repeated_augmentation",
+    )  # fmt: skip
 
 
 KINDS = {kind.kind: kind for kind in (ViTTraining, DiTTraining)}
 
 
 def kind_of_run(directory):
-    """The kind of ``Config`` in the directory of a run or of a step; ``Config`` if it is of no image model."""
+    """The class of the configuration in the directory of a run or of a step; ``Config`` if it is of no image model."""
     try:
         program = parse_json((Path(directory) / "config.json").read_text(encoding="utf-8")).get("program")
     except (OSError, ValueError, AttributeError):

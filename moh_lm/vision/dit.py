@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moh_lm.kernels.gated_attention import moh_attention
+from moh_lm.kernels.gated_attention import gated_attention
+from moh_lm.model.batch_context import BatchContext
 from moh_lm.model.block import RoutedBlock
-from moh_lm.model.router import HeadRouter
+from moh_lm.model.router import AllHeads, HeadRouter
 from moh_lm.model.transformer import WholeModel, loss_terms
 from moh_lm.vision.diffusion import Diffusion, image_noise
 from moh_lm.vision.parameters import describe, described, linear
@@ -39,7 +40,7 @@ class DiT(WholeModel):
         super().__init__()
         self.config, self.diffusion = config, Diffusion(config.diffusion_steps)
         d, c, p = config.hidden_size, config.in_channels, config.patch_size
-        terms = loss_terms(config, micro_batches)
+        self.batch, terms = BatchContext(), loss_terms(config, micro_batches)
         patches = described(nn.Conv2d(c, d, p, p), bound=xavier(c * p * p, d))
         steps = linear(2 * FREQUENCIES, d, INIT_STD), nn.SiLU(), linear(d, d, INIT_STD)
         classes = nn.Embedding(config.num_classes + 1, d)  # the last one: no class
@@ -48,11 +49,12 @@ class DiT(WholeModel):
         self.t_embedder = nn.ModuleDict({"mlp": nn.Sequential(*steps)})
         self.y_embedder = nn.ModuleDict({"embedding_table": classes})
         layers = map(config.layer, range(config.num_layers))
-        self.blocks = nn.ModuleList(DiTBlock(layer, config.mlp_ratio, terms, recompute) for layer in layers)
+        self.blocks = nn.ModuleList(DiTBlock(layer, config.mlp_ratio, terms, self.batch, recompute) for layer in layers)
         self.final_layer = nn.ModuleDict({"linear": linear(d, p * p * 2 * c), "adaLN_modulation": modulation(d, 2)})
 
     def forward(self, x, t, y, noise):
         """Mean loss and losses [b] of images and noise [b, c, H, W], steps and classes int64 [b]."""
+        self.batch.advance(x.device)
         losses = self.diffusion.losses(self.predict, x, t, y, noise)
         return losses.mean(), losses
 
@@ -87,8 +89,8 @@ class DiT(WholeModel):
 class DiTBlock(RoutedBlock):
     """x + gate Attention(modulated x), then x + gate MLP(modulated x). layer: ``ImageLayer``."""
 
-    def __init__(self, layer, mlp_ratio, loss_terms, recompute):
-        super().__init__(recompute)
+    def __init__(self, layer, mlp_ratio, loss_terms, batch, recompute):
+        super().__init__(layer.index, batch, recompute)
         d, inner = layer.hidden_size, int(layer.hidden_size * mlp_ratio)
         self.attn = Attention(layer, loss_terms)
         self.mlp = nn.ModuleDict({"fc1": xavier_linear(d, inner), "fc2": xavier_linear(inner, d)})
@@ -97,13 +99,13 @@ class DiTBlock(RoutedBlock):
     def router(self):
         return self.attn.router
 
-    def block(self, x, c, replay):
-        """x [s, b, d] and c [b, d] -> [s, b, d], and ``RouterOutput`` or None."""
+    def block(self, x, c, inputs, replay):
+        """x [s, b, d] and c [b, d] -> [s, b, d], and the ``RouterOutput``."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaLN_modulation(c).chunk(6, dim=-1)
-        attention, routed = self.attn(modulated(x, shift, scale), replay)
+        attention, routing = self.attn(modulated(x, shift, scale), inputs, replay)
         x = x + gate * attention
         inner = F.gelu(self.mlp.fc1(modulated(x, mlp_shift, mlp_scale)), approximate="tanh")
-        return x + mlp_gate * self.mlp.fc2(inner), routed
+        return x + mlp_gate * self.mlp.fc2(inner), routing
 
 
 class Attention(nn.Module):
@@ -117,18 +119,18 @@ class Attention(nn.Module):
         self.heads = layer.num_attention_heads, layer.head_dim
         d, inner = layer.hidden_size, math.prod(self.heads)
         self.qkv, self.proj = xavier_linear(d, 3 * inner), xavier_linear(inner, d)
-        self.router = None
+        self.router = AllHeads()
         if layer.routed is not None:
-            self.router = HeadRouter(layer, layer.index, INIT_STD, None, loss_terms)
+            self.router = HeadRouter(layer, layer.index, INIT_STD, loss_terms=loss_terms)
             for weight in self.router.parameters():
                 if weight.init_std:  # those of ``sigmoid`` begin with 0
                     describe(weight, bound=xavier(*weight.shape))
 
-    def forward(self, x, replay):
-        """x [s, b, d] -> [s, b, d], and ``RouterOutput`` or None."""
-        gates, routed = (None, None) if self.router is None else self.router(x, replay)
+    def forward(self, x, inputs, replay):
+        """x [s, b, d] -> [s, b, d], and the ``RouterOutput``."""
+        routing = self.router(x, inputs, replay)
         query, key, value = self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(2)  # [s, b, h, e]
-        return self.proj(moh_attention(query, key, value, gates, causal=False).flatten(2)), routed
+        return self.proj(gated_attention(query, key, value, routing.gates, causal=False).flatten(2)), routing
 
 
 def xavier(inputs, outputs):

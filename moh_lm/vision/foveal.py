@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moh_lm.model.router import HeadRouter
+from moh_lm.model.router import AllHeads, HeadRouter
 from moh_lm.model.transformer import INIT_STD
 from moh_lm.vision.parameters import describe, described, layer_norm, linear
 
@@ -45,7 +45,9 @@ class CosineAttention(nn.Module):
         self.proj = linear(width, width, INIT_STD)
         self.cpb_fc1 = described(nn.Linear(2, BIAS_WIDTH), INIT_STD, decays=False)
         self.cpb_fc2 = described(nn.Linear(BIAS_WIDTH, heads), INIT_STD, decays=False)
-        self.router = HeadRouter(layer, layer.index, INIT_STD, None, loss_terms) if layer.routed else None
+        self.router = AllHeads()
+        if layer.routed:
+            self.router = HeadRouter(layer, layer.index, INIT_STD, loss_terms=loss_terms)
         distances, rows = axis_distances(self.side, cells or self.side)
         self.register_buffer("distances", torch.as_tensor(distances), persistent=False)
         self.register_buffer("rows", torch.as_tensor(rows), persistent=False)
@@ -53,13 +55,14 @@ class CosineAttention(nn.Module):
     def make_projections(self, width):
         self.qkv = linear(width, 3 * width, INIT_STD)
 
-    def forward(self, x, replay=None):
-        """x: [s, b, d], normalised -> [s, b, d], and the ``RouterOutput``, or None. replay: ``SelectionReplay``."""
-        gates, routed = (None, None) if self.router is None else self.router(x, replay)
+    def forward(self, x, inputs, replay=None):
+        """x: [s, b, d], normalised -> [s, b, d], and the ``RouterOutput``. inputs: ``RouterInputs``. replay:
+        ``SelectionReplay``, or None."""
+        routing = self.router(x, inputs, replay)
         context = self.attend(x)
-        if gates is not None:
-            context = context * gates.unsqueeze(-1).to(context.dtype)
-        return self.proj(context.flatten(2)), routed
+        if routing.gates is not None:
+            context = context * routing.gates.unsqueeze(-1).to(context.dtype)
+        return self.proj(context.flatten(2)), routing
 
     def attend(self, x):
         """H_i of every head: [s, b, d] -> [s, b, h, e]."""

@@ -212,8 +212,11 @@ class Request(NamedTuple):
 class Samples:
     """From a ``Request`` to its ``ImageBatch``, or to the ShardError of an image; a data set for torch's DataLoader.
 
-    A subclass has ``inputs`` of a request: what the model reads, and the sources, int64 [b].
+    A subclass has ``inputs`` of a request: what the model reads, and the sources, int64 [b], which number its
+    ``source_names``. repeats: consecutive samples that are of the same image.
     """
+
+    repeats = 1
 
     def __init__(self, config):
         self.model, self.data, self.seed = config.model, config.data, config.run.seed
@@ -229,6 +232,12 @@ class Samples:
 
 class ViTSamples(Samples):
     """inputs: images [b, c, S, S], soft targets [b, classes], and in training draws [b, 2 num_layers], all float32."""
+
+    source_names = ["images"]
+
+    @property
+    def repeats(self):
+        return self.data.repeated_augmentation
 
     def inputs(self, request):
         labels, size, data = torch.from_numpy(request.labels), self.model.image_size, self.data

@@ -113,6 +113,10 @@ class DiTSamples(Samples):
     """inputs: x [b, c, s, s] float32, t and y int64 [b], noise [b, c, s, s] float32. A held-out image has its class and
     is not mirrored; its t and noise depend on its index alone."""
 
+    @property
+    def source_names(self):
+        return quarters(self.model.diffusion_steps)
+
     def inputs(self, request):
         labels, training = request.labels.tolist(), request.training
         rows = map(self.row, request.numbers.tolist(), request.places, labels, [training] * len(labels))

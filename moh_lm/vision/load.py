@@ -29,5 +29,6 @@ def load_model(step, weights=None):
     averaged = reader.averaged if weights != "master" else ()
     model = MODELS[kind.kind][0](config.model.after(read_json(Path(step) / "state.json")["step"])).eval()
     for name, tensor in model.state_dict().items():
+        reader.require(name, tensor.shape)
         tensor.copy_(reader.read(AVERAGE if name in averaged else "master", name))
     return config, model

@@ -1,7 +1,7 @@
 """From images to micro-batches: what a run of an image model reads, and each rank's share of a step.
 
-Compare moh_lm/data/dataset.py and moh_lm/data/loader.py, whose places these classes take in a run. --workers processes
-read ahead of the training loop, a micro-batch each; without them a step is read when it is asked for.
+Language models have moh_lm/data/dataset.py and moh_lm/data/loader.py for it. --workers processes read ahead of the
+training loop, a micro-batch each; without them a step is read when it is asked for.
 """
 
 import os
@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader
 
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import ShardError, read_json
+from moh_lm.data.training_data import TrainingData
 from moh_lm.units import listing
 from moh_lm.vision.images import Images, Request, ViTSamples, order
-from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents, quarters
+from moh_lm.vision.latents import FACTS, PARTIAL, DiTSamples, Latents
 
 AHEAD = 2  # steps that are read before they are asked for
 NAMED = 3  # class folders that a sentence names
+SAMPLES = {"vit": ViTSamples, "dit": DiTSamples}
 IN_ORDER = 0  # the seed of the order of held-out images, which mixes their classes
 
 
@@ -85,22 +87,16 @@ def folders(names):
     return f"class folder {listing(names, NAMED)}"
 
 
-class ImageSet:
-    """The images of a run. training, held_out: ``Images`` or ``Latents``; nothing may be held out.
-
-    source_names: what the log distinguishes: nothing for a ViT, the quarters of the time steps for a DiT.
-    """
-
-    shares, tokenizer_path = {}, None
+class ImageSet(TrainingData):
+    """The images of a run. training, held_out: ``Images`` or ``Latents``; nothing may be held out."""
 
     def __init__(self, config, training, held_out=None):
         self.config, self.training, self.held_out = config, training, held_out
         self.num_images = len(training.labels)
         self.num_validation = len(held_out.labels) if held_out else 0
         self.notes = [note for source in (training, held_out) for note in getattr(source, "notes", [])]
-        classifies = config.kind == "vit"
-        self.source_names = ["images"] if classifies else quarters(config.model.diffusion_steps)
-        self.samples = (ViTSamples if classifies else DiTSamples)(config)
+        self.samples = SAMPLES[config.kind](config)
+        self.source_names = self.samples.source_names
 
     def state(self, consumed=0):
         """For a checkpoint: what identifies the images."""
@@ -117,22 +113,15 @@ class ImageSet:
         names = ", under other names" if was == is_now else ""
         return [f"--data-dir {self.training.path} had {was} and has {is_now}{names}"]
 
-    def continue_from(self, saved, consumed):
-        return self
-
     def tokens_read(self, samples):
-        return samples * self.config.run.seq_length
-
-    def bytes_per_token(self):
-        return {}
+        return samples * self.config.seq_length
 
     def training_request(self, numbers):
         """The ``Request`` for samples int64 [b] of the run."""
         epochs, places = np.divmod(numbers, self.num_images)
-        repeats = self.config.data.repeated_augmentation if self.config.kind == "vit" else 1
         seed = self.config.run.seed
         indices = [
-            order(seed, epoch, self.num_images)[place // repeats]
+            order(seed, epoch, self.num_images)[place // self.samples.repeats]
             for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)
         ]
         places = [self.training.place(index) for index in indices]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from moh_lm.model.batch_context import BatchContext
 from moh_lm.model.block import RoutedBlock
 from moh_lm.model.transformer import INIT_STD, WholeModel, loss_terms
 from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, convolution, to_images, to_tokens
@@ -49,8 +50,8 @@ class ConvolutionalGLU(nn.Module):
 class Block(RoutedBlock):
     """A layer of a stage. layer: ``ImageLayer``. loss_terms: of ``HeadRouter``."""
 
-    def __init__(self, layer, sr_ratio, mlp_ratio, loss_terms, recompute):
-        super().__init__(recompute)
+    def __init__(self, layer, sr_ratio, mlp_ratio, loss_terms, batch, recompute):
+        super().__init__(layer.index, batch, recompute)
         width = layer.hidden_size
         self.norm1, self.norm2 = layer_norm(width), layer_norm(width)
         pooled = sr_ratio > 1
@@ -60,12 +61,12 @@ class Block(RoutedBlock):
     def router(self):
         return self.attn.router
 
-    def block(self, x, kept, replay):
+    def block(self, x, kept, inputs, replay):
         """x: [s, b, d]. kept: [2, b, 1], what attention and MLP of each image are multiplied with, or None for 1."""
-        attention, routed = self.attn(self.norm1(x), replay)
+        attention, routing = self.attn(self.norm1(x), inputs, replay)
         x = x + (attention if kept is None else attention * kept[0])
         mlp = self.mlp(self.norm2(x))
-        return x + (mlp if kept is None else mlp * kept[1]), routed
+        return x + (mlp if kept is None else mlp * kept[1]), routing
 
 
 class TransNeXt(WholeModel):
@@ -74,12 +75,12 @@ class TransNeXt(WholeModel):
 
     def __init__(self, config, micro_batches=1, recompute=False):
         super().__init__()
-        terms = loss_terms(config, micro_batches)
+        self.batch, terms = BatchContext(), loss_terms(config, micro_batches)
         self.num_stages, self.num_layers, self.drop_path = len(config.depths), config.num_layers, config.drop_path
         channels, layers = config.in_channels, map(config.layer, range(config.num_layers))
         for stage, width in enumerate(config.hidden_sizes):
             ratios = config.sr_ratios[stage], config.mlp_ratios[stage]
-            blocks = [Block(next(layers), *ratios, terms, recompute) for _ in range(config.depths[stage])]
+            blocks = [Block(next(layers), *ratios, terms, self.batch, recompute) for _ in range(config.depths[stage])]
             self.add_module(f"patch_embed{stage + 1}", PatchEmbedding(channels, width, stride=2 if stage else 4))
             self.add_module(f"block{stage + 1}", nn.ModuleList(blocks))
             self.add_module(f"norm{stage + 1}", layer_norm(width))
@@ -92,6 +93,7 @@ class TransNeXt(WholeModel):
         With targets, float [b, classes], each adding up to 1: their mean cross entropy and that of each image [b],
         fp32 or wider. draws: of ``kept_branches``; without them, or in evaluation, every branch is kept.
         """
+        self.batch.advance(images.device)
         x = images.to(self.head.weight.dtype)
         kept = iter(self.kept_branches(draws, x.dtype))
         for stage in range(1, self.num_stages + 1):

@@ -9,7 +9,7 @@ from moh_lm.config import ConfigError
 
 
 @pytest.mark.parametrize("name, current", [("cuda:2", [torch.device("cuda:2")]), ("cuda", []), ("cpu", [])])
-def test_the_gpu_that_is_named_is_the_current_one_while_a_step_is_timed(name, current, monkeypatch):
+def test_the_gpu_that_is_named_is_current_while_a_step_is_timed(name, current, monkeypatch):
     found, made_current = [], []
     monkeypatch.setattr(step, "usable_device", lambda name: name)
     monkeypatch.setattr(step, "compare", lambda arguments, length, device: found.append(str(device)))
@@ -24,7 +24,6 @@ def test_the_gpu_that_is_named_is_the_current_one_while_a_step_is_timed(name, cu
     "device, flags, words",
     [
         ("cpu", "--backend triton", "--backend triton: needs a CUDA GPU, and --device is cpu; choose auto"),
-        ("cpu", "--backend flex", "--backend flex: needs a CUDA GPU, and --device is cpu; choose auto"),
         ("cuda", "--backend cpu_sparse", "--backend cpu_sparse: needs a CPU, and --device is cuda; choose auto"),
         ("cpu", "--backend cpu_sparse --contestants dense moh-50-compiled", "cpu_sparse cannot be compiled"),
     ],

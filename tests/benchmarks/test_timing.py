@@ -34,7 +34,7 @@ def gpu(monkeypatch):
     return state
 
 
-def test_what_waits_for_the_gpu_is_timed_by_eager_calls_and_never_captured(gpu, capsys):
+def test_what_waits_for_the_gpu_is_never_captured(gpu, capsys):
     def call():
         if gpu.mode == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
@@ -45,7 +45,7 @@ def test_what_waits_for_the_gpu_is_timed_by_eager_calls_and_never_captured(gpu, 
     assert capsys.readouterr().out.startswith("core, forward: waits for the GPU")
 
 
-def test_what_does_not_wait_is_timed_by_its_graph_and_by_eager_calls(gpu, capsys):
+def test_what_does_not_wait_is_timed_by_its_graph_too(gpu, capsys):
     assert timing.stopwatch(lambda: "eager", torch.device("cuda"), "core")() == ("replayed", "eager")
     assert gpu.captured == 1 and gpu.mode == "default" and not capsys.readouterr().out
 

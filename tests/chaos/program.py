@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-import moh_lm.run.program  # noqa: F401 - pretrain imports it after the flags
+import moh_lm.run.text  # noqa: F401 - pretrain imports it after the flags
 from moh_lm import pretrain
 from moh_lm.checkpoint import manifest, saver
 from moh_lm.run import loop
@@ -145,7 +145,7 @@ def mark_phases(path, rank):
 
     engine.Engine.train_step = count(engine.Engine.train_step)
     around(engine.Engine, "train_step", "main", "step")
-    around(loop, "make_engine", "main", "engine")
+    around(engine.Engine, "__init__", "main", "engine")
     around(loop, "resume", "main", "resume")
     around(loop.Run, "evaluate", "main", "evaluation")
     around(saver.Saver, "save", "main", "save")

@@ -14,14 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moh_lm.checkpoint import fragments, saver, writing
 from moh_lm.checkpoint.directory import list_steps, outdated, remove_leftovers
-from moh_lm.checkpoint.fragments import FragmentReader, write_safetensors
+from moh_lm.checkpoint.fragments import Fragment, FragmentReader, write_safetensors
 from moh_lm.checkpoint.manifest import describe, verify
 from moh_lm.checkpoint.saver import CheckpointError, NonFiniteState, Saver, find_step
 from moh_lm.config import Config
 from moh_lm.parallel.layers import Partition, make_parameter
-from moh_lm.training.optimizer import Fragment
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, run
+from tests.training.runs import arguments, run
 
 # --- Reading parts ---
 
@@ -96,7 +95,7 @@ def test_elements_that_no_file_holds_are_refused(tmp_path, monkeypatch):
 # --- Retention ---
 
 
-def test_retention_keeps_the_newest_verified_steps_and_those_that_are_kept_for_ever():
+def test_retention_keeps_the_newest_verified_steps():
     generator = random.Random(0)
     for _ in range(1000):
         steps = sorted(generator.sample(range(1, 30), generator.randrange(9)), reverse=True)
@@ -154,7 +153,7 @@ def save_beside_a_link(directory, elsewhere):
     writer.close()
 
 
-def test_an_old_step_that_is_a_link_is_removed_and_what_it_points_to_stays(tmp_path):
+def test_removing_a_link_keeps_the_step_that_it_points_to(tmp_path):
     """Under its own name, and as the leftover of a removal that was cut short."""
     steps, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     run_ranks(save_beside_a_link, 1, steps, elsewhere)
@@ -198,7 +197,7 @@ def save_with_a_limit(flags, limit, guilty):
         (1000, 1, "true"), (100_000, 0, "true"), (100_000, 1, "false"),
     ],
 )  # fmt: skip
-def test_a_save_that_cannot_be_written_leaves_the_checkpoints_before_it(data_dir, tmp_path, limit, guilty, background):
+def test_a_failed_save_leaves_the_checkpoints_before_it(data_dir, tmp_path, limit, guilty, background):
     flags = arguments(data_dir, tmp_path, "--async-save", background)
     one, other = run_ranks(save_with_a_limit, 2, flags, limit, guilty)
     assert one == other and len(one) == 1
@@ -264,7 +263,7 @@ def save_below_a_file(directory):
         Saver(directory).save(1, [fragment], Config(), {}, None)
 
 
-def test_a_directory_that_rank_0_cannot_make_is_an_error_of_all_ranks(tmp_path):
+def test_an_error_of_rank_0_is_an_error_of_all_ranks(tmp_path):
     (tmp_path / "checkpoints").touch()
     run_ranks(save_below_a_file, 2, tmp_path / "checkpoints")
 

@@ -30,7 +30,7 @@ from tests.checkpoint.damage import (
     truncate,
 )
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, rows, run
+from tests.training.runs import arguments, events, rows, run
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,6 @@ def saved(data_dir, tmp_path_factory):
     """The run directory of a run of two ranks that was left after step 6, with steps 3 and 6."""
     directory = tmp_path_factory.mktemp("saved")
     run_ranks(run, 2, arguments(data_dir, directory), 6)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def whole(data_dir, tmp_path_factory):
-    """The same run, never stopped."""
-    directory = tmp_path_factory.mktemp("whole")
-    run_ranks(run, 2, arguments(data_dir, directory))
     return directory
 
 
@@ -86,13 +78,13 @@ def test_the_block_of_the_damage_is_named(tmp_path):
 @pytest.mark.parametrize(
     "harm", [truncate, lengthen, empty, remove, replace_by_directory, swap_ranks, add_a_rank], ids=lambda f: f.__name__
 )
-def test_a_damaged_step_is_set_aside_and_the_one_before_it_gives_the_same_run(copy, whole, data_dir, harm):
+def test_a_damaged_step_is_set_aside_and_the_run_is_the_same(copy, two_rank_run, data_dir, harm):
     steps = copy / "checkpoints"
     harm(steps / "step-6", steps / "step-6" / "rank-1.safetensors")
     with pytest.raises(ConfigError, match="step-6/rank-"):
         find_step(copy)
     run_ranks(run, 2, arguments(data_dir, copy))
-    assert rows(copy) == rows(whole)
+    assert rows(copy) == rows(two_rank_run)
     assert (steps / "damaged-step-6").is_dir()
     assert json.loads((copy / "events.jsonl").read_text().splitlines()[-5])["event"] == "damaged"
     assert (steps / "latest").read_text() == "step-7\n"
@@ -104,8 +96,7 @@ def test_a_copy_of_a_step_under_another_number_is_set_aside(copy, data_dir):
     shutil.copytree(steps / "step-3", steps / "step-8")
     run_ranks(run, 1, arguments(data_dir, copy))
     assert (steps / "damaged-step-8").is_dir()
-    events = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["event"] == "resumed"] == [6]
+    assert [event["step"] for event in events(copy, "resumed")] == [6]
 
 
 def test_a_run_without_a_sound_step_is_refused_and_left_as_it_is(copy, data_dir):
@@ -130,13 +121,13 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_afresh(copy, data_dir):
         run_ranks(run, 1, arguments(data_dir, copy))
 
 
-def test_a_run_that_died_before_its_first_checkpoint_starts_again_and_logs_every_step_once(whole, copy, data_dir):
+def test_a_run_that_died_before_its_first_checkpoint_restarts(two_rank_run, copy, data_dir):
     shutil.rmtree(copy / "checkpoints")
     (copy / "events.jsonl").unlink()
     (copy / "checkpoints" / "step-3.tmp").mkdir(parents=True)  # a save that was killed
     (copy / "checkpoints" / "latest.tmp").touch()
     run_ranks(run, 2, arguments(data_dir, copy))
-    assert rows(copy) == rows(whole)
+    assert rows(copy) == rows(two_rank_run)
     assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["latest", "step-3", "step-6", "step-7"]
 
 
@@ -150,11 +141,10 @@ def test_a_wrong_pointer_does_not_send_a_run_elsewhere(copy, data_dir, pointer):
     if pointer in (b"step-3\n", b"\xff\xfe"):
         run_ranks(run, 1, arguments(data_dir, copy))
         assert latest.read_text() == "step-7\n"
-        events = [json.loads(line) for line in (copy / "events.jsonl").read_text().splitlines()]
-        assert [event["step"] for event in events if event["event"] == "resumed"] == [6]
+        assert [event["step"] for event in events(copy, "resumed")] == [6]
 
 
-def test_odd_things_in_a_run_directory_do_not_stop_it(copy, data_dir, whole):
+def test_odd_things_in_a_run_directory_do_not_stop_it(copy, data_dir, two_rank_run):
     steps = copy / "checkpoints"
     (steps / "latest").unlink()
     (steps / "latest").mkdir()
@@ -163,7 +153,7 @@ def test_odd_things_in_a_run_directory_do_not_stop_it(copy, data_dir, whole):
     with open(copy / "metrics.jsonl", "ab") as file:
         file.write(b'5\n["step"]\n{"step": "x"}\n\xff\n')
     run_ranks(run, 2, arguments(data_dir, copy))
-    assert rows(copy) == rows(whole)
+    assert rows(copy) == rows(two_rank_run)
     assert (steps / "latest").read_text() == "step-7\n" and (copy / "mine.tmp").is_dir()
 
 
@@ -240,7 +230,7 @@ def fill_disk(flags, free_bytes):
         return type(error).__name__, error.problems
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(data_dir, tmp_path, copy):
+def test_a_full_disk_is_refused_before_anything_is_written(data_dir, tmp_path, copy):
     kind, (problem,) = run_ranks(fill_disk, 2, arguments(data_dir, tmp_path / "new"), 3_000_000)[1]
     assert kind == "ConfigError"
     assert re.search(r"no space left: 3,000,000 bytes are free, and 2 checkpoints of 2,\d{3},\d{3} bytes", problem)

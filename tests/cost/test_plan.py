@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moh_lm.build import build_model
 from moh_lm.checks import config_problems
 from moh_lm.cost import memory
+from moh_lm.cost.attention import attention_products
 from moh_lm.cost.flops import flops_per_token, muon_flops
+from moh_lm.cost.layers import layer_activation_bytes
 from moh_lm.cost.memory import (
     cache_bytes,
     exchanged,
@@ -26,13 +29,11 @@ from moh_lm.cost.memory import (
 )
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.model.attention import Attention
-from moh_lm.model.transformer import CausalLM, DecoderLayer
 from moh_lm.parallel import cross_entropy
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.parallel.layers import even_partition
 from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
+from moh_lm.training.text_engine import make_engine
 from tests.distributed import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +115,7 @@ def test_heads_with_their_own_keys_save_scores_keys_and_cache():
                for keys in ("all", "selected")]  # fmt: skip
     assert windows == [size / 8] * 2  # a window keeps the keys of all its tokens
     fewer = parse(LLM_B, *budget[:3], "4", "--routed-keys", "selected").model
-    assert Attention.cost(own, 0, 2048, 4.0) == Attention.cost(fewer, 0, 2048)  # as many heads as were measured
+    assert attention_products(own, 0, 2048, 4.0) == attention_products(fewer, 0, 2048)  # as many heads as were measured
 
 
 def test_a_window_saves_the_scores_that_it_hides():
@@ -127,7 +128,7 @@ def test_a_window_saves_the_scores_that_it_hides():
     assert few < many  # layers of a stage: those with a window cost less
 
 
-def test_counted_positions_cost_their_gates_and_tables_and_memory():
+def test_counted_positions_cost_gates_tables_and_memory():
     counted = ["--position", "cope", *["none"] * 23, "--cope-max-position", "99"]
     plain, cope = (parse(LLM_B, *flags) for flags in (["--position", "none"], counted))
     more = flops_per_token(cope.model, 2048)["dense"] - flops_per_token(plain.model, 2048)["dense"]
@@ -167,7 +168,7 @@ def test_zero_3_needs_room_for_the_whole_model_at_its_start():
 def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
     config = parse(LLAMA3_8B, "--pipeline-parallel-size", "8")
     stages = stage_memory(config, world_size=8)
-    per_layer = 8192 * DecoderLayer.activation_bytes(config.model, 2, 1)
+    per_layer = 8192 * layer_activation_bytes(config.model, 2, 1)
     assert stages[0]["activations"] == 4 * per_layer * 8  # four layers, eight micro-batches in flight
     assert stages[-1]["loss"] > 0 and all(stage["loss"] == 0 for stage in stages[:-1])
     total = sum(stage["weights"] for stage in stages)
@@ -188,19 +189,17 @@ def test_a_pipeline_keeps_more_micro_batches_on_its_first_stages():
 def test_the_activation_estimate_is_what_autograd_keeps(flags, dtype):
     sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
     config = parse(f"{sizes} {flags}").model
-    model = CausalLM(config).to(dtype)
+    model = build_model(config).to(dtype)
     model.initialize(1)
     counted = 128 * ("cope" in config.position)
     kept = kept_by_second_layer(model, tokens=torch.randint(0, 64, (2, 128)))
-    assert kept / 256 == pytest.approx(DecoderLayer.activation_bytes(config, dtype.itemsize, 1, counted), rel=0.03)
+    assert kept / 256 == pytest.approx(layer_activation_bytes(config, dtype.itemsize, 1, counted), rel=0.03)
 
 
 def kept_of_a_context(config):
     groups = ParallelGroups.create(1, 1, dist.get_world_size())
-    model = CausalLM(config, context=groups.context)
+    model = build_model(config, context=groups.context)
     model.initialize(1)
-    for layer in model.model.layers:
-        layer.self_attn.backend = "dense"
     return kept_by_second_layer(model, torch.randint(0, 64, (2, 128 // groups.context.size())))
 
 
@@ -211,7 +210,7 @@ def kept_of_a_context(config):
 def test_the_activation_estimate_knows_what_ranks_exchange(flags, ranks):
     sizes = "--num-layers 2 --hidden-size 256 --intermediate-size 640 --num-attention-heads 8 --vocab-size 64"
     config = parse(f"{sizes} --num-shared-heads 4 --num-active-routed-heads 2 {flags}").model
-    estimate = DecoderLayer.activation_bytes(exchanged(config, 1, ranks).of_layer(1), 4, 1)
+    estimate = layer_activation_bytes(exchanged(config, 1, ranks).of_layer(1), 4, 1)
     kept = run_ranks(kept_of_a_context, ranks, config)
     assert [size / 256 * ranks for size in kept] == pytest.approx([estimate] * ranks, rel=0.03)
 
@@ -287,7 +286,7 @@ def optimizer_bytes(text):
     "bf16", "bf16 --offload-optimizer", "bf16 --zero-stage 2", "bf16 --zero-stage 3", "fp32",
     "fp32 --pipeline-parallel-size 2",
 ])  # fmt: skip
-def test_the_gradient_estimate_counts_the_buffers_that_deepspeed_makes(flags):
+def test_the_gradient_estimate_counts_the_buffers_of_deepspeed(flags):
     text = f"""--num-layers 2 --hidden-size 64 --intermediate-size 128 --num-attention-heads 8 --vocab-size 128
         --micro-batch-size 2 --seq-length 16 --batch-tokens 128 --train-iters 1 --precision {flags}"""
     config = parse(text)

@@ -10,7 +10,7 @@ from moh_lm.data.shards import ShardError, write_manifest
 from tests.data.test_loader import loader, make_directory, open_dataset, problems_of
 
 
-def test_a_directory_that_is_absent_or_unfinished_is_refused_in_one_line(tmp_path):
+def test_an_absent_or_unfinished_directory_is_refused(tmp_path):
     (absent,) = problems_of(tmp_path / "absent")
     assert "--data-dir" in absent
     assert "tokenize.py" in absent
@@ -42,7 +42,7 @@ def test_a_source_outside_the_mix_may_be_damaged(tmp_path):
     assert "unit-0.json" in problems_of(tmp_path)[0]
 
 
-def test_a_held_out_part_without_a_full_window_is_refused_with_the_numbers_and_a_fraction_that_works(tmp_path):
+def test_a_held_out_part_below_a_window_is_refused_with_a_remedy(tmp_path):
     make_directory(tmp_path, {"a": [[400]]})
     (problem,) = problems_of(tmp_path, fraction=0.02)
     assert "holds out 8 of 400 tokens of source a" in problem
@@ -51,7 +51,7 @@ def test_a_held_out_part_without_a_full_window_is_refused_with_the_numbers_and_a
 
 
 @pytest.mark.parametrize("shards", [[[30]] * 40, [[90]] * 40, [[5000], *[[30]] * 40]])
-def test_the_fraction_that_is_proposed_works_where_every_shard_rounds_its_part_down(shards, tmp_path):
+def test_the_proposed_fraction_works_with_many_small_shards(shards, tmp_path):
     make_directory(tmp_path, {"a": shards})
     (problem,) = problems_of(tmp_path, fraction=0.001)
     remedy = float(problem.split("raise it to about ")[1].split(",")[0])
@@ -59,12 +59,12 @@ def test_the_fraction_that_is_proposed_works_where_every_shard_rounds_its_part_d
     assert open_dataset(tmp_path, fraction=remedy).plan(0)[0]["validation_windows"] >= 1
 
 
-def test_if_no_fraction_leaves_a_window_to_both_more_text_is_asked_for(tmp_path):
+def test_more_text_is_asked_for_where_no_fraction_works(tmp_path):
     make_directory(tmp_path, {"a": [[1]] * 40})
     assert "prepare more text, or set it to 0 for no validation" in problems_of(tmp_path)[0]
 
 
-def test_documents_that_lose_their_ends_to_validation_are_noted_with_the_remedy(tmp_path):
+def test_documents_whose_ends_are_held_out_are_noted(tmp_path):
     lengths = {"texts": [[100]] * 9 + [[50, 50]], "lines": [[1000], [10] * 200], "one": [[400]]}
     make_directory(tmp_path, lengths)
     one, note = open_dataset(tmp_path).notes
@@ -74,7 +74,7 @@ def test_documents_that_lose_their_ends_to_validation_are_noted_with_the_remedy(
     assert open_dataset(tmp_path, fraction=0.0).notes == []
 
 
-def test_a_vocabulary_smaller_than_the_data_is_refused_with_both_numbers(tmp_path):
+def test_a_vocabulary_smaller_than_the_data_is_refused(tmp_path):
     make_directory(tmp_path, {"a": [[100]], "b": [[100]]})
     (problem,) = problems_of(tmp_path, vocab_size=199)
     assert "--vocab-size 199" in problem
@@ -121,7 +121,7 @@ def swap(one, other):
 
 
 @pytest.mark.parametrize("damage", ON_DISK)
-def test_a_directory_that_is_not_as_its_manifest_says_is_refused_by_file_when_opened_or_first_read(tmp_path, damage):
+def test_a_directory_unlike_its_manifest_is_refused_by_file(tmp_path, damage):
     """The two shards have the same sizes and counts, so that only their contents tell them apart."""
     make_directory(tmp_path, {"books": [[400, 300, 350], [350, 400, 300]]}, vocab_size=2**17)
     units = {"books": tmp_path / "books" / "unit-0", "other": tmp_path / "books" / "unit-1"}
@@ -132,7 +132,7 @@ def test_a_directory_that_is_not_as_its_manifest_says_is_refused_by_file_when_op
     assert "\n" not in str(caught.value)
 
 
-def test_shards_that_the_manifest_does_not_list_are_noted_and_change_nothing(tmp_path):
+def test_shards_outside_the_manifest_are_noted_and_unused(tmp_path):
     make_directory(tmp_path, {"a": [[150, 150], [150, 150]]})
     reference = open_dataset(tmp_path)
     for suffix in FILES:

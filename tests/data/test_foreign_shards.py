@@ -39,14 +39,14 @@ def test_a_shard_of_another_tool_is_opened_on_request_only(tmp_path):
         ([0, 16, 20, 20], [1, 2, 4]),
     ],
 )
-def test_wrong_offsets_and_wrong_bounds_are_found_without_a_sidecar(tmp_path, pointers, bounds):
+def test_wrong_offsets_and_bounds_are_found_without_a_sidecar(tmp_path, pointers, bounds):
     (tmp_path / "shard.bin").write_bytes(bytes(40))
     (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 0, 5], pointers, bounds))
     with pytest.raises(ShardError, match=r"shard\.idx"):
         open_sound(tmp_path / "shard", foreign=True)
 
 
-def test_empty_documents_of_another_tool_begin_where_the_next_one_does(tmp_path):
+def test_empty_documents_begin_where_the_next_one_does(tmp_path):
     (tmp_path / "shard.bin").write_bytes(np.arange(10, dtype="<i4").tobytes())
     (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 5], [0, 16, 20], [0, 0, 2, 2, 3, 3]))
     with open_sound(tmp_path / "shard", foreign=True).document_starts() as starts:
@@ -54,7 +54,7 @@ def test_empty_documents_of_another_tool_begin_where_the_next_one_does(tmp_path)
         assert starts.inside(1, 10) == [5, 5]
 
 
-def test_an_index_of_another_tool_that_points_outside_is_refused_where_it_is_used(tmp_path):
+def test_an_index_that_points_outside_is_refused_when_used(tmp_path):
     (tmp_path / "shard.bin").write_bytes(bytes(40))
     (tmp_path / "shard.idx").write_bytes(foreign_index([4, 1, 0, 5], [0, 16, 20, 20], [0, 99, 4]))
     shard = open_shard(tmp_path / "shard", foreign=True)

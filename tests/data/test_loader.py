@@ -80,7 +80,7 @@ def problems_of(*arguments, **options):
     return caught.value.problems
 
 
-def test_micro_batches_have_shifted_labels_int64_and_the_number_of_their_source(data_dir):
+def test_micro_batches_have_shifted_labels_and_their_source(data_dir):
     dataset = open_dataset(data_dir)
     batches = loader(dataset).train_step(0)
     assert len(batches) == 12
@@ -99,7 +99,7 @@ def test_micro_batches_have_shifted_labels_int64_and_the_number_of_their_source(
             assert {*row, *label} <= set(ranges[dataset.source_names[source]])
 
 
-def test_training_and_validation_share_no_token_and_use_almost_all(data_dir):
+def test_training_and_validation_share_no_token(data_dir):
     dataset = open_dataset(data_dir)
     samples = 24 * 90  # several epochs of every source, so several phases
     training = [windows(loader(dataset).train_step(24 * step)) for step in range(90)]
@@ -140,7 +140,7 @@ def test_a_window_may_cross_shards_but_follows_the_stream(data_dir):
         ([10, 10], 0.0, 20),
     ],
 )
-def test_the_cut_is_a_document_boundary_unless_that_more_than_doubles_the_tail(tmp_path, lengths, fraction, expected):
+def test_the_cut_is_a_document_boundary_where_one_is_near(tmp_path, lengths, fraction, expected):
     make_directory(tmp_path, {"a": [lengths]})
     assert cut_of(open_shard(tmp_path / "a" / "unit-0"), fraction) == expected
 
@@ -157,7 +157,7 @@ def test_ranks_and_micro_batches_tile_the_global_batch_in_order(data_dir, size):
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 5, 13, 10**6])
-def test_validation_is_the_same_set_of_windows_for_any_number_of_ranks(data_dir, num_samples):
+def test_validation_windows_do_not_depend_on_the_ranks(data_dir, num_samples):
     dataset = open_dataset(data_dir)
     for name in dataset.source_names:
         reference = windows(loader(dataset, micro_batch_size=1).validation(name, num_samples))
@@ -170,7 +170,7 @@ def test_validation_is_the_same_set_of_windows_for_any_number_of_ranks(data_dir,
             assert sorted(row for part in parts for row in windows(part)) == sorted(reference)
 
 
-def test_fewer_validation_windows_are_the_first_of_more_and_do_not_overlap(data_dir):
+def test_fewer_validation_windows_are_the_first_of_more(data_dir):
     dataset = open_dataset(data_dir)
     more = windows(loader(dataset, micro_batch_size=1).validation("wiki", 10**6))
     assert windows(loader(dataset, micro_batch_size=1).validation("wiki", 7)) == more[:7]
@@ -183,7 +183,7 @@ def test_validation_windows_do_not_depend_on_seed_or_mix(data_dir):
     assert windows(loader(open_dataset(data_dir, [("wiki", "1")], seed=2)).validation("wiki", 9)) == reference
 
 
-def test_without_a_validation_fraction_all_tokens_are_for_training(data_dir):
+def test_without_validation_all_tokens_are_for_training(data_dir):
     dataset = open_dataset(data_dir, fraction=0.0)
     assert [row["validation_windows"] for row in dataset.plan(10)] == [0, 0, 0]
     assert loader(dataset).validation("wiki", 10) == []
@@ -202,12 +202,12 @@ def test_the_plan_counts_samples_and_epochs(data_dir):
     assert dataset.notes == ["not in --data-mix: code"]
 
 
-def test_without_a_mix_sources_count_in_proportion_to_their_training_tokens(data_dir):
+def test_without_a_mix_shares_follow_the_training_tokens(data_dir):
     rows = open_dataset(data_dir, fraction=0.0).plan(0)
     assert [row["share"] for row in rows] == [1950 / 6651, 1401 / 6651, 3300 / 6651]
 
 
-def test_the_fingerprint_changes_with_anything_that_changes_the_samples_and_with_nothing_else(data_dir, tmp_path):
+def test_the_fingerprint_changes_exactly_with_the_samples(data_dir, tmp_path):
     mix = [("wiki", "1"), ("books", "3")]
     reference = open_dataset(data_dir, mix).fingerprint()
     assert open_dataset(data_dir, [("books", "0.75"), ("wiki", "0.25")]).fingerprint() == reference
@@ -249,7 +249,7 @@ def test_the_tokenizer_of_the_directory_is_found(tmp_path):
     assert open_dataset(tmp_path / "own").tokenizer_path == tmp_path / "own" / "tokenizer.model"
 
 
-def test_a_tokenizer_of_hugging_face_ends_documents_as_the_shards_do(tmp_path):
+def test_a_hugging_face_tokenizer_ends_documents_as_the_shards(tmp_path):
     pieces = json.dumps({"model": {"vocab": {"a": 0, "</s>": 2, "<x>": 3}}, "added_tokens": []}).encode()
     make_directory(tmp_path, {"a": [[100]]}, sha256=hashlib.sha256(pieces).hexdigest())
     (tmp_path / "tokenizer.json").write_bytes(pieces)
@@ -276,7 +276,7 @@ def equal(one, other):
     return all(torch.equal(a, b) for x, y in pairs for a, b in zip(x[:3], y[:3], strict=True))
 
 
-def test_steps_read_ahead_are_those_read_one_by_one_in_any_order_and_with_evaluation_in_between(data_dir):
+def test_steps_read_ahead_are_those_read_one_by_one(data_dir):
     dataset = open_dataset(data_dir)
     reading = loader(dataset)
     for step in [0, 1, 2, 3, 7, 8, 8, 2, 3, 4, 100]:
@@ -286,7 +286,7 @@ def test_steps_read_ahead_are_those_read_one_by_one_in_any_order_and_with_evalua
     reading.close()
 
 
-def test_no_more_than_two_steps_are_read_ahead_and_none_after_closing(data_dir):
+def test_at_most_two_steps_are_read_ahead_and_none_after_close(data_dir):
     reading = loader(open_dataset(data_dir))
     asked = []
     read_step = reading.read_step
@@ -303,7 +303,7 @@ def test_no_more_than_two_steps_are_read_ahead_and_none_after_closing(data_dir):
     assert len(reading.validation("wiki", 2)) == 1
 
 
-def test_what_goes_wrong_in_the_reading_thread_is_raised_by_the_step_that_it_belongs_to(tmp_path):
+def test_an_error_of_the_reading_thread_is_raised_by_its_step(tmp_path):
     make_directory(tmp_path, {"a": [[4000]]})
     dataset = open_dataset(tmp_path, seq_length=8)
     reading = loader(dataset)
@@ -328,7 +328,7 @@ def boundaries(row, starts):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1])
-def test_with_resets_positions_count_from_document_starts_and_across_them_nothing_is_predicted(data_dir, fraction):
+def test_with_resets_nothing_is_predicted_across_documents(data_dir, fraction):
     lengths = [length for shards in SOURCES.values() for documents in shards for length in documents]
     starts = set(np.cumsum([0, *lengths]).tolist())
     dataset = open_dataset(data_dir, fraction=fraction, seq_length=20)

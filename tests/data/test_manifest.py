@@ -20,14 +20,14 @@ def test_the_manifest_lists_what_is_finished_in_order(tmp_path):
     assert manifest["tokenizer"] == {"sha256": "a" * 64, "vocab_size": 65536, "eos_id": 2}
 
 
-def test_a_manifest_of_two_tokenizers_is_refused_with_both_hashes(tmp_path):
+def test_a_manifest_of_two_tokenizers_is_refused(tmp_path):
     write(tmp_path / "wiki" / "a", [[1, 2]])
     write(tmp_path / "books" / "b", [[1, 2]], tokenizer={**TOKENIZER, "sha256": "b" * 64})
     with pytest.raises(ShardError, match=f"({'a' * 64}.*{'b' * 64})|({'b' * 64}.*{'a' * 64})"):
         write_manifest(tmp_path)
 
 
-def test_a_manifest_in_which_an_input_would_count_twice_is_refused(tmp_path):
+def test_a_manifest_with_an_input_twice_is_refused(tmp_path):
     write(tmp_path / "wiki" / "a", [[1, 2]], inputs=[{"path": "/text/x", "range": [0, 100]}])
     write(tmp_path / "wiki" / "b", [[1, 2]], inputs=[{"path": "/text/x", "range": [100, 200]}])
     write(tmp_path / "books" / "c", [[1, 2]], inputs=[{"path": "/text/x", "range": [0, 200]}])
@@ -52,7 +52,7 @@ def test_the_manifest_knows_the_cuts_that_the_indexes_give(tmp_path):
     assert open_source(tmp_path, "wiki", manifest, 0).cuts == [shard.num_tokens for shard in opened.shards]
 
 
-def test_a_finished_shard_that_the_manifest_does_not_list_is_told(tmp_path):
+def test_a_finished_shard_outside_the_manifest_is_reported(tmp_path):
     write(tmp_path / "wiki" / "a", [[1, 2]])
     manifest = write_manifest(tmp_path)
     write(tmp_path / "wiki" / "b", [[1, 2]])

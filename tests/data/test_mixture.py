@@ -34,7 +34,7 @@ def samples_of(mix, name, count, total=20_000):
     [PAPER, {"a": "1", "b": "1"}, {"a": "0.001", "b": "99.999"}, {"a": "1", "b": "1", "c": "1", "d": "1000"},
      {"a": "3", "b": "5", "c": "7.5", "d": "11", "e": "0.25"}],
 )  # fmt: skip
-def test_every_prefix_of_every_source_is_within_one_sample_of_its_share(weights):
+def test_every_prefix_is_within_one_sample_of_its_share(weights):
     mix = mixture(weights)
     total = sum(Decimal(weight) for weight in weights.values())
     period = 100_000
@@ -48,7 +48,7 @@ def test_every_prefix_of_every_source_is_within_one_sample_of_its_share(weights)
 
 
 @pytest.mark.parametrize("trial", range(12))
-def test_every_prefix_of_random_weights_is_within_one_sample_of_its_share_wherever_it_starts(trial):
+def test_every_prefix_of_random_weights_has_its_share(trial):
     random = np.random.default_rng(trial)
     weights = {f"s{i}": f"{random.integers(1, 10**random.integers(1, 5)) / 100}" for i in range(random.integers(2, 13))}
     mix = mixture(weights)
@@ -63,7 +63,7 @@ def test_every_prefix_of_random_weights_is_within_one_sample_of_its_share_wherev
         assert error.max() <= share.denominator * (1 - Fraction(1, 2 * len(weights) - 2))
 
 
-def test_a_million_samples_read_by_changing_ranks_are_each_window_once_per_epoch():
+def test_changing_ranks_read_each_window_once_per_epoch():
     mix = mixture(PAPER, tokens={name: 200_000 * (number + 1) + 7 * number for number, name in enumerate(PAPER)})
     random, consumed, parts = np.random.default_rng(0), 0, []
     while consumed < 10**6:
@@ -176,7 +176,7 @@ def test_permutations_spread_and_differ_between_keys():
     assert (one == other).sum() < 20
 
 
-def test_every_window_of_an_epoch_is_used_once_inside_the_source_and_cut_elsewhere_each_time():
+def test_each_epoch_uses_every_window_once_with_another_phase():
     mix = mixture({"a": "1"}, tokens=1_007)
     windows = int(mix.windows[0])
     assert windows == 1_007 // SEQ_LENGTH - 1
@@ -221,7 +221,7 @@ def test_the_order_in_which_sources_are_given_does_not_matter():
         assert np.array_equal(one, other)
 
 
-def test_another_source_or_weight_does_not_reshuffle_the_windows_of_a_source():
+def test_other_sources_do_not_reshuffle_the_windows_of_one():
     alone = samples_of(mixture({"m": "1"}), "m", 2_000)
     among = samples_of(mixture({"a": "2", "m": "3", "z": "0.5"}), "m", 2_000)
     assert alone == among
@@ -231,7 +231,7 @@ def test_seeds_give_different_orders():
     assert samples_of(mixture({"a": "1"}, seed=1), "a", 100) != samples_of(mixture({"a": "1"}, seed=2), "a", 100)
 
 
-def test_weights_of_too_many_digits_are_rounded_by_largest_remainder_and_it_is_said():
+def test_weights_of_too_many_digits_are_rounded_with_a_note():
     weights = {"a": "333333.3", "b": "333333.4", "c": "333333.5", "d": "2"}
     mix = mixture(weights)
     assert mix.period == LARGEST_PERIOD

@@ -86,7 +86,7 @@ def test_offsets_beyond_four_gigabytes_do_not_wrap(tmp_path):
 @pytest.mark.parametrize(
     "document", [[], [65536], [-1], np.broadcast_to(np.uint16(1), 2**31)], ids=["empty", "large id", "negative", "long"]
 )
-def test_a_document_that_the_format_cannot_hold_is_refused_and_leaves_no_file(tmp_path, document):
+def test_a_document_that_the_format_cannot_hold_is_refused(tmp_path, document):
     with pytest.raises(ShardError, match="shard"):
         write(tmp_path / "shard", [[1, 2], document])
     assert list(tmp_path.iterdir()) == []
@@ -113,7 +113,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_shard_is_refused_at_opening_by_the_name_of_its_file(tmp_path, damage):
+def test_a_damaged_shard_is_refused_at_opening_by_file(tmp_path, damage):
     prefix = tmp_path / "shard"
     write(prefix, [[5, 6, 2], [7, 2], [8, 9, 10, 2]])
     suffix, change = DAMAGE[damage]
@@ -139,7 +139,7 @@ def open_all(directory):
 
 
 @pytest.mark.parametrize("name", ["wiki/a.json", "manifest.json"])
-def test_every_flipped_bit_of_a_sidecar_and_of_a_manifest_is_found_in_one_line_with_the_remedy(tmp_path, name):
+def test_every_flipped_bit_of_a_sidecar_or_manifest_is_found(tmp_path, name):
     write(tmp_path / "wiki" / "a", [[5, 6, 2], [7, 2], [8, 9, 10, 2]])
     write_manifest(tmp_path)
     path, generator = tmp_path / name, random.Random(0)
@@ -157,7 +157,7 @@ def test_every_flipped_bit_of_a_sidecar_and_of_a_manifest_is_found_in_one_line_w
 
 
 @pytest.mark.parametrize("name", ["wiki/a.json", "manifest.json"])
-def test_a_directory_from_before_the_seals_opens_and_its_damage_ends_in_no_other_error(tmp_path, name):
+def test_damage_without_seals_ends_in_no_other_error(tmp_path, name):
     write(tmp_path / "wiki" / "a", [[5, 6, 2], [7, 2], [8, 9, 10, 2]])
     as_version_2(tmp_path / "wiki" / "a.json")
     write_manifest(tmp_path)
@@ -213,7 +213,7 @@ def test_every_block_of_both_files_has_its_crc_in_the_sidecar(large):
 
 
 @pytest.mark.parametrize("trial", range(40))
-def test_a_flipped_bit_in_the_tokens_is_found_when_it_is_read_by_file_and_block(large, tmp_path, trial):
+def test_a_flipped_bit_in_the_tokens_is_found_when_read(large, tmp_path, trial):
     prefix, documents = large
     tokens = np.concatenate(documents)
     position = int(np.random.default_rng(trial).integers(2 * len(tokens)))
@@ -253,7 +253,7 @@ def test_a_flipped_bit_in_the_index_is_found_by_file_and_block(large, tmp_path, 
         assert position >= 34 + 4 * (len(documents) - 1)
 
 
-def test_verification_counts_damaged_blocks_and_reports_the_bytes_that_it_read(large, tmp_path):
+def test_verification_counts_damaged_blocks_and_bytes_read(large, tmp_path):
     prefix, _ = large
     for suffix in (".bin", ".idx", ".json"):
         part(tmp_path / "shard", suffix).write_bytes(part(prefix, suffix).read_bytes())
@@ -266,7 +266,7 @@ def test_verification_counts_damaged_blocks_and_reports_the_bytes_that_it_read(l
     assert sum(read) == path.stat().st_size + (tmp_path / "shard.idx").stat().st_size
 
 
-def test_document_starts_are_those_of_the_documents_and_found_by_position(large):
+def test_document_starts_are_found_by_position(large):
     prefix, documents = large
     ends = np.cumsum([len(document) for document in documents])
     expected = [0, *ends[:-1].tolist()]
@@ -306,7 +306,7 @@ def test_a_missing_file_is_named(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("step", range(3))
-def test_a_shard_stopped_before_any_rename_is_unfinished_and_written_again_the_same(tmp_path, monkeypatch, step):
+def test_a_shard_stopped_before_a_rename_is_written_again(tmp_path, monkeypatch, step):
     documents = [[5, 6, 2], [7, 2]]
     write(tmp_path / "good" / "shard", documents)
     good = {path.name: path.read_bytes() for path in (tmp_path / "good").iterdir()}
@@ -329,7 +329,7 @@ def test_a_shard_stopped_before_any_rename_is_unfinished_and_written_again_the_s
     assert {path.name: path.read_bytes() for path in (tmp_path / "stopped").iterdir()} == good
 
 
-def test_reading_from_a_shard_that_was_cut_off_since_names_file_and_bytes(tmp_path):
+def test_reading_from_a_truncated_shard_names_file_and_bytes(tmp_path):
     write(tmp_path / "shard", [[1, 2, 3, 4, 5, 2]])
     shard = open_shard(tmp_path / "shard")
     os.truncate(tmp_path / "shard.bin", 6)

@@ -11,8 +11,8 @@ from sentencepiece import sentencepiece_model_pb2
 
 from data_prep.bpe_continuation import LETTERS, joined_tokens
 from data_prep.encoding import Tokenizer
-from data_prep.flags import extend_flags
 from data_prep.sentencepiece_extension import run
+from data_prep.tokenize import extend_flags
 from moh_lm.config import ConfigError
 from moh_lm.data.tiktoken_model import read_ranks
 from tests.data_prep.test_encoding import nasty_texts, small_ranks
@@ -145,7 +145,7 @@ def test_an_extended_model_can_still_be_encoded_with_the_segment_cache(new):
 
 def test_the_tokenizer_of_hugging_face_agrees_on_an_extended_model(new, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    from tools.hf.tokenizer_json import read_model, write_tokenizer
+    from tools.hf.convert.tokenizer_json import read_model, write_tokenizer
 
     write_tokenizer(read_model(new), tmp_path, max_length=512)
     converted = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))

@@ -7,23 +7,29 @@ import torch
 
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
-from moh_lm.extras.entropy_windows import EntropyWindows
+from moh_lm.extras.entropy_windows import EntropyWindows, entropy_sums
 from moh_lm.flags import parse_config
-from moh_lm.model.attention import Attention, entropy_sums
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.run.state import read_state
-from tests.attention_cases import make_boundaries
+from tests.attention_cases import make_mask
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, rows, run
+from tests.models import make_model
+from tests.training.runs import arguments, rows, run
 
 STRATEGY = "--window-strategy entropy --window-min 3 --window-max 12 --log-interval 1 --precision fp32".split()
 
 
-@pytest.mark.parametrize("documents, window", [(None, 0), (None, 4), ([[3, 9], [12]], 5)])
-def test_the_entropy_of_attention_is_that_of_loops(documents, window):
+@pytest.fixture
+def queries_and_keys():
+    """[s, b, h, e] of 4 heads and of the 2 that they share."""
     generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(12, 2, heads, 6, generator=generator, dtype=torch.double) * 2 for heads in (4, 2))
-    seen = make_boundaries(documents, 12, 2, window=window) if documents or window else None
+    return [torch.randn(12, 2, heads, 6, generator=generator, dtype=torch.double) * 2 for heads in (4, 2)]
+
+
+@pytest.mark.parametrize("documents, window", [(None, 0), (None, 4), ([[3, 9], [12]], 5)])
+def test_the_entropy_of_attention_is_that_of_loops(documents, window, queries_and_keys):
+    query, key = queries_and_keys
+    seen = make_mask(documents, 12, 2, window=window)
     expected = count = 0
     for row in range(2):
         starts = [0, 3] if documents and row == 0 else [0]
@@ -37,21 +43,34 @@ def test_the_entropy_of_attention_is_that_of_loops(documents, window):
     torch.testing.assert_close(entropy_sums(query, key, seen), torch.tensor([expected, count]).double())
 
 
-def test_windows_move_by_the_formula_and_not_in_a_skipped_step():
-    config, _ = parse_config([*"--num-layers 2 --window 0 8 --seq-length 20".split(), *STRATEGY])
-    windows = EntropyWindows(torch.nn.ModuleList(), config, ParallelGroups(), "cpu")
-    layers = [Attention(config.model, index, 0.02, 0.02, 1, None) for index in range(2)]
-    windows.layers = layers
+@pytest.fixture
+def windows():
+    """Of a model of two layers, the first of them without a window."""
+    sizes = "--num-layers 2 --hidden-size 8 --intermediate-size 8 --num-attention-heads 4 --vocab-size 8"
+    config, _ = parse_config([*sizes.split(), *"--window 0 8 --seq-length 20".split(), *STRATEGY])
+    return EntropyWindows(make_model(config.model, watched=True), config, ParallelGroups(), "cpu")
+
+
+def test_windows_move_by_the_formula_and_not_in_a_skipped_step(windows):
     for sums, skipped in (((6.0, 9.0), False), ((900.0, 9.0), True), ((2.0, 1.0), False)):
-        for layer, total in zip(layers, sums, strict=True):
-            layer.entropy = torch.tensor([total, 4.0]).double()
+        windows.sums.copy_(torch.tensor([[total, 4.0] for total in sums]))
         windows.move(skipped)
         if sums == (6.0, 9.0):
-            first = [layer.window for layer in layers]
+            first = [core.window for core in windows.cores.values()]
             assert first == [int(3 + 9 * 1.5 / math.log(20)), int(3 + 9 * 2.25 / math.log(8))] == [7, 12]
     assert windows.entropies == pytest.approx([0.2 * 0.5 + 0.8 * 1.5, 0.2 * 0.25 + 0.8 * 2.25])
     expected = [int(3 + 9 * entropy / math.log(width)) for entropy, width in zip(windows.entropies, first, strict=True)]
-    assert windows.widths == [layer.window for layer in layers] == expected
+    assert windows.widths == [core.window for core in windows.cores.values()] == expected
+    assert not windows.sums.any()
+
+
+def test_a_layer_adds_what_it_is_asked_in_training(windows, queries_and_keys):
+    query, key = queries_and_keys
+    for core in windows.cores.values():
+        core(query, key, key, None, None, None)
+        core.eval()(query, key, key, None, None, None)
+    expected = [entropy_sums(query, key, make_mask(None, 12, 2, window=window)) for window in (0, 8)]
+    assert torch.equal(windows.sums, torch.stack(expected))
 
 
 def test_half_of_the_sequence_between_the_bounds():
@@ -61,9 +80,8 @@ def test_half_of_the_sequence_between_the_bounds():
         assert config.model.window == (expected,) * 3 and Config.from_dict(config.to_dict()) == config
 
 
-def test_a_run_that_was_stopped_has_the_windows_of_one_that_was_not_and_readers_have_those_of_the_step(
-    data_dir, tmp_path
-):
+def test_a_stopped_run_has_the_windows_of_one_that_was_not(data_dir, tmp_path):
+    """Readers have those of the step."""
     for name, last in (("straight", None), ("stopped", 3)):
         run_ranks(run, 1, arguments(data_dir, tmp_path / name, *STRATEGY, "--window", "9"), last)
     run_ranks(run, 2, arguments(data_dir, tmp_path / "stopped", *STRATEGY, "--window", "9", "--zero-stage", "2"))

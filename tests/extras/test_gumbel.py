@@ -16,7 +16,7 @@ def test_a_number_depends_on_sample_token_and_expert_alone():
     assert len(whole.unique()) == whole.numel()
 
 
-def test_the_largest_of_the_scores_with_noise_is_drawn_by_their_softmax():
+def test_the_largest_score_with_noise_is_drawn_by_the_softmax():
     scores = torch.tensor([0.0, 1.0, -1.0, 0.5]).expand(100, 500, 4)
     noise = GumbelNoise(1.0, 1, layer=0).draw(torch.arange(500), 0, scores)
     share = (scores + noise).argmax(-1).flatten().bincount() / 50_000

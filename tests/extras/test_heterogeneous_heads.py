@@ -1,65 +1,52 @@
-"""Heads of several widths against their formulas in float64, token by token and head by head."""
-
-import math
+"""Heads of several widths against their equations in tests/reference.py, on one rank and on two."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from moh_lm.config import ModelConfig
-from moh_lm.extras.heterogeneous_heads import UnevenAttention
-from tests.distributed import run_ranks
-from tests.model.test_mla import HEADS, HeadsConfig, assert_equals_formulas, gradients_of_ranks, turned, vivid
+from moh_lm.config import HeadsConfig, ModelConfig
+from tests.distributed import run_ranks, whole
+from tests.layers import assert_equals_equations, draw_tokens, vivid_layer
+from tests.model.test_mla import HEADS
+from tests.models import attend, make_layer
 
-D, WIDTHS = 24, (8, 8, 6, 4, 4, 6, 2, 8)
+WIDTHS = (8, 8, 6, 4, 4, 6, 2, 8)
 
 
 def config_of(name, **sizes):
     return ModelConfig(
-        num_layers=1, hidden_size=D, intermediate_size=32, vocab_size=40, num_attention_heads=8, head_dims=WIDTHS,
+        num_layers=1, hidden_size=24, intermediate_size=32, vocab_size=40, num_attention_heads=8, head_dims=WIDTHS,
         heads=HeadsConfig(**HEADS[name]), **sizes,
     )  # fmt: skip
 
 
-def heads_of(weights, x, gates, config):
-    """g_i H_i W_O_i summed over the heads, of x [s, d]."""
-    window, rows = config.window[0], []
-    q, k, v, o = (weights[f"{name}_proj.weight"] for name in "qkvo")
-    ends = [sum(WIDTHS[:head]) for head in range(len(WIDTHS) + 1)]
-
-    def placed(vector, t):
-        turns = int(len(vector) * config.rotary_fraction)
-        return torch.cat((turned(vector[:turns], t, config.rope_theta), vector[turns:]))
-
-    for t in range(len(x)):
-        seen, row = range(max(0, t - window + 1) if window else 0, t + 1), 0
-        for head, width in enumerate(WIDTHS):
-            own = slice(ends[head], ends[head + 1])
-            query, keys = placed(q[own] @ x[t], t), [placed(k[own] @ x[u], u) for u in seen]
-            attention = (torch.stack([query @ key for key in keys]) / math.sqrt(width)).softmax(0)
-            output = sum(a * (v[own] @ x[u]) for a, u in zip(attention, seen, strict=True))
-            row = row + gates[t, head] * (o[:, own] @ output)
-        rows.append(row)
-    return torch.stack(rows)
-
-
 @pytest.mark.parametrize("backend", ["dense", "cpu_sparse"])
 @pytest.mark.parametrize("name", HEADS)
-def test_output_and_every_gradient_are_those_of_the_formulas(name, backend):
+def test_output_and_every_gradient_are_those_of_the_equations(name, backend):
     config = config_of(name, window=(4,) if backend == "dense" else ())
-    layer = vivid(UnevenAttention(config, 0, 0.02, 0.02, 1, None, backend)).train()
-    assert_equals_formulas(layer, heads_of, config)
+    assert_equals_equations(vivid_layer(config, backend), config)
 
 
-def layer_of(name, group):
-    return UnevenAttention(config_of(name), 0, 0.02, 0.02, 1, group)
+def compute(name):
+    """Output and gradient of the input for the tokens of this rank, and {parameter: (its gradient, partition)}."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layer, one = make_layer(config_of(name), group=dist.group.WORLD if size > 1 else None), vivid_layer(config_of(name))
+    for mine, parameter in zip(layer.parameters(), one.parameters(), strict=True):
+        partition = mine.tensor_partition
+        mine.data.copy_(parameter if partition is None else partition.take(parameter.data))
+    x, upstream = (part.chunk(size)[rank] for part in draw_tokens(24, 2))
+    x = x.clone().requires_grad_()
+    output, routing = attend(layer, x)
+    ((output * upstream).sum() + routing.loss).backward()
+    gradients = {key: (parameter.grad, parameter.tensor_partition) for key, parameter in layer.named_parameters()}
+    return output.detach(), x.grad, gradients
 
 
 @pytest.mark.parametrize("name", ["paper", "query norm"])
 def test_tensor_parallel_ranks_compute_the_layer_of_one(name):
-    (one,) = run_ranks(gradients_of_ranks, 1, layer_of, name)
-    for output, x_grad, gradients in run_ranks(gradients_of_ranks, 2, layer_of, name):
-        torch.testing.assert_close((output, x_grad), one[:2], rtol=1e-9, atol=1e-12)
-        for key, (partition, gradient) in gradients.items():
-            whole = one[2][key][1]
-            wanted = whole if partition is None else partition.take(whole)
-            torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-11, msg=key)
+    (one,) = run_ranks(compute, 1, name)
+    outputs, slopes, gradients = zip(*run_ranks(compute, 2, name), strict=True)
+    torch.testing.assert_close((torch.cat(outputs), torch.cat(slopes)), one[:2], rtol=1e-9, atol=1e-12)
+    for key, (expected, _) in one[2].items():
+        found = whole([of_rank[key] for of_rank in gradients])
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=key)

@@ -1,4 +1,4 @@
-"""Rows of the CPU kernel: cut into chunks and shared by threads."""
+"""Independent pieces of work side by side, each by one thread of torch."""
 
 import os
 import signal
@@ -7,47 +7,10 @@ import threading
 import pytest
 import torch
 
-from moh_lm.extras.cpu_sparse import SelectedRows
 from moh_lm.extras.threads import in_threads
-from moh_lm.kernels.gated_attention import moh_attention
-from tests.attention_cases import (
-    ROUTINGS,
-    SHAPES,
-    assert_all_close,
-    make_boundaries,
-    make_inputs,
-    reference,
-    with_gradients,
-)
 
 
-def test_a_chunk_of_rows_takes_the_keys_from_the_document_of_its_first_row_to_its_last_row():
-    *_, selected = make_inputs(1024, 2, 4, 2, 8, "varying_routing")
-    documents = make_boundaries([[300, 1, 200, 1000], [128] * 8], 1024, 2)
-    rows = SelectedRows(selected, documents.starts)
-    found = [(sequence, chunk) for _, sequence, chunks in rows.chunks(2) for chunk in chunks]
-    assert sum(stop - start for _, (start, stop, _) in found) == selected.sum()
-    for sequence, (start, stop, (first, *_, end)) in found:
-        positions = rows.position[start:stop].tolist()
-        assert first == documents.starts[sequence, positions[0]]
-        assert end == positions[-1] + 1
-
-
-@pytest.mark.parametrize("num_threads", [2, 3])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_threads_that_share_the_heads_compute_the_reference(shape, num_threads, threads):
-    *sizes, num_shared = shape
-    for routing in ROUTINGS:
-        *tensors, upstream, selected = make_inputs(*sizes, routing)
-        expected = with_gradients(lambda *t, s=selected: reference(*t, s, num_shared), *tensors, upstream)
-        torch.set_num_threads(num_threads)
-        sparse = (selected, num_shared, None, "cpu_sparse")
-        got = with_gradients(lambda *t, a=sparse: moh_attention(*t, *a), *tensors, upstream)
-        assert torch.get_num_threads() == num_threads
-        assert_all_close(got, expected, 1e-12)
-
-
-def test_pieces_of_work_are_done_once_by_several_threads_of_one_thread_each(threads):
+def test_each_piece_is_done_once_by_a_thread_that_works_alone(threads):
     torch.set_num_threads(3)
     meeting, done = threading.Barrier(3, timeout=900), []
 
@@ -68,7 +31,7 @@ def test_pieces_of_work_are_done_once_by_several_threads_of_one_thread_each(thre
     assert (torch.get_num_threads(), torch.is_grad_enabled()) == (3, True)
 
 
-def test_an_error_in_another_thread_is_raised_and_the_threads_of_torch_are_restored(threads):
+def test_an_error_in_a_helper_is_raised_and_threads_are_restored(threads):
     torch.set_num_threads(2)
     meeting = threading.Barrier(2, timeout=900)
 

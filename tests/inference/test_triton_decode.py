@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from moh_lm.inference.decode import decode_attention, worth_a_kernel
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS
-from tests.inference.test_generate import MODELS, TEXTS, make_model, whole
-from tests.kernels.test_triton_kernels import multiply_bf16
+from moh_lm.inference.generate import generate, read_token
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
+from tests.inference.models import MODELS, PROMPTS, TEXTS, make_model, read, whole
+from tests.interpreting import multiply_bf16
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -68,14 +69,14 @@ def check(inputs, tolerance, num_splits=None):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_selected_heads_of_rows_of_any_length_are_the_reference_and_the_others_zero(interpreter, shape):
+def test_selected_heads_are_the_reference_and_others_zero(interpreter, shape):
     interpreter(check, make_inputs(shape), 1e-12)
 
 
 @pytest.mark.parametrize(
     "num_splits, lengths", [(1, EVERY_LENGTH), (2, EVERY_LENGTH), (3, EVERY_LENGTH), (64, [1, 64, 101])]
 )
-def test_any_number_of_splits_adds_up_to_the_reference_and_some_may_hold_no_token(interpreter, num_splits, lengths):
+def test_any_number_of_splits_adds_up_to_the_reference(interpreter, num_splits, lengths):
     interpreter(check, make_inputs((3, 3, 48), lengths), 1e-12, num_splits)
 
 
@@ -162,7 +163,7 @@ def count_reads(inputs, num_splits):
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("shape", [(6, 6, 48), (8, 2, 16)])
-def test_what_a_group_with_an_active_head_sees_is_read_once_and_nothing_else_is(interpreter, shape, num_splits):
+def test_what_an_active_group_sees_is_read_once_and_no_more(interpreter, shape, num_splits):
     inputs = make_inputs(shape, share=0.3)
     groups = inputs[4].unflatten(1, (shape[1], -1)).any(-1)  # [b, k]
     seen = torch.arange(inputs[1].shape[2]) < inputs[3][:, None]  # [b, T]
@@ -182,7 +183,7 @@ def check_alone(inputs, num_splits):
         assert torch.equal(decode(*tensors, num_splits=num_splits)[0], whole[row])
 
 
-def test_results_repeat_bit_for_bit_in_a_row_alone_and_in_a_cache_with_more_room(interpreter):
+def test_bits_repeat_in_a_row_alone_and_with_more_room(interpreter):
     interpreter(check_alone, make_inputs((6, 2, 16), dtype=torch.float32), 3)
 
 
@@ -198,7 +199,7 @@ def test_the_operator_passes_the_checks_of_torch(interpreter):
     interpreter(check_operator)
 
 
-def test_the_number_of_splits_keeps_a_device_busy_and_leaves_each_a_tile(interpreter):
+def test_splits_keep_a_device_busy_and_have_a_tile_each(interpreter):
     found = interpreter(count_splits)
     assert found == {(1, 1): 1, (1, 64): 4, (1, 1024): 4, (2, 64): 2, (100, 64): 1}
 
@@ -230,8 +231,6 @@ def test_auto_on_a_gpu_goes_by_what_was_measured(room, dtype, gates, head_dim, k
 
 
 def check_text(name):
-    from moh_lm.inference.generate import generate
-
     model = make_model(name, head_dim=16)
     texts = [list(text) for text in (TEXTS[0], TEXTS[1][:1], TEXTS[2][:5])]
     found = {backend: list(generate(model, texts, 4, -1, attention_backend=backend)) for backend in ("triton", "loops")}
@@ -243,25 +242,21 @@ def check_text(name):
 
 
 @pytest.mark.parametrize("name", ["paper", "query norm, grouped", "groups", "top-p"])
-def test_greedy_text_is_that_of_the_loops_and_of_the_training_forward(interpreter, name):
+def test_greedy_text_is_that_of_loops_and_of_training(interpreter, name):
     interpreter(check_text, name)
 
 
 def check_logits(name):
-    from moh_lm.inference.generate import Cache, read_prompt, read_token
-
     model = make_model(name, head_dim=16)
-    cache, lengths = Cache(model, len(TEXTS), 12), (4, 1, 6)
-    for row, (text, length) in enumerate(zip(TEXTS, lengths, strict=True)):
-        read_prompt(model, cache, row, torch.tensor(text[:length]))
-    tokens = torch.tensor([text[length] for text, length in zip(TEXTS, lengths, strict=True)])
-    logits = read_token(model, cache, tokens, "triton")
-    for row, length in enumerate(lengths):
+    cache, _ = read(model, "triton")
+    tokens = torch.tensor([text[length] for text, length in zip(TEXTS, PROMPTS, strict=True)])
+    logits = read_token(model, cache, tokens)
+    for row, length in enumerate(PROMPTS):
         torch.testing.assert_close(logits[row], whole(model, TEXTS[row])[length], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "own keys" not in name])
-def test_logits_are_those_of_the_training_forward_in_rows_of_any_length(interpreter, name):
+def test_logits_are_those_of_the_training_forward(interpreter, name):
     interpreter(check_logits, name)
 
 
@@ -273,8 +268,8 @@ def test_what_cannot_be_computed_here_is_said():
         decode_attention(*inputs, backend="triton", used=torch.ones(1, dtype=torch.bool))
     with pytest.raises(ValueError, match="triton: head dimension 24, not of"):
         decode_attention(*make_inputs((4, 2, 24)), backend="triton")
-    with pytest.raises(ValueError, match="backend flex: choose one of auto, dense, loops, triton"):
-        decode_attention(*inputs, backend="flex")
+    with pytest.raises(ValueError, match="backend fast: choose one of auto, dense, loops, triton"):
+        decode_attention(*inputs, backend="fast")
 
 
 def check_strides(inputs):

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from moh_lm.checks import config_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
-from moh_lm.model.transformer import CausalLM
-from tests.distributed import run_ranks
-from tests.model.test_router import BATCH, CASES, LENGTH, D, make_attention, make_config
-from tests.parallel.test_parallel import whole
-from tests.training.test_training import arguments, losses, parameters, rows, run
+from tests.distributed import run_ranks, whole
+from tests.layers import draw_tokens, vivid_layer
+from tests.model.test_router import CASES, D, make_config
+from tests.models import attend, make_model
+from tests.training.runs import arguments, losses, parameters, rows, run
 
 OWN_KEYS = (
     "shared and routed", "one shared head", "grouped queries", "groups", "relu, no shared head", "top-p", "window",
@@ -22,18 +22,15 @@ OF_OWN = {f"{name}, own keys": CASES[name] | {"keys": "selected"} for name in OW
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("case", [*CASES.values(), *OF_OWN.values()], ids=[*CASES, *OF_OWN])
-def test_a_layer_that_computes_selected_rows_only_is_the_dense_layer(case, num_threads, threads):
+def test_a_layer_of_selected_rows_is_the_dense_layer(case, num_threads, threads):
     torch.set_num_threads(num_threads)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
-    upstream = torch.randn(LENGTH, BATCH, D, generator=generator, dtype=torch.double)
+    x, upstream = draw_tokens(D, 2)
     results = []
     for backend in ("dense", "cpu_sparse"):
-        layer = make_attention(make_config(**case), beta=0.37)
-        layer.backend = backend
+        layer = vivid_layer(make_config(**case), backend)
         leaf = x.clone().requires_grad_()
-        output, routed = layer(leaf)
-        ((output * upstream).sum() + (routed.loss if routed else 0)).backward()
+        output, routing = attend(layer, leaf)
+        ((output * upstream).sum() + (0 if routing.loss is None else routing.loss)).backward()
         results.append([output, leaf.grad, *(parameter.grad for parameter in layer.parameters())])
     for dense, sparse in zip(*results, strict=True):
         if dense is None:  # of a router whose only gate is 1
@@ -54,26 +51,19 @@ MODELS = {
         routing="query_norm", num_shared_heads=(4,), num_active_routed_heads=(2,), routing_unit="key_value_group"
     ),
 }
-
-
 POSITIONS = {"paper": dict(position=("cope", "rotary"), rotary_fraction=0.5)}
 POSITIONS["query norm, groups"] = dict(position=("learned",), learned_positions=8)
 
 
 def compute(name, backend, heads=8, key_value_heads=4):
-    """(output, [(gradient, partition) by parameter]) of a model in float64, on the ranks of this world."""
+    """{parameter: (its gradient, partition)} of a model in float64, on the ranks of this world."""
     config = ModelConfig(
         num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=heads, qk_norm=name == "paper",
         num_key_value_heads=key_value_heads, head_dim=4, vocab_size=36, heads=HeadsConfig(**MODELS[name]),
         **POSITIONS.get(name, {}),
     )  # fmt: skip
     group = dist.group.WORLD if dist.is_initialized() else None
-    model = CausalLM(config, group, attention_backend=backend)
-    model.initialize(seed=5)
-    model.double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter *= 10  # so that no gradient is hidden by small weights
+    model = make_model(config, scale=10, seed=5, group=group, backends=backend)
     tokens = torch.randint(0, 36, (3, 8), generator=torch.Generator().manual_seed(2))
     hidden = model.model(tokens)  # [s/tp, b, d]
     hidden.pow(3).sum().backward()
@@ -87,7 +77,7 @@ def assert_same_gradients(ranks, expected):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_tensor_parallel_ranks_with_a_sparse_backend_compute_the_dense_model_of_one(name):
+def test_two_tensor_parallel_ranks_are_the_dense_model_of_one(name):
     expected = compute(name, "dense")
     ranks = run_ranks(compute, 2, name, "cpu_sparse")
     assert_same_gradients(ranks, expected)
@@ -102,7 +92,7 @@ def test_two_tensor_parallel_ranks_with_a_sparse_backend_compute_the_dense_model
         ("own keys", 8, 2, 4, "cpu_sparse"),
     ],
 )
-def test_fewer_key_value_heads_than_ranks_are_held_by_all_of_them(name, heads, key_value_heads, world_size, backend):
+def test_fewer_key_value_heads_than_ranks_are_held_by_all(name, heads, key_value_heads, world_size, backend):
     expected = compute(name, "dense", heads, key_value_heads)
     ranks = run_ranks(compute, world_size, name, backend, heads, key_value_heads)
     assert_same_gradients(ranks, expected)
@@ -117,7 +107,7 @@ def dense(data_dir, tmp_path_factory):
 
 
 @pytest.mark.parametrize("world_size, more", [(1, ()), (2, ("--zero-stage", "3", "--recompute"))])
-def test_a_run_with_a_sparse_backend_has_the_losses_of_the_dense_run(data_dir, tmp_path, dense, world_size, more):
+def test_a_sparse_run_has_the_losses_of_the_dense_run(data_dir, tmp_path, dense, world_size, more):
     run_ranks(run, world_size, arguments(data_dir, tmp_path, "--attention-backend", "cpu_sparse", *more))
     assert losses(tmp_path) == pytest.approx(losses(dense), rel=1e-6)
     norms = [[row["grad_norm"] for row in rows(directory) if "grad_norm" in row] for directory in (tmp_path, dense)]
@@ -136,7 +126,6 @@ def test_a_run_goes_on_with_another_backend(data_dir, tmp_path, dense):
     "gpu, flags, problem",
     [
         (False, "triton", "triton: needs a CUDA GPU, and this machine shows none; choose auto"),
-        (False, "flex", "flex: needs a CUDA GPU, and this machine shows none; choose auto"),
         (True, "cpu_sparse", "cpu_sparse: is for machines without a GPU; choose auto"),
         (True, "triton --head-dim 24", "triton: has no kernels for heads of 24 features, only for 16, 32, 48, 64"),
         (False, "cpu_sparse", None),
@@ -148,7 +137,7 @@ def test_a_run_goes_on_with_another_backend(data_dir, tmp_path, dense):
         (False, "auto --routed-keys selected --head-selection gated", "selected: no layer has routed heads; leave it"),
     ],
 )
-def test_backends_that_could_not_compute_are_refused_with_the_reason(monkeypatch, gpu, flags, problem):
+def test_backends_that_could_not_compute_are_refused(monkeypatch, gpu, flags, problem):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     required = "--data-dir data --checkpoint-dir run --train-iters 10 --attention-backend "
     problems = config_problems(parse_config((required + flags).split())[0], world_size=1)

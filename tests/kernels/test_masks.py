@@ -1,4 +1,4 @@
-"""Documents that do not see each other (--reset-at-documents), and data that change (--allow-data-change)."""
+"""What tokens see: windows, documents that do not see each other (--reset-at-documents), and data that change."""
 
 import shutil
 
@@ -9,14 +9,40 @@ from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.data.files import read_json
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.kernels import gated_attention
-from moh_lm.model.transformer import CausalLM
+from moh_lm.kernels.masks import apply_window, document_bounds, mean_keys
 from tests.distributed import run_ranks
-from tests.run.harm import events
-from tests.training.test_training import arguments, losses, rows, run
+from tests.models import loss_and_gradients, make_model
+from tests.training.runs import arguments, events, losses, rows, run
+
+
+def test_what_a_window_shows_is_counted_by_hand():
+    documents = document_bounds(torch.tensor([[0, 1, 2, 3, 0, 1]]), False)
+    x = torch.empty(6, 1)
+    starts, ends, _ = apply_window(documents, 3, x, False)
+    assert (starts.tolist(), ends.tolist()) == ([[0, 0, 0, 1, 4, 4]], [[3, 4, 4, 4, 6, 6]])
+    starts, ends, mask = apply_window(None, 2, x, True)
+    assert (starts.tolist(), ends.tolist()) == ([[0, 0, 1, 2, 3, 4]], [[2, 3, 4, 5, 6, 6]])
+    assert mask[0, 0].sum(-1).tolist() == [1, 2, 2, 2, 2, 2]
+    assert apply_window(documents, 6, x, True) is documents and apply_window(None, 0, x, True) is None
+    for window in (1, 3, 6, 99):
+        seen = [min(t + 0.5, window) if t + 1 <= window else window for t in range(6)]  # half of the last key
+        assert mean_keys(6, window) == pytest.approx(sum(seen) / 6, abs=0.1)
+    assert mean_keys(8192, 0) == mean_keys(8192, 8192) == 4096 and mean_keys(8192, 2048) == 2048 - 256
+
+
+def test_bounds_of_documents_are_counted_by_hand():
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [7, 8, 0, 1, 2, 3]])  # the second window begins inside a document
+    starts, ends, mask = document_bounds(positions, True)
+    assert starts.tolist() == [[0, 0, 0, 3, 4, 4], [0, 0, 2, 2, 2, 2]]
+    assert ends.tolist() == [[3, 3, 3, 4, 6, 6], [2, 2, 6, 6, 6, 6]]
+    assert mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1],
+    ]  # fmt: skip
+    assert document_bounds(positions, False).mask is None
+
 
 LENGTHS = (5, 1, 7, 3)  # of the documents in one window
-
-
 HEADS = {
     "all": HeadsConfig("all"),
     "paper": HeadsConfig(routing="paper"),
@@ -27,32 +53,29 @@ HEADS = {
 BACKENDS = ("dense", "cpu_sparse")
 
 
-def make_model(heads, backend, window=(), **options):
+def model_of(heads, backend, window, scale=1, **settings):
     config = ModelConfig(2, 32, 64, 8, num_key_value_heads=4, vocab_size=50, window=window, heads=heads)
-    model = CausalLM(config, attention_backend=backend, **options).double()
-    model.initialize(0)
-    return model
+    return make_model(config, scale, backends=backend, **settings)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("window", [(), (3, 0)])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_a_document_in_a_sequence_gives_the_logits_that_it_gives_alone(heads, window, backend):
-    model = make_model(heads, backend, window)
+def test_a_document_has_the_logits_that_it_has_alone(heads, window, backend):
+    model = model_of(heads, backend, window)
     tokens = torch.randint(50, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    model.documents.feed([positions])
+    model.batch.feed([positions])
     together = model(tokens)
     for document, logits in zip(tokens.split(LENGTHS, 1), together.split(LENGTHS), strict=True):
         torch.testing.assert_close(logits, model(document), rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(together, model(tokens))  # without boundaries they see each other
+    assert not torch.allclose(together, model(tokens))  # without bounds they see each other
 
 
 @pytest.mark.parametrize("recompute, window", [(False, ()), (True, ()), (True, (9, 60))])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_a_sparse_backend_gives_the_loss_and_the_gradients_of_the_dense_one_inside_documents(
-    heads, recompute, window, monkeypatch
-):
+def test_sparse_and_dense_models_agree_inside_documents(heads, recompute, window, monkeypatch):
+    """Their losses, and every gradient."""
     monkeypatch.delattr(gated_attention, "document_mask")  # no layer makes a mask
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(50, (2, 131), generator=generator)
@@ -62,15 +85,9 @@ def test_a_sparse_backend_gives_the_loss_and_the_gradients_of_the_dense_one_insi
             positions[row, start:] = torch.arange(130 - start)
     found = []
     for backend in BACKENDS:
-        model = make_model(heads, backend, window, recompute=recompute).train()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter *= 5  # so that no gradient is hidden by small weights
-        model.documents.feed([positions])
-        loss, _ = model(tokens[:, :-1], tokens[:, 1:])
-        assert (model.documents.boundaries.mask is None) == (backend == "cpu_sparse")
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        model = model_of(heads, backend, window, scale=5, recompute=recompute)
+        found.append(loss_and_gradients(model, tokens, positions))
+        assert (model.batch.mask.mask is None) == (backend == "cpu_sparse")
     for sparse, dense in zip(*reversed(found), strict=True):
         torch.testing.assert_close(sparse, dense, rtol=1e-9, atol=1e-12)
 
@@ -147,7 +164,7 @@ def test_changed_data_are_named_and_refused_or_gone_on_with(data_dir, grown, tmp
     assert (values["balance loss"], values["throughput"]) == (3, 1)  # which has changed its ranks since
 
 
-def test_resets_are_a_change_of_data_and_another_loss_is_no_spike(data_dir, one_process, tmp_path):
+def test_resets_change_the_data_and_another_loss_is_no_spike(data_dir, one_process, tmp_path):
     shutil.copytree(one_process, tmp_path / "run")
     flags = arguments(data_dir, tmp_path / "run", "--train-iters", "9", "--z-loss", "1e-3")
     with pytest.raises(AssertionError, match=r"--reset-at-documents was True and is False \(--allow-data-change"):

@@ -1,23 +1,16 @@
 """What a GPU computes, against head-by-head float64 arithmetic on the CPU: ``python -m pytest -m gpu``.
 
-Elsewhere the kernels run in Triton's interpreter. On an H200 124 such cases passed (docs/benchmarks.md).
+Elsewhere the kernels run in Triton's interpreter. On an H200 124 such cases passed (docs/history/benchmarks.md).
 """
 
 import pytest
 import torch
 
-from moh_lm.kernels.choose import TRITON_HEAD_DIMS
-from moh_lm.kernels.gated_attention import moh_attention
-from tests.attention_cases import (
-    DOCUMENTS,
-    ROUTINGS,
-    assert_all_close,
-    make_boundaries,
-    make_inputs,
-    reference,
-    with_gradients,
-)
+from moh_lm.build import BACKENDS
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
+from tests.attention_cases import DOCUMENTS, ROUTINGS, Problem
 from tests.inference import test_triton_decode as decoding
+from tests.kernels.flex import FLEX
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU", allow_module_level=True)
@@ -28,18 +21,8 @@ SHAPE = (300, 2, 4, 2, 64, 2)  # length, batch, heads, key/value heads, head dim
 
 
 def check(backend, dtype, routing, lengths=None, window=0, own_keys=False, shape=SHAPE):
-    *sizes, num_shared = shape
-    *tensors, upstream, selected = make_inputs(*sizes, routing, dtype)
-    tensors[3] = tensors[3].float()  # gates are fp32 whatever the precision
-    wide = [tensor.double() for tensor in (*tensors, upstream)]
-    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths, window, own_keys), *wide)
-    seen = make_boundaries(lengths, *sizes[:2], backend == "dense", window) if lengths or window else None
-    if seen is not None:
-        seen = seen._replace(**{name: part.cuda() for name, part in seen._asdict().items() if part is not None})
-    more = (selected.cuda(), num_shared, seen, backend)
-    tensors = [tensor.cuda() for tensor in (*tensors, upstream)]
-    got = with_gradients(lambda *t: moh_attention(*t, *more, own_keys=own_keys), *tensors)
-    assert_all_close([tensor.cpu() for tensor in got], expected, TOLERANCES[dtype])
+    problem = Problem(shape, routing, dtype, lengths, window, own_keys)
+    problem.check((BACKENDS | {"flex": FLEX})[backend], TOLERANCES[dtype], masked=backend == "dense", device="cuda")
 
 
 @pytest.mark.parametrize("head_dim", TRITON_HEAD_DIMS)
@@ -66,7 +49,7 @@ def test_windows(backend, window, lengths):
     check(backend, torch.bfloat16, "varying_routing", lengths, window)
 
 
-@pytest.mark.parametrize("backend, own_keys", [("flex", False), ("triton", True), ("varlen", True), ("dense", True)])
+@pytest.mark.parametrize("backend, own_keys", [("flex", False), ("triton", True), ("dense", True)])
 def test_the_other_backends_and_own_keys(backend, own_keys):
     check(backend, torch.bfloat16, "odd_routing", own_keys=own_keys)
 

@@ -100,7 +100,7 @@ needs_cuobjdump = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this Triton
 @needs_cuobjdump
 @pytest.mark.parametrize("name, arch, head_dim, group", CASES)
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_kernel_compiles_to_tensor_core_instructions_in_a_row_without_spilling_registers(
+def test_a_kernel_uses_tensor_cores_and_spills_no_registers(
     name, documents, arch, head_dim, group, tmp_path
 ):
     compiled = compile_kernel(name, head_dim, arch, documents, group)
@@ -127,7 +127,7 @@ def test_the_compaction_compiles_without_spilling_registers(selection, arch, tmp
 @needs_cuobjdump
 @pytest.mark.parametrize("arch", [90, 80])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_the_gates_compile_to_loads_of_sixteen_bytes_without_spilling_registers(head_dim, arch, tmp_path):
+def test_the_gates_load_sixteen_bytes_and_spill_no_registers(head_dim, arch, tmp_path):
     constants = dict(E=head_dim, WIDTH=triton.next_power_of_2(head_dim), ROWS=ROWS, WIDE=triton.language.float32)
     constants |= dict.fromkeys(("stride_de", "stride_ce", "stride_gh"), 1)
     pointers = {**dict.fromkeys(("dout", "context", "dcontext"), "*bf16"), "gates": "*fp32", "dgates": "*fp32"}
@@ -140,7 +140,7 @@ def test_the_gates_compile_to_loads_of_sixteen_bytes_without_spilling_registers(
 @needs_cuobjdump
 @pytest.mark.parametrize("dtype, group", [(torch.bfloat16, 4), (torch.float32, 1)], ids=str)
 @pytest.mark.parametrize("arch, head_dim", [*GPUS, (80, 128)])
-def test_the_kernels_of_decoding_load_ahead_and_spill_no_registers(arch, head_dim, dtype, group, tmp_path):
+def test_decoding_loads_ahead_and_spills_no_registers(arch, head_dim, dtype, group, tmp_path):
     attend, combine = compile_decoding(head_dim, arch, group, dtype)
     for name, compiled in {"attend": attend, "combine": combine}.items():
         registers, stack = usage(compiled, tmp_path)

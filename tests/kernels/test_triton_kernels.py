@@ -8,17 +8,19 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from moh_lm.kernels.gated_attention import TRITON, gated_attention
 from tests.attention_cases import (
     DOCUMENTS,
     ROUTINGS,
+    Problem,
     assert_all_close,
-    make_boundaries,
     make_inputs,
+    make_mask,
     reference,
     with_gradients,
 )
+from tests.interpreting import multiply_bf16
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -33,24 +35,9 @@ SHAPES = {  # length, batch, heads, key/value heads, head dimension, shared head
 }
 
 
-def multiply_bf16():
-    """Triton's interpreter keeps bf16 as integers and multiplies those: let it multiply their values."""
-    from triton.language import bfloat16, float32
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    plain = InterpreterBuilder.create_dot
-
-    def create_dot(self, a, b, *others):
-        a, b = (self.cast_impl(x, float32) if x.dtype.scalar == bfloat16 else x for x in (a, b))
-        return plain(self, a, b, *others)
-
-    InterpreterBuilder.create_dot = create_dot
-
-
-def attention(*arguments, **options):
-    from moh_lm.kernels.gated_attention import moh_attention
-
-    return moh_attention(*arguments, **options, backend="triton")
+def attention(*arguments):
+    """``gated_attention`` by the kernels, of (query, key, value, gates, selected, num_shared, mask)."""
+    return gated_attention(*arguments, backend=TRITON)
 
 
 @contextmanager
@@ -71,19 +58,10 @@ def check_small(*arguments):
         check(*arguments)
 
 
-def check(sizes, routing, dtype, tolerance, lengths=None, window=0, own_keys=False):
-    *sizes, num_shared = sizes
-    documents = make_boundaries(lengths, *sizes[:2], window=window) if lengths or window else None
-    *tensors, upstream, selected = make_inputs(*sizes, routing, dtype)
-    if dtype.itemsize == 2:
-        tensors[3] = tensors[3].float()  # gates are fp32 whatever the precision
+def check(shape, routing, dtype, tolerance, lengths=None, window=0, own_keys=False):
     if dtype == torch.bfloat16:
         multiply_bf16()
-    wide = [tensor.double() for tensor in (*tensors, upstream)]
-    expected = with_gradients(lambda *t: reference(*t, selected, num_shared, lengths, window, own_keys), *wide)
-    options = {"own_keys": own_keys}
-    got = with_gradients(lambda *t: attention(*t, selected, num_shared, documents, **options), *tensors, upstream)
-    assert_all_close(got, expected, tolerance)
+    Problem(shape, routing, dtype, lengths, window, own_keys).check(TRITON, tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -115,7 +93,7 @@ def test_no_kernel_sees_beyond_a_document(interpreter, shape, documents):
 
 
 @pytest.mark.parametrize("routing", ["varying_routing", "everything"])
-def test_documents_may_take_many_blocks_and_a_block_many_documents(interpreter, routing):
+def test_a_document_may_have_many_blocks_and_a_block_many(interpreter, routing):
     interpreter(check_small, (100, 1, 2, 1, 16, 0), routing, torch.float64, 1e-12, [[3, 50, 1, 1, 9, 1000]])
 
 
@@ -133,14 +111,10 @@ def test_no_kernel_sees_beyond_the_window(interpreter, routing, window, lengths)
 
 
 def check_one_document():
-    *tensors, upstream, selected = make_inputs(50, 1, 2, 1, 16, "varying_routing", torch.float32)
-    one = make_boundaries([[50]], 50, 1)
+    shape = (50, 1, 2, 1, 16, 0)
+    problems = [Problem(shape, "varying_routing", torch.float32, lengths) for lengths in (None, [[50]])]
     with small_tiles():
-        found = [
-            with_gradients(lambda *t, d=documents: attention(*t, selected, 0, d), *tensors, upstream)
-            for documents in (None, one)
-        ]
-    assert all(map(torch.equal, *found))
+        assert all(map(torch.equal, *(problem.results(TRITON) for problem in problems)))
 
 
 def test_one_document_gives_the_bits_of_none(interpreter):
@@ -174,15 +148,14 @@ LAYOUTS = (torch.Tensor.contiguous, heads_first, last_first, of_one_sequence)
 def check_layouts(first, second, lengths, num_shared):
     """Two layouts of the tensors in turn, and upstream gradients of the second."""
     *tensors, upstream, selected = make_inputs(40, 2, 4, 2, 16, "varying_routing")
-    documents = lengths and make_boundaries(lengths, 40, 2)
-    if documents:
-        documents = documents._replace(starts=last_first(documents.starts), ends=last_first(documents.ends))
+    mask = make_mask(lengths, 40, 2)
+    if mask:
+        mask = mask._replace(starts=last_first(mask.starts), ends=last_first(mask.ends))
     laid_out = [layout(tensor) for layout, tensor in zip((first, second) * 2, tensors, strict=True)]
     found = []
     for function in (reference, attention):
         leaves = [tensor.detach().requires_grad_() for tensor in laid_out]
-        extra = documents if function is attention else lengths
-        out = function(*leaves, first(selected), num_shared, extra)
+        out = function(*leaves, first(selected), num_shared, mask if function is attention else lengths)
         found.append([out, *torch.autograd.grad(out, leaves, second(upstream))])
     assert_all_close(*found[::-1], 1e-12)
 
@@ -208,7 +181,7 @@ def check_gates_of_shared_heads(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_the_gates_of_shared_heads_are_added_up_in_fp32(interpreter, dtype):
+def test_gates_of_shared_heads_have_gradients_in_fp32(interpreter, dtype):
     interpreter(check_gates_of_shared_heads, dtype)
 
 
@@ -245,7 +218,7 @@ def check_rows():
     assert (tensors[3][40] == 0).all() and (dgates[40][selected[40]] != 0).all()
 
 
-def test_results_repeat_bit_for_bit_ignore_later_tokens_and_are_zero_where_not_selected(interpreter):
+def test_results_repeat_and_follow_from_what_tokens_see(interpreter):
     interpreter(check_rows)
 
 
@@ -263,55 +236,6 @@ def test_the_kernel_of_the_compaction_gives_what_torch_gives(interpreter, dtype)
     interpreter(check_compaction, dtype)
 
 
-def check_joined(heads, kv_heads, num_shared, frozen):
-    *tensors, upstream, selected = make_inputs(40, 2, heads, kv_heads, 16, "varying_routing")
-    leaves = [tensor.requires_grad_(name not in frozen) for name, tensor in zip("qkvg", tensors, strict=True)]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    expected = reference(*leaves, selected, num_shared)
-    with Operations() as seen:
-        out = attention(*leaves, selected, num_shared)
-        gradients = torch.autograd.grad(out, wanted, upstream, retain_graph=True)
-    assert not {"cat", "zeros", "clone", "slice_backward", "add"} & seen.names
-    assert all(map(torch.equal, gradients, torch.autograd.grad(out, wanted, upstream)))
-    for got, right in zip((out, *gradients), (expected, *torch.autograd.grad(expected, wanted, upstream)), strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
-
-
-def check_anomalies():
-    *tensors, upstream, selected = make_inputs(20, 1, 4, 4, 16)
-    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
-    try:
-        with torch.autograd.detect_anomaly(check_nan=True):
-            with_gradients(lambda *t: attention(*t, selected, 2), *tensors, upstream)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly")
-def test_no_gradient_on_the_way_looks_like_an_anomaly(interpreter):
-    interpreter(check_anomalies)
-
-
-class Operations(TorchDispatchMode):
-    """The names of torch's operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(function.__name__.split(".")[0])
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    "heads, kv_heads, num_shared, frozen",
-    [(4, 4, 1, ""), (6, 3, 2, ""), (4, 4, 2, "q"), (4, 4, 2, "kv"), (4, 4, 2, "qkv"), (4, 4, 2, "g")],
-)
-def test_shared_and_routed_heads_are_joined_without_copies(interpreter, heads, kv_heads, num_shared, frozen):
-    interpreter(check_joined, heads, kv_heads, num_shared, frozen)
-
-
 def check_tiles(lengths, window=0):
     """Products of the interpreter are counted: two per tile forward, three for dQ, four for dK/dV."""
     from triton.runtime.interpreter import InterpreterBuilder
@@ -319,8 +243,8 @@ def check_tiles(lengths, window=0):
     from moh_lm.kernels.compaction import compact, key_blocks, slot_blocks
 
     count = 0
-    documents = make_boundaries(lengths, 82, 1, window=window) if lengths or window else None
-    starts, ends = (None, None) if documents is None else documents[:2]
+    mask = make_mask(lengths, 82, 1, window=window)
+    starts, ends = mask[:2] if mask else (None, None)
     plain = InterpreterBuilder.create_dot
 
     def create_dot(*arguments):
@@ -334,7 +258,7 @@ def check_tiles(lengths, window=0):
         tensors[3] = tensors[3].float()
         leaves = [tensor.requires_grad_() for tensor in tensors]
         with small_tiles():
-            out = attention(*leaves, selected, 0, documents)
+            out = attention(*leaves, selected, 0, mask)
             forward = count
             torch.autograd.grad(out, leaves, upstream)
         backward = count - forward
@@ -348,95 +272,8 @@ def check_tiles(lengths, window=0):
     return forward, backward
 
 
-def test_the_kernels_compute_the_tiles_that_the_ranges_of_the_compaction_say(interpreter):
+def test_the_tiles_computed_are_those_of_the_compaction(interpreter):
     whole, halves, short = (interpreter(check_tiles, lengths) for lengths in (None, [[41, 41]], [[17] * 5]))
     assert all(a > b > c for a, b, c in zip(whole, halves, short, strict=True))
     windowed = interpreter(check_tiles, None, 26)
     assert all(a < b for a, b in zip(windowed, whole, strict=True))
-
-
-def check_operator():
-    """torch's own checks of the two operators: schema, fake results, autograd, compilation."""
-    from moh_lm.kernels import triton_attention
-
-    *tensors, upstream, selected = make_inputs(20, 1, 2, 1, 16, "everything")  # slots of others are not written
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    for bounds in ((None, None), make_boundaries([[7, 9, 4]], 20, 1)[:2]):
-        arguments = (*leaves, selected, None, *bounds)
-        torch.library.opcheck(triton_attention.head_sparse_attention, arguments)
-        saved = triton_attention.head_sparse_attention(*arguments)[1:]
-        arguments = [t if t is None else t.detach() for t in (upstream, *leaves, None, *bounds, *saved)]
-        torch.library.opcheck(triton_attention.head_sparse_attention_backward, tuple(arguments))
-
-
-    context = torch.rand(2, 1, 20, 16, dtype=torch.float64).permute(2, 1, 0, 3).requires_grad_()
-    parts = [tensor.repeat_interleave(2, 2).detach().requires_grad_() for tensor in leaves]
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")  # the rest compares what is not written
-    arguments = (*parts, selected.repeat_interleave(2, 2), context)
-    torch.library.opcheck(triton_attention.head_sparse_attention, arguments, test_utils=checks)
-
-
-def test_the_operators_pass_the_checks_of_torch(interpreter):
-    interpreter(check_operator)
-
-
-def check_compilation():
-    """One graph for every routing of a shape and all documents, and for every layer that computes it."""
-    from torch._dynamo.utils import counters
-
-    results = []
-    step = torch.compile(lambda *t: attention(*t[:-1], 1, t[-1]) * 2, fullgraph=True, backend="aot_eager")
-    for layer, routing in enumerate(("random_routing", "odd_routing", "everything", "nothing")):
-        lengths = [[layer + 1, 10, 100]]
-        documents = make_boundaries(lengths, 40, 1)
-        *tensors, upstream, selected = make_inputs(40, 1, 4, 2, 16, routing, seed=layer)
-        got = with_gradients(lambda *t, s=selected, d=documents: step(*t, s, d), *tensors, upstream)
-        expected = with_gradients(lambda *t, s=selected, n=lengths: 2 * reference(*t, s, 1, n), *tensors, upstream)
-        assert_all_close(got, expected, 1e-12)
-        results.append(counters["stats"]["unique_graphs"])
-    assert results == [1] * 4
-
-
-def test_routing_anew_and_new_documents_compile_nothing_anew(interpreter):
-    interpreter(check_compilation)
-
-
-def check_layers(heads, positions, compiling):
-    """A whole model whose layers are computed again, with these kernels, against the plain dense one."""
-    from torch._dynamo.utils import counters
-
-    from moh_lm.model.transformer import compile_layers
-    from tests.model.test_compile import HEADS, make_model, step
-
-    dense = make_model(backend="dense", num_layers=2, head_dim=16, **HEADS[heads])
-    again = make_model(recompute=True, backend="triton", num_layers=2, head_dim=16, **HEADS[heads])
-    if compiling:
-        compile_layers(again, backend="aot_eager")
-    counters.clear()
-    for got, expected in zip(step(again, 0, positions), step(dense, 0, positions), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
-    return counters["stats"]["unique_graphs"]
-
-
-POSITIONS = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
-
-
-@pytest.mark.parametrize("heads, positions", [("paper", None), ("query norm", POSITIONS)])
-def test_compiled_and_recomputed_layers_take_the_kernels_into_their_graph(interpreter, heads, positions):
-    assert interpreter(check_layers, heads, positions, True) == 1
-
-
-@pytest.mark.parametrize("heads, positions", [("paper", POSITIONS), ("query norm", None)])
-def test_recomputed_layers_compute_with_the_kernels_what_dense_ones_do(interpreter, heads, positions):
-    assert interpreter(check_layers, heads, positions, False) == 0
-
-
-def test_without_a_gpu_the_backend_says_so():
-    from moh_lm.kernels.gated_attention import moh_attention
-
-    *tensors, _, selected = make_inputs(20, 1, 4, 4, 16)
-    with pytest.raises(RuntimeError, match="triton: the tensors are on cpu, not on a GPU; choose auto"):
-        moh_attention(*tensors, selected, backend="triton")
-    *tensors, _, selected = make_inputs(20, 1, 4, 4, 24)
-    with pytest.raises(ValueError, match="triton: head dimension 24, not of"):
-        moh_attention(*tensors, selected, backend="triton")

@@ -31,7 +31,7 @@ def compute(dtype, function=wide_linear, seed=0):
 
 
 @pytest.mark.parametrize("dtype, gpu", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
-def test_scores_have_the_precision_of_fp32_and_gradients_are_rounded_once(dtype, gpu, monkeypatch):
+def test_scores_are_as_in_fp32_and_gradients_are_rounded_once(dtype, gpu, monkeypatch):
     exact = compute(dtype, torch.nn.functional.linear)
     if gpu:
         on_a_gpu(monkeypatch)
@@ -59,7 +59,7 @@ def test_a_wider_input_is_the_linear_map_of_torch():
     assert torch.equal(wide_linear(x.bfloat16(), weight), torch.nn.functional.linear(x.bfloat16().float(), weight))
 
 
-def test_nothing_but_the_input_and_the_weight_is_kept_for_the_backward_pass():
+def test_nothing_but_input_and_weight_is_kept_for_backward():
     kept = []
     x, weight = torch.randn(4, 8).bfloat16().requires_grad_(), torch.randn(3, 8).bfloat16().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):

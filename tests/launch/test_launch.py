@@ -22,6 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from launch.quickstart_corpus import split_docstrings
 from moh_lm.checks import config_problems
+from moh_lm.config import ConfigError
+from moh_lm.cost.memory import parameter_counts
 from moh_lm.flags import parse_config
 from moh_lm.supervise.errors import report_to_torchrun
 
@@ -36,6 +38,7 @@ import json, os, signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
 signal.signal(signal.SIGHUP, lambda *_: open("hung-up", "w").close())
 call = {"arguments": sys.argv[1:], "process": os.getpid(), "port": os.environ.get("MASTER_PORT")}
+call["path"] = os.environ.get("PYTHONPATH", "")
 open(f"rank-{os.environ.get('RANK', 0)}.json", "w").write(json.dumps(call))
 while "--wait" in sys.argv:
     signal.pause()
@@ -178,6 +181,46 @@ def test_a_terminal_that_hangs_up_ends_the_ranks_on_other_nodes_too(trainer, pro
     assert (trainer / "told").exists()
 
 
+# Stands for pdsh -S -f FANOUT -w NODES COMMAND and the shell of the first node, in another directory.
+FIRST_NODE = """
+case $6 in pkill*) exit;; esac
+shift 5
+cd / && exec sh -c "$(printf '%s' "$*" | sed 's/%%/\\x01/g; s/%n/0/g; s/\\x01/%/g')"
+"""
+WORDS = [
+    "It costs $HOME and `touch x`", "f(x)=1;echo", "a  b", "", "*", "~", "100% %h %n %%", "don't \"say\"",
+    "back\\slash", "# no comment", "<a>", "two\nlines", "&& false", "!!", "{a,b}", "é",
+]  # fmt: skip
+
+
+def test_a_flag_reaches_the_shell_of_a_node_as_it_was_given(trainer, programs):
+    variables = two_nodes(trainer, programs, FIRST_NODE) | {"PYTHONPATH": "/a b/$HOME:/c"}
+    code, output, _ = run(["bash", ROOT / SCRIPTS[0], "--sample-prompts", *WORDS], trainer, **variables)
+    assert code == 0, output
+    call = call_of_rank(trainer, 0)
+    assert call["arguments"][-len(WORDS):] == WORDS
+    assert call["path"].endswith("/a b/$HOME:/c")
+
+
+OTHER_LAUNCHERS = """
+import json, subprocess, sys, types
+from launch import ranks
+subprocess.Popen = lambda command, **_: print(json.dumps(command)) or types.SimpleNamespace(wait=int, returncode=0)
+for name in ("openmpi", "mpich", "impi", "slurm", "mvapich"):
+    ranks.runner.LAUNCHER_CLASSES[name].backend_exists = lambda self: True
+    ranks.runner.main([*"--hostfile hosts --no_ssh_check --master_addr node1 --launcher".split(), name, *sys.argv[1:]])
+"""
+
+
+def test_launchers_without_a_shell_get_flags_as_they_are(tmp_path):
+    (tmp_path / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    command = [sys.executable, "-c", OTHER_LAUNCHERS, "a.sh", *WORDS]
+    code, output, _ = run(command, tmp_path, PYTHONPATH=str(ROOT))
+    commands = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
+    assert code == 0 and len(commands) == 5, output
+    assert all(words[-len(WORDS):] == WORDS for words in commands)
+
+
 def test_an_ssh_that_fails_is_not_taken_for_a_signal(trainer, programs):
     code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **two_nodes(trainer, programs, "exit 255"))
     assert (code, output.count("\n")) == (255, 1) and "ssh to a node failed or broke" in output
@@ -238,6 +281,7 @@ PAPER = {
     "seq_length": 2048, "batch_tokens": 2048 * 2048, "train_tokens": 100 * 10**9, "train_iters": 23_842,
     "vocab_size": 65_536, "warmup_init_lr": 1e-7, "weight_decay": 0.1, "gradient_clipping": 1.0,
     "load_balance_coefficient": 0.01, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "precision": "bf16",
+    "head_selection": "mixture", "routing": "paper", "two_stage": True,
 }  # fmt: skip
 LLM_S = {
     "num_layers": 12, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "head_dim": 64,
@@ -251,14 +295,31 @@ LLM_B = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("script", "values"), [(SCRIPTS[0], LLM_S), (SCRIPTS[1], LLM_B)])
-def test_script_holds_the_values_of_the_paper(script, values, trainer):
+@pytest.mark.parametrize(("script", "values", "millions"), [(SCRIPTS[0], LLM_S, 186), (SCRIPTS[1], LLM_B, 882)])
+def test_script_holds_the_values_of_the_paper(script, values, millions, trainer):
     config, _ = parse_config(script_arguments(script, trainer))
     expected = PAPER | values
     assert {key: value for key, value in config.to_dict().items() if key in expected} == expected
     assert config.run.global_batch_size == 2048
     assert sum(float(weight) for _, weight in config.data.data_mix) == pytest.approx(100)
+    assert round(parameter_counts(config.model)["total"] / 1e6) == millions
     assert config_problems(config, world_size=8) == []
+
+
+@pytest.mark.parametrize("flags", [["--dense-warmup-iters", "100"], ["--head-selection", "gated"]])
+def test_what_the_gates_of_a_script_refuse_names_a_form_that_works(flags, trainer):
+    arguments = script_arguments(SCRIPTS[1], trainer, *flags)
+
+    def problems(*more):
+        try:
+            return config_problems(parse_config([*arguments, *more])[0], world_size=8)
+        except ConfigError as error:
+            return error.problems
+
+    (sentence,) = problems()
+    assert sentence.startswith(" ".join(flags)) and "--routing paper" in sentence
+    advised = [form for form in ("paper_scaled", "sigmoid") if form in sentence]
+    assert advised and not any(problems("--routing", form) for form in advised)
 
 
 def test_later_flags_shrink_the_model_of_a_script(trainer):

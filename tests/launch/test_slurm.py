@@ -13,6 +13,7 @@ done
 for job in $(jobs -p); do
     wait "$job" || { code=$?; ((code > worst)) && worst=$code; }
 done
+[[ ${MADE:-} ]] && echo "{\\"step\\": $MADE}" >>"a run/metrics.jsonl"
 exit "$worst"
 """
 SCONTROL = """#!/usr/bin/env bash
@@ -23,21 +24,56 @@ SCONTROL = """#!/usr/bin/env bash
 __all__ = ["trainer"]  # a fixture
 
 
-@pytest.mark.parametrize("code, again", [(0, False), (75, True), (69, False), (2, False)])
-def test_a_job_queues_again_only_if_its_run_was_asked_to_stop(trainer, tmp_path, code, again):
+FLAGS = ["--checkpoint-dir", "a run", "--exit-code"]
+
+
+@pytest.fixture
+def submit(trainer, tmp_path):
+    """A function that runs the job with tasks that exit with a code, after a step: -> whether it queued again."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
+    (trainer / "a run").mkdir()
     script = ROOT / "launch" / "pretrain_llm_s.sh"
-    flags = ["--exit-code", str(code), "--checkpoint-dir", "a run"]
     job = f'PATH={tmp_path / "bin"}:$PATH; exec bash {ROOT / "launch" / "slurm.sbatch"} "$@"'
-    got, output, _ = run(
-        ["bash", "-c", job, "sbatch", script, *flags], trainer, SLURM_JOB_NODELIST="here", SLURM_JOB_ID="123",
-        SLURM_CPUS_PER_TASK="8",
-    )  # fmt: skip
-    assert got == code and "srun --cpus-per-task=8\n" in output, output
-    assert ("requeued 123" in output) == again
+
+    def submitted(code, step="", flags=FLAGS):
+        got, output, _ = run(
+            ["bash", "-c", job, "sbatch", script, *flags, str(code)], trainer, SLURM_JOB_NODELIST="here",
+            SLURM_JOB_ID="123", SLURM_CPUS_PER_TASK="8", MADE=str(step),
+        )  # fmt: skip
+        assert got == code and "srun --cpus-per-task=8\n" in output, output
+        return "requeued 123" in output
+
+    return submitted
+
+
+@pytest.mark.parametrize("code, again", [(0, False), (75, True), (69, True), (1, False), (2, False), (137, False)])
+def test_a_job_queues_again_after_a_stop_or_a_hang(submit, trainer, code, again):
+    assert submit(code) == again
     for rank in (0, 1):
         arguments = call_of_rank(trainer, rank)["arguments"]
-        assert arguments[-4:] == flags and "--hidden-size" in arguments
+        assert arguments[-4:] == [*FLAGS, str(code)] and "--hidden-size" in arguments
+
+
+@pytest.mark.parametrize("code", [1, 137])
+def test_a_job_queues_again_after_a_failure_only_if_steps_were_made(submit, code):
+    assert submit(code, 10)
+    assert not submit(code, 10)  # the same step again
+    assert submit(code, 20)
+    assert not submit(2, 30)
+
+
+def test_failures_in_a_row_queue_a_job_again_five_times(submit):
+    assert [submit(69) for _ in range(7)] == [True] * 5 + [False] * 2
+    assert submit(75) and submit(69)  # a stop that was asked for ends the row
+    assert [submit(1, step) for step in range(1, 8)] == [True] * 4 + [False] * 3
+
+
+def test_a_job_finds_the_run_directory_of_its_script(submit, trainer):
+    (trainer / "runs" / "llm-s").mkdir(parents=True)
+    assert submit(69, flags=["--exit-code"])
+    assert (trainer / "runs" / "llm-s" / "restarts-123").read_text() == "exit code 69 after step 0\n"
+    assert submit(69, flags=["--checkpoint-dir=a run", "--exit-code"])
+    assert (trainer / "a run" / "restarts-123").exists()

@@ -18,12 +18,10 @@ import moh_lm.training.engine
 from moh_lm.checks import config_problems
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.flags import parse_config
-from moh_lm.kernels import choose
-from moh_lm.kernels.gated_attention import choose_backend
-from moh_lm.model.router import routers_of
-from moh_lm.model.transformer import CausalLM, compile_layers
+from moh_lm.model.transformer import compile_layers
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, losses, rows, run
+from tests.models import loss_and_gradients, make_model
+from tests.training.runs import arguments, losses, rows, run
 
 HEADS = {
     "paper": dict(routing="paper", num_shared_heads=(2,), num_active_routed_heads=(2,)),
@@ -42,29 +40,25 @@ HEADS = {
 }
 
 
-def make_model(recompute=False, backend="auto", num_layers=3, head_dim=4, window=(), position=(), **heads):
+def model_of(name, recompute=False, window=(), position=(), **heads):
     config = ModelConfig(
-        num_layers=num_layers, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=head_dim, vocab_size=50, window=window, position=position, heads=HeadsConfig(**heads),
+        num_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
+        vocab_size=50, window=window, position=position, heads=HeadsConfig(**HEADS[name] | heads),
     )  # fmt: skip
-    model = CausalLM(config, recompute=recompute, attention_backend=backend)
-    model.initialize(seed=3)
-    model.double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter *= 5  # so that no gradient is hidden by small weights
-    return model.train()
+    return make_model(config, scale=5, seed=3, recompute=recompute)
 
 
-def step(model, seed, positions=None):
-    """Loss, gradients and statistics of some tokens; the routing follows from ``seed``."""
-    tokens = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(seed))
-    model.zero_grad()
-    model.documents.feed([positions])
-    loss, _ = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [loss.detach(), *gradients, *(router.statistics.take() for router in routers_of(model))]
+def tokens_of(seed):
+    """Tokens whose routing follows from ``seed``."""
+    return torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_step(compiled, plain, seed=0, positions=None):
+    """Loss, gradients and rows of routers; returns those of ``plain``."""
+    found, expected = (loss_and_gradients(model, tokens_of(seed), positions) for model in (compiled, plain))
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+    return expected
 
 
 @pytest.fixture(autouse=True)
@@ -76,33 +70,31 @@ def counters():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_all_layers_share_one_unbroken_graph_that_computes_the_same_for_every_routing(heads, recompute, counters):
-    plain, compiled = make_model(**heads), make_model(recompute, **heads)
+@pytest.mark.parametrize("name", HEADS)
+def test_all_layers_share_one_unbroken_graph(name, recompute, counters):
+    plain, compiled = model_of(name), model_of(name, recompute)
     compile_layers(compiled, backend="aot_eager")
     for seed in range(3):
-        for got, expected in zip(step(compiled, seed), step(plain, seed), strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+        assert_same_step(compiled, plain, seed)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
 
 def test_the_fused_kernels_select_what_the_layers_select():
     """Inductor lets a selection that was made by a scatter be read before it is there."""
-    plain, compiled = (make_model(recompute, "dense", **HEADS["paper"]) for recompute in (False, True))
+    plain, compiled = model_of("paper"), model_of("paper", recompute=True)
     compile_layers(compiled)
-    for got, expected in zip(step(compiled, 0), step(plain, 0), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    assert_same_step(compiled, plain)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("heads", ["paper", "query norm", "groups, top-p"])
-def test_what_is_recomputed_keeps_the_selection_though_rounding_would_choose_others(heads, compiled, monkeypatch):
-    """All selections of the second pass are turned round: nothing changes."""
-    plain, model = make_model(**HEADS[heads]), make_model(recompute=True, **HEADS[heads])
+@pytest.mark.parametrize("name", ["paper", "query norm", "groups, top-p"])
+def test_recomputed_layers_keep_their_selection(name, compiled, monkeypatch):
+    """All selections of the second pass are turned round, as rounding may turn some: nothing changes."""
+    plain, model = model_of(name), model_of(name, recompute=True)
     if compiled:
         compile_layers(model, backend="aot_eager")
-    expected = step(plain, 0)
+    expected = loss_and_gradients(plain, tokens_of(0))
     choose = router_module.select
 
     def turned(scores, *others):
@@ -110,35 +102,30 @@ def test_what_is_recomputed_keeps_the_selection_though_rounding_would_choose_oth
 
     second_pass = torch.tensor(False)
     monkeypatch.setattr(router_module, "select", turned)
-    tokens = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(0))
-    loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+    loss, _ = model(tokens_of(0)[:, :-1], tokens_of(0)[:, 1:])
     second_pass.fill_(True)
     loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    for got, wanted in zip([loss.detach(), *gradients], expected, strict=False):
+    for got, wanted in zip([loss, *(weight.grad for weight in model.parameters())], expected, strict=False):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("position", [(), ("none", "rotary", "cope")])
-def test_documents_windows_and_the_shares_of_the_step_before_reach_the_graph(position):
-    plain, compiled = (make_model(**HEADS["global balance"], window=(0, 3, 3), position=position) for _ in range(2))
+def test_documents_windows_and_previous_shares_reach_the_graph(position):
+    plain, compiled = (model_of("global balance", window=(0, 3, 3), position=position) for _ in range(2))
     compile_layers(compiled, backend="aot_eager")
-    positions = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
-    before = step(plain, 0)
+    before = loss_and_gradients(plain, tokens_of(0))
     for model in (plain, compiled):
-        for router in routers_of(model):
-            router.statistics.previous_share = torch.linspace(0.1, 0.9, 6)
-    expected = step(plain, 0, positions)
-    for got, wanted in zip(step(compiled, 0, positions), expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+        model.batch.set_shares(dict.fromkeys(range(3), torch.linspace(0.1, 0.9, 6)))
+    positions = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
+    expected = assert_same_step(compiled, plain, positions=positions)
     assert all((wanted - other).abs().max() > 1e-4 for wanted, other in zip(expected, before, strict=True))
 
 
-def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
-    model = make_model(**HEADS["paper"])
+def test_a_copy_of_a_compiled_model_has_its_own_weights():
+    model = model_of("paper")
     compile_layers(model, backend="aot_eager")
     other = copy.deepcopy(model)
-    step(model, 0)
+    loss_and_gradients(model, tokens_of(0))
     with torch.no_grad():
         for parameter in other.model.layers.parameters():
             parameter.zero_()
@@ -147,22 +134,11 @@ def test_a_copy_of_a_compiled_model_computes_with_its_own_weights():
             assert layer(x).equal(x)
 
 
-def test_auto_is_dense_in_a_graph_where_a_plain_layer_takes_the_sparse_backend(counters, monkeypatch):
-    key = choose.key_of(torch.device("cpu"), torch.float32)
-    monkeypatch.setattr(choose, "MEASURED", [choose.Measurement(*key, "", 0, [[1, 1.0, 0.5]], [])])
-    assert choose_backend("auto", torch.device("cpu"), torch.float32, (16, 1, 4, 8), 0.5) == "cpu_sparse"
-    model = make_model(**HEADS["paper"]).float()
-    compile_layers(model, backend="aot_eager")
-    step(model, 0)
-    assert counters["stats"]["unique_graphs"] == 1
-
-
 def test_layers_with_other_budgets_have_graphs_of_their_own(counters):
-    heads = dict(num_shared_heads=(2, 0, 2), num_active_routed_heads=(2, 4, 2))
-    plain, compiled = make_model(**heads), make_model(**heads)
+    budgets = dict(num_shared_heads=(2, 0, 2), num_active_routed_heads=(2, 4, 2))
+    plain, compiled = (model_of("no shared heads, one stage", **budgets) for _ in range(2))
     compile_layers(compiled, backend="aot_eager")
-    for got, expected in zip(step(compiled, 0), step(plain, 0), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    assert_same_step(compiled, plain)
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -211,10 +187,10 @@ def test_what_has_no_graph_is_refused(flags, problem, monkeypatch):
     assert [sentence.startswith(problem) for sentence in found] == ([True] if problem else [])
 
 
-def test_a_command_that_compiles_nothing_does_not_load_torchs_compiler():
+def test_commands_that_compile_nothing_load_no_compiler():
     code = """
 import sys
-import moh_lm.cost.summary, moh_lm.run.program, tools.work.generate, tools.work.export_hf
+import moh_lm.cost.summary, moh_lm.run.text, tools.hf.convert.trainer_model, tools.hf.convert.write_export
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

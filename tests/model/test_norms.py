@@ -7,8 +7,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.model.transformer import CausalLM
 
 SHAPE = dict(hidden_size=24, intermediate_size=40, vocab_size=37, rms_norm_eps=1e-4)
 
@@ -16,7 +16,7 @@ SHAPE = dict(hidden_size=24, intermediate_size=40, vocab_size=37, rms_norm_eps=1
 def logits_of_both(peer, **ours):
     """Logits [s, b, vocab] of the trainer's model and of ``peer`` with its weights, which have the same names."""
     config = ModelConfig(num_layers=2, rope_theta=100.0, **SHAPE, **ours, heads=HeadsConfig(head_selection="all"))
-    model = CausalLM(config)
+    model = build_model(config)
     model.initialize(seed=1)
     with torch.no_grad():
         for parameter in model.double().parameters():

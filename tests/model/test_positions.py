@@ -1,6 +1,6 @@
 """A learned table, layers without positions and heads that turn in part: loops in float64, and models of transformers.
 
-CoPE, and the gradients of all but the table, are in test_router.py.
+CoPE, and the gradients of all but the table, are in test_router.py, and angles in test_rotary.py.
 """
 
 import pytest
@@ -9,30 +9,23 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.model.rotary import inverse_frequencies, rotary_of
-from moh_lm.model.transformer import CausalLM
+from tests.models import make_model
 
 SHAPE = dict(hidden_size=24, intermediate_size=40, vocab_size=37, num_attention_heads=4, num_key_value_heads=2)
 TOKENS = torch.randint(0, 37, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-def make_model(**positions):
+def model_with(**positions):
     config = ModelConfig(num_layers=2, **SHAPE, **positions, heads=HeadsConfig(head_selection="all"))
-    model = CausalLM(config)
-    model.initialize(seed=1)
-    with torch.no_grad():
-        for parameter in model.double().parameters():
-            parameter *= 10
-    return model
+    return make_model(config, scale=10, seed=1)
 
 
 @pytest.mark.parametrize("documents", [None, [[4, 5], [9]]])
-def test_a_table_adds_its_row_to_each_token_of_the_sequence_or_of_its_document(documents):
+def test_a_table_adds_its_row_to_each_token_at_its_place(documents):
     """The model without a table, of the same weights and an embedding for each token and place, gives the gradients."""
-    table, plain = make_model(position=("learned",), learned_positions=11), make_model(position=("none",))
+    table, plain = model_with(position=("learned",), learned_positions=11), model_with(position=("none",))
     places = [[place for length in row for place in range(length)] for row in documents or [[9], [9]]]
     positions = documents and torch.tensor(places)
     weights = dict(table.named_parameters())
@@ -46,7 +39,7 @@ def test_a_table_adds_its_row_to_each_token_of_the_sequence_or_of_its_document(d
     summed.requires_grad_()
     plain.model.embed_tokens.forward = lambda tokens: summed
     for model in (table, plain):
-        model.documents.feed([positions])
+        model.batch.feed([positions])
         loss, _ = model(TOKENS, TOKENS.roll(-1, 1))
         loss.backward()
     expected = torch.zeros_like(rows)
@@ -71,7 +64,7 @@ def test_layers_without_positions_are_smollm3s():
         **SHAPE, num_hidden_layers=2, no_rope_layers=[0, 1], rope_parameters=rope, rms_norm_eps=1e-5, pad_token_id=0,
         tie_word_embeddings=False,
     )  # fmt: skip
-    model, peer = make_model(position=("none", "rotary")), transformers.SmolLM3ForCausalLM(config).double()
+    model, peer = model_with(position=("none", "rotary")), transformers.SmolLM3ForCausalLM(config).double()
     peer.load_state_dict(model.state_dict())
     assert_same_logits(model, peer)
 
@@ -82,7 +75,7 @@ def test_heads_that_turn_in_part_are_phi3s():
     config = transformers.Phi3Config(
         **SHAPE, num_hidden_layers=2, rope_parameters=rope, rms_norm_eps=1e-5, pad_token_id=0, tie_word_embeddings=False
     )
-    model, peer = make_model(rotary_fraction=0.67), transformers.Phi3ForCausalLM(config).double()
+    model, peer = model_with(rotary_fraction=0.67), transformers.Phi3ForCausalLM(config).double()
     weights = model.state_dict()
     for layer in range(2):
         for name, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
@@ -91,13 +84,3 @@ def test_heads_that_turn_in_part_are_phi3s():
             weights[f"model.layers.{layer}.{name}_proj.weight"] = joined
     peer.load_state_dict(weights)
     assert_same_logits(model, peer)
-
-
-@pytest.mark.parametrize("kind, factors", [("linear", {}), ("yarn", {"original_max_position_embeddings": 200})])
-def test_a_part_of_the_features_is_scaled_as_by_transformers(kind, factors):
-    rope = {"rope_type": kind, "rope_theta": 5e5, "factor": 4.0, "partial_rotary_factor": 0.4, **factors}
-    peer = transformers.LlamaConfig(head_dim=96, rope_parameters=rope, max_position_embeddings=1 << 17)
-    expected, _ = ROPE_INIT_FUNCTIONS[kind](peer, torch.device("cpu"))
-    more = dict(rope_original_length=200) if factors else {}
-    model = ModelConfig(head_dim=96, rope_type=kind, rope_theta=5e5, rope_factor=4.0, rotary_fraction=0.4, **more)
-    assert torch.equal(inverse_frequencies(rotary_of(model), torch.float32), expected) and len(expected) == 19

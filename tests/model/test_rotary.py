@@ -1,5 +1,6 @@
-"""Rotary embeddings with scaled frequencies, against transformers' own."""
+"""Rotary embeddings and their scalings, against transformers' own and against tests/reference.py."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -7,7 +8,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moh_lm.checks.model import model_problems
 from moh_lm.config import Config, ModelConfig
-from moh_lm.model.rotary import inverse_frequencies, magnitude, rotary_of, rotary_table
+from moh_lm.model.rotary import inverse_frequencies, magnitude, rotary_of
+from tests.layers import reference_layer
+from tests.reference import rotate
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FIELDS = {
@@ -18,54 +21,42 @@ FIELDS = {
 }
 
 
-def model(kind="default", head_dim=128, theta=5e5, **scaling):
+SCALINGS = [
+    ("linear", {"factor": 4.0}),
+    ("llama3", LLAMA3),
+    ("llama3", {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 200}),
+    ("yarn", {"factor": 4.0, "original_max_position_embeddings": 2048}),
+    ("yarn", {"factor": 32.0, "original_max_position_embeddings": 200}),
+]
+
+
+def model(kind="default", head_dim=128, share=1.0, **scaling):
     fields = {FIELDS[key]: value for key, value in scaling.items()}
-    return ModelConfig(head_dim=head_dim, rope_theta=theta, rope_type=kind, **fields)
+    return ModelConfig(head_dim=head_dim, rope_theta=5e5, rotary_fraction=share, rope_type=kind, **fields)
 
 
-@pytest.mark.parametrize(
-    "kind, scaling",
-    [
-        ("linear", {"factor": 4.0}),
-        ("llama3", LLAMA3),
-        ("llama3", {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 200}),
-        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 2048}),
-        ("yarn", {"factor": 32.0, "original_max_position_embeddings": 200}),
-    ],
-)
-@pytest.mark.parametrize("head_dim", [8, 96, 128])
-def test_frequencies_are_those_of_transformers_to_the_bit(kind, scaling, head_dim):
-    rope = {"rope_type": kind, "rope_theta": 5e5, **scaling}
+@pytest.mark.parametrize("kind, scaling", SCALINGS)
+@pytest.mark.parametrize("head_dim, share", [(8, 1.0), (96, 1.0), (96, 0.4), (128, 1.0)])
+def test_frequencies_are_those_of_transformers_to_the_bit(kind, scaling, head_dim, share):
+    rope = {"rope_type": kind, "rope_theta": 5e5, "partial_rotary_factor": share, **scaling}
     config = LlamaConfig(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=1 << 17)
     expected, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    found = inverse_frequencies(rotary_of(model(kind, head_dim, **scaling)), torch.float32)
-    assert torch.equal(found, expected)
-    assert magnitude(rotary_of(model(kind, head_dim, **scaling))) == pytest.approx(attention_factor, rel=1e-15)
-    wide = inverse_frequencies(rotary_of(model(kind, head_dim, **scaling)), torch.float64)
-    torch.testing.assert_close(wide, expected.double(), rtol=2e-6, atol=0)
+    rotary = rotary_of(model(kind, head_dim, share, **scaling))
+    assert torch.equal(inverse_frequencies(rotary, torch.float32), expected)
+    assert len(expected) == int(head_dim * share) // 2
+    assert magnitude(rotary) == pytest.approx(attention_factor, rel=1e-15)
 
 
-def test_llama3_leaves_short_waves_slows_long_ones_and_joins_them_without_a_step():
-    """By hand, from the wavelengths: the three ranges of the formula and its two borders."""
-    plain = 1.0 / 5e5 ** (torch.arange(0, 128, 2, dtype=torch.float64) / 128)
-    found = inverse_frequencies(rotary_of(model("llama3", **LLAMA3)), torch.float64)
-    turns = 8192 * plain / (2 * torch.pi)  # of a wave in the original length
-    assert torch.equal(found[turns > 4], plain[turns > 4])
-    torch.testing.assert_close(found[turns < 1], plain[turns < 1] / 8, rtol=1e-15, atol=0)
-    between = (turns >= 1) & (turns <= 4)
-    assert between.sum() > 5
-    share = (turns[between] - 1) / 3
-    torch.testing.assert_close(found[between], plain[between] * (share + (1 - share) / 8), rtol=1e-12, atol=0)
-
-
-def test_linear_scaling_packs_positions_closer():
-    (cos, sin), (slow_cos, slow_sin) = (
-        rotary_table(33, rotary_of(model(*kind, theta=100.0, **scaling)), torch.float64, None)
-        for kind, scaling in (((), {}), (("linear",), {"factor": 4.0}))
-    )
-    torch.testing.assert_close(slow_cos[::4], cos[:9])
-    torch.testing.assert_close(slow_sin[::4], sin[:9])
-    assert not torch.allclose(slow_sin, sin)
+@pytest.mark.parametrize("kind, scaling", [("default", {}), *SCALINGS])
+@pytest.mark.parametrize("head_dim, share", [(8, 1.0), (96, 0.4), (128, 1.0)])
+def test_queries_turn_as_in_the_equations(kind, scaling, head_dim, share):
+    config = model(kind, head_dim, share, **scaling)
+    x = torch.randn(300, 1, 2, head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    found = rotary_of(config).apply_rotary(x, rotary_of(config).table(300, torch.float64, None))
+    equations = reference_layer(config).rotary
+    for t, head in np.ndindex(300, 2):
+        expected = rotate(equations, x[t, 0, head].numpy(), t)
+        np.testing.assert_allclose(found[t, 0, head], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +69,10 @@ def test_linear_scaling_packs_positions_closer():
         ("llama3", {**LLAMA3, "high_freq_factor": 1.0}, "the first below the second"),
     ],
 )
-def test_a_scaling_that_lacks_a_number_or_has_one_too_many_is_refused_by_name(kind, scaling, named):
+def test_a_scaling_without_its_numbers_is_refused_by_name(kind, scaling, named):
     assert any(named in problem for problem in model_problems(model(kind, **scaling)))
 
 
-def test_a_configuration_written_before_the_scaling_is_one_without_it():
+def test_a_configuration_without_the_scaling_has_none():
     before = {key: value for key, value in Config().to_dict().items() if key not in ("rope_type", *FIELDS.values())}
     assert Config.from_dict(before) == Config()

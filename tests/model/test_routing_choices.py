@@ -24,11 +24,10 @@ from tests.distributed import run_ranks
 from tests.monitor.logged import ROUNDING, cells, events_of
 from tests.monitor.test_alarms import interval
 from tests.tools.exporting import PAPER, write_checkpoint
-from tests.training.test_layouts import distance, state
-from tests.training.test_training import arguments, parameters, rows, run
+from tests.training.runs import arguments, distance, parameters, rows, run, state
 from tools import export_hf, import_hf
 from tools.checkpoints.write import consolidate
-from tools.hf.import_config import model_config
+from tools.hf.convert.import_config import model_config
 
 HEADS = "--num-attention-heads 16 --num-key-value-heads 8 --head-dim 4"
 GROUPS = f"{HEADS} --routing-unit key_value_group --num-shared-heads 4"  # two groups of two heads, and six routed ones
@@ -116,7 +115,7 @@ def saved_state(directory, step):
     return read_json(directory / "checkpoints" / f"step-{step}" / "state.json")
 
 
-def test_the_entropy_is_part_of_the_gradient_and_not_of_the_balance_loss(data_dir, tmp_path, one_process):
+def test_the_entropy_is_in_the_gradient_not_the_balance_loss(data_dir, tmp_path, one_process):
     flags = f"{STEADY} {MODELS['both']} --routing-entropy-coefficient 0"
     run_ranks(run, 1, arguments(data_dir, tmp_path, *flags.split()))
     without, with_it = rows(tmp_path)[1], rows(one_process("both"))[1]  # of the first step
@@ -129,7 +128,7 @@ def test_the_entropy_is_part_of_the_gradient_and_not_of_the_balance_loss(data_di
 
 
 @pytest.mark.parametrize("model", ["top-p, released", "relu"])
-def test_a_resumed_run_takes_the_routing_from_its_checkpoint_bit_for_bit(model, data_dir, tmp_path, one_process):
+def test_a_resumed_run_takes_the_routing_of_its_checkpoint(model, data_dir, tmp_path, one_process):
     flags = arguments(data_dir, tmp_path, *STEADY.split())
     run_ranks(run, 1, [*flags, *MODELS[model].split()], 2)
     run_ranks(run, 1, [*flags, *HEADS.split()])
@@ -158,7 +157,7 @@ def run_recorded(flags):
     return taken
 
 
-def test_a_bias_follows_the_loads_of_whole_steps_and_an_export_selects_by_it(data_dir, tmp_path, export):
+def test_a_bias_follows_whole_steps_and_an_export_selects_by_it(data_dir, tmp_path, export):
     flags = arguments(data_dir, tmp_path / "run", *STEADY.split(), *MODELS["bias"].split())
     (taken,) = run_ranks(run_recorded, 1, flags)
     export(tmp_path / "run", tmp_path / "hf", "--dtype", "bfloat16")  # which compares logits
@@ -182,7 +181,7 @@ def test_a_bias_follows_the_loads_of_whole_steps_and_an_export_selects_by_it(dat
 
 
 @pytest.mark.parametrize("budgets, sign", [((7, 3), 1), ((7, 7), -1)])
-def test_the_coefficient_of_relu_gates_follows_the_mean_number_of_selected_heads(budgets, sign, data_dir, tmp_path):
+def test_the_coefficient_of_relu_gates_follows_the_selected_heads(budgets, sign, data_dir, tmp_path):
     flags = f"{STEADY} {MODELS['relu']} --num-active-routed-heads {budgets[0]} {budgets[1]}"
     (taken,) = run_ranks(run_recorded, 1, arguments(data_dir, tmp_path, *flags.split()))
     expected = 0
@@ -194,7 +193,7 @@ def test_the_coefficient_of_relu_gates_follows_the_mean_number_of_selected_heads
     assert number == 3 and expected * sign > 0
 
 
-def test_active_heads_and_loads_are_those_of_the_selections_and_the_mfu_counts_them(data_dir, tmp_path):
+def test_active_heads_loads_and_mfu_follow_the_selections(data_dir, tmp_path):
     flags = f"--train-iters 2 --log-interval 2 --eval-interval 0 --eval-samples 1 --peak-tflops 0.001 {MODELS['both']}"
     flags = arguments(data_dir, tmp_path, *flags.split(), "--learning-rate", "0.3")
     (taken,) = run_ranks(run_recorded, 1, flags)
@@ -234,7 +233,7 @@ def test_fair_is_the_mean_load_where_k_is_only_the_most():
     assert text == "ALARM routing collapse in layer 0: head 4 by 10.0% of the tokens, fair is 30.0%"
 
 
-def test_a_layer_in_which_nearly_every_token_selects_all_heads_has_not_collapsed():
+def test_a_layer_whose_tokens_select_nearly_all_heads_is_healthy():
     heads = HeadsConfig(num_shared_heads=(4,), num_active_routed_heads=(4,), routing_top_p=0.9)
     model = ModelConfig(num_layers=1, num_attention_heads=8, heads=heads)
     alarms = Alarms(AlarmConfig(alarm_intervals=1), model.routed_layers(), {})
@@ -258,18 +257,18 @@ def test_alarms_and_maps_speak_of_groups():
 # --- What a model is said to be, and its files ---
 
 
-def test_the_summary_says_what_a_token_selects_and_routers_count_groups():
+def test_the_summary_says_what_a_token_selects():
     model = parse_config(f"--num-layers 2 {MODELS['both']}".split())[0].model
     assert describe_heads(model) == (
         "layers 0-1: 4 shared, at most 10 of 12 routed; at most 87.5% of the heads for a token; routing paper, "
         "whole key/value groups of 2, top-p 0.54"
     )
     gated = parse_config("--num-shared-heads 2 --head-selection gated".split())[0].model
-    assert describe_heads(gated) == "gated: all 12 for every token, whatever the budgets; routing sigmoid"
+    assert describe_heads(gated) == "all 12 for every token, each with a gate; routing sigmoid"
     assert parameter_counts(model)["router"] == 2 * 768 * (8 + 2)  # eight groups, a1 and a2
 
 
-def test_an_export_has_the_keys_its_card_the_words_and_an_import_the_model(tmp_path, export):
+def test_groups_and_top_p_survive_an_export_and_an_import(tmp_path, export):
     heads = replace(PAPER.heads, routing_unit="key_value_group", routing_top_p=0.6)
     model = replace(PAPER, heads=replace(heads, num_shared_heads=(2, 0), num_active_routed_heads=(2, 4)))
     run_ranks(write_checkpoint, 1, tmp_path / "run", model, None, False)
@@ -286,7 +285,7 @@ def test_an_export_has_the_keys_its_card_the_words_and_an_import_the_model(tmp_p
 
 
 def test_an_export_of_a_plain_model_has_none_of_the_keys(tmp_path, monkeypatch, export):
-    monkeypatch.setattr("tools.hf.export_check.transformers", None)
+    monkeypatch.setattr("tools.hf.convert.export_check.transformers", None)
     run_ranks(write_checkpoint, 1, tmp_path / "run", PAPER, None, False)
     export(tmp_path / "run", tmp_path / "hf")
     assert not {"routing_unit", "routing_top_p"} & json.loads((tmp_path / "hf" / "config.json").read_text()).keys()

@@ -2,19 +2,23 @@
 
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
-from moh_lm.checks.layout import tensor_problems
 from moh_lm.checks.model import model_problems
 from moh_lm.config import TWO_STAGE, HeadsConfig, ModelConfig
 from moh_lm.extras.gumbel import GumbelNoise
-from moh_lm.model.attention import Attention
+from moh_lm.kernels.core_attention import CoreAttention
 from moh_lm.model.balance import BALANCE
-from moh_lm.model.gates import FORMS, gates_of_one, layer_gates
-from moh_lm.model.router import HeadRouter, SelectionReplay, select
+from moh_lm.model.batch_context import RouterInputs
+from moh_lm.model.gates import FORMS
+from moh_lm.model.initial_gates import gates_of_one, layer_gates
+from moh_lm.model.router import GatedHeads, HeadRouter, SelectionReplay, select
 from moh_lm.model.transformer import initialize
-from tests.model.test_router import BATCH, CASES, HEAD_DIM, LENGTH, D, make_attention, make_config
+from tests.layers import draw_tokens, vivid_layer
+from tests.model.test_router import CASES, D, make_config
+from tests.reference import attention_maps, weighted_heads
 
 
 def test_equal_scores_select_the_lower_heads():
@@ -35,46 +39,44 @@ def test_equal_scores_select_the_lower_heads():
         (1.0, 4, [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]),
     ],
 )
-def test_top_p_selects_the_fewest_heads_whose_probabilities_add_up_to_it(top_p, k, expected):
+def test_top_p_selects_the_fewest_heads_that_add_up_to_it(top_p, k, expected):
     probabilities = torch.tensor([[0.15, 0.5, 0.05, 0.3], [0.25] * 4, [0.0, 0.0, 0.0, 1.0]], dtype=torch.double)
     assert select(probabilities.log(), k, top_p).tolist() == expected
 
 
 @pytest.mark.parametrize("case", ["top-p, groups", "groups, released"])
 def test_a_kept_selection_is_used_again_whatever_the_input(case):
-    router = make_attention(make_config(**CASES[case]), beta=0).router
-    x, other = torch.randn(2, LENGTH, BATCH, D, dtype=torch.double, generator=torch.Generator().manual_seed(1))
-    first, routed = router(x, router.no_replay(x))
-    second, _ = router(other, SelectionReplay(torch.tensor(True), routed.selection))
-    assert first.equal(router(x)[0])
-    assert torch.equal(first > 0, second > 0) and not torch.equal(first > 0, router(other)[0] > 0)
+    router, (x, other) = vivid_layer(make_config(**CASES[case])).router, draw_tokens(D, 2)
+    first = router(x, RouterInputs(), router.no_replay(x))
+    second = router(other, RouterInputs(), SelectionReplay(torch.tensor(True), first.selection))
+    assert first.gates.equal(router(x, RouterInputs()).gates)
+    assert torch.equal(first.gates > 0, second.gates > 0)
+    assert not torch.equal(first.gates > 0, router(other, RouterInputs()).gates > 0)
 
 
-def test_active_gates_of_the_released_form_have_the_mean_a2_times_2_whatever_the_expert():
+def test_active_gates_of_the_released_form_have_the_mean_2_a2():
     for case in (dict(active=2), dict(active=6, top_p=0.6)):
         config = make_config(shared=2, key_value_heads=4, unit="key_value_group", routing="released", **case)
-        router = make_attention(config, beta=0).router
-        x = torch.randn(LENGTH, BATCH, D, dtype=torch.double, generator=torch.Generator().manual_seed(1))
-        gates, _ = router(x)
+        router, (x,) = vivid_layer(config).router, draw_tokens(D)
+        gates = router(x, RouterInputs()).gates
         a1, a2 = (x @ router.w_type.T).softmax(-1).unbind(-1)
         torch.testing.assert_close(gates[..., :2].mean(-1), 2 * a1)
         torch.testing.assert_close(gates[..., 2:].sum(-1) / (gates[..., 2:] > 0).sum(-1), 2 * a2)
 
 
 @pytest.mark.parametrize("case", ["paper_scaled", "sigmoid", "gated"])
-def test_every_gate_of_a_scaled_form_is_1_where_the_scores_are_equal(case):
+def test_gates_of_a_scaled_form_are_1_where_scores_are_equal(case):
     budget = dict(shared=3, active=2, selection=case) if case == "gated" else dict(shared=3, active=2, routing=case)
-    router = make_attention(make_config(**budget), beta=0).router
-    gates, routed = router(torch.zeros(LENGTH, BATCH, D).double())
-    on = torch.ones_like(gates) if routed is None else router.heads_in_use(routed.selection)
-    torch.testing.assert_close(gates, on.to(gates), rtol=0, atol=1e-12)
+    router = vivid_layer(make_config(**budget)).router
+    found = router(torch.zeros(7, 2, D).double(), RouterInputs())
+    on = torch.ones_like(found.gates) if found.selection is None else router.heads_in_use(found.selection)
+    torch.testing.assert_close(found.gates, on.to(found.gates), rtol=0, atol=1e-12)
 
 
-def test_gates_of_shared_heads_of_the_sigmoid_form_begin_with_exactly_1():
-    config = make_config(shared=0, active=1, selection="gated")
-    router = HeadRouter(config, 0, 0.02, group=None)
+def test_gates_of_shared_heads_of_the_sigmoid_form_begin_with_1():
+    router = GatedHeads(make_config(shared=0, active=1, selection="gated"), 0, 0.02)
     initialize(router.named_parameters(), seed=5)
-    assert router(torch.randn(LENGTH, BATCH, D))[0].eq(1).all()
+    assert router(torch.randn(7, 2, D), RouterInputs()).gates.eq(1).all()
 
 
 @pytest.mark.parametrize("routing", FORMS)
@@ -83,23 +85,22 @@ def test_the_configuration_knows_which_forms_have_two_stages(routing):
     assert FORMS[routing](layer, True).two_stage == (routing in TWO_STAGE)
 
 
-def test_probabilities_of_the_sigmoid_form_are_finite_for_the_most_negative_scores():
+def test_sigmoid_probabilities_are_finite_for_the_lowest_scores():
     form = FORMS["sigmoid"](make_config(shared=3, active=2).routed_layer(0), True)
     found = form.probability(torch.tensor([-200.0, -200.0, -201.0]))
     torch.testing.assert_close(found, torch.tensor([0.0, 0.0, -1.0]).softmax(-1))
 
 
-def test_gates_of_the_relu_form_begin_with_1_on_average_and_its_l1_norm_has_the_coefficient_of_the_run():
+def test_relu_gates_begin_near_1_and_l1_takes_the_place_of_beta():
     config = replace(make_config(shared=1, active=2, routing="relu"), hidden_size=512)
-    router = HeadRouter(config, 0, 0.02, group=None, loss_terms=4)
+    router = HeadRouter(config, 0, 0.02, loss_terms=4)
     initialize(router.named_parameters(), seed=5)
     x = torch.randn(4000, 1, 512, generator=torch.Generator().manual_seed(2))
-    gates, routed = router(x)
+    gates, _, loss, rows, _ = router(x, RouterInputs())
     assert gates[..., 0].eq(1).all() and gates[..., 1:][gates[..., 1:] > 0].mean().item() == pytest.approx(1, rel=0.05)
-    router.statistics.l1 = torch.tensor(0.3)
-    balance = router(x)[1].rows[:, BALANCE].mean().item()
-    z_loss = routed.loss.item() - 0.01 / 4 * balance
-    assert router(x)[1].loss.item() == pytest.approx(0.3 / 4 * balance + z_loss, rel=1e-5)
+    steered, balance = router(x, RouterInputs(l1=torch.tensor(0.3))).loss, rows[:, BALANCE].mean().item()
+    z_loss = loss.item() - config.heads.load_balance_coefficient / 4 * balance
+    assert steered.item() == pytest.approx(0.3 / 4 * balance + z_loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("routing", ["sigmoid", "query_norm", "relu"])
@@ -110,14 +111,8 @@ def test_a_z_loss_is_refused_where_it_would_do_harm(routing):
     assert not model_problems(replace(config, heads=replace(config.heads, router_z_loss=0.0)))
 
 
-def test_heads_that_choose_tokens_need_whole_sequences():
-    config = make_config(shared=4, active=2, routing="expert_choice")
-    (problem,) = tensor_problems(replace(config, heads=replace(config.heads, router_z_loss=0.0)), 2)
-    assert problem.startswith("--tensor-parallel-size 2: the router of --routing expert_choice needs whole sequences")
-
-
-def test_a_bias_moves_by_the_sign_of_what_the_load_lacks_of_the_mean():
-    router = HeadRouter(make_config(shared=3, active=2, bias=True), 0, 0.02, group=None)
+def test_a_bias_moves_by_the_sign_of_what_a_load_lacks():
+    router = HeadRouter(make_config(shared=3, active=2, bias=True), 0, 0.02)
     for counts, expected in (([9, 1, 4, 4, 2], [-1, 1, 0, 0, 1]), ([0, 0, 20, 20, 0], [0, 2, -1, -1, 2])):
         router.bfloat16().move_bias(torch.tensor(counts, dtype=torch.float64))
         assert router.bias_steps.tolist() == expected
@@ -138,7 +133,7 @@ def test_a_bias_is_refused_where_it_has_no_meaning(changes, said):
 
 @pytest.mark.parametrize("routing", FORMS)
 @pytest.mark.parametrize("two_stage", [True, False])
-def test_only_gates_of_the_paper_begin_far_from_1_with_any_budget(routing, two_stage):
+def test_only_gates_of_the_paper_begin_far_from_1(routing, two_stage):
     for shared in range(33):
         budgets = {"num_shared_heads": (shared,), "num_active_routed_heads": ((32 - shared + 2) // 3,)}
         heads = HeadsConfig(routing=routing, two_stage=two_stage, **budgets)
@@ -155,56 +150,51 @@ def test_the_choices_of_the_flag_are_the_forms():
 
 
 def test_attention_that_is_not_causal_sees_the_whole_sequence():
-    config = make_config(shared=0, active=1, selection="all")
-    layer = Attention(config, 0, 0.02, 0.02, 1, None, "cpu_sparse", causal=False).double()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(4))
-    x = torch.randn(LENGTH, 1, D, dtype=torch.double)
-    heads = layer.project(x)
-    scores = torch.einsum("qbhe,kbhe->bhqk", heads.query, heads.key) / HEAD_DIM**0.5
-    context = torch.einsum("bhqk,kbhe->qbhe", scores.softmax(-1), heads.value)
-    torch.testing.assert_close(layer(x)[0], context.flatten(2) @ layer.o_proj.weight.T)
+    draw = np.random.default_rng(0)
+    query, key, value = draw.standard_normal((3, 7, 4, 6))
+    maps = attention_maps(query, key, lambda t, i: range(7))
+    expected = weighted_heads(maps, value, np.ones((7, 4)), np.eye(24))
+    found = CoreAttention(causal=False)(*(torch.from_numpy(part)[:, None] for part in (query, key, value)))
+    np.testing.assert_allclose(found.flatten(1), expected, rtol=1e-12)
 
 
-def test_balance_loss_is_k_over_e_for_equal_loads_and_larger_for_a_collapsed_router():
-    config = make_config(shared=4, active=1)
-    router = HeadRouter(config, 0, 0.02, group=None).double()
+def test_the_balance_loss_is_k_over_e_and_1_if_collapsed():
+    router = HeadRouter(make_config(shared=4, active=1), 0, 0.02).double()
     with torch.no_grad():
-        router.w_shared.zero_()
-        router.w_type.zero_()
-        router.w_routed.zero_()
+        for weight in router.parameters():
+            weight.zero_()
         router.w_routed[:, :4] = torch.eye(4)
     balanced = 9 * torch.eye(4, D).double().repeat(5, 1).unsqueeze(1)  # every head is chosen by a quarter of the tokens
     collapsed = 9 * torch.eye(1, D).double().repeat(20, 1).unsqueeze(1)
-    assert router(balanced)[1].rows[0, BALANCE].item() == pytest.approx(1 / 4, abs=1e-12)
-    assert router(collapsed)[1].rows[0, BALANCE].item() > 0.99
+    assert router(balanced, RouterInputs()).rows[0, BALANCE].item() == pytest.approx(1 / 4, abs=1e-12)
+    assert router(collapsed, RouterInputs()).rows[0, BALANCE].item() > 0.99
 
 
-def test_routing_in_bf16_follows_the_fp32_arithmetic_on_the_same_weights():
-    config = make_config(shared=3, active=2)
-    router = HeadRouter(config, 0, 0.02, group=None)
+def test_routing_in_bf16_follows_the_fp32_arithmetic():
+    router = HeadRouter(make_config(shared=3, active=2), 0, 0.02)
     for parameter in router.parameters():
         torch.nn.init.normal_(parameter)
     router.bfloat16()
-    x = torch.randn(LENGTH, BATCH, D).bfloat16()
-    low, _ = router(x)
-    high, _ = router.float()(x.float())
+    x = torch.randn(7, 2, D).bfloat16()
+    low = router(x, RouterInputs()).gates
+    high = router.float()(x.float(), RouterInputs()).gates
     assert low.dtype == torch.float32
     torch.testing.assert_close(low, high, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("routing", ["sigmoid", "paper_scaled"])
-def test_noise_changes_the_scores_and_not_what_a_bias_is_added_to(routing):
+def test_noise_changes_scores_and_not_what_a_bias_is_added_to(routing):
     """With a bias that has not moved, the same noise selects the same heads as without a bias."""
-    selections = []
+    selections, inputs = [], RouterInputs(samples=torch.arange(4))
     for bias in (False, True):
-        router = HeadRouter(make_config(shared=3, active=2, routing=routing, bias=bias), 0, 0.5, group=None)
-        router.noise, router.samples = GumbelNoise(1.0, seed=3, layer=0), torch.arange(4)
+        config = make_config(shared=3, active=2, routing=routing, bias=bias)
+        router = HeadRouter(config, 0, 0.5, noise=GumbelNoise(1.0, seed=3, layer=0))
         torch.manual_seed(0)
         for weight in router.parameters():
             torch.nn.init.normal_(weight)
-        gates, _ = router(torch.randn(50, 4, D))
-        selections.append(gates != 0)
+        x = torch.randn(50, 4, D)
+        selections.append(router(x, inputs).gates != 0)
+        assert not torch.equal(selections[-1], router(x, RouterInputs()).gates != 0)
     assert torch.equal(*selections)
 
 

@@ -22,8 +22,8 @@ from moh_lm.monitor.alarms import Alarms
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 from tests.monitor.logged import events_of
-from tests.run.harm import events, nan_in_the_loss, run_with
-from tests.training.test_training import arguments, run
+from tests.run.harm import nan_in_the_loss, run_with
+from tests.training.runs import arguments, events, run
 
 LAYERS = [RoutedLayer(1, 2, 4, 1), RoutedLayer(3, 0, 2, 2)]  # one of 4 routed heads; both of 2
 FAIR = [[0.25] * 4, [1.0, 1.0]]
@@ -53,7 +53,7 @@ def texts(found):
     return [text for text, _ in found]
 
 
-def test_a_head_below_or_above_its_fair_load_rings_once_after_so_many_intervals_until_it_is_over():
+def test_a_head_far_from_its_fair_load_fires_once():
     made = alarms(alarm_intervals=3)
     low = [0.02, 0.94, 0.02, 0.02]  # a tenth of 25% is 2.5%; three times it 75%
     fair = FAIR[0]
@@ -76,7 +76,7 @@ def test_the_limits_of_a_head_are_shares_of_its_fair_load(load, heads):
     assert [facts["heads"] for _, facts in found] == ([heads] if heads else [])
 
 
-def test_a_layer_all_of_whose_routed_heads_are_dead_rings_though_none_is_below_their_mean():
+def test_a_layer_of_dead_heads_fires():
     made = alarms(alarm_intervals=1)
     made.layers = [layer._replace(by_sign=True) for layer in LAYERS]  # fair is the mean load
     assert not made.check(interval(), figures([0.1, 0.2, 0.2, 0.1]))
@@ -84,7 +84,7 @@ def test_a_layer_all_of_whose_routed_heads_are_dead_rings_though_none_is_below_t
     assert facts["heads"] == [2, 3, 4, 5] and "head 2 by 0.0% of the tokens, fair is 0.0%" in text
 
 
-def test_an_interval_without_a_step_that_counts_neither_rings_nor_ends_an_alarm():
+def test_an_interval_without_a_valid_step_changes_no_alarm():
     made = alarms(alarm_intervals=2)
     low = figures([0.0, 0.5, 0.25, 0.25])
     assert not made.check(interval(), low)
@@ -97,7 +97,7 @@ def test_an_interval_without_a_step_that_counts_neither_rings_nor_ends_an_alarm(
     assert texts(made.check(interval(), figures())) == ["alarm over: routing collapse in layer 1: head 2"]
 
 
-def test_a_throughput_below_its_running_median_rings_and_names_the_rank_that_waits_for_data():
+def test_a_low_throughput_fires_and_names_the_waiting_rank():
     made = alarms(alarm_intervals=2)
     for seconds in (1.0, 1.1, 0.9, 1.0, 1.0, 9.0, 1.0):  # a single slow interval is none
         assert not made.check(interval(seconds=seconds), figures())
@@ -110,7 +110,7 @@ def test_a_throughput_below_its_running_median_rings_and_names_the_rank_that_wai
     assert texts(made.check(interval(), figures())) == ["alarm over: throughput"]
 
 
-def test_a_balance_loss_that_rises_rings_with_its_layer():
+def test_a_rising_balance_loss_fires_with_its_layer():
     made = alarms(alarm_intervals=1)
     for loss in (0.25, 0.26, 0.27, 0.26, 0.25, 0.26 * 1.19):
         assert not made.check(interval(), figures(balance_loss=(loss, 1.0)))
@@ -119,7 +119,7 @@ def test_a_balance_loss_that_rises_rings_with_its_layer():
 
 
 @pytest.mark.parametrize("gate, rings", [(0.31, True), (0.29, False), (0.14, False), (0.13, True)])
-def test_a_mean_gate_that_leaves_the_band_of_its_median_rings_with_its_layer(gate, rings):
+def test_a_drifting_mean_gate_fires_with_its_layer(gate, rings):
     made = alarms(alarm_intervals=1, alarm_gate_drift=1.5)
     for usual in (0.2, 0.19, math.nan, 0.21, 0.2, 0.2):  # the third of an interval whose gates are not known
         assert not made.check(interval(), figures(gate_mean=(usual, 1.0)))
@@ -129,7 +129,7 @@ def test_a_mean_gate_that_leaves_the_band_of_its_median_rings_with_its_layer(gat
         assert texts(made.check(interval(), figures())) == ["alarm over: gate drift in layer 1"]
 
 
-def test_a_source_without_a_sample_rings_when_the_mix_has_one_for_sure():
+def test_a_source_without_its_due_sample_fires():
     mixture = Mixture({"a": "11", "b": "1"}, {"a": 1000, "b": 1000}, seq_length=10, seed=0)
     made = alarms(shares=(11 / 12, 1 / 12))
     sources = mixture.locate(torch.arange(2000).numpy())[0].tolist()
@@ -151,19 +151,19 @@ def test_a_source_without_a_sample_rings_when_the_mix_has_one_for_sure():
         ({"not_finite": ["a"]}, "not finite; steps skipped for it: 1"),
     ],
 )
-def test_a_source_with_nothing_to_learn_from_rings_at_once(more, text):
+def test_a_source_with_nothing_to_learn_from_fires_at_once(more, text):
     found = alarms().check(interval(**more), figures())
     assert texts(found)[0] == f"ALARM dead source a: {text}" and found[0][1]["source"] == "a"
 
 
-def test_an_alarm_that_is_turned_off_does_not_ring():
+def test_an_alarm_that_is_turned_off_does_not_fire():
     names = ("head_low", "head_high", "throughput", "balance_loss", "gate_drift")
     made = alarms(alarm_intervals=1, **{f"alarm_{name}": 0.0 for name in names})
     for seconds, loss in [(1.0, 0.25)] * 8 + [(9.0, 9.0)]:
         assert not made.check(interval(seconds=seconds), figures([0.0, 1.0, 0.0, 0.0], (loss, 1.0), (loss, 0.1)))
 
 
-def test_what_rang_and_what_is_about_to_ring_outlive_a_checkpoint():
+def test_the_state_of_alarms_outlives_a_checkpoint():
     low, quick, slow = figures([0.0, 0.5, 0.25, 0.25], (0.25, 1.0)), interval(), interval(seconds=3.0)
     one = alarms(alarm_intervals=2)
     for seen, found in [(quick, figures())] * 5 + [(quick, low)] * 2 + [(slow, low)]:
@@ -182,14 +182,14 @@ def test_what_rang_and_what_is_about_to_ring_outlive_a_checkpoint():
     assert changed.unseen == {"a": 0, "b": 0} and changed.firing == one.firing
 
 
-def test_thresholds_at_which_a_healthy_run_rings_are_refused(data_dir, tmp_path):
+def test_thresholds_that_fire_in_a_healthy_run_are_refused(data_dir, tmp_path):
     wrong = "--alarm-intervals 0 --alarm-head-low 1 --alarm-head-high 1 --alarm-throughput 1.5 "
     wrong += "--alarm-balance-loss 0.5 --alarm-gate-drift 1"
     problems = config_problems(parse_config(arguments(data_dir, tmp_path, *wrong.split()))[0], 1)
     assert len(problems) == 6 and all(problem.startswith("--alarm-") for problem in problems)
 
 
-def test_an_interval_goes_on_from_a_checkpoint_that_has_other_sums_of_routers():
+def test_an_interval_resumes_from_other_sums_of_routers():
     made, layout = MetricsAccumulator(["a"], LAYERS, torch.device("cpu")), ParallelConfig()
     result = SimpleNamespace(losses=torch.ones(1, 3), routers=torch.ones(1, 14), skipped=False, seconds={})
     made.restore(json.loads(json.dumps(made.state() | {"routers": [[]]})))  # saved between two intervals
@@ -207,7 +207,7 @@ def test_an_interval_goes_on_from_a_checkpoint_that_has_other_sums_of_routers():
         made.clear()
 
 
-def test_a_layer_whose_heads_are_all_shared_neither_collapses_nor_balances_but_its_gates_may_drift():
+def test_a_layer_of_shared_heads_fires_for_gate_drift_alone():
     made = Alarms(AlarmConfig(alarm_intervals=1), [RoutedLayer(0, 8, 0, 0)], {})
     found = [made.check(interval(), {"load": [[]], "balance_loss": [None], "gate_mean": [1.0]}) for _ in range(5)]
     assert found == [[]] * 5
@@ -241,7 +241,7 @@ def run_collapsed(flags, stop_after=None):
 
 
 @pytest.mark.parametrize("more", [("--recompute",), ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")])
-def test_a_planted_collapse_rings_once_with_layer_and_heads_also_over_a_resume(data_dir, tmp_path, more):
+def test_a_planted_collapse_fires_once_across_a_resume(data_dir, tmp_path, more):
     flags = arguments(data_dir, tmp_path, *QUICK, "--save-interval", "3", "--alarm-throughput", "0", *more)
     world_size = 1 if more == ("--recompute",) else 2
     run_ranks(run_collapsed, world_size, flags, 3)
@@ -265,14 +265,14 @@ def run_without_odd(flags):
     run(flags)
 
 
-def test_a_planted_dead_source_rings_once(data_dir, tmp_path):
+def test_a_planted_dead_source_fires_once(data_dir, tmp_path):
     run_ranks(run_without_odd, 2, arguments(data_dir, tmp_path, *QUICK, "--alarm-throughput", "0"))
     (event,) = events(tmp_path, "alarm")
     assert (event["step"], event["alarm"], event["source"]) == (1, "dead source", "odd")  # 8 samples * 2 / 7 > 2
     assert event["details"] == ["no sample among 8, its share of the mix is 28.57%"]
 
 
-def test_a_source_whose_loss_is_not_finite_rings_and_is_over(data_dir, tmp_path):
+def test_a_source_whose_loss_is_not_finite_fires_and_is_over(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *QUICK, "--alarm-throughput", "0")
     assert run_ranks(run_with, 2, flags, 4, nan_in_the_loss) == [True, True]
     (skipped,) = events(tmp_path, "skipped")
@@ -299,7 +299,7 @@ def run_with_a_slow_rank(flags):
     run(flags)
 
 
-def test_a_planted_slow_rank_rings_once(data_dir, tmp_path):
+def test_a_planted_slow_rank_fires_once(data_dir, tmp_path):
     more = ("--train-iters", "9", "--alarm-throughput", "0.1")
     run_ranks(run_with_a_slow_rank, 2, arguments(data_dir, tmp_path, *QUICK, *more))
     (event,) = events(tmp_path, "alarm")

@@ -14,7 +14,7 @@ from moh_lm.monitor.record import rounded
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
 from tests.monitor.logged import NAMES, SHORT, cells, events_of, read_rows
-from tests.training.test_training import arguments, run
+from tests.training.runs import arguments, run
 
 
 def run_recorded(flags):
@@ -136,7 +136,7 @@ def test_figures_of_heads_are_those_of_the_raw_gates(data_dir, tmp_path, layout,
                      "--tensor-parallel-size", "2")),
     ],
 )  # fmt: skip
-def test_gates_of_layers_whose_heads_are_all_shared_are_logged_too(data_dir, tmp_path, layout, more):
+def test_gates_of_layers_of_shared_heads_are_logged_too(data_dir, tmp_path, layout, more):
     flags = arguments(data_dir, tmp_path, *SHORT, "--learning-rate", "0.3", "--num-attention-heads", "8", *more)
     ranks = run_ranks(run_recorded, 2, flags)
     row = [row for row in read_rows(tmp_path) if "loss" in row][-1]
@@ -182,7 +182,7 @@ def test_a_head_that_is_never_selected_and_one_that_always_is():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_layer_that_no_token_uses_has_no_mean_gate_and_no_warning():
+def test_a_layer_that_no_token_uses_has_no_mean_gate():
     model = ModelConfig(num_layers=1, num_attention_heads=4, heads=HeadsConfig("mixture", (0,), (2,), routing="relu"))
     sums = np.zeros((1, 8))
     figures = head_figures(model.routed_layers(), sums, ["even"], [2], 5, 3.0, ParallelConfig(tensor_parallel_size=2))
@@ -199,7 +199,7 @@ def test_a_head_map_has_a_square_for_every_head():
     assert (picture[:, :2] == 204).all()  # shared heads
 
 
-def test_the_colours_of_a_head_map_are_those_of_the_page_of_a_run():
+def test_a_head_map_has_the_colours_of_the_run_report():
     picture = head_map(ModelConfig(num_layers=1).routed_layers(), [np.linspace(0, 1, 6)], 1, 12)
     bar = picture[-18, 120:220]
     assert np.abs(bar / 255 - cividis(np.linspace(0, 1, 100))).max() < 0.1

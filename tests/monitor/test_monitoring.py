@@ -8,7 +8,10 @@ import math
 import os
 import re
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,16 +19,19 @@ import torch
 from PIL import Image
 
 from moh_lm.checks import config_problems
+from moh_lm.config import Config
 from moh_lm.cost.flops import flops_per_token, peak_flops
 from moh_lm.data.shards import ShardWriter, write_manifest
 from moh_lm.flags import parse_config
-from moh_lm.monitor.events import Rows, complete_rows
+from moh_lm.monitor.events import EventLog, Rows, complete_rows
 from moh_lm.monitor.head_map import colours
+from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.record import rounded
-from moh_lm.monitor.writers import Boards
+from moh_lm.monitor.writers import Writers
+from moh_lm.run.loop import Run
 from tests.distributed import run_ranks
 from tests.monitor.logged import NAMES, ROUNDING, SHORT, cells, events_of, read_rows
-from tests.training.test_training import arguments, run
+from tests.training.runs import arguments, rows, run
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,7 @@ def two_ranks(weighed_dir, tmp_path_factory):
     return parse_config(flags)[0], read_rows(directory), events_of(directory)
 
 
-def test_bits_per_byte_are_the_loss_over_ln_2_and_the_bytes_per_token(two_ranks):
+def test_bits_per_byte_are_loss_over_ln_2_and_bytes_per_token(two_ranks):
     _, rows, board = two_ranks
     bytes_per_token = {"even": 3.0, "odd": 5.0}
     for row in rows:
@@ -66,7 +72,7 @@ def test_bits_per_byte_are_the_loss_over_ln_2_and_the_bytes_per_token(two_ranks)
             assert shown[row["step"]] == pytest.approx(bits[name], rel=1e-6)
 
 
-def test_the_mfu_is_the_flops_of_the_tokens_over_the_peak_of_all_ranks(two_ranks):
+def test_the_mfu_is_the_flops_over_the_peak_of_all_ranks(two_ranks):
     config, rows, board = two_ranks
     flops = flops_per_token(config.model, 16)
     for row in (row for row in rows if "loss" in row):
@@ -97,7 +103,7 @@ def test_the_peak_is_known_of_a_gpu_in_bf16_only(monkeypatch):
     assert peak_flops(parse_config(["--precision", "fp32"])[0].run, torch.device("cuda")) is None
 
 
-def test_the_parts_of_a_step_make_up_its_time_and_memory_is_that_of_a_rank(two_ranks):
+def test_the_parts_of_a_step_make_up_its_time(two_ranks):
     config, rows, _ = two_ranks
     for row in (row for row in rows if "loss" in row):
         seconds = row["runtime"]["seconds"]
@@ -124,7 +130,7 @@ def test_head_maps_of_all_and_of_each_source_are_in_tensorboard(two_ranks):
         assert [image.step for image in board.Images(tag)] == [2, 4]
 
 
-def test_the_console_has_one_line_per_interval_of_80_columns_at_most(data_dir, tmp_path):
+def test_the_console_has_one_line_per_interval(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *SHORT, "--peak-tflops", "1e-3")
     (text,) = run_ranks(run_and_read_output, 1, flags, tmp_path)
     head, *lines = [line for line in text.splitlines() if line.split()[0] == "step" or "/4 " in line]
@@ -175,14 +181,14 @@ def test_a_row_after_one_that_a_crash_cut_is_whole(tmp_path):
 
 
 def test_a_drawing_that_cannot_be_closed_ends_no_run(tmp_path, capsys):
-    boards = Boards(tmp_path, 0)
+    writers = Writers(tmp_path, 0)
 
     def full_disk():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    boards.tensorboard.close()
-    boards.tensorboard.close = full_disk
-    boards.close()
+    writers.tensorboard.close()
+    writers.tensorboard.close = full_disk
+    writers.close()
     assert "tensorboard: No space left on device" in capsys.readouterr().err
 
 
@@ -210,7 +216,7 @@ def run_with_wandb(flags, folder, stop_after=None):
     run(flags, stop_after)
 
 
-def test_wandb_gets_the_figures_of_tensorboard_and_the_same_run_after_a_stop(data_dir, tmp_path):
+def test_wandb_gets_the_figures_of_tensorboard(data_dir, tmp_path):
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "wandb.py").write_text(STAND_IN)
@@ -235,3 +241,39 @@ def test_wandb_that_is_not_installed_is_said_before_the_start(monkeypatch, data_
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config = parse_config(arguments(data_dir, tmp_path, "--wandb", "heads"))[0]
     assert "wandb is not installed; pip install wandb" in "\n".join(config_problems(config, 1))
+
+
+def run_with_clocks(flags):
+    """(when the evaluation before the first step ended, when the clock of the time left began)."""
+    found, evaluate, lines = [], Run.evaluate, RunLog.lines
+
+    def evaluate_and_note(run):
+        evaluate(run)
+        found.append(time.perf_counter())
+
+    def note_and_write(log, row):
+        found.append(log.started)
+        return lines(log, row)
+
+    Run.evaluate, RunLog.lines = evaluate_and_note, note_and_write
+    run(flags)
+    return found[:2]
+
+
+def test_the_time_left_ignores_the_first_evaluation(data_dir, tmp_path):
+    ((evaluated, began),) = run_ranks(run_with_clocks, 1, arguments(data_dir, tmp_path))
+    assert evaluated <= began
+
+
+def test_numbers_that_json_cannot_hold_are_written_as_null(tmp_path):
+    log = RunLog(tmp_path, 0, Config())
+    log.write({"step": 1, "grad_norm": math.inf, "source_loss": {"a": math.nan, "b": 1.5}})
+    log.close()
+    assert rows(tmp_path) == [{"step": 1, "grad_norm": None, "source_loss": {"a": None, "b": 1.5}}]
+
+
+def test_an_event_is_recorded_before_it_is_printed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=Mock(side_effect=BrokenPipeError)))
+    with pytest.raises(BrokenPipeError):
+        EventLog(tmp_path, writes=True).add("saved", 3, "saved step-3")
+    assert EventLog(tmp_path, writes=True).last("saved")["step"] == 3

@@ -66,7 +66,7 @@ def test_a_curve_has_the_means_of_neighbouring_rows(runs):
     assert record.seconds == pytest.approx(2 * (STEPS - 1)) and record.skipped == 1
 
 
-def test_the_training_of_a_branch_begins_where_it_left_its_parent(runs, tmp_path):
+def test_a_branch_begins_where_it_left_its_parent(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     rows = (runs.first / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(rows[609:]))  # from step 610 on
@@ -97,21 +97,21 @@ def test_an_end_that_a_resume_undid_is_no_end(runs, tmp_path):
     assert RunRecord(tmp_path / "run").state.startswith("at step 1,000 of")
 
 
-def test_a_run_that_is_started_once_more_when_it_is_complete_is_complete(runs, tmp_path):
+def test_a_complete_run_that_is_restarted_stays_complete(runs, tmp_path):
     shutil.copytree(runs.second, tmp_path / "run")
     with open(tmp_path / "run" / "events.jsonl", "a") as file:
         file.write(json.dumps({"time": "2026-01-01T00:00:00Z", "event": "resumed", "step": STEPS - 1}) + "\n")
     assert RunRecord(tmp_path / "run").state == "complete after step 1,000 of 1,000"
 
 
-def test_tokens_are_those_that_were_read_where_a_resume_changed_the_length(runs, tmp_path):
+def test_tokens_count_both_lengths_after_a_resume_changed_it(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     config, _ = parse_config([*FLAGS.split(), "--seq-length", "128", "--batch-tokens", "8K", "--train-iters", "2000"])
     (tmp_path / "run" / "config.json").write_text(json.dumps(config.to_dict()))
     assert dict(page.summary(RunRecord(tmp_path / "run")))["tokens"] == "4M of 12M"
 
 
-def test_what_a_resume_undid_is_not_marked_and_neighbouring_skips_are_one_row(runs, tmp_path):
+def test_events_that_a_resume_undid_are_not_marked(runs, tmp_path):
     shutil.copytree(runs.first, tmp_path / "run")
     more = [("skipped", 901), ("skipped", 990), ("resumed", 900), ("skipped", 950), ("skipped", 951)]
     with open(tmp_path / "run" / "events.jsonl", "a") as file:
@@ -179,7 +179,7 @@ def test_of_many_layers_a_few_are_named():
     assert len(axis.lines) == 24 and len(named) == 8 and {named[0], named[-1]} == {"layer 0", "layer 23"}
 
 
-def test_the_map_of_loads_has_each_interval_at_its_steps_and_is_blank_before_the_first():
+def test_the_map_of_loads_has_each_interval_at_its_steps():
     steps, values = np.array([60, 80, 100, 400]), np.array([[0.1], [0.2], [0.3], [0.4]])  # after a dense warm-up
     axis, *_ = pictures.load_map({0: (steps, values)}).axes
     (image,) = axis.images
@@ -189,6 +189,72 @@ def test_the_map_of_loads_has_each_interval_at_its_steps_and_is_blank_before_the
     assert (left, right) == (0, 400)
     for step, load in ((20, np.nan), (50, 0.1), (70, 0.2), (90, 0.3), (110, 0.4), (250, 0.4), (390, 0.4)):
         np.testing.assert_equal(row[np.abs(places - step).argmin()], load)
+
+
+def test_events_of_a_kind_are_one_line_of_a_picture_however_many():
+    marks = [(step, kind) for step in range(30_000) for kind in ("skipped", "alarm")]
+    curve = {"loss": (np.arange(1, 30_001), np.ones(30_000), {})}
+    (axis,) = pictures.lines(curve, "loss", marks).axes
+    assert [line.get_label() for line in axis.lines] == ["loss", "skipped (30000)", "alarm (30000)"]
+    places = axis.lines[1].get_xdata()
+    assert 700 < len(set(places)) <= pictures.COLUMNS and places.min() == 0 and places.max() > 29_900
+
+
+def test_many_alarms_of_a_kind_are_one_row_and_the_table_ends_with_the_last():
+    events = [{"event": "alarm", "alarm": "collapse", "step": n // 3, "layer": n % 3} for n in range(30)]
+    assert page.event_rows(events) == [("", 0, "alarm", "30 events up to step 9; the last: alarm: collapse; layer: 2")]
+    several = [{"event": "alarm", "alarm": str(n % 2), "step": n} for n in range(1000)]
+    assert [row[1] for row in page.event_rows(several)] == list(range(700, 1000))
+
+
+@pytest.mark.parametrize("name", ["_hidden", "a$b$c", "cost_$5", "x^2", r"\frac{1}{2}", "$\\nosuch$", "100%", "<&>"])
+def test_the_name_of_a_source_is_text(name):
+    series = {name: (np.arange(3), np.ones(3), {}), f"{name}, held out": (np.arange(3), np.ones(3), {})}
+    for figure in (pictures.lines(series, "loss"), pictures.stack({name: (np.arange(3), np.ones(3))}, "seconds")):
+        root = xml.fromstring(pictures.svg(figure, "loss").replace("xlink:href", "href"))
+        texts = ["".join(element.itertext()).strip() for element in root.iter() if element.tag.endswith("text")]
+        assert name in [text.lstrip("\u200b") for text in texts]
+
+
+ODD = {
+    "events.jsonl": [
+        "[]", '{"step": 5}', '{"step": 5, "event": ["alarm"]}', '{"step": 1e99, "event": "alarm"}', "[" * 100_000,
+        '{"step": -3, "event": "alarm"}', '{"step": 5, "event": "alarm", "a": ' + "[" * 490 + "]" * 490 + "}",
+        '{"step": true, "event": "resumed"}', '{"step": 99999999999999999999, "event": "alarm"}',
+    ],
+    "metrics.jsonl": [
+        {"loss": "high"}, {"source_loss": None}, {"source_loss": ["web"]}, {"learning_rate": {}}, {"tokens": "many"},
+        {"runtime": 3}, {"tokens_per_second": "2"}, {"skipped_steps": "x"}, {"heads": 7}, {"step": 2**70},
+        {"heads": {"layer": [0, 1], "load": [[0.1], ["x"]]}},
+        {"heads": {"layer": [0, 1], "load": [[0.25] * 6, [None] * 5]}},
+    ],
+    "samples.jsonl": [
+        '{"step": 5}', '{"step": 5, "prompt": 3, "text": "b"}', '{"step": 5, "prompt": "a", "text": null}',
+    ],
+}  # fmt: skip
+EVALUATION = {"step": 500, "evaluation": {"web": 3.5}, "evaluation_mean": 3.5}
+ODD["metrics.jsonl"] = [json.dumps(training_record(500) | row) for row in ODD["metrics.jsonl"]] + [
+    json.dumps(EVALUATION | row)
+    for row in ({"evaluation": [3.5]}, {"evaluation": {"web": "x"}}, {"evaluation_mean": "x"}, {"sink": {"web": 3}})
+]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_row_costs_that_row_and_not_the_page(name, runs, tmp_path):
+    shutil.copytree(runs.first, tmp_path / "run")
+    samples = [{"step": 4, "prompt": "a", "text": "b"}, {"step": 9, "prompt": "_$", "text": "$_"}]
+    (tmp_path / "run" / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    before = RunRecord(tmp_path / "run")
+    lines = (tmp_path / "run" / name).read_text().splitlines()
+    (tmp_path / "run" / name).write_text("\n".join([*lines[:1], *ODD[name], *lines[1:]]))
+    page.write_page([tmp_path / "run"], tmp_path / "page.html")
+    after, text = RunRecord(tmp_path / "run"), (tmp_path / "page.html").read_text()
+    assert after.events == before.events and after.samples == before.samples and after.state == before.state
+    assert after.seconds == before.seconds and after.last_evaluation == before.last_evaluation
+    assert after.curves.keys() == before.curves.keys() and after.skipped == before.skipped
+    for layer, of in before.loads.items():
+        np.testing.assert_array_equal(after.loads[layer][1], of[1])
+    assert "<td>_$</td>" in text and f"left out: {tmp_path / 'run' / name}: " in text
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path, capsys):

@@ -5,16 +5,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from moh_lm.build import build_model
 from moh_lm.config import ConfigError, HeadsConfig, ModelConfig
-from moh_lm.model.router import routers_of
-from moh_lm.model.transformer import CausalLM
+from moh_lm.model.block import blocks_of
 from moh_lm.parallel import consensus, cross_entropy, head_partition
 from moh_lm.parallel.cross_entropy import IGNORED, MOST_LIKELY, linear_cross_entropy
 from moh_lm.parallel.layers import even_partition
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, whole
+from tests.models import make_model
 
 LENGTH, BATCH = 8, 3
 SIZES = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=4, vocab_size=37)
+LATENT = dict(attention="latent", kv_lora_rank=10, qk_rope_head_dim=4)
+WIDTHS = dict(head_dim=8, head_dims=(8, 8, 6, 4, 4, 6, 2, 8))
 
 MODELS = {
     "paper": (dict(routing="paper", num_shared_heads=(4,), num_active_routed_heads=(2,)), {}),
@@ -26,60 +29,43 @@ MODELS = {
     ),
     "all heads and a tied head": (dict(head_selection="all"), dict(tie_embeddings=True)),
     "norms and z-loss": (dict(num_shared_heads=(4,)), dict(qk_norm=True, post_norm=True)),
+    "gated": (dict(head_selection="gated"), {}),
+    "latent keys and queries": (dict(num_shared_heads=(4,)), LATENT | dict(q_lora_rank=7)),
+    "latent keys, query norm": (dict(routing="query_norm", num_shared_heads=(4,)), LATENT),
+    "heads of several widths": (dict(routing="paper", num_shared_heads=(4,)), WIDTHS),
+    "several widths, query norm": (dict(routing="query_norm", num_shared_heads=(4,)), WIDTHS),
     "static": (dict(head_selection="static", num_shared_heads=(2,), num_active_routed_heads=(2,)), {}),
 }
 
 
 def train_once(name):
-    """Losses, balance sums and (gradient, partition) of every parameter, on the ranks of this world."""
+    """[loss, rows of routers, summed over ranks] and {name: (gradient, partition)}, on the ranks of this world."""
     heads, sizes = MODELS[name]
     config = ModelConfig(**(SIZES | sizes), heads=HeadsConfig(load_balance_coefficient=0.5, **heads))
     group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-    model = CausalLM(config, group, z_loss=0.01 if "z-loss" in name else 0.0)
-    model.initialize(seed=5)
-    model.double()
     cross_entropy.CHUNK_BYTES = 7 * 37 * 8  # several chunks, the last one smaller
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter *= 10  # so that no gradient is hidden by small weights
+    model = make_model(config, scale=10, seed=5, group=group, z_loss=0.01 if "z-loss" in name else 0.0)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
     mean, losses = model(tokens[:, :-1], tokens[:, 1:])
     mean.backward()
-    balance = [router.statistics.take() for router in routers_of(model)]
-    for sums in balance if group is not None else ():
-        dist.all_reduce(sums, group=group)
+    rows = [block.rows.take() for block in blocks_of(model)]
+    for of_layer in rows if group is not None and rows[0] is not None else ():
+        dist.all_reduce(of_layer, group=group)
     shards = {key: (parameter.grad, parameter.tensor_partition) for key, parameter in model.named_parameters()}
-    return losses, balance, shards
-
-
-def whole(shards):
-    """One tensor from every rank's (shard, partition); copies must agree."""
-    tensor, partition = shards[0]
-    if partition is None:
-        for copy, _ in shards[1:]:
-            torch.testing.assert_close(copy, tensor, rtol=0, atol=1e-12)
-        return tensor
-    shape = list(tensor.shape)
-    shape[partition.dim] = partition.size
-    joined = torch.full(shape, torch.nan, dtype=tensor.dtype)
-    for shard, partition in shards:
-        here = torch.cat([torch.arange(start, stop) for start, stop in partition.ranges])
-        joined.index_copy_(partition.dim, here, shard.narrow(partition.dim, 0, len(here)))
-    return joined
+    return [losses.detach(), rows], shards
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_rank_count_computes_the_one_rank_model(world_size):
     results = run_ranks(train_all, world_size)
     for name in results[0]:
-        losses, balance, expected = train_once(name)
+        figures, gradients = train_once(name)
         ranks = [result[name] for result in results]
-        for rank_losses, rank_balance, _ in ranks:
-            torch.testing.assert_close(rank_losses, losses, rtol=0, atol=1e-11)
-            torch.testing.assert_close(rank_balance, balance, rtol=0, atol=1e-11)
-        for key, (gradient, _) in expected.items():
-            got = whole([shards[key] for _, _, shards in ranks])
+        for of_rank, _ in ranks:
+            torch.testing.assert_close(of_rank, figures, rtol=0, atol=1e-11)
+        for key, (gradient, _) in gradients.items():
+            got = whole([shards[key] for _, shards in ranks])
             torch.testing.assert_close(
                 got, gradient, rtol=1e-9, atol=1e-11, msg=lambda text, at=f"{name}, {key}": f"{at}: {text}"
             )
@@ -90,7 +76,7 @@ def train_all():
     return {name: train_once(name) for name in names}
 
 
-def test_every_rank_holds_an_equal_share_of_shared_and_of_routed_heads():
+def test_every_rank_holds_as_many_shared_and_routed_heads():
     for name, ranks in zip(("paper", "query norm"), zip(*run_ranks(held_heads, 2), strict=True), strict=True):
         shared = MODELS[name][0].get("num_shared_heads", (4,))[0]
         assert sorted(head for heads in ranks for head in heads) == list(range(8))
@@ -98,15 +84,16 @@ def test_every_rank_holds_an_equal_share_of_shared_and_of_routed_heads():
 
 
 def held_heads():
-    models = []
+    found = []
     for name in ("paper", "query norm"):
-        heads, sizes = MODELS[name]
-        models.append(CausalLM(ModelConfig(**(SIZES | sizes), heads=HeadsConfig(**heads)), dist.group.WORLD))
-    return [model.model.layers[0].self_attn.heads.take(torch.arange(8)).tolist() for model in models]
+        config = ModelConfig(**SIZES, heads=HeadsConfig(**MODELS[name][0]))
+        heads = head_partition.HeadPartition(8, config.always_on_heads(0), dist.group.WORLD)
+        found.append(heads.take(torch.arange(8)).tolist())
+    return found
 
 
 @pytest.mark.parametrize("file", ["run/config.json", None])
-def test_a_file_that_fails_a_rank_is_named_unless_the_system_does_not_say_which(file, monkeypatch):
+def test_a_file_that_fails_a_rank_is_named_if_known(file, monkeypatch):
     monkeypatch.setattr(consensus, "problems_of_all_ranks", list)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
 
@@ -119,7 +106,7 @@ def test_a_file_that_fails_a_rank_is_named_unless_the_system_does_not_say_which(
     assert problem.startswith(("run/config.json: " if file else "") + "no space left on device (rank 3 on ")
 
 
-def test_a_rank_holds_every_feature_of_its_keys_whatever_a_head_s_width_over_the_heads_that_share_it(monkeypatch):
+def test_a_rank_holds_every_feature_of_its_keys(monkeypatch):
     monkeypatch.setattr(head_partition, "group_size", lambda group: 2)
     for rank, rows in enumerate([(0, 936), (936, 1872)]):  # in floating point 27 * (104 / 3) is below 936
         monkeypatch.setattr(head_partition, "group_rank", lambda group, rank=rank: rank)
@@ -129,7 +116,7 @@ def test_a_rank_holds_every_feature_of_its_keys_whatever_a_head_s_width_over_the
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("tokens_in_a_chunk", [1, 7, 20, 1000])
-def test_loss_and_gradients_in_chunks_equal_torch_with_ignored_labels(monkeypatch, tokens_in_a_chunk, z_loss):
+def test_the_chunked_loss_and_its_gradients_equal_torch(monkeypatch, tokens_in_a_chunk, z_loss):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", tokens_in_a_chunk * 11 * 8)
     x = torch.randn(5, 4, 6, dtype=torch.double, requires_grad=True)
     weight = torch.randn(11, 6, dtype=torch.double, requires_grad=True)
@@ -171,7 +158,7 @@ def most_likely_tokens():
     return x @ weight.t(), losses, labels
 
 
-def test_gradients_of_the_head_in_bfloat16_are_as_near_as_one_rounding():
+def test_bfloat16_gradients_of_the_head_have_one_rounding():
     x, weight = torch.randn(64, 48).bfloat16(), torch.randn(96, 48).mul(0.1).bfloat16()
     labels = torch.randint(0, 96, (64,))
     exact = [tensor.double().requires_grad_() for tensor in (x, weight)]
@@ -185,7 +172,7 @@ def test_gradients_of_the_head_in_bfloat16_are_as_near_as_one_rounding():
 
 def test_initial_weights_have_the_stated_deviations():
     heads = HeadsConfig(routing="paper")
-    model = CausalLM(ModelConfig(num_layers=2, hidden_size=256, num_attention_heads=8, vocab_size=512, heads=heads))
+    model = build_model(ModelConfig(num_layers=2, hidden_size=256, num_attention_heads=8, vocab_size=512, heads=heads))
     model.initialize(seed=1)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

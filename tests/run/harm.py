@@ -1,34 +1,13 @@
-"""A run in which one rank is harmed at a given step, and what it leaves: its events, and the state of a step."""
+"""A run in which one rank is harmed at a given step."""
 
-import json
 import math
 import os
-from pathlib import Path
 
-import torch
-
-from moh_lm.checkpoint.fragments import FragmentReader
 from moh_lm.training.engine import Engine
 from moh_lm.training.guard import BadNumbers
-from tests.training.test_training import run
+from tests.training.runs import run
 
 EVERY_STEP = ("--save-interval", "1", "--log-interval", "1", "--async-save", "false")
-
-
-def events(directory, kind):
-    lines = (Path(directory) / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-def state(directory, step):
-    """{kind/name: whole tensor} of a checkpoint."""
-    reader = FragmentReader(Path(directory) / "checkpoints" / f"step-{step}")
-    kinds = ("master", "exp_avg", "exp_avg_sq")
-    return {f"{kind}/{name}": reader.read(kind, name) for name in reader.shapes for kind in kinds}
-
-
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def run_with(flags, step, harm, rank=1, count=1):
@@ -57,3 +36,9 @@ def run_with(flags, step, harm, rank=1, count=1):
 def nan_in_the_loss(engine):
     handle = engine.model.model.register_forward_hook(lambda module, inputs, out: out * math.nan)
     nan_in_the_loss.undo = handle.remove
+
+
+def run_and_suffer(flags, step, harm, output):
+    """``run_with``, whose ``harm`` takes no engine; what a rank prints on standard error goes to a file of its own."""
+    os.dup2(os.open(f"{output}-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
+    return run_with(flags, step, lambda engine: harm())

@@ -1,27 +1,17 @@
 """What a run finds in its own numbers, skips or mends, or ends for: NaN and infinity, spikes, flipped bits."""
 
-import json
 import math
-import statistics
 import time
 
 import pytest
 import torch
 
-from moh_lm.config import ReliabilityConfig
 from moh_lm.run import loop
-from moh_lm.training.guard import FINE, GRADIENT, LOSS, SPIKE, Guard
 from tests.distributed import run_ranks
-from tests.run.harm import EVERY_STEP, equal, events, nan_in_the_loss, run_with, state
-from tests.training.test_training import arguments, rows
+from tests.run.harm import EVERY_STEP, nan_in_the_loss, run_with
+from tests.training.runs import arguments, equal, events, state, training_rows
 
 # --- Bad numbers ---
-
-
-def inf_in_a_gradient(engine):
-    parameter = dict(engine.model.named_parameters())["model.layers.1.mlp.down_proj.weight"]
-    handle = parameter.register_hook(lambda grad: torch.full_like(grad, math.inf))
-    inf_in_a_gradient.undo = handle.remove
 
 
 def nan_in_the_gradient_of_a_norm(engine):
@@ -46,7 +36,6 @@ LAYOUTS = {
     "zero2": ("--zero-stage", "2"),
     "zero3": ("--zero-stage", "3"),
     "tp": ("--tensor-parallel-size", "2"),
-    "tp zero3": ("--tensor-parallel-size", "2", "--zero-stage", "3"),
 }
 
 
@@ -55,19 +44,15 @@ LAYOUTS = {
     [
         ("zero1", nan_in_the_loss, True),
         ("zero1 bf16", nan_in_a_hidden_gradient, True),
-        ("zero1", inf_in_a_gradient, False),
         ("zero1 bf16", nan_in_a_weight, True),
         ("zero2", nan_in_a_weight, True),
         ("zero3", nan_in_the_loss, True),
-        ("zero3", inf_in_a_gradient, False),
         ("tp", nan_in_the_loss, True),
-        ("tp", inf_in_a_gradient, False),
         ("tp", nan_in_the_gradient_of_a_norm, False),
-        ("tp zero3", nan_in_the_gradient_of_a_norm, False),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_step_with_a_bad_number_on_one_rank_changes_no_state_and_is_recorded(
+def test_a_bad_number_on_one_rank_is_recorded_and_skipped(
     data_dir, tmp_path, layout, harm, located
 ):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *LAYOUTS[layout])
@@ -82,7 +67,7 @@ def test_a_step_with_a_bad_number_on_one_rank_changes_no_state_and_is_recorded(
         assert event["ranks"] == ([0, 1] if layout == "tp" else [1])  # tensor-parallel ranks share their samples
         assert set(event["samples"]) <= set(range(24, 32) if layout == "tp" else range(28, 32)) and event["samples"]
         assert set(event["sources"]) <= {"even", "odd"} and event["sources"]
-    logged = {row["step"]: row for row in rows(tmp_path) if "loss" in row}
+    logged = {row["step"]: row for row in training_rows(tmp_path)}
     assert [logged[step]["skipped_steps"] for step in range(1, 8)] == [0, 0, 0, 1, 0, 0, 0]
     assert logged[4]["loss"] is None and logged[5]["loss"] > 0
     # Schedule and data go on as if nothing had happened.
@@ -95,10 +80,8 @@ def stage_nan_in_the_loss(engine):
     stage_nan_in_the_loss.undo = handle.remove
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_all_stages_of_a_pipeline_skip_a_step_together(data_dir, tmp_path, precision):
-    more = ("--pipeline-parallel-size", "2", "--precision", precision)
-    flags = arguments(data_dir, tmp_path, *EVERY_STEP, *more)
+def test_all_stages_of_a_pipeline_skip_a_step_together(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, *EVERY_STEP, "--pipeline-parallel-size", "2")
     assert run_ranks(run_with, 2, flags, 4, stage_nan_in_the_loss) == [True, True]
     assert equal(state(tmp_path, 4), state(tmp_path, 3))
     assert not equal(state(tmp_path, 5), state(tmp_path, 4))
@@ -113,7 +96,7 @@ def stage_nan_in_the_gradient_of_a_norm(engine):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_copy_in_a_pipeline_that_is_in_no_norm_is_looked_at_too(data_dir, tmp_path, precision):
+def test_a_copy_outside_every_norm_is_examined_too(data_dir, tmp_path, precision):
     more = ("--pipeline-parallel-size", "2", "--tensor-parallel-size", "2", "--precision", precision)
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *more)
     assert run_ranks(run_with, 4, flags, 4, stage_nan_in_the_gradient_of_a_norm) == [True] * 4
@@ -122,7 +105,7 @@ def test_a_copy_in_a_pipeline_that_is_in_no_norm_is_looked_at_too(data_dir, tmp_
     assert event["step"] == 4
 
 
-def test_too_many_skipped_steps_end_the_run_and_the_last_checkpoint_is_named(data_dir, tmp_path):
+def test_too_many_skipped_steps_end_the_run(data_dir, tmp_path):
     more = ("--save-interval", "2", "--max-skipped-steps", "2", "--run-report")
     flags = arguments(data_dir, tmp_path, *EVERY_STEP[2:], *more)
     messages = run_ranks(run_with, 2, flags, 3, nan_in_the_loss, 1, 5)
@@ -145,29 +128,12 @@ def run_with_a_slow_page(flags, page):
     return page.exists()
 
 
-def test_a_run_that_fails_is_left_by_all_ranks_when_its_page_is_written(data_dir, tmp_path):
+def test_the_ranks_of_a_failed_run_wait_for_its_report(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path / "run", *EVERY_STEP[2:], "--max-skipped-steps", "0", "--run-report")
     assert run_ranks(run_with_a_slow_page, 2, flags, tmp_path / "page") == [True, True]
 
 
 # --- Spikes ---
-
-
-def test_the_guard_finds_what_is_so_many_deviations_above_the_mean_of_a_full_window():
-    guard = Guard(ReliabilityConfig(spike_sigmas=3.0, spike_window=4))
-    window = [2.0, 2.5, 2.25, 2.75]
-    for step, loss in enumerate(window, 1):
-        assert guard.classify(1000.0, 1.0) == FINE  # not full yet
-        guard.record(step, loss, 1.0, skipped=False)
-    limit = statistics.fmean(window) + 3 * statistics.pstdev(window)
-    assert guard.classify(limit, 1.0) == FINE and guard.classify(limit * (1 + 1e-12), 1.0) == SPIKE
-    assert guard.classify(2.0, 1.0 + 1e-12) == SPIKE  # a norm that never varied
-    assert guard.classify(math.nan, 1.0) == LOSS and guard.classify(2.0, math.inf) == GRADIENT
-    guard.record(5, 9.0, 1.0, skipped=True)  # leaves the window as it is
-    restored = Guard(guard.settings)
-    restored.restore(json.loads(json.dumps(guard.state())))
-    assert restored.state() == guard.state()
-    assert restored.classify(limit * (1 + 1e-12), 1.0) == SPIKE
 
 
 @pytest.mark.parametrize("on_spike", ["skip", "report"])
@@ -195,7 +161,7 @@ def flip_a_bit_of_a_weight(engine):
 
 
 @pytest.mark.parametrize("more", [(), ("--precision", "bf16", "--zero-stage", "2"), ("--micro-batch-size", "1")])
-def test_a_flipped_bit_in_one_copy_of_a_weight_is_found_and_mended(data_dir, tmp_path, more):
+def test_a_flipped_bit_in_a_copy_of_a_weight_is_repaired(data_dir, tmp_path, more):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, "--replica-check-interval", "1", *more)
     assert run_ranks(run_with, 2, flags, 4, flip_a_bit_of_a_weight) == [True, True]
     (event,) = events(tmp_path, "skipped")

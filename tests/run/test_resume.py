@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from moh_lm.checkpoint import directory as steps
 from moh_lm.checkpoint import manifest
+from moh_lm.checkpoint.fragments import Fragment
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.config import Config, ConfigError
 from moh_lm.flags import parse_config
 from moh_lm.monitor.events import EventLog
-from moh_lm.monitor.writers import Boards
+from moh_lm.monitor.writers import Writers
 from moh_lm.parallel.layers import make_parameter
-from moh_lm.run.resume import budget_problems, contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
-from moh_lm.training.optimizer import Fragment
+from moh_lm.run.resume import contradictions, sound_step, tokenizer_changes, trace_of_checkpoints
+from moh_lm.run.text import budget_problems
 from tests.distributed import run_ranks
-from tests.run.test_reliability import events
-from tests.training.test_training import arguments, run
+from tests.training.runs import arguments, events, run
 
 
 def fail(number, path=None):
@@ -39,7 +39,7 @@ def fail(number, path=None):
 
 def find_with_errors(run):
     """[problems] of ``sound_step`` on this rank, with one error after the other; what it finds without."""
-    checkpoints, journal = run / "checkpoints", EventLog(run, writes=dist.get_rank() == 0)
+    checkpoints, event_log = run / "checkpoints", EventLog(run, writes=dist.get_rank() == 0)
     writer = Saver(checkpoints)
     fragment = Fragment("w", make_parameter((4, 4)), 0, dist.get_rank() > 0, {"master": torch.zeros(16)})
     for step in (1, 2):
@@ -59,14 +59,14 @@ def find_with_errors(run):
         if dist.get_rank() == rank:
             setattr(module, name, failing(original))
         try:
-            sound_step(checkpoints, journal, lambda: None)
+            sound_step(checkpoints, event_log, lambda: None)
         except ConfigError as error:
             found.append(error.problems)
         setattr(module, name, original)
-    return found, sound_step(checkpoints, journal, lambda: None)
+    return found, sound_step(checkpoints, event_log, lambda: None)
 
 
-def test_what_one_rank_cannot_read_or_write_ends_all_with_one_sentence_and_no_step_is_set_aside(tmp_path):
+def test_a_file_that_one_rank_cannot_read_ends_all_ranks(tmp_path):
     (found, step), other = run_ranks(find_with_errors, 2, tmp_path)
     assert other == (found, step)
     expected = [
@@ -84,7 +84,7 @@ def test_what_one_rank_cannot_read_or_write_ends_all_with_one_sentence_and_no_st
     assert sorted(path.name for path in step.parent.iterdir()) == ["latest", "step-1", "step-2"]
 
 
-def test_a_configuration_that_cannot_be_read_is_a_sentence_and_a_broken_one_says_nothing(tmp_path):
+def test_an_unreadable_configuration_is_refused(tmp_path):
     config, path = parse_config(["--checkpoint-dir", str(tmp_path)])[0], tmp_path / "config.json"
     (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
     for broken in ("{", "[]", "[" * 100_000, '{"save_interval": "often"}'):
@@ -98,27 +98,27 @@ def test_a_configuration_that_cannot_be_read_is_a_sentence_and_a_broken_one_says
     assert error.value.problems == [f"{path}: cannot be read (Too many levels of symbolic links); make it readable"]
 
 
-def test_a_run_of_which_only_the_configuration_and_the_drawings_are_left_is_not_taken_for_a_new_one(tmp_path):
-    checkpoints, journal = tmp_path / "checkpoints", EventLog(tmp_path, writes=True)
-    boards = Boards(tmp_path, 0)
+def test_a_run_with_only_tensorboard_left_is_not_a_new_one(tmp_path):
+    checkpoints, event_log = tmp_path / "checkpoints", EventLog(tmp_path, writes=True)
+    writers = Writers(tmp_path, 0)
     (tmp_path / "config.json").write_text(json.dumps(Config().to_dict()))
-    boards.scalars({"loss_validation/a": 3.0}, 0)
-    boards.tensorboard.flush()
-    assert trace_of_checkpoints(checkpoints, journal) is None  # killed before its first line
-    boards.scalars({"loss/train": 2.0}, 5)
-    boards.close()
+    writers.scalars({"loss_validation/a": 3.0}, 0)
+    writers.tensorboard.flush()
+    assert trace_of_checkpoints(checkpoints, event_log) is None  # killed before its first line
+    writers.scalars({"loss/train": 2.0}, 5)
+    writers.close()
     (tmp_path / "metrics.jsonl").touch()
-    assert trace_of_checkpoints(checkpoints, journal) is None  # killed as it started again
+    assert trace_of_checkpoints(checkpoints, event_log) is None  # killed as it started again
     (tmp_path / "metrics.jsonl").unlink()
     assert "metrics.jsonl: is not there, nor any checkpoint, though tensorboard/ knows step 5" in trace_of_checkpoints(
-        checkpoints, journal
+        checkpoints, event_log
     )
     (path,) = (tmp_path / "tensorboard").iterdir()
     path.write_bytes(path.read_bytes()[:-9])  # a crash has cut off the only row
-    assert trace_of_checkpoints(checkpoints, journal) is None
+    assert trace_of_checkpoints(checkpoints, event_log) is None
 
 
-def test_a_micro_batch_over_which_a_balance_loss_counts_is_part_of_the_loss(data_dir, tmp_path):
+def test_another_micro_batch_of_a_balance_loss_is_recorded(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, "--load-balance-scope", "micro_batch")
     run_ranks(run, 1, flags, 3)
     run_ranks(run, 1, [*flags, "--micro-batch-size", "8"])
@@ -127,6 +127,23 @@ def test_a_micro_batch_over_which_a_balance_loss_counts_is_part_of_the_loss(data
     state = manifest.read_json(tmp_path / "checkpoints" / "step-7" / "state.json")
     assert [len(values) for values in state["guard"]["history"].values()] == [4, 4]
     assert {len(values) for kind, _, values in state["alarms"]["history"] if kind != "throughput"} == {3}  # 4, 6 and 7
+
+
+def test_a_resume_with_another_rate_or_budget_is_an_event_and_a_line_of_the_page(data_dir, tmp_path):
+    flags = arguments(data_dir, tmp_path, "--run-report", "true", "--train-iters", "4")
+    run_ranks(run, 1, flags, 3)
+    more = "--learning-rate 2e-3 --warmup-iters 1 --weight-decay 0.2 --gradient-clipping 0.5 --train-iters 5"
+    run_ranks(run, 1, [*flags, *more.split(), "--log-interval", "1"])
+    (event,) = events(tmp_path, "training changed")
+    changes, before = event["changes"], parse_config(flags)[0].to_dict()
+    now = {"learning_rate": 2e-3, "warmup_iters": 1, "weight_decay": 0.2, "gradient_clipping": 0.5, "train_iters": 5}
+    assert event["step"] == 3 and changes.pop("train_tokens")
+    assert changes == {name: [before[name], value] for name, value in now.items()}
+    page = (tmp_path / "report.html").read_text()
+    assert f"weight_decay {before['weight_decay']}, now 0.2" in page and "train_iters 4, now 5" in page
+    run_ranks(run, 1, [*flags, *more.split(), "--train-iters", "6", "--log-interval", "2", "--save-interval", "1"])
+    changes = events(tmp_path, "training changed")[1]["changes"]
+    assert changes.keys() == {"train_iters", "train_tokens"}  # other intervals and saves train the same
 
 
 @pytest.mark.parametrize(
@@ -139,23 +156,23 @@ def test_a_micro_batch_over_which_a_balance_loss_counts_is_part_of_the_loss(data
         (16, "--train-tokens 10000", None),
     ],
 )
-def test_a_budget_in_tokens_does_not_end_early_after_another_sequence_length(length, budget, steps):
+def test_a_token_budget_does_not_end_early_after_a_new_length(length, budget, steps):
     def parsed(length, budget):
         return parse_config([*f"--seq-length {length} --batch-tokens {8 * length}".split(), *budget.split()])[0]
 
     saved = {"step": 10, "consumed_samples": 80, "data": {"segments": [{"first_sample": 0, "seq_length": 16}]}}
     now = parsed(length, budget)
-    found = budget_problems(saved, parsed(16, "--train-tokens 10240").to_dict(), now.run)
+    found = budget_problems(now, saved, parsed(16, "--train-tokens 10240").to_dict())
     assert len(found) == (steps is not None)
     assert all(text.endswith(f"(--train-iters {steps} reads the rest)") for text in found)
 
 
-def test_a_run_of_two_sequence_lengths_goes_on_with_its_iterations_and_with_no_budget_in_tokens():
+def test_a_run_of_two_lengths_resumes_with_iterations_only():
     segments = [{"first_sample": 0, "seq_length": 16}, {"first_sample": 80, "seq_length": 32}]
     saved = {"step": 20, "consumed_samples": 160, "data": {"segments": segments}}
     for budget, problems in (("--train-iters 45", 0), ("--train-tokens 10000", 1)):
         now = parse_config([*"--seq-length 32 --batch-tokens 256".split(), *budget.split()])[0]
-        assert len(budget_problems(saved, now.to_dict(), now.run)) == problems
+        assert len(budget_problems(now, saved, now.to_dict())) == problems
 
 
 @pytest.mark.parametrize(
@@ -189,3 +206,16 @@ def test_a_run_goes_on_with_the_tokenizer_of_its_step_alone(tmp_path, number, of
     assert len(found) == (0 if goes_on else 1)
     assert all("the data directory has none" in sentence for sentence in found) == (of_data is None or goes_on)
     assert all(f"--tokenizer {data} " in sentence for sentence in found) == (number == 0 or goes_on)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (["--num-active-routed-heads", "3"], "num_active_routed_heads was .*2, 2.* and is .*3, 3"),
+        (["--seed", "9"], "--seed was 1234 and is 9"),
+        (["--batch-tokens", "256"], "--batch-tokens 256"),
+    ],
+)
+def test_a_changed_model_or_sample_order_is_refused_by_name(data_dir, one_rank_run, change, named):
+    with pytest.raises(AssertionError, match=named):
+        run_ranks(run, 1, arguments(data_dir, one_rank_run, *change))

@@ -22,7 +22,7 @@ print(faults(), faults())
 """
 
 
-def test_a_large_block_takes_the_pages_of_the_one_before_unless_the_environment_says_otherwise(monkeypatch):
+def test_a_large_block_takes_the_pages_of_the_one_before(monkeypatch):
     monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
     first, second = map(int, subprocess.check_output([sys.executable, "-c", FAULTS]).split())
     assert first > 1000 and second < 100

@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 
 from tools import export_hf as command
-from tools.hf import export_check
+from tools.hf.convert import export_check
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moh_lm.build import build_model
+from moh_lm.checkpoint.fragments import Fragment
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.config import Config, HeadsConfig, ModelConfig, RunConfig
-from moh_lm.model.transformer import CausalLM
-from moh_lm.training.optimizer import Fragment
 
 STEP, SEQUENCES = 7, 70
 SEGMENTS = [  # the mix was changed after 42 of the sequences
@@ -44,7 +44,7 @@ TIED = ModelConfig(
 
 def make_weights(model_config):
     """The model of one rank with weights large enough that each of them shows in the logits."""
-    model = CausalLM(model_config)
+    model = build_model(model_config)
     model.initialize(seed=3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,7 +58,7 @@ def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=3
     With tensor parallelism each rank owns its slice of every parameter, else a range of the flattened parameter.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = CausalLM(model_config, dist.group.WORLD if tensor_parallel else None)
+    model = build_model(model_config, group=dist.group.WORLD if tensor_parallel else None)
     fragments = []
     whole = dict(make_weights(model_config).named_parameters())
     for name, parameter in model.named_parameters():
@@ -78,7 +78,7 @@ def write_checkpoint(run, model_config, tokenizer, tensor_parallel, seq_length=3
         "consumed_samples": SEQUENCES,
         "optimizer_steps": STEP - 1,
         "router_shares": [[0.4, 0.6], [0.6, 0.75, 0.75, 0.9]],
-        "data": {"segments": SEGMENTS},
+        "data": {"segments": [{**segment, "seq_length": seq_length} for segment in SEGMENTS]},
     }
     Saver(Path(run) / "checkpoints").save(STEP, fragments, config, state, tokenizer)
 

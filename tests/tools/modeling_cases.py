@@ -1,4 +1,4 @@
-"""Small models of tools/hf/modeling_moh.py: their shapes, scalings and kinds of heads."""
+"""Small models of tools/hf/remote_code/modeling_moh.py: their shapes, scalings and kinds of heads."""
 
 import pytest
 
@@ -6,8 +6,8 @@ pytest.importorskip("transformers")
 
 import torch
 
-from tools.hf.configuration_moh import MoHLlamaConfig
-from tools.hf.modeling_moh import MoHLlamaForCausalLM
+from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
+from tools.hf.remote_code.modeling_moh import MoHLlamaForCausalLM
 
 SHAPE = {
     "vocab_size": 19,

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch_file
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, describe, verify, write_manifest
 from moh_lm.config import Config
-from moh_lm.model.transformer import CausalLM
 from moh_lm.supervise import run_directory
 from tests.checkpoint.damage import (
     Canary,
@@ -31,8 +31,8 @@ from tests.checkpoint.damage import (
 from tests.distributed import run_ranks
 from tests.training.test_layouts import copy_checkpoint, flags_of, train
 from tools import checkpoint
+from tools.checkpoints import describe as lines
 from tools.checkpoints import read, write
-from tools.work import checkpoint as work
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -153,22 +153,22 @@ def test_list_shows_everything_that_lies_there(tool, copied):
 
 @pytest.mark.parametrize("function", ["when", "layout_of", "describe_state", "read_entries"])
 def test_a_step_that_vanishes_meanwhile_is_left_out(tool, copied, monkeypatch, function):
-    original = getattr(work, function)
+    original = getattr(lines, function)
 
     def vanish(entry, *rest):
         if entry in (step_of(copied, 1), step_of(copied, 1) / "manifest.json"):
             shutil.rmtree(step_of(copied, 1))
         return original(entry, *rest)
 
-    monkeypatch.setattr(work, function, vanish)
+    monkeypatch.setattr(lines, function, vanish)
     assert [row["name"] for row in shown(tool, "list", copied)["checkpoints"]] == ["step-2", "step-3"]
 
 
 def test_every_degree_of_a_layout_stands_under_its_name():
     found = dict(tensor_parallel_size=2, pipeline_parallel_size=3, context_parallel_size=4)
     found |= dict(data_parallel_size=5, zero_stage=1)
-    assert work.words(found) == "tp 2 x pp 3 x cp 4 x dp 5, ZeRO-1"
-    assert work.words(found | {"context_parallel_size": 1}) == "tp 2 x pp 3 x dp 5, ZeRO-1"
+    assert lines.words(found) == "tp 2 x pp 3 x cp 4 x dp 5, ZeRO-1"
+    assert lines.words(found | {"context_parallel_size": 1}) == "tp 2 x pp 3 x dp 5, ZeRO-1"
 
 
 # --- verify ---
@@ -279,7 +279,7 @@ def test_a_step_under_the_name_of_another_is_noticed(tool, copied):
 def hash_by_hand(step):
     arrays, digest = gather(step), hashlib.sha256()
     with torch.device("meta"):
-        names = [name for name, _ in CausalLM(Config.load(step / "config.json").model).named_parameters()]
+        names = [name for name, _ in build_model(Config.load(step / "config.json").model).named_parameters()]
     for name in names:
         for kind in KINDS:
             array = arrays.pop((kind, name))

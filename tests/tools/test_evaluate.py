@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+from lm_eval.models import huggingface
 
 from data_prep.encoding import Tokenizer
 from moh_lm.config import ConfigError
@@ -14,11 +15,9 @@ from tests.tools.evaluating import LLM6, WORDS, call, made_rows
 from tests.tools.exporting import PAPER, make_weights, write_checkpoint
 from tools import evaluate, evaluate_prepare, export_hf, head_report
 from tools.heads.task_text import task_domains
-from tools.hf import export_check
+from tools.hf.convert import export_check
 from tools.tasks import suites
 from tools.tasks.rows import task_manager
-from tools.work import evaluate as evaluate_work
-from tools.work import evaluate_prepare as prepare_work
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,7 @@ def test_scores_of_the_harness_and_the_table_are_those_of_the_trainers_model(
 ):
     original = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     trainer, truthful = make_weights(PAPER), {}
-    loaded = evaluate_work.HFLM(
+    loaded = huggingface.HFLM(
         pretrained=str(model), trust_remote_code=True, dtype="float32", device="cpu", batch_size=8
     )
     for name, (task, instances) in requests(programs, data, "llm6", LLM6, 0, tmp_path).items():
@@ -141,7 +140,7 @@ def test_arc_easy_of_the_table_of_the_appendix_is_scored_as_by_the_harness_itsel
     given = ["--suite", "llama14e", "--tasks", "arc_easy", "--data", data, "--dtype", "float32", "--device", "cpu"]
     assert call(programs["evaluate"], "--model", model, *given, "--output", output) == 0
     (row,) = json.loads(output.read_text())["tasks"]
-    loaded = evaluate_work.HFLM(
+    loaded = huggingface.HFLM(
         pretrained=str(model), trust_remote_code=True, dtype="float32", device="cpu", batch_size=1
     )
     task, instances = requests(programs, data, "llama14e", ["arc_easy"], 0, tmp_path)["arc_easy"]
@@ -177,17 +176,17 @@ def test_the_questions_of_a_run_with_examples_are_those_that_the_harness_asks(
 ):
     asked = []
 
-    class Recorder(evaluate_work.HFLM):
+    class Recorder(huggingface.HFLM):
         def loglikelihood(self, requests, **_):
             asked.extend((request.doc_id, *request.args) for request in requests)
             return [(0.0, False) for _ in requests]
 
-    monkeypatch.setattr(evaluate_work, "HFLM", Recorder)
+    monkeypatch.setattr(huggingface, "HFLM", Recorder)
     prepare, path = evaluate_prepare, tmp_path / "tasks.jsonl"
     given = ["--suite", "llama14", "--tasks", "arc_challenge", "--data", data]
     assert call(programs["evaluate"], "--model", model, "--device", "cpu", *given) == 0
     assert call(prepare, "--tokenizer", tokenizer, "--output", path, *given) == 0
-    encode = prepare_work.encoder(tokenizer)
+    encode = evaluate_prepare.encoder(tokenizer)
     expected = {}
     for doc_id, context, continuation in asked:
         expected.setdefault(doc_id, []).append(list(encode(context, continuation)))
@@ -202,7 +201,7 @@ def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, 
     given = evaluate.parse_arguments(
         ["--model", str(model), "--suite", "llm6", "--compare", str(tmp_path / "one.json"), str(tmp_path / "two.json")]
     )
-    evaluate_work.print_table([evaluate_work.result_in(path, given) for path in given.compare], given)
+    evaluate.print_table([evaluate.result_in(path, given) for path in given.compare], given)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["model", *(row["column"] for row in result["tasks"]), "Average"]
     assert lines[1].split()[0] == str(model) and lines[3].split()[0] == "somewhere/other"
@@ -214,7 +213,7 @@ def test_a_comparison_has_a_line_for_every_model(programs, model, data, result, 
     ]
     (said,) = lines[7:]
     assert f": at most 1024 of {model}, 256 of somewhere/other; --max-length" in said
-    evaluate_work.print_table([{**result, "max_length": length} for length in (64, 1024)], given)  # of one model
+    evaluate.print_table([{**result, "max_length": length} for length in (64, 1024)], given)  # of one model
     assert f": at most 64 of {model}, 1024 of {model}; --max-length" in capsys.readouterr().out
 
 

@@ -13,12 +13,12 @@ from moh_lm.flags import parse_config
 from moh_lm.monitor.log import RunLog
 from moh_lm.monitor.samples import Samples
 from moh_lm.monitor.tasks import Question, Tasks
-from moh_lm.run import program
+from moh_lm.run.text import open_data
 from tests.distributed import run_ranks
 from tests.tokenizing import give_tokenizer
 from tests.tools.evaluating import LLM6, call
 from tests.tools.test_evaluate import data, programs, tokenizer  # noqa: F401
-from tests.training.test_training import arguments, rows, run
+from tests.training.runs import arguments, rows, run
 from tools import evaluate_prepare, generate, run_report
 
 LAYOUTS = {"data": [], "tensor": ["--tensor-parallel-size", "2"], "pipeline": ["--pipeline-parallel-size", "2"]}
@@ -137,30 +137,93 @@ def test_samples_after_the_checkpoint_that_a_run_goes_on_from_are_dropped(tmp_pa
 
 
 def test_samples_that_cannot_be_written_are_refused_before_the_run(flags, data_dir, tmp_path):
-    mosa = "--head-selection mixture --routing expert_choice --routed-keys selected".split()
     for changes, message in [
         (["--sample-prompts", "a", ""], "--sample-prompts '': has no token; give some text"),
         (["--sample-prompts", "a", "\udcff"], r"--sample-prompts '.udcff': is not UTF-8"),
         (["--data-dir", str(data_dir)], f"--sample-prompts: {data_dir} has no tokenizer"),
-        (mosa, "--routing expert_choice sees later tokens"),
     ]:
         config, _ = parse_config([*flags, "--eval-tasks", "", *changes, "--checkpoint-dir", str(tmp_path)])
         with pytest.raises(ConfigError, match=message):
-            program.open_text(config, [], False)
+            open_data(config, [], False)
 
 
 def test_a_wrong_file_of_tasks_is_refused_before_the_run(flags, prepared, data_dir, tmp_path):
-    other, foreign = tmp_path / "other.jsonl", tmp_path / "foreign.jsonl"
+    other, foreign, empty = (tmp_path / f"{name}.jsonl" for name in ("other", "foreign", "empty"))
     lines = prepared.read_text().splitlines()
     other.write_text("\n".join(['{"tokenizer": "0"}', *lines[1:]]))
     foreign.write_text("{}\n")
+    empty.write_text(lines[0])
     cases = [
         (["--eval-tasks", str(other)], "was made with another tokenizer"),
         (["--eval-tasks", str(foreign)], "is no file of tasks"),
         (["--eval-tasks", str(tmp_path / "none")], "is no file of tasks"),
-        (["--vocab-size", "64"], "beyond --vocab-size 64"),
+        (["--vocab-size", "64"], "below --vocab-size 64"),
+        (["--eval-tasks", str(empty)], "has no question"),
     ]
     for changes, message in cases:
         config, _ = parse_config([*flags, *changes, "--checkpoint-dir", str(tmp_path)])
         with pytest.raises(ConfigError, match=message):
-            program.open_text(config, [], False)
+            open_data(config, [], False)
+
+
+def question(**changes):
+    return {"task": "a", "gold": 1, "choices": [[[1], [2], 3], [[1], [2, 9], 4]]} | changes
+
+
+WRONG_ROWS = {
+    "an answer without tokens": (question(choices=[[[1], [], 1], [[1], [2], 1]]), "choice 0: has no token"),
+    "a context without tokens": (question(choices=[[[1], [2], 1], [[], [2], 1]]), "choice 1: has no token before it"),
+    "an id below 0": (question(choices=[[[1], [2], 1], [[-3], [2], 1]]), "choice 1: has the id -3"),
+    "an id beyond the vocabulary": (question(choices=[[[1], [64], 1], [[1], [2], 1]]), "choice 0: has the id 64"),
+    "an id that is no number": (question(choices=[[[1], [True], 1], [[1], [2], 1]]), "choice 0: has the id true"),
+    "an id that is a fraction": (question(choices=[[[1], [2.5], 1], [[1], [2], 1]]), "choice 0: has the id 2.5"),
+    "an answer of no characters": (question(choices=[[[1], [2], 0], [[1], [2], 1]]), "choice 0: has 0 characters"),
+    "characters of some answers": (question(choices=[[[1], [2], None], [[1], [2], 1]]), "has the characters of some"),
+    "an answer of countless characters": (question(choices=[[[1], [2], 10**400], [[1], [2], 1]]), "choice 0: has 1000"),
+    "an answer too long": (question(choices=[[[1], [2] * 9, 1], [[1], [2], 1]]), "choice 0: has 9 tokens"),
+    "one answer": (question(choices=[[[1], [2], 1]], gold=0), "has 1 choice"),
+    "a choice that is none": (question(choices=[[[1], [2]], [[1], [2], 1]]), "choice 0: is not"),
+    "a gold that is not there": (question(gold=2), "gold 2: choose 0 to 1"),
+    "a gold counted from the end": (question(gold=-1), "gold -1: choose 0 to 1"),
+    "a gold that is no number": (question(gold="1"), 'gold "1": choose 0 to 1'),
+    "golds of other choices": (question(gold=[1, 0, 0]), "gold [1, 0, 0]: give 0 or 1 for each of 2 choices"),
+    "golds that are all right": (question(gold=[1, 1]), "gold [1, 1]"),
+    "golds that are all wrong": (question(gold=[0, 0]), "gold [0, 0]"),
+    "no name": (question(task=None), "task null"),
+}
+
+
+def tasks_of(path, *rows):
+    path.write_text("\n".join(map(json.dumps, [{"tokenizer": "0"}, *rows])))
+    more = {"eval_tasks": str(path), "seq_length": 8, "batch_tokens": 8, "vocab_size": 64}
+    return Tasks(Config.from_dict(more), None)
+
+
+@pytest.mark.parametrize("case", WRONG_ROWS)
+def test_a_question_that_cannot_be_scored_is_refused_by_its_line(case, tmp_path):
+    row, message = WRONG_ROWS[case]
+    with pytest.raises(ConfigError) as error:
+        tasks_of(tmp_path / "tasks", question(), row, question(gold=0))
+    (problem,) = error.value.problems
+    assert f"tasks: line 3: {message}" in problem and problem.endswith("make it again with tools/evaluate_prepare.py")
+
+
+def test_questions_with_one_and_with_several_golds_are_taken(tmp_path):
+    several = question(gold=[0, 1], choices=[[[1], [2], None], [[1], [63], None]])
+    assert len(tasks_of(tmp_path / "tasks", question(), several).questions["a"]) == 2
+
+
+def test_of_many_wrong_questions_some_are_named_and_all_counted(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        tasks_of(tmp_path / "tasks", *[question(gold=5)] * 40)
+    assert len(error.value.problems) < 12 and "and 32 more" in error.value.problems[-1]
+
+
+def test_a_row_without_a_right_answer_is_refused_when_the_file_is_made(data, tokenizer, tmp_path, capsys):  # noqa: F811
+    shutil.copytree(data, tmp_path / "data")
+    path = tmp_path / "data" / "piqa" / "validation.jsonl"
+    path.write_text("".join(json.dumps(json.loads(line) | {"label": -1}) + "\n" for line in path.open()))
+    given = ["--tokenizer", tokenizer, "--data", tmp_path / "data", "--output", tmp_path / "made"]
+    assert call(evaluate_prepare, "--suite", "llm6", "--tasks", "piqa", *given) == 2
+    assert "piqa: row 0: gold -1: choose 0 to 1; fix the row" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()

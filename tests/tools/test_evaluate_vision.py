@@ -73,7 +73,7 @@ def test_what_cannot_be_evaluated_is_one_line(classifier, tmp_path, capsys):
 
 
 def test_the_extra_that_is_named_is_that_of_the_form(monkeypatch):
-    monkeypatch.setattr(evaluate_vision, "run", lambda *arguments, extra: extra)
+    monkeypatch.setattr(evaluate_vision, "run_command", lambda *arguments, extra, **more: extra)
     lines = (["--samples", "x"], ["--samples=x"], ["run"])
     assert [evaluate_vision.main(texts) for texts in lines] == ["fid", "fid", "vision"]
 
@@ -92,9 +92,9 @@ def test_images_are_compared_on_the_gpu_that_is_named(tmp_path, monkeypatch):
         return dict.fromkeys(image_metrics.METRICS.values(), 0.0)
 
     monkeypatch.setitem(sys.modules, "torch_fidelity", SimpleNamespace(calculate_metrics=calculate_metrics))
-    monkeypatch.delitem(sys.modules, "tools.work.image_metrics", raising=False)
-    image_metrics = importlib.import_module("tools.work.image_metrics")
-    monkeypatch.delitem(sys.modules, "tools.work.image_metrics")  # it is made for this test
+    monkeypatch.delitem(sys.modules, "tools.tasks.image_metrics", raising=False)
+    image_metrics = importlib.import_module("tools.tasks.image_metrics")
+    monkeypatch.delitem(sys.modules, "tools.tasks.image_metrics")  # it is made for this test
     monkeypatch.setattr(torch.cuda, "device", current)
     np.savez(tmp_path / "images.npz", arr_0=np.zeros((10, 8, 8, 3), np.uint8))
     torch.save({"Mixed_7c.branch_pool.bn.weight": torch.zeros(1)}, tmp_path / "weights.pt")

@@ -26,8 +26,7 @@ from tests.tools.exporting import (
     write_checkpoint,
 )
 from tools import export_hf as command
-from tools.hf import export_check, model_card
-from tools.work import export_hf
+from tools.hf.convert import export_check, model_card, write_export
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -200,10 +199,10 @@ def test_fp16_is_exact_rounding_and_refused_where_a_weight_overflows(run, tmp_pa
         dtype, _, data = weights[name]
         assert dtype == "F16" and data == parameter.detach().half().numpy().tobytes()
 
-    def scaled(step, read=export_hf.full_parameters):
+    def scaled(step, read=write_export.full_parameters):
         return ((name, 1e6 * tensor) for name, tensor in read(step))
 
-    monkeypatch.setattr(export_hf, "full_parameters", scaled)
+    monkeypatch.setattr(write_export, "full_parameters", scaled)
     code, _, errors = export("--checkpoint", run, "--output", tmp_path / "large", "--dtype", "float16")
     assert code == 1 and "which torch.float16 cannot hold" in errors and not (tmp_path / "large").exists()
 
@@ -226,12 +225,12 @@ def test_an_earlier_export_is_replaced_only_if_asked_for(run, tmp_path, export, 
 
 def test_an_export_that_computes_something_else_is_not_published(run, tmp_path, export, monkeypatch):
     pytest.importorskip("transformers")
-    shutil.copytree(TOOLS / "hf", tmp_path / "hf_files")
+    shutil.copytree(TOOLS / "hf" / "remote_code", tmp_path / "hf_files")
     path, turn = tmp_path / "hf_files" / "moh_positions.py", "torch.cat((-second, first)"
     code = path.read_text()
     assert turn in code
     path.write_text(code.replace(turn, "torch.cat((second, -first)"))  # rotary embeddings turn the other way
-    monkeypatch.setattr(export_hf, "HF", tmp_path / "hf_files")
+    monkeypatch.setattr(write_export, "REMOTE", tmp_path / "hf_files")
     code, _, errors = export("--checkpoint", run, "--output", tmp_path / "hf")
     assert (code, errors.count("\n")) == (1, 1)
     assert "transformers" in errors and "differs from the checkpoint by" in errors

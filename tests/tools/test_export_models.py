@@ -20,9 +20,8 @@ from tests.tools.exporting import (
     read_safetensors,
     write_checkpoint,
 )
-from tools import generate
-from tools.hf.hugging_face_tokenizer import write_tokenizer
-from tools.hf.import_config import model_config
+from tools.hf.convert.hugging_face_tokenizer import write_tokenizer
+from tools.hf.convert.import_config import model_config
 
 ROPES = {
     "linear": {"rope_type": "linear", "rope_factor": 3.0},
@@ -178,12 +177,3 @@ def test_a_tied_head_is_stored_once_and_passes_the_check_in_bfloat16_with_more_n
     code, printed, _ = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", "--dtype", "bfloat16")
     assert code == 0 and "checked: logits of transformers" in printed
     assert "lm_head.weight" not in read_safetensors(tmp_path / "hf")
-
-
-def test_a_model_whose_heads_see_later_tokens_is_not_exported_and_writes_no_text(tokenizer, tmp_path, export, capsys):
-    chosen = replace(PAPER, heads=replace(HEADS, routing="expert_choice"))
-    run_ranks(write_checkpoint, 1, tmp_path / "run", chosen, tokenizer, False)
-    code, _, error = export("--checkpoint", tmp_path / "run", "--output", tmp_path / "hf")
-    assert code == 2 and error.startswith("export_hf: --routing expert_choice sees later tokens")
-    assert generate.main(["--model", str(tmp_path / "run"), "--prompt", "the"]) == 2
-    assert capsys.readouterr().err.startswith("generate: --routing expert_choice sees later tokens")

@@ -22,10 +22,9 @@ from moh_lm.vision.dit import DiT
 from moh_lm.vision.load import load_model
 from moh_lm.vision.transnext import TransNeXt
 from tools import export_vision as command
-from tools.hf.import_step import write_step
-from tools.hf.import_weights import Part
-from tools.hf.moh_router import image_router
-from tools.work import export_vision
+from tools.hf.convert.import_step import write_step
+from tools.hf.convert.import_weights import Part
+from tools.hf.remote_code.moh_router import image_router
 
 VIT = ViTConfig(
     image_size=64, num_classes=7, hidden_sizes=(8, 16, 16, 32), depths=(1, 1, 2, 1), num_attention_heads=(2, 4, 4, 8),
@@ -184,7 +183,7 @@ def test_latents_without_an_autoencoder_are_given_as_latents_or_refused(tmp_path
 
 def test_an_export_that_fails_its_check_leaves_nothing(tmp_path, monkeypatch, capsys):
     make_run(tmp_path / "run", VIT)
-    monkeypatch.setattr(export_vision, "TOLERANCE", -1)
+    monkeypatch.setattr(command, "TOLERANCE", -1)
     assert command.main([str(tmp_path / "run"), "--output", str(tmp_path / "export")]) == 1
     assert "export differs from the checkpoint by" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

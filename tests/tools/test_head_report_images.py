@@ -19,9 +19,9 @@ from moh_lm.vision.dit import DiT
 from moh_lm.vision.loader import open_source
 from moh_lm.vision.transnext import TransNeXt
 from tools import head_report_images
-from tools.hf.import_step import write_step
-from tools.hf.import_weights import Part
-from tools.work import head_report_images as work
+from tools.heads import image_report
+from tools.hf.convert.import_step import write_step
+from tools.hf.convert.import_weights import Part
 
 CLASSES, OF_CLASS, SIDE, STEPS, SEED = 3, 4, 32, 43, 5
 BUDGET = ImageHeadsConfig(num_shared_heads=(1,), num_active_routed_heads=(2,))
@@ -122,7 +122,7 @@ def check_against_loop(report, found, calls_of_image, tenths=()):
 
 def test_loads_of_a_vit_are_those_that_a_loop_over_tokens_counts(images):
     config, model = vit()
-    report = work.report_of(config, model, open_source(images), [2, 0], 100, 3)
+    report = image_report.report_of(config, model, open_source(images), [2, 0], 100, 3)
     assert report["classes"] == ["class-2", "class-0"] and report["class_images"] == [OF_CLASS] * 2
     assert report["layer"] == [0, 1, 2, 3] and [len(load) for load in report["mean_load"]] == [4, 4, 4, 6]
     chosen = [image for image in range(CLASSES * OF_CLASS) if image // OF_CLASS in (0, 2)]
@@ -134,8 +134,8 @@ def test_loads_of_a_vit_are_those_that_a_loop_over_tokens_counts(images):
 def test_loads_of_a_dit_are_those_of_images_noised_at_a_step_of_every_tenth(images):
     config, model = dit()
     source = open_source(images)
-    report = work.report_of(config, model, source, [0, 1, 2], 7, 4)
-    chosen = work.choose(source.labels, [0, 1, 2], 7).tolist()
+    report = image_report.report_of(config, model, source, [0, 1, 2], 7, 4)
+    chosen = image_report.choose(source.labels, [0, 1, 2], 7).tolist()
     assert report["class_images"] == [3, 2, 2] and len(set(chosen)) == 7
     starts = [-(-tenth * STEPS // 10) for tenth in range(11)]
     assert report["steps"] == [[first, end - 1] for first, end in zip(starts, starts[1:], strict=False)]
@@ -164,7 +164,7 @@ def test_a_head_that_one_class_always_selects_is_found(images):
         block.adaLN_modulation[1].weight[0, 0] = 10
         block.adaLN_modulation[1].bias[0] = -50
         block.router().w_routed[0, 0] = 1
-    report = work.report_of(config, model, open_source(images), [0, 1, 2], 12, 12)
+    report = image_report.report_of(config, model, open_source(images), [0, 1, 2], 12, 12)
     assert report["load"][0].tolist() == [[1, 0, 1, 0], [1, 1, 0, 0], [1, 0, 1, 0]]
     assert np.allclose(report["step_load"][0], [1, 1 / 3, 2 / 3, 0])
     assert report["difference"][0] == pytest.approx(math.sqrt((1 / 3 + 1 / 3 + 0) / 3))
@@ -177,13 +177,14 @@ def test_the_difference_of_classes_does_not_count_that_they_have_few_images():
     labels = np.repeat(np.arange(6), counts)
     for spread in (0.0, 0.1):
         loads = 0.5 + spread * draw.standard_normal((6, heads))[labels] + 0.2 * draw.standard_normal((17, heads))
-        assert work.difference(loads, labels, range(6)) == pytest.approx(spread, abs=0.02)
-    assert work.difference(loads[:2], np.array([0, 1]), [0, 1]) is work.difference(loads[:2], labels[:2], [0]) is None
+        assert image_report.difference(loads, labels, range(6)) == pytest.approx(spread, abs=0.02)
+    few = (loads[:2], np.array([0, 1]), [0, 1]), (loads[:2], labels[:2], [0])  # one image of each class; one class
+    assert [image_report.difference(*of) for of in few] == [None, None]
 
 
 def test_images_are_those_of_each_class_in_turn():
     labels = np.array([0] * 50 + [1] * 3 + [2] * 9)
-    chosen = work.choose(labels, [2, 0, 1], 20)
+    chosen = image_report.choose(labels, [2, 0, 1], 20)
     assert labels[chosen[:9]].tolist() == [2, 0, 1] * 3 and len(set(chosen.tolist())) == 20
     assert np.bincount(labels[chosen]).tolist() == [8, 3, 9]
 
@@ -210,7 +211,7 @@ def test_the_files_and_the_table_tell_the_loads_of_the_checkpoint(capsys, images
     code, out, _ = call(capsys, run, "--images", images, "--output", tmp_path / "heads", "--batch-size", 5)
     assert code == 0
     report = json.loads((tmp_path / "heads" / "heads.json").read_text())
-    expected = work.report_of(config, model, open_source(images), [0, 1, 2], 12, 5)
+    expected = image_report.report_of(config, model, open_source(images), [0, 1, 2], 12, 5)
     for key in ("load", "step_load", "gate_rms"):
         for found, wanted in zip(report[key], expected[key], strict=True):
             np.testing.assert_allclose(np.array(found, float), wanted, atol=2e-6)  # null is NaN

@@ -1,11 +1,11 @@
-"""tools/hf/hub.py against a stand-in for the hub's client: what is asked of the hub, and what is said if it refuses."""
+"""The client of the hub (tools/hf/convert/hub.py) against a stand-in: its requests, and its words on a refusal."""
 
 from pathlib import Path
 
 import pytest
 
 from moh_lm.config import ConfigError
-from tools.hf import hub
+from tools.hf.convert import hub
 
 
 class Api:

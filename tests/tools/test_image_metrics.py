@@ -12,7 +12,7 @@ from tools import evaluate_vision
 pytest.importorskip("torch_fidelity", reason="the extra fid is not installed")
 
 from moh_lm.vision import packages  # noqa: E402, F401 - before torch-fidelity
-from tools.work import image_metrics  # noqa: E402
+from tools.tasks import image_metrics  # noqa: E402
 
 # isort: split
 from torch_fidelity import feature_extractor_inceptionv3 as inception  # noqa: E402

@@ -1,4 +1,4 @@
-"""tools/hf/keys.py: the keys of config.json are said once, and the remote code that has to say them again agrees."""
+"""The keys of config.json are said once (tools/hf/convert/keys.py); remote code that says them again agrees."""
 
 import inspect
 from dataclasses import fields, replace
@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("transformers")
 
 from moh_lm.config import SPREAD, TRAINING_ONLY, HeadsConfig, ModelConfig
-from tools.hf import keys
-from tools.hf.configuration_moh import DEFAULTS, ROPE_KEYS, MoHLlamaConfig
-from tools.hf.import_config import model_config
+from tools.hf.convert import keys
+from tools.hf.convert.import_config import model_config
+from tools.hf.remote_code.configuration_moh import DEFAULTS, ROPE_KEYS, MoHLlamaConfig
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
@@ -27,7 +27,6 @@ MODEL = ModelConfig(
 MODELS = {
     "mixture": replace(MODEL, **LLAMA3),
     "static": replace(MODEL, heads=replace(HEADS, head_selection="static")),
-    "static, expert choice": replace(MODEL, heads=HeadsConfig("static", routing="expert_choice")),
     "static, own keys": replace(MODEL, heads=HeadsConfig("static", routed_keys="selected")),
     "static, top-p": replace(MODEL, heads=HeadsConfig("static", routing_top_p=0.6)),
     "static, bias": replace(MODEL, heads=HeadsConfig("static", routing="relu", load_balance_bias_rate=0.001)),

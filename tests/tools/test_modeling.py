@@ -1,4 +1,4 @@
-"""tools/hf/modeling_moh.py and its parts against Eq. 4-10 in float64 loops."""
+"""tools/hf/remote_code/modeling_moh.py and its parts against Eq. 4-10 in float64 loops."""
 
 import random
 
@@ -11,9 +11,9 @@ import torch
 
 from tests.tools.modeling_cases import GREEDY, SHAPE, make_model, random_tokens
 from tests.tools.modeling_reference import assert_equals_reference, assert_router_outputs, reference_gates, softmax
-from tools.hf.configuration_moh import MoHLlamaConfig
-from tools.hf.moh_attention import local_heads
-from tools.hf.moh_router import MoHLlamaRouter, query_norm_routing
+from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
+from tools.hf.remote_code.moh_attention import local_heads
+from tools.hf.remote_code.moh_router import MoHLlamaRouter, query_norm_routing
 
 
 def drawn_heads(seed):

@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 
 from tests.tools.modeling_cases import CASES, GREEDY, GROUPS, OWN_KEYS, make_model, random_tokens
 from tests.tools.modeling_reference import assert_equals_reference
-from tools.hf.moh_own_keys import OwnKeysStaticLayer
+from tools.hf.remote_code.moh_own_keys import OwnKeysStaticLayer
 
 COUNTED = {"num_key_value_heads": 2, "layer_positions": ["cope", "none"], "cope_max_position": 5}
 

@@ -1,4 +1,4 @@
-"""tools/hf/modeling_moh.py on the road that transformers takes to FlashAttention.
+"""tools/hf/remote_code/modeling_moh.py on the road that transformers takes to FlashAttention.
 
 The package needs a GPU. Here its two functions are their definition, written out; what leads to them, the layout of the
 tensors, masks and lengths, is transformers' own code.

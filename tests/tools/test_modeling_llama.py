@@ -8,10 +8,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tools.modeling_cases import GROUPS, LINEAR, LLAMA3, SHAPE, YARN, make_model, random_tokens
-from tools.hf.configuration_moh import MoHLlamaConfig
-from tools.hf.modeling_moh import MoHLlamaForCausalLM
-from tools.hf.moh_attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
-from tools.work.export_hf import REMOTE_CODE
+from tools.hf.convert.write_export import REMOTE_CODE
+from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
+from tools.hf.remote_code.modeling_moh import MoHLlamaForCausalLM
+from tools.hf.remote_code.moh_attention import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

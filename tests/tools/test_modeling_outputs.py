@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, Trainer, TrainingArguments
 
+from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.model.transformer import CausalLM
 from tests.tools.modeling_cases import SHAPE, make_model, random_tokens
 from tests.tools.modeling_reference import assert_router_outputs, softmax
-from tools.hf.configuration_moh import MoHLlamaConfig
-from tools.hf.modeling_moh import MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
-from tools.hf.moh_own_keys import QuantizedLayer
-from tools.hf.moh_positions import rotate
+from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
+from tools.hf.remote_code.modeling_moh import MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
+from tools.hf.remote_code.moh_own_keys import QuantizedLayer
+from tools.hf.remote_code.moh_positions import rotate
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_what_the_model_cannot_compute_is_refused_where_it_is_given_to_from_pret
 def test_the_selected_heads_are_those_of_the_trainers_router_token_by_token(routing, dtype):
     shape = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 19}
     heads = HeadsConfig(num_shared_heads=(2, 0), num_active_routed_heads=(2, 3), routing=routing)
-    trainer = CausalLM(ModelConfig(hidden_size=16, intermediate_size=24, rope_theta=100.0, heads=heads, **shape))
+    trainer = build_model(ModelConfig(hidden_size=16, intermediate_size=24, rope_theta=100.0, heads=heads, **shape))
     trainer.initialize(seed=1)
     changes = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_shared_heads": [2, 0], "routing": routing}
     model = make_model(num_active_routed_heads=[2, 3], **changes)

@@ -1,4 +1,4 @@
-"""tools/hf/tokenizer_json.py: the converted tokenizer gives SentencePiece's ids, whatever the text."""
+"""tools/hf/convert/tokenizer_json.py: the converted tokenizer gives SentencePiece's ids, whatever the text."""
 
 import io
 import random
@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from moh_lm.data.tiktoken_model import TiktokenModel
 from tests.tokenizing import llama_3_vocabulary
-from tools.hf import tiktoken_json
-from tools.hf.tokenizer_json import read_model, special_ids, tokenizer_config, write_tokenizer
+from tools.hf.convert import tiktoken_json
+from tools.hf.convert.tokenizer_json import read_model, special_ids, tokenizer_config, write_tokenizer
 
 PROSE = [
     "The model reads what the tokenizer writes, and nothing else: 3.14159, 2.71828, 65536 and 1234567890.",

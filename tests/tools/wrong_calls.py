@@ -89,7 +89,7 @@ TOOLS = {
         --model run --suite llm6 | --model run: is a run, not an export
         --model bare --suite llm6 | --model bare: has no tokenizer.json, nor a tokenizer in another form
         --model . --suite llm6 | --model .: has no config.json
-        --model bare | --suite: must be given
+        --model bare | --suite: must be given; --suite is one of llm6, llama14, llama14e
         --model hf --suite llm7 | --suite llm7: choose one of llm6, llama14, llama14e
         --model hf --suite llm6 --data nosuch | --data nosuch: does not exist
         --model hf --suite llm6 --tasks mmlu | --tasks mmlu: is not in llm6

@@ -62,13 +62,15 @@ TRAINING = {
         ok --muon-split head | --muon-split head: has no meaning with --optimizer adamw
         ok --train-only router --head-selection all | --train-only router: needs routers with weights
         ok --data-dir nosuch | --data-dir nosuch: nosuch/manifest.json: No such file or directory
-        ok --data-mix even=1 nosuch=2 | --data-mix nosuch: the data directory has no such source but
+        ok --data-mix even=1 nosuch=2 | --data-mix: no source is named nosuch; the data directory has
         ok --batch-tokens 100 | --batch-tokens 100: not a whole number of sequences of --seq-length 16
-        ok --tensor-parallel-size 2 | 1 processes: not a multiple of tensor_parallel_size(2) *
+        ok --tensor-parallel-size 2 | --tensor-parallel-size 2: needs a multiple of 2 processes, and 1 was started
+        ok --batch-size 16 | flag --batch-size is unknown: did you mean --micro-batch-size or --batch-tokens?
+        ok --hidden-width 16 | flag --hidden-width is unknown: did you mean --hidden-size?
+        ok --num-shared-heads 7 --num-active-routed-heads 4 | --num-active-routed-heads 4: must be 1: --num-shared-heads
         ok --window 1 | --window 1: must be 0, for the whole sequence, or at least 2
         ok --routing relu --router-gumbel-noise 1 | --router-gumbel-noise 1: --routing relu selects every
         ok --routing relu --post-norm | --routing relu: its gates begin at 1 for normalised inputs; --post-norm
-        ok --routing expert_choice --routing-dtype bf16 | --routing-dtype bf16: --routing expert_choice ranks tokens
         ok --routing relu --routing-dtype bf16 | --routing-dtype bf16: --routing relu ranks nothing; leave it out
         ok --routing-top-p 0.4 --router-gumbel-noise 1 | --routing-top-p 0.4: with --router-gumbel-noise fewer heads
         ok --routing-dtype bf16 --load-balance-bias-rate 0.001 | --load-balance-bias-rate 0.001: is too fine for a
@@ -101,7 +103,7 @@ TRAINING = {
         extend --tokenizer file --vocab-size 10 --output ./file | --output file: is the --tokenizer, which
         extend --tokenizer file --output m.model | one of the arguments --vocab-size --add-pieces
     """,
-    "launch/ablation.py": """
+    "studies/ablation.py": """
         | OUT and --data-dir: must be given
         out --data-dir DATA --variants mo | --variants mo: choose one of dense, moh-75, moh-50
         out --data-dir DATA --num-attention-heads 12 | --num-attention-heads 12: must be a multiple of
@@ -111,13 +113,13 @@ TRAINING = {
         out --data-dir DATA --dry-run | --dry-run: there are many runs; --plan says which
         out --data-dir DATA --lr 3 | flag --lr is unknown: did you mean --learning-rate?
     """,
-    "launch/atlas.py": """
+    "studies/atlas.py": """
         | OUT and --data-dir: must be given
         out --data-dir DATA --seeds 3 1 3 | --seeds 3: is given twice, and would be trained once
         out --data-dir DATA --seeds 0 | --seeds 0: tunes the learning rates, so it cannot judge them
         out --data-dir DATA --learning-rate 1 | --learning-rate: the atlas sets it; give --rates
     """,
-    "launch/ladder.py": """
+    "studies/ladder.py": """
         | OUT and --data-dir: must be given
         out --data-dir DATA --train-iters 3 | --train-iters: the ladder sets it; give --tokens-per-parameter
         out --data-dir DATA --preset 10M | --preset: the ladder sets it; give --rungs or --widths
@@ -125,7 +127,7 @@ TRAINING = {
         out --data-dir DATA --widths 64 100 | --widths 100: must be a multiple of 32
         out --data-dir DATA --rungs 2M | --rungs 2M: choose one of 100K, 300K
     """,
-    "launch/atlas_corpus.py": """
+    "studies/atlas_corpus.py": """
         | OUTPUT: must be given
     """,
     "launch/quickstart_corpus.py": """

@@ -28,15 +28,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import FragmentReader, full_parameters, load_fragments
 from moh_lm.checkpoint.saver import Saver
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.consensus import from_rank_zero
 from moh_lm.parallel.groups import ParallelGroups, group_rank
 from moh_lm.supervise.processes import exit_process, log_rank0, start_process_group
-from moh_lm.training.engine import make_engine
+from moh_lm.training.text_engine import make_engine
 
 FLAGS = """--num-layers 4 --hidden-size 128 --intermediate-size 352 --num-attention-heads 8 --vocab-size 260
     --seq-length 64 --micro-batch-size 4 --gradient-clipping 0 --weight-decay 0 --train-iters 1"""
@@ -143,13 +143,13 @@ class Bench:
         """{name: gradient} on this process, summed over micro-batches in fp32 or wider."""
         config = self.config()
         batches = self.batches(0, config)
-        model = CausalLM(config.model, micro_batches=len(batches)).to(dtype)
+        model = build_model(config.model, micro_batches=len(batches)).to(dtype)
         weights = {name: weight.to(weights_dtype) for name, weight in full_parameters(directory / f"step-{step}")}
         model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()})
         wide = torch.promote_types(dtype, torch.float32)
         sums = {name: torch.zeros_like(weight, dtype=wide) for name, weight in model.named_parameters()}
         for batch in batches:
-            model.documents.feed([None])
+            model.batch.feed([None])
             model.zero_grad()
             mean, _ = model(batch.tokens, batch.labels)
             (mean / len(batches)).backward()

@@ -1,31 +1,50 @@
-"""Finite numbers that cannot come from training are found without a setting, and honest ones never."""
+"""Numbers that cannot come from training are found without a setting, honest ones never, and spikes if asked for."""
 
 import json
+import math
 import random
+import statistics
 
 import pytest
 import torch
 
 from moh_lm.config import ReliabilityConfig
-from moh_lm.training.guard import ABSURD, FINE, Guard
+from moh_lm.training.guard import FINE, GRADIENT, LOSS, OUT_OF_RANGE, SPIKE, Guard
 from tests.distributed import run_ranks
-from tests.run.harm import EVERY_STEP, events, run_with
-from tests.training.test_training import arguments
+from tests.run.harm import EVERY_STEP, run_with
+from tests.training.runs import arguments, events
 
 
-def test_a_value_is_absurd_above_so_many_medians_of_the_last_good_steps_and_medians_below_1_count_as_1():
+def test_a_value_is_out_of_range_above_so_many_medians():
     guard = Guard(ReliabilityConfig(absurd_factor=1000.0, spike_window=3))
     assert guard.classify(1000.0, 1000.0) == FINE  # no step yet
-    assert guard.classify(1000.1, 1.0) == ABSURD and guard.classify(1.0, 1000.1) == ABSURD
+    assert guard.classify(1000.1, 1.0) == OUT_OF_RANGE and guard.classify(1.0, 1000.1) == OUT_OF_RANGE
     for step, (loss, norm) in enumerate([(9.0, 0.1), (8.0, 5.0), (7.0, 3.0), (0.5, 0.2)], 1):
         guard.record(step, loss, norm, skipped=False)  # the first has left the window
     restored = Guard(guard.settings)
     restored.restore(json.loads(json.dumps(guard.state())))
     for one in (guard, restored):
         assert one.classify(7000.0, 3000.0) == FINE
-        assert one.classify(7000.1, 1.0) == ABSURD and one.classify(1.0, 3000.1) == ABSURD
-        assert one.absurdities(1.0, 3e38) == ["gradient norm 3e+38 is above --absurd-factor 1000 times 3"]
+        assert one.classify(7000.1, 1.0) == OUT_OF_RANGE and one.classify(1.0, 3000.1) == OUT_OF_RANGE
+        assert one.out_of_range(1.0, 3e38) == ["gradient norm 3e+38 is above --absurd-factor 1000 times 3"]
     assert Guard(ReliabilityConfig(absurd_factor=0.0)).classify(1e30, 3e38) == FINE
+
+
+def test_a_spike_is_so_many_deviations_above_a_full_window():
+    guard = Guard(ReliabilityConfig(spike_sigmas=3.0, spike_window=4))
+    window = [2.0, 2.5, 2.25, 2.75]
+    for step, loss in enumerate(window, 1):
+        assert guard.classify(1000.0, 1.0) == FINE  # not full yet
+        guard.record(step, loss, 1.0, skipped=False)
+    limit = statistics.fmean(window) + 3 * statistics.pstdev(window)
+    assert guard.classify(limit, 1.0) == FINE and guard.classify(limit * (1 + 1e-12), 1.0) == SPIKE
+    assert guard.classify(2.0, 1.0 + 1e-12) == SPIKE  # a norm that never varied
+    assert guard.classify(math.nan, 1.0) == LOSS and guard.classify(2.0, math.inf) == GRADIENT
+    guard.record(5, 9.0, 1.0, skipped=True)  # leaves the window as it is
+    restored = Guard(guard.settings)
+    restored.restore(json.loads(json.dumps(guard.state())))
+    assert restored.state() == guard.state()
+    assert restored.classify(limit * (1 + 1e-12), 1.0) == SPIKE
 
 
 def norms_of_a_run(generator, steps):
@@ -63,7 +82,7 @@ def element_of_1e30(engine):
     element_of_1e30.undo = parameter.register_hook(spoil).remove
 
 
-def test_an_absurd_gradient_changes_nothing_and_the_event_names_it(data_dir, tmp_path):
+def test_an_out_of_range_gradient_is_skipped_and_recorded(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP)
     assert run_ranks(run_with, 1, flags, 4, element_of_1e30, 0) == [True]
     (event,) = events(tmp_path, "skipped")
@@ -78,7 +97,7 @@ def element_of_1e30_after_3_million_steps(engine):
     element_of_1e30_after_3_million_steps.undo = element_of_1e30.undo
 
 
-def test_counts_of_a_bias_above_the_factor_do_not_end_the_run_after_a_skipped_step(data_dir, tmp_path):
+def test_large_counts_of_a_bias_do_not_end_the_run(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, "--load-balance-bias-rate", "0.02")
     assert run_ranks(run_with, 1, flags, 4, element_of_1e30_after_3_million_steps, 0) == [True]
     assert [event["step"] for event in events(tmp_path, "skipped")] == [4]
@@ -92,7 +111,7 @@ def flip_the_exponent_of_a_master(engine):
 
 
 @pytest.mark.parametrize("precision, zero, offload", [("fp32", 1, False), ("bf16", 2, True), ("bf16", 3, False)])
-def test_an_absurd_master_weight_ends_the_run_at_once_with_its_name(data_dir, tmp_path, precision, zero, offload):
+def test_an_out_of_range_master_weight_ends_the_run(data_dir, tmp_path, precision, zero, offload):
     more = ("--precision", precision, "--zero-stage", str(zero), "--offload-optimizer", str(offload))
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *more)
     one, other = run_ranks(run_with, 2, flags, 5, flip_the_exponent_of_a_master)
@@ -108,7 +127,7 @@ def flip_the_exponent_of_a_frozen_weight(engine):
 
 
 @pytest.mark.parametrize("zero, ranks", [("1", 1), ("3", 2)])  # two ranks without shards compare their copies
-def test_an_absurd_frozen_weight_ends_the_run_at_once_with_its_name(data_dir, tmp_path, zero, ranks):
+def test_an_out_of_range_frozen_weight_ends_the_run(data_dir, tmp_path, zero, ranks):
     more = ("--precision", "bf16", "--zero-stage", zero, "--train-only", "router")
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *more)
     said = run_ranks(run_with, ranks, flags, 5, flip_the_exponent_of_a_frozen_weight, ranks - 1)

@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from moh_lm.checkpoint.fragments import FragmentReader, load_fragments
+from moh_lm.checkpoint.fragments import load_fragments
 from moh_lm.checkpoint.saver import Saver, find_step
 from moh_lm.data.files import read_json
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import PipelineEngine, make_engine
+from moh_lm.training.text_engine import PipelineEngine
 from tests.distributed import run_ranks
-from tests.training.test_training import rows, run
+from tests.training.runs import distance, engine_of, equal, losses, rows, run, state
 
 SIZES = """
     --num-layers 4 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --head-dim 8 --vocab-size 67
@@ -50,6 +48,7 @@ MODELS = {
         "--position rotary none rotary none --rotary-fraction 0.5 --reset-at-documents"
     ),
 }
+COMPARED = {"loss", "load_balance_loss", "grad_norm", "source_loss", "evaluation", "window"}  # of a row
 FACTORS = ("tensor", "pipeline", "data", "zero", "micro_batch", "accumulation", "recompute", "model", "context")
 VALUES = ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (False, True), tuple(MODELS), (1, 2))
 LAYOUTS = [
@@ -129,27 +128,14 @@ def one_process(data_dir, tmp_path_factory):
     return of
 
 
-def state(directory, step):
-    """{kind/name: whole tensor} of a checkpoint."""
-    reader = FragmentReader(Path(directory) / "checkpoints" / f"step-{step}")
-    kinds = ("master", "exp_avg", "exp_avg_sq")
-    return {f"{kind}/{name}": reader.read(kind, name) for name in reader.shapes for kind in kinds}
-
-
-def distance(got, expected):
-    """Relative L2 distance of two tensors."""
-    scale = expected.double().norm().item()
-    return (got.double() - expected.double()).norm().item() / scale if scale else got.double().norm().item()
-
-
-def allowed(key, layout):
+def allowed(key, model):
     """Relative distance that fp32 rounding explains.
 
     Squares double it; norms over their deviation multiply it. The gradient of w_routed is what is left when the softmax
     cancels its parts: one process in fp32 is 1e-6 to 3e-6 away from float64 in it, ten times as far as in other
     matrices.
     """
-    limit = 1e-6 * (2 if key.startswith("exp_avg_sq/") else 1) * (10 if layout[-1].startswith("query norm") else 1)
+    limit = 1e-6 * (2 if key.startswith("exp_avg_sq/") else 1) * (10 if model.startswith("query norm") else 1)
     return limit * (3 if key.endswith("router.w_routed") else 1)
 
 
@@ -163,7 +149,20 @@ def compared(keys, model):
     return [key for key in keys if not (key.startswith("master/") and key.endswith(uneven))]
 
 
-def test_the_table_holds_every_pair_of_values_that_may_be_combined():
+def assert_same_training(got, expected, model, *steps):
+    """Assert that two run directories log the same and have the same masters and moments after ``steps``."""
+    for mine, theirs in zip(rows(got), rows(expected), strict=True):
+        assert mine.keys() == theirs.keys() and mine["step"] == theirs["step"]
+        for key in theirs.keys() & COMPARED:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
+    for step in steps:
+        mine, theirs = state(got, step), state(expected, step)
+        assert mine.keys() == theirs.keys()
+        far = {key: distance(mine[key], theirs[key]) / allowed(key, model) for key in compared(theirs, model)}
+        assert max(far.values()) < 1, (step, sorted(far.items(), key=lambda item: -item[1])[:5])
+
+
+def test_the_table_holds_every_legal_pair_of_values():
     def pairs(layout):
         return {((i, layout[i]), (j, layout[j])) for i, j in itertools.combinations(range(len(FACTORS)), 2)}
 
@@ -178,19 +177,8 @@ def test_the_table_holds_every_pair_of_values_that_may_be_combined():
 def test_a_layout_trains_the_model_of_one_process(layout, data_dir, one_process, tmp_path):
     *degrees, micro_batch, accumulation, recompute, model, context = layout
     batch = degrees[2] * micro_batch * accumulation
-    expected = one_process(model, batch)
     got = train((*degrees, micro_batch, recompute, model), data_dir, tmp_path, batch, context)
-    for mine, theirs in zip(rows(got), rows(expected), strict=True):
-        assert mine.keys() == theirs.keys() and mine["step"] == theirs["step"]
-        for key in theirs.keys() & {
-            "loss", "load_balance_loss", "grad_norm", "source_loss", "evaluation", "window",
-        }:  # fmt: skip
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
-    for step in (1, 3):
-        mine, theirs = state(got, step), state(expected, step)
-        assert mine.keys() == theirs.keys()
-        far = {key: distance(mine[key], theirs[key]) / allowed(key, layout[:-1]) for key in compared(theirs, model)}
-        assert max(far.values()) < 1, (step, sorted(far.items(), key=lambda item: -item[1])[:5])
+    assert_same_training(got, one_process(model, batch), model, 1, 3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -205,17 +193,16 @@ def test_pipeline_degrees_agree_to_the_bit(model, stages, precision, data_dir, t
         runs.append((rows(directory), state(directory, 3)))
     first_rows, first_state = runs[0]
     for other_rows, other_state in runs[1:]:
-        assert other_rows == first_rows
-        assert all(torch.equal(other_state[key], value) for key, value in first_state.items())
+        assert other_rows == first_rows and equal(other_state, first_state)
 
 
 def test_layouts_in_bf16_differ_less_than_bf16_from_fp32(data_dir, one_process, tmp_path):
-    exact = [row["loss"] for row in rows(one_process("paper")) if "loss" in row]
+    exact = losses(one_process("paper"))
 
     def deviations(name, layout, expected):
         flags = [*flags_of(layout, data_dir, tmp_path / name), "--precision", "bf16"]
         run_ranks(run, layout[0] * layout[1] * layout[2], flags)
-        got = [row["loss"] for row in rows(tmp_path / name) if "loss" in row]
+        got = losses(tmp_path / name)
         return got, max(abs(a / b - 1) for a, b in zip(got, expected, strict=True))
 
     reference, rounding = deviations("one", (1, 1, 1, 1, 1, False, "paper"), exact)
@@ -237,19 +224,17 @@ def test_layouts_of_continued_training_run_with_their_degrees(degrees, model, da
     for name, layout in (("one", (1, 1, 1, 1, 1, False, "paper")), ("many", many)):
         flags = [*flags_of(layout, data_dir, tmp_path / name), "--head-selection", "mixture", *sizes]
         run_ranks(run, layout[0] * layout[1] * layout[2], flags)
-    losses = [[row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in ("one", "many")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_tied_head_may_be_a_stage_of_its_own(precision, data_dir, tmp_path):
     wide = ["--vocab-size", "4096", "--tie-embeddings", "--num-layers", "2", "--precision", precision]
-    losses = []
     for pipeline in (1, 2):
         layout = (1, pipeline, 1, 1, 4, False, "paper")
         run_ranks(run, pipeline, [*flags_of(layout, data_dir, tmp_path / str(pipeline)), *wide])
-        losses.append([row["loss"] for row in rows(tmp_path / str(pipeline)) if "loss" in row])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 1e-4)
+    limit = 1e-6 if precision == "fp32" else 1e-4
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=limit)
 
 
 def test_a_pipeline_takes_batches_that_are_on_its_device():
@@ -261,58 +246,42 @@ def test_a_pipeline_takes_batches_that_are_on_its_device():
 
 def offload_device(flags):
     """Where DeepSpeed says that the optimizer's states are."""
-    config, _ = parse_config(flags)
-    device = start_process_group(900)
-    return str(make_engine(config, ParallelGroups.create(1, 1), device, 2).engine.zero_offload_optimizer().device)
+    return str(engine_of(parse_config(flags)[0]).engine.zero_offload_optimizer().device)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_an_optimizer_in_the_memory_of_the_cpu_gives_the_same_run(zero, data_dir, one_process, tmp_path):
+def test_an_offloaded_optimizer_gives_the_same_run(zero, data_dir, one_process, tmp_path):
     layout = (1, 1, 2, zero, 2, False, "paper")
     flags = [*flags_of(layout, data_dir, tmp_path), "--offload-optimizer"]
     assert run_ranks(offload_device, 1, flags) == ["cpu"]
     run_ranks(run, 2, flags)
-    for mine, theirs in zip(rows(tmp_path), rows(one_process("paper")), strict=True):
-        for key in theirs.keys() & {"loss", "grad_norm", "evaluation"}:
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
-    mine, theirs = state(tmp_path, 3), state(one_process("paper"), 3)
-    assert max(distance(mine[key], theirs[key]) / allowed(key, layout) for key in theirs) < 1
+    assert_same_training(tmp_path, one_process("paper"), "paper", 3)
 
 
 def test_any_layout_goes_on_from_any_other(data_dir, one_process, tmp_path):
+    model = "paper, step, grouped, window"
     chain = [(2, 2, 1, 1, 4, False, 1), (1, 1, 2, 3, 1, True, 2), (4, 1, 1, 2, 2, False, 1)]
     for last_step, (*layout, recompute, context) in enumerate(chain, start=1):
-        flags = flags_of((*layout, recompute, "paper, step, grouped, window"), data_dir, tmp_path)
+        flags = flags_of((*layout, recompute, model), data_dir, tmp_path)
         ranks = layout[0] * layout[1] * layout[2] * context
         run_ranks(run, ranks, [*flags, "--context-parallel-size", str(context)], last_step)
-    expected = one_process("paper, step, grouped, window")
-    for mine, theirs in zip(rows(tmp_path), rows(expected), strict=True):
-        for key in theirs.keys() & {"loss", "grad_norm", "evaluation", "load_balance_loss"}:
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
-    mine, theirs = state(tmp_path, 3), state(expected, 3)
-    far = {key: distance(mine[key], theirs[key]) / allowed(key, ("paper",)) for key in theirs}
-    assert max(far.values()) < 1, sorted(far.items(), key=lambda item: -item[1])[:3]
+    assert_same_training(tmp_path, one_process(model), model, 3)
 
 
 def copy_checkpoint(flags, source):
     """Load the last step of the run ``source`` and save it from the ranks of this layout."""
     config, _ = parse_config(flags)
-    device = start_process_group(900)
-    parallel = config.parallel
-    groups = ParallelGroups.create(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-    engine = make_engine(config, groups, device, 2)
-    step = find_step(source)
+    engine, step = engine_of(config, num_sources=2), find_step(source)
     saved = read_json(step / "state.json")
     load_fragments(step, engine.fragments())
     engine.adopt(saved["optimizer_steps"], saved["router_shares"])
     Saver(Path(config.run.checkpoint_dir) / "checkpoints").save(3, engine.fragments(), config, saved, None)
 
 
-def test_a_checkpoint_loaded_by_another_layout_is_the_same_state_to_the_bit(data_dir, one_process, tmp_path):
+def test_a_checkpoint_is_the_same_state_in_every_layout(data_dir, one_process, tmp_path):
     # A run that is resumed at its end and saved again by other ranks: the canonical tensors must not change at all.
     source = one_process("paper")
     for name, layout in (("pipelines", (2, 2, 1, 1, 4, False, "paper")), ("shards", (1, 1, 2, 3, 4, False, "paper"))):
         directory = tmp_path / name
         run_ranks(copy_checkpoint, layout[0] * layout[1] * layout[2], flags_of(layout, data_dir, directory), source)
-        mine, theirs = state(directory, 3), state(source, 3)
-        assert all(torch.equal(mine[key], value) for key, value in theirs.items())
+        assert equal(state(directory, 3), state(source, 3))

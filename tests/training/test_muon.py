@@ -9,15 +9,11 @@ import shutil
 import pytest
 import torch
 
-from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
 from moh_lm.training.muon import newton_schulz
 from tests.distributed import run_ranks
-from tests.training.test_layouts import allowed, distance, flags_of, state
-from tests.training.test_training import rows, run
+from tests.training.runs import distance, engine_of, equal, micro_batches_of, run, state
+from tests.training.test_layouts import assert_same_training, flags_of
 
 STEPS, HEAD, QUERIES_PER_KEY = 5, 8, 2
 MOMENTUM = 0.9
@@ -77,7 +73,7 @@ def weights_and_reference(split, scale):
     flags = f"""--num-layers 2 --hidden-size 32 --intermediate-size 48 --num-attention-heads 8 --num-key-value-heads 4
         --head-dim {HEAD} --vocab-size 64 --seq-length 16 --batch-tokens 64 --micro-batch-size 2 --precision fp32
         --gradient-clipping 0 --muon-split {split} --muon-scale {scale} {SETTINGS}"""
-    engine = make_engine(parse_config(flags.split())[0], ParallelGroups.create(1, 1), start_process_group(120), 1)
+    engine = engine_of(parse_config(flags.split())[0])
     references = {f.name: Reference(f.name, whole(f, "master"), split, scale) for f in engine.fragments()}
     inner, step = engine.optimizer.optimizer.optimizer, engine.optimizer.optimizer.optimizer.step
     masters, places = engine.optimizer.masters(), {n: engine.optimizer.place(p) for n, p in engine.named_parameters()}
@@ -94,8 +90,7 @@ def weights_and_reference(split, scale):
     inner.step = step_and_note
     for seed in range(STEPS):
         tokens = torch.randint(3, 64, (4, 17), generator=torch.Generator().manual_seed(seed))
-        batches = [MicroBatch(part[:, :-1], part[:, 1:], torch.zeros(2, dtype=torch.int64)) for part in tokens.split(2)]
-        engine.train_step(batches, RATE)
+        engine.train_step(micro_batches_of(tokens, 2), RATE)
     return {
         f.name: [
             distance(whole(f, "master"), references[f.name].weight), distance(whole(f, "exp_avg"), references[f.name].m)
@@ -157,20 +152,15 @@ def test_layouts_take_turns_at_the_updates_of_one_process(data_dir, one_process,
     ]
     for (ranks, layout, more), stop in zip(chain, (2, 4, None), strict=True):
         run_ranks(run, ranks, [*flags_of_layout(layout, data_dir, tmp_path), *more.split()], stop)
-    for mine, theirs in zip(rows(tmp_path), rows(one_process), strict=True):
-        for key in theirs.keys() & {"loss", "grad_norm", "evaluation"}:
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-6), (mine["step"], key)
-    got, expected = state(tmp_path, STEPS), state(one_process, STEPS)
-    far = {key: distance(got[key], value) / allowed(key, (MODEL,)) for key, value in expected.items()}
-    assert max(far.values()) < 1, sorted(far.items(), key=lambda item: -item[1])[:3]
+    assert_same_training(tmp_path, one_process, MODEL, STEPS)
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit_and_not_with_adamw(data_dir, one_process, tmp_path):
+def test_a_stopped_run_resumes_to_the_bit_but_not_with_adamw(data_dir, one_process, tmp_path):
     shutil.copytree(one_process / "checkpoints" / "step-3", tmp_path / "checkpoints" / "step-3")
     flags = flags_of_layout((1, 1, 1, 1, 4, False), data_dir, tmp_path)
     with pytest.raises(AssertionError, match="--optimizer adamw needs second moments"):
         run_ranks(run, 1, [*flags, "--optimizer", "adamw"])
     run_ranks(run, 1, flags)
     got, expected = state(tmp_path, STEPS), state(one_process, STEPS)
-    assert all(torch.equal(got[key], value) for key, value in expected.items())
+    assert equal(got, expected)
     assert not expected["exp_avg_sq/model.layers.0.mlp.up_proj.weight"].any()

@@ -12,9 +12,9 @@ from moh_lm.data.files import read_json, write_json
 from moh_lm.flags import parse_config
 from moh_lm.training.schedule import learning_rate
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, parameters, rows, run
+from tests.training.runs import arguments, equal, losses, parameters, run
 from tools import branch
-from tools.work.branch import steps_below_the_peak
+from tools.branch import steps_below_the_peak
 
 
 def test_the_learning_rate_at_every_corner():
@@ -62,10 +62,8 @@ def test_a_branch_is_the_run_that_was_to_end_there(data_dir, tmp_path, capsys):
     flags = capsys.readouterr().out.splitlines()[-1].split()
     assert flags[0] == "--checkpoint-dir"
     run_ranks(run, 1, arguments(data_dir, *flags[1:2], *WSD, *mix, *flags[2:]))
-    expected, got = parameters(whole), parameters(made)
-    assert all(got[name].equal(tensor) for name, tensor in expected.items())
-    losses = [[row["loss"] for row in rows(directory) if "loss" in row] for directory in (made, whole)]
-    assert losses[0] == losses[1][2:]
+    assert equal(parameters(made), parameters(whole))
+    assert losses(made) == losses(whole)[2:]
     states = [read_json(directory / "checkpoints" / "step-4" / "state.json") for directory in (made, whole)]
     guards = [state["guard"] for state in states]
     assert guards[0] == guards[1] and len(guards[0]["history"]["loss"]) == 2  # a loss of the other mix is no spike

@@ -16,9 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import moh_lm.training.engine
 from moh_lm.model.transformer import compile_layers
+from moh_lm.training.deepspeed import adapter
 from moh_lm.training.frozen import FrozenWeights
+from moh_lm.training.text_engine import TextEngine
 from tests.distributed import run_ranks
-from tests.training.test_training import arguments, losses, parameters, rows, run
+from tests.training.runs import arguments, equal, losses, parameters, rows, run, training_rows
 
 COMPILED = ("--zero-stage", "3", "--compile")
 
@@ -27,8 +29,8 @@ def run_with_every_weight_sharded(flags, *more):
     """Run ``flags``. Returns the weights given up in every forward pass of training, those of them whose storage was
     still there at the end of every one (gloo's threads hold some a moment longer, now and then), and how many graphs
     were made."""
-    make_config, free_param = moh_lm.training.engine.deepspeed_config, partition_parameters.free_param
-    compute_loss = moh_lm.training.engine.Engine.loss
+    make_config, free_param = adapter.deepspeed_config, partition_parameters.free_param
+    compute_loss = TextEngine.loss
     given_up, passes, kept = {}, [], []
 
     def config_without_threshold(*settings):
@@ -49,30 +51,23 @@ def run_with_every_weight_sharded(flags, *more):
             kept.append({weight for weight, storage in given_up.items() if not storage.expired()})
         return loss
 
-    moh_lm.training.engine.deepspeed_config = config_without_threshold
+    adapter.deepspeed_config = config_without_threshold
     moh_lm.training.engine.compile_layers = functools.partial(compile_layers, backend="aot_eager")
-    moh_lm.training.engine.Engine.loss = watched_loss
+    TextEngine.loss = watched_loss
     partition_parameters.free_param = spoil_and_free
     run(flags, *more)
     return set.intersection(*passes), set.intersection(*kept), dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.fixture(scope="module")
-def one_rank(data_dir, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("one_rank")
-    run_ranks(run, 1, arguments(data_dir, directory))
-    return directory
-
-
 @pytest.mark.parametrize("flags, graphs", [(COMPILED[:2], 0), (COMPILED, 2), ((*COMPILED, "--recompute"), 2)])
-def test_no_weight_outlives_the_forward_pass_of_its_layer_and_the_backward_pass_has_it_again(
-    flags, graphs, data_dir, tmp_path, one_rank
+def test_no_weight_outlives_the_forward_pass_of_its_layer(
+    flags, graphs, data_dir, tmp_path, one_rank_run
 ):
     for given_up, kept, number in run_ranks(run_with_every_weight_sharded, 2, arguments(data_dir, tmp_path, *flags)):
-        assert len(given_up) == len(parameters(one_rank)) and not kept
+        assert len(given_up) == len(parameters(one_rank_run)) and not kept
         assert number == graphs  # of training and of evaluation
-    assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-6)
-    found, expected = (list(map(figures, rows(directory))) for directory in (tmp_path, one_rank))
+    assert losses(tmp_path) == pytest.approx(losses(one_rank_run), rel=1e-6)
+    found, expected = (list(map(figures, rows(directory))) for directory in (tmp_path, one_rank_run))
     assert found == [pytest.approx(row, rel=1e-4) for row in expected]
 
 
@@ -87,8 +82,7 @@ def test_a_compiled_run_with_sharded_weights_resumes_bit_for_bit(data_dir, tmp_p
     run_ranks(run_with_every_weight_sharded, 2, stopped, 3)  # between two evaluations
     run_ranks(run_with_every_weight_sharded, 2, stopped)
     assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
-    resumed = parameters(tmp_path / "stopped")
-    assert all(torch.equal(resumed[name], value) for name, value in parameters(tmp_path / "whole").items())
+    assert equal(parameters(tmp_path / "stopped"), parameters(tmp_path / "whole"))
 
 
 def run_with_memory_full_of_nan(flags):
@@ -97,16 +91,16 @@ def run_with_memory_full_of_nan(flags):
     run(flags)
 
 
-def test_what_pads_weights_that_the_ranks_do_not_divide_reaches_no_number(data_dir, tmp_path):
+def test_padding_of_weights_reaches_no_number(data_dir, tmp_path):
     """Three ranks share weights of 32, 64, ... elements. DeepSpeed leaves the rest of a slice as the memory was."""
     flags = ("--batch-tokens", "96", "--train-iters", "3", "--save-interval", "0")
     run_ranks(run, 1, arguments(data_dir, tmp_path / "one", *flags))
     run_ranks(run_with_memory_full_of_nan, 3, arguments(data_dir, tmp_path / "three", *flags, "--zero-stage", "3"))
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    assert [row["skipped_steps"] for row in rows(tmp_path / "three") if "loss" in row] == [0, 0]
+    assert [row["skipped_steps"] for row in training_rows(tmp_path / "three")] == [0, 0]
 
 
-def test_what_pads_a_frozen_weight_is_no_difference_between_replicas():
+def test_padding_of_a_frozen_weight_is_cleared():
     parts = torch.full((4,), 7.0)  # of which three are the weight's
     weight = Mock(requires_grad=False, ds_tensor=parts, ds_numel=3, partition_numel=lambda: 4)
     (part,) = FrozenWeights([weight], group=None).masters.values()

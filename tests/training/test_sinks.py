@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
+from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.model.transformer import CausalLM
 from moh_lm.parallel.groups import ParallelGroups
 from moh_lm.training.sinks import Sinks
 from tests.distributed import run_ranks
 from tests.model.test_compile import run_without_inductor
-from tests.training.test_training import arguments, run
+from tests.training.runs import arguments, run
 
 SMALL = dict(num_layers=2, hidden_size=24, intermediate_size=40, num_attention_heads=8, head_dim=8, vocab_size=80)
 LATENT = dict(attention="latent", kv_lora_rank=12, qk_rope_head_dim=4)
@@ -33,7 +33,7 @@ LENGTH, DOCUMENTS = 12, [[0, 5], [0, 1, 9], [0]]  # tokens; where documents of t
     ],
 )
 def test_a_sink_is_the_mean_weight_of_the_first_token(heads, sizes, resets):
-    model = CausalLM(ModelConfig(**(SMALL | sizes), heads=HeadsConfig(**heads))).double().eval()
+    model = build_model(ModelConfig(**(SMALL | sizes), heads=HeadsConfig(**heads))).double().eval()
     model.initialize(seed=5)
     for parameter in model.parameters():
         parameter *= 10
@@ -45,7 +45,7 @@ def test_a_sink_is_the_mean_weight_of_the_first_token(heads, sizes, resets):
     starts = starts if resets else torch.zeros_like(starts)
     positions = torch.arange(LENGTH) - starts if resets else None
     sinks = Sinks(model, 2, ParallelGroups(), torch.device("cpu"))
-    model.documents.feed([positions, positions], [None, torch.tensor([0, 0, -1])])
+    model.batch.feed([positions, positions], [None, torch.tensor([0, 0, -1])])
     plain = model(tokens)
     with sinks.measured():
         assert torch.equal(model(tokens), plain)

@@ -12,14 +12,12 @@ import os
 import pytest
 import torch
 
-from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.parallel.groups import ParallelGroups, group_size
-from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import PipelineEngine, make_engine
-from moh_lm.training.guard import ABSURD, DIVERGENCE, GRADIENT, LOSS, SPIKE
+from moh_lm.parallel.groups import group_size
+from moh_lm.training.guard import DIVERGENCE, GRADIENT, LOSS, OUT_OF_RANGE, SPIKE
+from moh_lm.training.text_engine import PipelineEngine
 from tests.distributed import run_ranks
-from tests.training.test_training import SIZES
+from tests.training.runs import SIZES, engine_of, micro_batches_of
 
 RATE = 1e-3
 NORM_WEIGHT, MATRIX = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
@@ -54,11 +52,11 @@ def flipped_bit(engine, weights):
     weight.view(torch.int16 if weight.dtype == torch.bfloat16 else torch.int32).view(-1)[3] ^= 1
 
 
-HARMS = {  # the greatest verdict is that of all ranks; squares of 1e38 are infinite in DeepSpeed's own fp32 norm
+HARMS = {  # the greatest code is that of all ranks; squares of 1e38 are infinite in DeepSpeed's own fp32 norm
     nan_loss: {LOSS},
     nan_gradient: {GRADIENT},
     inf_gradient: {GRADIENT},
-    absurd_gradient: {ABSURD, GRADIENT},
+    absurd_gradient: {OUT_OF_RANGE, GRADIENT},
     spike: {SPIKE},
     flipped_bit: {DIVERGENCE},
 }
@@ -86,8 +84,7 @@ def step(engine, number, seed):
     """The result of a step of two micro-batches of this rank, recorded as the program does."""
     different = int(os.environ["RANK"]) if group_size(engine.groups.data) > 1 else 0
     tokens = torch.randint(3, 64, (4, 17), generator=torch.Generator().manual_seed(2 * seed + different))
-    batches = [MicroBatch(part[:, :-1], part[:, 1:], torch.zeros(2, dtype=torch.int64)) for part in tokens.split(2)]
-    result = engine.train_step(batches, RATE, check_replicas=True)
+    result = engine.train_step(micro_batches_of(tokens, 2), RATE, check_replicas=True)
     engine.guard.record(number, result.loss, result.grad_norm, result.skipped)
     return result
 
@@ -100,9 +97,7 @@ def left_behind(layout):
         --precision {precision} --batch-tokens {16 * 8 // tensor // pipeline} --spike-window 2 --spike-sigmas 1e3
         --optimizer {optimizer} --load-balance-bias-rate 0.02"""
     config, _ = parse_config([*SIZES.split(), *flags.split(), "--offload-optimizer", str(offload)])
-    device = start_process_group(120)
-    groups = ParallelGroups.create(tensor, pipeline)
-    harmed, sound = (make_engine(config, groups, device, 1) for _ in range(2))
+    harmed, sound = engine_of(config), engine_of(config)
     weights, found = dict(harmed.named_parameters()), {}
     for seed, harm in enumerate((None, None, *HARMS)):
         if harm is flipped_bit and not copies:
@@ -110,7 +105,7 @@ def left_behind(layout):
         if harm:
             handle = harm(harmed, weights) if os.environ["RANK"] == "1" else None
             bad = step(harmed, seed, 100 + seed)
-            assert bad.skipped and bad.verdict in HARMS[harm], (harm.__name__, bad.verdict)
+            assert bad.skipped and bad.code in HARMS[harm], (harm.__name__, bad.code)
             if handle:
                 handle.remove()
         mine, theirs = (step(engine, seed, seed) for engine in (harmed, sound))
@@ -136,7 +131,7 @@ def left():
     return run_ranks(all_left_behind, 2, LAYOUTS)
 
 
-def test_the_table_holds_every_pair_of_values_that_may_be_combined():
+def test_the_table_holds_every_legal_pair_of_values():
     def pairs(layout):
         return {((i, layout[i]), (j, layout[j])) for i, j in itertools.combinations(range(len(FACTORS)), 2)}
 
@@ -149,5 +144,5 @@ def test_the_table_holds_every_pair_of_values_that_may_be_combined():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def test_the_step_after_a_skipped_one_is_as_if_that_had_never_been(layout, left):
+def test_a_skipped_step_leaves_nothing_behind(layout, left):
     assert [of_rank[layout] for of_rank in left] == [{}, {}]

@@ -6,15 +6,11 @@ import pytest
 import torch
 from deepspeed.runtime import bf16_optimizer
 
-from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.parallel.cross_entropy import IGNORED
-from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
 from moh_lm.training.step_check import NotExamined
 from tests.distributed import run_ranks
-from tests.training.test_training import SIZES
+from tests.training.runs import SIZES, engine_of, micro_batches_of
 
 ONE_BATCH = (*SIZES.split(), "--batch-tokens", "32")
 
@@ -22,13 +18,12 @@ ONE_BATCH = (*SIZES.split(), "--batch-tokens", "32")
 def engines(flags, number):
     """Engines of one process, all of the same model."""
     config, _ = parse_config([*ONE_BATCH, *flags])
-    device = start_process_group(120)
-    return [make_engine(config, ParallelGroups.create(1, 1), device, 1) for _ in range(number)]
+    return [engine_of(config) for _ in range(number)]
 
 
 def batch(seed):
     tokens = torch.randint(3, 64, (2, 17), generator=torch.Generator().manual_seed(seed))
-    return [MicroBatch(tokens[:, :-1], tokens[:, 1:], torch.zeros(2, dtype=torch.int64))]
+    return micro_batches_of(tokens, 2)
 
 
 def norms(flags, seeds):
@@ -41,7 +36,7 @@ def norms(flags, seeds):
     return together, alone
 
 
-def test_engines_in_one_process_look_at_their_own_gradients():
+def test_engines_in_one_process_examine_their_own_gradients():
     ((together, alone),) = run_ranks(norms, 1, ("--precision", "bf16"), (1, 2))
     assert together == alone and together[0] != together[1]
 
@@ -67,7 +62,7 @@ def said_of_a_second_step(ask):
 
 
 @pytest.mark.parametrize("ask, said", [(never, "never asked for the gradient norm"), (twice, "asked twice")])
-def test_an_update_that_was_not_looked_at_is_an_error_and_gets_no_verdict_of_another_step(ask, said):
+def test_an_update_that_was_not_examined_is_an_error(ask, said):
     assert said in run_ranks(said_of_a_second_step, 1, ask)[0]
 
 
@@ -78,5 +73,5 @@ def step_without_labels():
     return result.loss, result.skipped
 
 
-def test_a_step_without_any_label_has_the_loss_0_and_is_not_skipped():
+def test_a_step_without_labels_has_loss_0_and_is_not_skipped():
     assert run_ranks(step_without_labels, 1) == [(0.0, False)]

@@ -3,7 +3,6 @@
 That layouts agree in these is in tests/model/test_routing_choices.py.
 """
 
-import json
 import shutil
 from itertools import chain
 from types import SimpleNamespace
@@ -14,10 +13,9 @@ import torch
 from moh_lm.checkpoint.fragments import full_parameters, step_config
 from moh_lm.flags import parse_config
 from moh_lm.run.resume import contradictions
-from moh_lm.training.gradient_norm import norms_by_kind
+from moh_lm.training.deepspeed.norms import norms_by_kind
 from tests.distributed import run_ranks
-from tests.training.test_layouts import state
-from tests.training.test_training import arguments, parameters, rows, run
+from tests.training.runs import arguments, equal, events, parameters, rows, run, state, training_rows
 
 EVERY_STEP = "--log-interval 1 --save-interval 1 --eval-samples 2 --warmup-iters 0 --routing released".split()
 WARMUP = [*EVERY_STEP, *"--train-iters 5 --eval-interval 1 --dense-warmup-iters 3 --peak-tflops 1".split()]
@@ -30,24 +28,19 @@ def warmed(data_dir, tmp_path_factory):
     return directory
 
 
-def training(directory):
-    return [row for row in rows(directory) if "loss" in row]
-
-
-def test_a_dense_warmup_is_dense_training_to_the_bit_and_leaves_the_routers_as_drawn(data_dir, warmed, tmp_path):
+def test_a_dense_warmup_is_dense_training_to_the_bit(data_dir, warmed, tmp_path):
     run_ranks(run, 1, arguments(data_dir, tmp_path, *WARMUP, "--head-selection", "all"))
     keys = {"step", "loss", "grad_norm", "load_balance_loss", "source_loss", "evaluation"}
     mine, dense = ([{key: row[key] for key in keys & row.keys()} for row in rows(run)] for run in (warmed, tmp_path))
     assert mine[:6] == dense[:6] and mine[6] != dense[6]  # the validation loss of the third step is the mixture's
-    assert [row["load_balance_loss"] > 0 for row in training(warmed)] == [False] * 3 + [True] * 2
-    assert ["heads" in row for row in training(warmed)] == [False] * 3 + [True] * 2
+    assert [row["load_balance_loss"] > 0 for row in training_rows(warmed)] == [False] * 3 + [True] * 2
+    assert ["heads" in row for row in training_rows(warmed)] == [False] * 3 + [True] * 2
     first, last, end = (state(warmed, step) for step in (1, 3, 5))
     routers = [key for key in first if ".router." in key]
     for key in routers:
         assert torch.equal(first[key], last[key]) and not torch.equal(last[key], end[key])
         assert key.startswith("master/") or not last[key].any()
-    events = [json.loads(line) for line in (warmed / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["event"] == "dense warm-up over"] == [3]
+    assert [event["step"] for event in events(warmed, "dense warm-up over")] == [3]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +52,7 @@ def test_a_dense_warmup_is_dense_training_to_the_bit_and_leaves_the_routers_as_d
         (3, "--dense-warmup-iters 0 --allow-routing-change"),  # or begins the mixture
     ],
 )
-def test_the_first_update_of_the_routers_after_a_dense_warmup_is_a_first_step_of_adam(
+def test_routers_start_with_a_first_adam_step_after_a_warmup(
     data_dir, warmed, tmp_path, kept, more
 ):
     directory = shutil.copytree(warmed, tmp_path / "run")
@@ -67,7 +60,7 @@ def test_the_first_update_of_the_routers_after_a_dense_warmup_is_a_first_step_of
         shutil.rmtree(directory / "checkpoints" / f"step-{step}")
     if more:
         run_ranks(run, 2, arguments(data_dir, directory, *WARMUP, *more.split()), 4)
-    rate = training(warmed)[3]["learning_rate"]
+    rate = training_rows(warmed)[3]["learning_rate"]
     assert_first_step_of_adam(state(directory, 3), state(directory, 4), rate, lambda key: ".router." in key)
 
 
@@ -86,12 +79,12 @@ def test_a_step_of_the_warmup_is_a_dense_model_to_all_tools(warmed):
     assert [any(".router." in name for name, _ in full_parameters(step)) for step in steps] == [False, True]
 
 
-def test_a_run_stopped_around_the_end_of_its_warmup_goes_on_to_the_bit(data_dir, warmed, tmp_path):
+def test_a_run_stopped_around_its_warmup_resumes_to_the_bit(data_dir, warmed, tmp_path):
     flags = arguments(data_dir, tmp_path, *WARMUP)
     for last_step in (2, 3, None):
         run_ranks(run, 1, flags, last_step)
     assert rows(tmp_path) == rows(warmed)
-    assert all(torch.equal(value, parameters(tmp_path)[name]) for name, value in parameters(warmed).items())
+    assert equal(parameters(tmp_path), parameters(warmed))
 
 
 ONE = [*EVERY_STEP, *"--train-iters 1 --eval-interval 0 --weight-decay 0 --load-balance-coefficient 1".split()]
@@ -114,7 +107,7 @@ def unclipped(data_dir, tmp_path_factory):
         (4, "--pipeline-parallel-size 2 --tensor-parallel-size 2"),
     ],
 )
-def test_routers_are_clipped_by_their_own_norm_and_then_with_all_else(
+def test_routers_are_clipped_by_their_own_norm_first(
     data_dir, unclipped, tmp_path, world_size, layout
 ):
     run_ranks(run, world_size, arguments(data_dir, tmp_path, *ONE, *CLIPPED.split(), *layout.split()))
@@ -132,12 +125,12 @@ def test_routers_are_clipped_by_their_own_norm_and_then_with_all_else(
     for key, gradient in gradients.items():
         expected = gradient * shared * (factor if key in routers else 1)
         assert (10 * after[key].double() - expected).norm() < 1e-5 * expected.norm(), key
-    ((got,), (expected,)) = (training(directory) for directory in (tmp_path, unclipped))
+    ((got,), (expected,)) = (training_rows(directory) for directory in (tmp_path, unclipped))
     assert got["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)  # before any clipping
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_norms_of_offloaded_gradients_are_added_up_where_the_gradients_were_made(zero_stage):
+def test_norms_of_offloaded_gradients_are_summed_on_the_device(zero_stage):
     groups = [[SimpleNamespace(tensor_model_parallel=True) for _ in range(2)] for _ in range(2)]
     norms = dict(zip(map(id, chain(*groups)), map(torch.tensor, (3.0, 4.0, 5.0, 12.0)), strict=True))
     inner = SimpleNamespace(param_groups=[{"router": True}, {"router": False}])
@@ -165,7 +158,7 @@ def test_the_rate_of_the_routers_is_scaled_and_no_other(data_dir, unclipped, tmp
 CHANGES = "--load-balance-coefficient 0.5 --load-balance-scope global_batch --router-gumbel-noise 0.3"
 
 
-def test_settings_of_the_routers_change_on_a_resume_only_if_that_is_allowed(data_dir, warmed, tmp_path):
+def test_router_settings_change_on_a_resume_only_if_allowed(data_dir, warmed, tmp_path):
     flags = arguments(data_dir, tmp_path, *WARMUP)
     run_ranks(run, 1, flags, 4)
     changed = [*flags, *CHANGES.split()]
@@ -175,28 +168,27 @@ def test_settings_of_the_routers_change_on_a_resume_only_if_that_is_allowed(data
     assert contradictions(parse_config(allowed)[0]) == []
     assert "num_layers was 2 and is 3" in contradictions(parse_config([*allowed, "--num-layers", "3"])[0])[0]
     run_ranks(run, 1, allowed)
-    mine, theirs = training(tmp_path), training(warmed)
+    mine, theirs = training_rows(tmp_path), training_rows(warmed)
     assert mine[:4] == theirs[:4] and mine[4]["loss"] != theirs[4]["loss"]
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    (event,) = [event for event in events if event["event"] == "routing changed"]
+    (event,) = events(tmp_path, "routing changed")
     assert event["step"] == 4 and event["changes"]["load_balance_coefficient"] == [0.01, 0.5]
 
 
-def test_an_interval_in_which_a_resume_cuts_the_warmup_short_counts_the_steps_since(data_dir, tmp_path):
+def test_an_interval_after_a_cut_warmup_counts_the_steps_since(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *"--log-interval 2 --train-iters 4 --eval-interval 0".split())
     run_ranks(run, 1, [*flags, "--dense-warmup-iters", "3"], 3)
     run_ranks(run, 1, [*flags, "--dense-warmup-iters", "1", "--allow-routing-change"])
-    row = training(tmp_path)[-1]
+    row = training_rows(tmp_path)[-1]
     layers = parse_config(flags)[0].model.routed_layers()
     assert [sum(load) for load in row["heads"]["load"]] == pytest.approx([layer.num_active for layer in layers])
 
 
-def test_an_interval_that_began_in_the_warmup_has_no_figures_of_heads_whatever_its_length(data_dir, tmp_path):
+def test_an_interval_that_began_in_the_warmup_has_no_heads(data_dir, tmp_path):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP, *"--train-iters 5 --eval-interval 0".split())
     flags += ["--dense-warmup-iters", "1"]
     run_ranks(run, 1, [*flags, "--log-interval", "9"], 3)
     run_ranks(run, 1, [*flags, "--log-interval", "2"])
-    first, second = training(tmp_path)  # of steps 1 to 4, and of step 5
+    first, second = training_rows(tmp_path)  # of steps 1 to 4, and of step 5
     assert "heads" not in first and "heads" in second
     assert first["load_balance_loss"] == 0 < second["load_balance_loss"]
 
@@ -208,23 +200,23 @@ def test_a_mixture_goes_on_without_its_routers(data_dir, tmp_path, selection):
     changed = [*flags, "--head-selection", selection]
     assert "--allow-routing-change" in contradictions(parse_config(changed)[0])[0]
     run_ranks(run, 1, [*changed, "--allow-routing-change"])
-    (row,) = training(tmp_path)
+    (row,) = training_rows(tmp_path)
     assert row["load_balance_loss"] == 0 and "heads" not in row
     assert not any(".router." in name for name in parameters(tmp_path))
 
 
-def test_gates_far_from_one_are_said_before_a_run(data_dir, tmp_path):
+def test_gates_far_from_one_are_refused_before_a_run(data_dir, tmp_path):
     flags = [*arguments(data_dir, tmp_path, *EVERY_STEP), "--routing", "paper", "--train-iters", "1"]
     run_ranks(run, 1, flags)
     changed = parse_config([*flags, "--head-selection", "all", "--allow-routing-change"])[0]
     (problem,) = contradictions(changed)
-    assert "gates of --routing paper are far from 1 (an export and its import scale them)" in problem
+    assert "--routing paper are far from 1" in problem and "tools/import_hf.py --head-selection all" in problem
 
 
 FROZEN = "--eval-interval 0 --train-only router --precision bf16 --train-iters 4"
 
 
-def test_only_the_routers_are_trained_and_all_else_stays_to_the_bit(data_dir, unclipped, tmp_path):
+def test_only_the_routers_are_trained_with_train_only(data_dir, unclipped, tmp_path):
     flags = arguments(data_dir, tmp_path, *EVERY_STEP)
     shutil.copytree(unclipped, tmp_path, dirs_exist_ok=True)  # one step of all weights, in fp32
     layouts = ["--tensor-parallel-size 2", "--zero-stage 3 --recompute", "--zero-stage 2 --offload-optimizer"]
@@ -237,16 +229,16 @@ def test_only_the_routers_are_trained_and_all_else_stays_to_the_bit(data_dir, un
         else:
             assert torch.equal(after[key], value if key.startswith("master/") else torch.zeros_like(value)), key
     run_ranks(run, 1, [*flags, "--train-iters", "5", "--eval-interval", "0"])  # and all weights again
-    rate = training(tmp_path)[-1]["learning_rate"]
+    rate = training_rows(tmp_path)[-1]["learning_rate"]
     matrices = ("_proj.weight", "lm_head.weight")
     assert_first_step_of_adam(after, state(tmp_path, 5), rate, lambda key: key.endswith(matrices))
 
 
-def test_the_first_step_of_a_start_has_the_frozen_weights_of_its_checkpoint(data_dir, unclipped, tmp_path):
+def test_a_start_has_the_frozen_weights_of_its_checkpoint(data_dir, unclipped, tmp_path):
     found = []
     for zero in "13":
         shutil.copytree(unclipped, tmp_path / zero)
         flags = [*arguments(data_dir, tmp_path / zero, *EVERY_STEP), *FROZEN.split(), "--train-iters", "2"]
         run_ranks(run, 2, [*flags, "--zero-stage", zero])
-        found.append(training(tmp_path / zero)[-1]["loss"])
+        found.append(training_rows(tmp_path / zero)[-1]["loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-3)

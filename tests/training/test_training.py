@@ -1,91 +1,24 @@
 """Whole small runs: losses, resumption, evaluation and logs, on one rank and on several."""
 
-import contextlib
 import json
 import math
-import os
-import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from moh_lm import pretrain
-from moh_lm.checkpoint.fragments import FragmentReader, full_parameters
-from moh_lm.checkpoint.saver import Saver, find_step
+from moh_lm.checkpoint.fragments import FragmentReader
+from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
 from moh_lm.flags import parse_config
-from moh_lm.monitor.log import RunLog
-from moh_lm.run import program
-from moh_lm.supervise import processes
-from moh_lm.supervise.processes import start_process_group
-from moh_lm.supervise.run_directory import make_run_directory
 from moh_lm.training.engine import Engine
 from tests.distributed import run_ranks
-
-SIZES = """
-    --num-layers 2 --hidden-size 32 --intermediate-size 64 --num-attention-heads 8 --vocab-size 64
-    --seq-length 16 --batch-tokens 128 --micro-batch-size 2 --train-iters 7 --warmup-iters 2 --precision fp32
-    --learning-rate 1e-2 --min-learning-rate 1e-3 --data-mix even=2.5 odd=1 --validation-fraction 0.1
-    --log-interval 2 --save-interval 3 --eval-interval 4 --eval-samples 5
-"""
+from tests.training.runs import arguments, equal, losses, parameters, rows, run, training_rows
 
 
-MEASURED = ("tokens_per_second", "runtime")
-
-
-def arguments(data_dir, directory, *more):
-    return [*SIZES.split(), "--data-dir", str(data_dir), "--checkpoint-dir", str(directory), *more]
-
-
-def run(flags, stop_after=None):
-    """The training program on this rank, without the page of the run, whose pictures take two seconds.
-
-    stop_after: leave after the checkpoint of that step, as a crash would.
-    """
-    if stop_after is not None:
-        save = Saver.save
-
-        def save_and_stop(saver, step, *others):
-            save(saver, step, *others)
-            if step == stop_after:
-                saver.close()
-                raise KeyboardInterrupt
-
-        Saver.save = save_and_stop
-    config, _ = parse_config(["--run-report", "false", *flags])
-    make_run_directory(config.run.checkpoint_dir)
-    with contextlib.suppress(KeyboardInterrupt):
-        return program.train(program.Run, *program.open_text(config, [], False), start_process_group(900))
-
-
-def rows(directory):
-    """The rows of metrics.jsonl without what is measured: times and memory."""
-    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
-
-
-def losses(directory):
-    return [row["loss"] for row in rows(directory) if "loss" in row]
-
-
-def parameters(directory):
-    return dict(full_parameters(find_step(directory)))
-
-
-@pytest.fixture(scope="module")
-def straight(data_dir, tmp_path_factory):
-    """The run directory of an uninterrupted run on one rank."""
-    directory = tmp_path_factory.mktemp("straight")
-    run_ranks(run, 1, arguments(data_dir, directory))
-    return directory
-
-
-def test_a_run_learns_and_logs_every_interval_and_evaluation_once(straight):
-    logged = rows(straight)
+def test_a_run_learns_and_logs_each_interval_once(one_rank_run):
+    logged = rows(one_rank_run)
     assert [row["step"] for row in logged if "loss" in row] == [2, 4, 6, 7]
     evaluations = {row["step"]: row["evaluation"] for row in logged if "evaluation" in row}
     assert sorted(evaluations) == [0, 4, 7]
@@ -99,10 +32,10 @@ def test_a_run_learns_and_logs_every_interval_and_evaluation_once(straight):
     assert min(abs(first["loss"] - value) for value in weighted) < 1e-12
 
 
-def test_tensorboard_holds_the_same_figures_and_the_head_load(straight):
-    events = EventAccumulator(str(straight / "tensorboard"))
+def test_tensorboard_holds_the_same_figures_and_the_head_load(one_rank_run):
+    events = EventAccumulator(str(one_rank_run / "tensorboard"))
     events.Reload()
-    by_step = {row["step"]: row for row in rows(straight) if "loss" in row}
+    by_step = {row["step"]: row for row in training_rows(one_rank_run)}
     tags = {"loss": "loss/train", "load_balance_loss": "loss/load_balance"}
     tags |= {key: f"optimization/{key}" for key in ("learning_rate", "grad_norm", "skipped_steps")}
     for key, tag in tags.items():
@@ -125,8 +58,7 @@ def test_a_stopped_run_resumes_bit_for_bit(data_dir, tmp_path, world_size, more)
         file.write(json.dumps({"step": 4, "loss": 0.0}) + '\n{"step": 5, "lo')
     run_ranks(run, world_size, arguments(data_dir, stopped, *more))
     assert rows(stopped) == rows(whole)
-    for name, value in parameters(whole).items():
-        assert torch.equal(parameters(stopped)[name], value), name
+    assert equal(parameters(stopped), parameters(whole))
 
 
 def waits_in_steps(flags):
@@ -139,7 +71,7 @@ def waits_in_steps(flags):
         waits.append(len(calls) - before)
         return result
 
-    get_accelerator().synchronize = lambda *_: calls.append(None)
+    get_accelerator().synchronize = torch.cpu.synchronize = lambda *_: calls.append(None)  # DeepSpeed's, and ours
     Engine.train_step = watched_step
     run(flags)
     return waits
@@ -151,121 +83,35 @@ def test_a_step_waits_for_the_device_only_at_its_end(data_dir, tmp_path, pipelin
     assert run_ranks(waits_in_steps, pipeline, flags) == [[1] * 7] * pipeline  # of 4 micro-batches
 
 
-def test_data_parallel_size_changes_nothing(data_dir, straight, tmp_path):
-    run_ranks(run, 2, arguments(data_dir, tmp_path / "two"))
-    run_ranks(run, 1, arguments(data_dir, tmp_path / "accumulate", "--micro-batch-size", "8"))
-    for other in ("two", "accumulate"):
-        assert losses(tmp_path / other) == pytest.approx(losses(straight), rel=1e-6)
-        for row, expected in zip(rows(tmp_path / other), rows(straight), strict=True):
-            assert row["step"] == expected["step"]
-            if "evaluation" in row:
-                assert row["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-6)
-            else:
-                assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-                assert row["load_balance_loss"] == pytest.approx(expected["load_balance_loss"], rel=1e-6)
-
-
-def test_a_checkpoint_of_one_rank_is_resumed_by_two_and_back(data_dir, straight, tmp_path):
+def test_a_checkpoint_of_one_rank_is_resumed_by_two_and_back(data_dir, one_rank_run, tmp_path):
     flags = arguments(data_dir, tmp_path / "moved")
     run_ranks(run, 1, flags, 3)
     (tmp_path / "moved" / "checkpoints" / "step-5.tmp").mkdir()  # a save that was killed
     run_ranks(run, 2, flags, 6)
     run_ranks(run, 1, flags)
-    assert losses(tmp_path / "moved") == pytest.approx(losses(straight), rel=1e-6)
+    assert losses(tmp_path / "moved") == pytest.approx(losses(one_rank_run), rel=1e-6)
     steps = tmp_path / "moved" / "checkpoints"
     assert {path.name for path in steps.iterdir()} == {"latest", "step-3", "step-6", "step-7"}
     for kind in ("master", "exp_avg", "exp_avg_sq"):  # state, not only losses: a stale moment shows late
         mine = FragmentReader(steps / "step-6").read(kind, "model.layers.1.mlp.up_proj.weight")
-        theirs = FragmentReader(straight / "checkpoints" / "step-6").read(kind, "model.layers.1.mlp.up_proj.weight")
+        theirs = FragmentReader(one_rank_run / "checkpoints" / "step-6").read(kind, "model.layers.1.mlp.up_proj.weight")
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
 
 
-def test_a_finished_run_started_again_changes_nothing(data_dir, straight):
-    before = rows(straight), parameters(straight)
-    run_ranks(run, 1, arguments(data_dir, straight))
-    assert rows(straight) == before[0]
-    assert all(torch.equal(value, before[1][name]) for name, value in parameters(straight).items())
+def test_a_finished_run_started_again_changes_nothing(data_dir, one_rank_run):
+    before = rows(one_rank_run), parameters(one_rank_run)
+    run_ranks(run, 1, arguments(data_dir, one_rank_run))
+    assert rows(one_rank_run) == before[0]
+    assert equal(parameters(one_rank_run), before[1])
 
 
-def test_nodes_that_see_other_directories_or_data_are_refused_by_all_ranks(data_dir, tmp_path):
-    with pytest.raises(AssertionError, match="rank 1 on .* does not see that of rank 0"):
-        run_ranks(run_on_own_directory, 2, arguments(data_dir, tmp_path))
-    with pytest.raises(AssertionError, match="rank 1 on .* has another seed than rank 0"):
-        run_ranks(run_with_own_seed, 2, arguments(data_dir, tmp_path))
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_a_rank_without_a_gpu_of_its_own_says_so(data_dir, tmp_path, monkeypatch, capsys):
-    gpu = SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 1)
-    monkeypatch.setattr(processes, "get_accelerator", lambda: gpu)
-    monkeypatch.setattr("sys.argv", ["pretrain", *arguments(data_dir, tmp_path)])
-    place = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for key, value in {**place, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(SystemExit, match="2"):
-        pretrain.main()
-    assert capsys.readouterr().err.endswith("LOCAL_RANK 1: GPUs that this process sees: 1; start one rank for each\n")
-
-
-def run_on_own_directory(flags):
-    own = Path(flags[-1]) / os.environ["RANK"]
-    own.mkdir(parents=True, exist_ok=True)
-    run([*flags, "--checkpoint-dir", str(own)])
-
-
-def run_with_own_seed(flags):
-    run([*flags, "--seed", os.environ["RANK"]])
-
-
-def test_the_balance_loss_of_an_interval_does_not_depend_on_a_change_of_micro_batch(data_dir, straight, tmp_path):
+def test_the_balance_loss_of_an_interval_outlives_a_resume(data_dir, one_rank_run, tmp_path):
     run_ranks(run, 1, arguments(data_dir, tmp_path), 3)  # in the middle of a log interval
     run_ranks(run, 1, arguments(data_dir, tmp_path, "--micro-batch-size", "8"))
-    got, expected = ([row["load_balance_loss"] for row in rows(d) if "loss" in row] for d in (tmp_path, straight))
+    got, expected = ([row["load_balance_loss"] for row in training_rows(d)] for d in (tmp_path, one_rank_run))
     assert got == pytest.approx(expected, rel=1e-6)
 
 
-def run_with_clocks(flags):
-    """(when the evaluation before the first step ended, when the clock of the time left began)."""
-    found, evaluate, lines = [], program.Run.evaluate, RunLog.lines
-
-    def evaluate_and_note(run):
-        evaluate(run)
-        found.append(time.perf_counter())
-
-    def note_and_write(log, row):
-        found.append(log.started)
-        return lines(log, row)
-
-    program.Run.evaluate, RunLog.lines = evaluate_and_note, note_and_write
-    run(flags)
-    return found[:2]
-
-
-def test_the_time_left_does_not_count_the_evaluation_before_the_first_step(data_dir, tmp_path):
-    ((evaluated, began),) = run_ranks(run_with_clocks, 1, arguments(data_dir, tmp_path))
-    assert evaluated <= began
-
-
-def test_numbers_that_json_cannot_hold_are_written_as_null(tmp_path):
-    log = RunLog(tmp_path, 0, Config())
-    log.write({"step": 1, "grad_norm": math.inf, "source_loss": {"a": math.nan, "b": 1.5}})
-    log.close()
-    assert rows(tmp_path) == [{"step": 1, "grad_norm": None, "source_loss": {"a": None, "b": 1.5}}]
-
-
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        (["--num-active-routed-heads", "3"], "num_active_routed_heads was .*2, 2.* and is .*3, 3"),
-        (["--seed", "9"], "--seed was 1234 and is 9"),
-        (["--batch-tokens", "256"], "--batch-tokens 256"),
-    ],
-)
-def test_a_changed_model_or_sample_order_is_refused_by_name(data_dir, straight, change, named):
-    with pytest.raises(AssertionError, match=named):
-        run_ranks(run, 1, arguments(data_dir, straight, *change))
-
-
-def test_the_configuration_of_a_run_is_kept_beside_it(data_dir, straight):
-    config, _ = parse_config(["--run-report", "false", *arguments(data_dir, straight)])
-    assert Config.load(straight / "config.json") == config == Config.load(find_step(straight) / "config.json")
+def test_the_configuration_of_a_run_is_kept_beside_it(data_dir, one_rank_run):
+    config, _ = parse_config(["--run-report", "false", *arguments(data_dir, one_rank_run)])
+    assert Config.load(one_rank_run / "config.json") == config == Config.load(find_step(one_rank_run) / "config.json")

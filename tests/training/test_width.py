@@ -4,16 +4,13 @@ final norm is a multiplier of the logits."""
 import pytest
 import torch
 
+from moh_lm.build import build_model
 from moh_lm.config import Config
-from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
-from moh_lm.model.transformer import CausalLM
-from moh_lm.parallel.groups import ParallelGroups
-from moh_lm.supervise.processes import start_process_group
-from moh_lm.training.engine import make_engine
 from moh_lm.training.muon import Blocks, scale_of
 from moh_lm.training.parameter_groups import parameter_groups, rule_of
 from tests.distributed import run_ranks
+from tests.training.runs import engine_of, micro_batches_of
 
 WIDTHS, RATE, STEPS = (64, 128, 256), 5e-3, 4
 OPTIMIZERS = {"adamw": "", "muon": "--routing sigmoid --optimizer muon --muon-split head"}
@@ -46,23 +43,23 @@ def activations(model):
     return {name: values.clone() for name, values in seen.items() if values.numel()}  # sigmoid has no W_h
 
 
-def changes(config, device):
+def changes(config):
     """{activation: root mean square of its change in some steps of the engine on one batch}."""
-    engine = make_engine(config, ParallelGroups.create(1, 1), device, 1)
+    engine = engine_of(config)
     before = activations(engine.model)
     for _ in range(STEPS):
-        engine.train_step([MicroBatch(TOKENS[:, :-1], TOKENS[:, 1:], torch.zeros(16, dtype=torch.int64))], RATE)
+        engine.train_step(micro_batches_of(TOKENS, 16), RATE)
     after = activations(engine.model)
     return {name: (after[name] - before[name]).square().mean().sqrt().item() for name in before}
 
 
 def growth():
     """{(optimizer, whether the base width is kept): {activation: change at the largest width over the smallest}}."""
-    device, found = start_process_group(120), {}
+    found = {}
     for optimizer, more in OPTIMIZERS.items():
-        smallest = changes(config_of(WIDTHS[0], WIDTHS[0], more), device)
+        smallest = changes(config_of(WIDTHS[0], WIDTHS[0], more))
         for kept, widths in ((True, WIDTHS[1:]), (False, WIDTHS[-1:])):
-            wide = [changes(config_of(width, WIDTHS[0] if kept else width, more), device) for width in widths]
+            wide = [changes(config_of(width, WIDTHS[0] if kept else width, more)) for width in widths]
             found[optimizer, kept] = {name: [each[name] / smallest[name] for each in wide] for name in smallest}
     return found
 
@@ -78,7 +75,7 @@ def test_activations_change_alike_at_every_width():
 def test_the_final_norm_is_the_multiplier_of_the_logits(tied):
     # The plain form of Tensor Programs V, Table 8, in float64: the logits are multiplied, and no norm is scaled.
     config, ratio = config_of(128, 32, f"--tie-embeddings {tied}"), 0.25
-    ours, plain = (CausalLM(config.model).double() for _ in range(2))
+    ours, plain = (build_model(config.model).double() for _ in range(2))
     ours.initialize(1)
     plain.load_state_dict(ours.state_dict())
     plain.model.norm.weight.data.fill_(1)
@@ -110,7 +107,7 @@ def test_tables_of_positions_are_treated_as_the_embedding():
     more = "--position {} --embedding-weight-decay 0.03"
     for kind, name in (("cope", "self_attn.cope.weight"), ("learned --learned-positions 16", "embed_positions.weight")):
         config = config_of(128, 32, more.format(kind))
-        found = dict(CausalLM(config.model).named_parameters())
+        found = dict(build_model(config.model).named_parameters())
         table, embedding = found[next(key for key in found if key.endswith(name))], found["model.embed_tokens.weight"]
         assert table.init_std == pytest.approx(embedding.init_std) == 0.02
         assert rule_of(name, table, config) == rule_of("model.embed_tokens.weight", embedding, config)
@@ -118,7 +115,7 @@ def test_tables_of_positions_are_treated_as_the_embedding():
 
 def test_w_type_begins_as_an_output():
     # By its deviation over that of the hidden matrices: 1 / sqrt(4) at four times the base width.
-    model = CausalLM(config_of(128, 32).model)
+    model = build_model(config_of(128, 32).model)
     deviation = {name.split(".")[-1]: parameter.init_std for name, parameter in model.named_parameters()}
     assert deviation["w_routed"] == deviation["w_shared"] == pytest.approx(0.02 / 2)
     assert deviation["w_type"] == pytest.approx(0.02 / 4)

@@ -5,21 +5,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, DDPMScheduler
+from diffusers import DDPMScheduler
 from PIL import Image
 from torch.distributions import Normal, kl_divergence
 
-from moh_lm.checkpoint.fragments import metadata_of, write_safetensors
+from moh_lm.checkpoint.fragments import Fragment, metadata_of, write_safetensors
 from moh_lm.checkpoint.manifest import describe, write_manifest
 from moh_lm.config import Config, ConfigError
 from moh_lm.data.files import write_json
-from moh_lm.training.optimizer import Fragment
 from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.diffusion import Diffusion, image_noise, log_probability
 from moh_lm.vision.dit import DiT
 from moh_lm.vision.load import load_model
 from moh_lm.vision.pictures import grid, to_bytes
 from moh_lm.vision.transnext import TransNeXt
+from tests.vision.cases import save_autoencoder
 from tools import sample_images
 
 STEPS, SHAPE = 1000, (3, 4, 4)
@@ -85,7 +85,7 @@ def test_the_bound_trains_the_variance_only():
     assert (by_loss[1] != 0).all()
 
 
-def test_the_probabilities_of_the_256_numbers_of_8_bits_add_up_to_1():
+def test_probabilities_of_8_bit_values_add_up_to_1():
     x = torch.linspace(-1, 1, 256, dtype=torch.float64)
     for mean, log_variance in ((0.0, -1.0), (0.9, -6.0), (-1.3, -3.0)):
         total = log_probability(x, torch.tensor(mean), torch.tensor(log_variance, dtype=torch.float64)).exp().sum()
@@ -93,7 +93,7 @@ def test_the_probabilities_of_the_256_numbers_of_8_bits_add_up_to_1():
 
 
 @pytest.mark.parametrize("drawn", [2, 50, 250])
-def test_images_are_those_that_diffusers_draws_with_the_same_noise(monkeypatch, drawn):
+def test_drawn_images_are_those_of_diffusers(monkeypatch, drawn):
     scheduler, y, noises = make_scheduler(drawn), torch.tensor([1, 4]), drawn_noise(drawn)
     rest = iter(noises[1:])
     monkeypatch.setattr("diffusers.schedulers.scheduling_ddpm.randn_tensor", lambda *_, **__: next(rest))
@@ -177,7 +177,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_model_of_a_checkpoint_has_its_weights_or_their_average(run):
+def test_a_loaded_model_has_the_weights_or_their_average(run):
     step = run / "checkpoints" / "step-5"
     for weights, seed in (("master", 1), ("ema", 2), (None, 2)):
         config, model = load_model(step, weights)
@@ -240,15 +240,12 @@ def test_images_of_any_number_of_channels_are_shown_side_by_side(channels):
 @pytest.mark.parametrize("channels", [3, 4])
 def test_latents_become_images_by_the_decoder(tmp_path, channels):
     write_step(tmp_path / "run" / "checkpoints" / "step-5", make_config(in_channels=channels), DiT, 1)
-    torch.manual_seed(0)
-    vae = AutoencoderKL(block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, norm_num_groups=4,
-                        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=channels)  # fmt: skip
-    vae.save_pretrained(tmp_path / "vae")
+    vae = save_autoencoder(tmp_path / "vae", channels)
     call = [str(tmp_path / "run"), "--steps", "3", "--number", "2", "--output", str(tmp_path / "grid.png")]
     assert sample_images.main([*call, "--vae", str(tmp_path / "vae"), "--npz", str(tmp_path / "a.npz")]) == 0
     _, model = load_model(tmp_path / "run" / "checkpoints" / "step-5")
     with torch.no_grad():
-        images = vae.eval().decode(model.draw(torch.arange(2), range(2), 0, 3, 4.0) / 0.18215).sample
+        images = vae.decode(model.draw(torch.arange(2), range(2), 0, 3, 4.0) / 0.18215).sample
     expected = ((images.clamp(-1, 1) + 1) * 127.5).permute(0, 2, 3, 1).numpy()
     pixels = np.load(tmp_path / "a.npz")["arr_0"]
     assert np.abs(pixels - expected).max() < 1

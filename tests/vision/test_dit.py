@@ -160,7 +160,7 @@ def test_the_model_and_its_gradients_are_those_of_the_formula(case):
     torch.testing.assert_close(sum(rows) / balanced + torch.zeros(()), balance.detach(), rtol=1e-9, atol=0)
 
 
-def test_a_mixture_of_all_heads_that_scores_nothing_is_the_dense_model():
+def test_a_mixture_of_all_heads_with_zero_scores_is_dense():
     dense = make_model(head_selection="all")
     mixture = make_model(num_shared_heads=(1,), num_active_routed_heads=(3,))
     missing, _ = mixture.load_state_dict(dense.state_dict(), strict=False)
@@ -190,7 +190,7 @@ def test_micro_batches_share_the_balance_loss():
     torch.testing.assert_close(first[name] - alone[name], 2 * (second[name] - alone[name]))
 
 
-def test_compiled_blocks_are_whole_graphs_with_the_same_gradients():
+def test_compiled_blocks_give_the_same_gradients():
     plain, compiled = make_model(**CASES["a layer of shared heads"]), make_model(**CASES["a layer of shared heads"])
     compile_layers(compiled, "aot_eager", DiTBlock)
     assert_close(gradients(compiled, *make_inputs())[1], gradients(plain, *make_inputs())[1])

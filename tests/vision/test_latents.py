@@ -14,11 +14,11 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from moh_lm.config import ConfigError
-from moh_lm.vision.config import DiTConfig, DiTTraining, ImageDataConfig, ImageRunConfig, ViTTraining
+from moh_lm.vision.config import DiTTraining, ViTTraining
 from moh_lm.vision.latents import LatentPlace, center_crop, pixels, quarters
-from moh_lm.vision.loader import ImageLoader, open_images
+from moh_lm.vision.loader import open_images
+from tests.vision.cases import loader_of, save_autoencoder
 from tools import encode_latents
-from tools.work import encode_latents as work
 
 COUNT, SIZE = 6, 16
 
@@ -31,11 +31,7 @@ def place(tmp_path_factory):
         path = root / "images" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (21 + 9 * number, 40, 3), dtype=np.uint8)).save(path)
-    torch.manual_seed(0)
-    blocks = dict(down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
-    AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, **blocks).save_pretrained(
-        root / "vae"
-    )
+    save_autoencoder(root / "vae")
     assert encode_latents.main(call(root)) == 0
     return root
 
@@ -46,20 +42,20 @@ def call(root, output="fp32", **flags):
 
 
 def training(path, **model):
-    model = DiTConfig(**dict(input_size=8, in_channels=4, num_classes=2, class_dropout=0.25) | model)
-    data = ImageDataConfig(data_dir=str(path), validation_dir=str(path), workers=0)
-    return DiTTraining(model=model, data=data, run=ImageRunConfig(batch_size=8, micro_batch_size=4, seed=3))
+    model = dict(input_size=8, in_channels=4, num_classes=2, class_dropout=0.25) | model
+    data = dict(data_dir=str(path), validation_dir=str(path), workers=0)
+    return DiTTraining.from_dict(dict(batch_size=8, micro_batch_size=4, seed=3) | model | data)
 
 
 def steps(config, count):
     """The parts of the inputs of the first steps, end to end, and their sources and labels."""
-    loader = ImageLoader(open_images(config), 0, 1, False)
+    loader = loader_of(config)
     batches = sum((loader.train_step(step * 8) for step in range(count)), [])
     inputs = [torch.cat(parts) for parts in zip(*(batch.inputs for batch in batches), strict=True)]
     return inputs, torch.cat([batch.sources for batch in batches]), torch.cat([batch.labels for batch in batches])
 
 
-def test_the_file_has_the_moments_of_each_image_and_its_mirror_image(place):
+def test_latents_are_the_moments_of_images_and_their_mirrors(place):
     latents, vae = np.load(place / "fp32" / "latents.npy"), AutoencoderKL.from_pretrained(place / "vae")
     files = sorted((place / "images").glob("*/*.png"))
     assert latents.shape == (COUNT, 2, 8, 8, 8)
@@ -77,7 +73,7 @@ def test_the_file_has_the_moments_of_each_image_and_its_mirror_image(place):
 
 
 def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypatch, capsys):
-    encode, done = work.encode, []
+    encode, done = encode_latents.encode, []
 
     def stopped(vae, batch):
         done.append(len(batch))
@@ -85,8 +81,8 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
             raise KeyboardInterrupt
         return encode(vae, batch)
 
-    monkeypatch.setattr(work, "encode", stopped)
-    monkeypatch.setattr(work, "FLUSHED", 1)
+    monkeypatch.setattr(encode_latents, "encode", stopped)
+    monkeypatch.setattr(encode_latents, "FLUSHED", 1)
     flags = dict(output="stopped", batch_size=2)
     assert encode_latents.main(call(place, **flags)) == 130
     assert capsys.readouterr().err.endswith("encode_latents: stopped; the same command goes on\n")
@@ -109,7 +105,7 @@ def test_a_stopped_encoding_goes_on_and_ends_with_the_same_file(place, monkeypat
         assert "stopped: is damaged (" in capsys.readouterr().err
 
 
-def test_latents_that_do_not_fit_on_the_disk_are_refused_before_any_is_made(place, monkeypatch, capsys):
+def test_a_full_disk_is_noticed_before_any_latent_is_made(place, monkeypatch, capsys):
     monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     assert encode_latents.main(call(place, "full")) == 1
     assert capsys.readouterr().err == f"encode_latents: {place}/full/latents.npy: no space left on device\n"
@@ -143,10 +139,10 @@ def test_time_steps_classes_and_noise_have_their_distributions(place):
     assert len(x.flatten(1).unique(dim=0)) == 2000
 
 
-def test_a_held_out_image_is_the_same_in_every_run_and_keeps_its_class(place):
+def test_held_out_samples_do_not_depend_on_the_seed(place):
     config = training(place / "fp32", class_dropout=1.0)
     other = replace(config, run=replace(config.run, seed=4))
-    first, second = (list(ImageLoader(open_images(c), 0, 1, False).validation(0)) for c in (config, other))
+    first, second = (list(loader_of(c).validation(0)) for c in (config, other))
     labels = torch.cat([batch.labels for batch in first])
     assert sorted(labels.tolist()) == [-1, -1, 0, 0, 0, 1, 1, 1]
     assert torch.equal(torch.cat([batch.inputs[2] for batch in first])[labels >= 0], labels[labels >= 0])

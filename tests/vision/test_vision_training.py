@@ -1,11 +1,8 @@
 """Whole small runs of image models: every layout trains the model of one rank, a resumed run is the same to the bit."""
 
-import contextlib
 import functools
-import json
 import re
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -16,18 +13,20 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from moh_lm.checkpoint.fragments import FragmentReader
-from moh_lm.checkpoint.saver import Saver, find_step
-from moh_lm.config import Config, ConfigError, flag
-from moh_lm.flags import config_of, make_parser, parse_flags
-from moh_lm.run import program as runs
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.config import Config, ConfigError, flag, walk
+from moh_lm.flags import make_parser
+from moh_lm.run.loop import Run
 from moh_lm.run.resume import contradictions, of_data
 from moh_lm.supervise.processes import start_process_group
 from moh_lm.supervise.run_directory import make_run_directory
-from moh_lm.vision import program
 from moh_lm.vision.checks import vit_problems
 from moh_lm.vision.config import KINDS, ViTConfig
-from moh_lm.vision.run import ImageRun
+from moh_lm.vision.evaluation import DiffusionEvaluation
+from moh_lm.vision.task import DIT, VIT
 from tests.distributed import run_ranks
+from tests.running import rows, train_here
+from tests.vision.cases import parsed
 from tools import checkpoint, evaluate_vision
 
 COMMON = """
@@ -41,7 +40,7 @@ FLAGS = {
     "dit": """--input-size 16 --patch-size 4 --hidden-size 32 --num-layers 2 --num-attention-heads 4 8 --head-dim 8
         --num-shared-heads 4 3 --num-active-routed-heads 0 2 --samples 3 --sampling-steps 3 --diffusion-steps 50""",
 }
-MEASURED = ("tokens_per_second", "runtime")
+TASKS = {"vit": VIT, "dit": DIT}
 
 
 @pytest.fixture(scope="module")
@@ -58,36 +57,13 @@ def images(tmp_path_factory):
     return root
 
 
-def parsed(kind, flags):
-    return config_of(parse_flags(make_parser(KINDS[kind]), flags, KINDS[kind]))
-
-
 def arguments(kind, images, directory, *more):
     data = ["--data-dir", f"{images}/train", "--validation-dir", f"{images}/val", "--checkpoint-dir", str(directory)]
     return [*COMMON.split(), *FLAGS[kind].split(), *data, *more]
 
 
 def run(kind, flags, stop_after=None):
-    """The training program on this rank; ``stop_after``: leave after the checkpoint of that step, as a crash would."""
-    if stop_after is not None:
-        save = Saver.save
-
-        def save_and_stop(saver, step, *others):
-            save(saver, step, *others)
-            if step == stop_after:
-                saver.close()
-                raise KeyboardInterrupt
-
-        Saver.save = save_and_stop
-    config, dataset = program.open_data(parsed(kind, flags), [], False)
-    make_run_directory(config.run.checkpoint_dir)
-    with contextlib.suppress(KeyboardInterrupt):
-        return runs.train(ImageRun, config, dataset, start_process_group(900))
-
-
-def rows(directory):
-    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in lines]
+    return train_here(TASKS[kind], parsed(kind, flags), stop_after)
 
 
 def tensors(directory):
@@ -191,7 +167,7 @@ def test_the_log_says_what_heads_and_held_out_images_do(images, kind):
 
 
 WRONG = {
-    "vit --tensor-parallel-size 2": "--tensor-parallel-size 2: image models are data parallel only; choose 1",
+    "vit --tensor-parallel-size 2": "--tensor-parallel-size 2: is for language models; leave it out",
     "vit --optimizer muon": "--optimizer muon: is for language models; leave it out",
     "vit --routed-keys selected": "--routed-keys selected: is for language models; leave it out",
     "vit --image-size 40": "--image-size 40: must be a multiple of 32",
@@ -235,8 +211,18 @@ def test_a_classifier_is_not_judged_by_folders_of_other_names(images, tmp_path, 
 
 
 @pytest.mark.parametrize("key", ["depths", "hidden_sizes", "num_attention_heads", "mlp_ratios", "sr_ratios"])
-def test_a_list_without_a_number_as_a_file_of_flags_may_have_is_refused(key):
+def test_an_empty_list_of_stages_is_refused(key):
+    """A file of flags may have one."""
     assert any(flag(key) in sentence for sentence in vit_problems(ViTConfig(**{key: ()})))
+
+
+@pytest.mark.parametrize("kind", ["vit", "dit"])
+def test_help_shows_the_flags_of_the_task_and_no_others(kind):
+    shown = make_parser(KINDS[kind]).format_help()
+    entries = {entry.name: KINDS[kind].hides(entry) for _, entry in walk(KINDS[kind]())}
+    assert 19 == sum(entries.values()) < len(entries)
+    for name, hidden in entries.items():
+        assert (re.search(rf"^  {flag(name)} ", shown, re.M) is None) == hidden, name
 
 
 @pytest.mark.parametrize("words, said", WRONG.items())
@@ -244,25 +230,26 @@ def test_what_cannot_be_trained_is_refused_by_name(images, tmp_path, words, said
     kind, *more = words.split()
     config = parsed(kind, arguments(kind, images, tmp_path / "run", *more))
     with pytest.raises(ConfigError, match=r"(?s)" + said.replace("(", r"\(").replace(")", r"\)")):
-        program.open_data(config, program.image_problems(config, 1), False)
+        TASKS[kind].open_data(config, TASKS[kind].problems(config, 1), False)
 
 
 def evaluated(kind, flags):
     """What happens in an evaluation, in order: p for each report of progress, m for each pass through the model."""
-    config, dataset = program.open_data(parsed(kind, flags), [], False)
+    task, events = TASKS[kind], []
+    config, dataset = task.open_data(parsed(kind, flags), [], False)
     make_run_directory(config.run.checkpoint_dir)
-    made, events = ImageRun(config, dataset, start_process_group(900), Mock(), Mock()), []
-    made.open_data(dataset)
-    made.log, made.state.step = None, 1
+    made = Run(task, config, dataset, start_process_group(900), Mock(), Mock())
+    loader = task.make_loader(config, dataset, made.groups, made.device)
+    evaluate = task.make_evaluation(config, made.engine, loader, None, lambda: events.append("p"))
     made.watchdog.progress.side_effect = lambda: events.append("p")
     first = "patch_embed1" if kind == "vit" else "x_embedder.proj"
     made.engine.model.get_submodule(first).register_forward_hook(lambda *_: events.append("m"))
-    made.evaluate()
+    evaluate(1)
     return "".join(events)
 
 
 @pytest.mark.parametrize("kind, passes", [("vit", 5), ("dit", 5 + 3)])  # 9 images, 2 at once; 3 steps of drawing
-def test_an_evaluation_reports_progress_after_every_pass_through_the_model(images, tmp_path, kind, passes):
+def test_an_evaluation_reports_progress_after_every_pass(images, tmp_path, kind, passes):
     (events,) = run_ranks(evaluated, 1, kind, arguments(kind, images, tmp_path / "run"))
     assert "mm" not in events and events.count("m") == passes
 
@@ -270,9 +257,9 @@ def test_an_evaluation_reports_progress_after_every_pass_through_the_model(image
 def test_a_drawing_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     (tmp_path / "samples").write_text("no directory")
     made = SimpleNamespace(
-        config=SimpleNamespace(run=SimpleNamespace(checkpoint_dir=str(tmp_path))), log=SimpleNamespace(boards=Mock())
+        config=SimpleNamespace(run=SimpleNamespace(checkpoint_dir=str(tmp_path))), log=SimpleNamespace(writers=Mock())
     )
-    ImageRun.keep(made, np.zeros((4, 4, 3), np.uint8), 5)
+    DiffusionEvaluation.keep(made, np.zeros((4, 4, 3), np.uint8), 5)
     said = capsys.readouterr()
     assert said.err == f"{tmp_path}/samples/step-5.png: File exists; this drawing is left out\n" and not said.out
-    made.log.boards.picture.assert_called_once()
+    made.log.writers.picture.assert_called_once()

@@ -15,13 +15,13 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps
-from moh_lm.checkpoint.fragments import AVERAGE, FragmentReader, shard_shape
+from moh_lm.checkpoint.fragments import AVERAGE, MOMENTS, FragmentReader, shard_shape
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, read_entries, verify
 from moh_lm.config import Config, ConfigError, raise_any
-from moh_lm.model.transformer import CausalLM, saved_tensors
-from moh_lm.run.state import read_state
-from moh_lm.training.optimizer import MOMENTS
+from moh_lm.model.transformer import saved_tensors
+from moh_lm.run.state import read_state, state_problems
 from moh_lm.vision.config import kind_of_run
 from moh_lm.vision.load import MODELS
 
@@ -47,7 +47,7 @@ class Step:
             self.state = read_state(path)
             self.segments, self.skipped = self.state["data"]["segments"], self.state["guard"]["skipped"]
             with torch.device("meta"):
-                make = CausalLM if type(self.config) is Config else MODELS[self.config.kind][0]
+                make = build_model if type(self.config) is Config else MODELS[self.config.kind][0]
                 model = make(self.config.model)
             self.shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(model)}
             self.reader = FragmentReader(path)
@@ -128,6 +128,7 @@ def find_gaps(step):
     number = STEP_NAME.fullmatch(step.path.resolve().name)
     if number and int(number[1]) != step.state["step"]:
         yield f"{step.path / 'state.json'}: is of step {step.state['step']}"
+    yield from (f"{step.path / 'state.json'}: {problem}" for problem in state_problems(step.state, step.config.model))
     for name in sorted(step.reader.shapes.keys() - step.shapes.keys()):
         yield f"{step.path}: {name} is no parameter of the model"
     with progress(f"checking {step.path}", step.bytes()) as bar:

@@ -7,14 +7,13 @@ import shutil
 import torch
 
 from moh_lm.checkpoint.directory import STEP_NAME, list_steps, point_latest
-from moh_lm.checkpoint.fragments import AVERAGE, safetensors_header
+from moh_lm.checkpoint.fragments import AVERAGE, MOMENTS, safetensors_header
 from moh_lm.checkpoint.manifest import BLOCK_BYTES, HashedFile, difference, read_entries
 from moh_lm.checkpoint.saver import free_bytes
 from moh_lm.config import ConfigError, raise_any
 from moh_lm.data.files import flush
 from moh_lm.model.router import stored_dtype
 from moh_lm.supervise.run_directory import lock_run_directory
-from moh_lm.training.optimizer import MOMENTS
 from tools.checkpoints.read import Step, find_damage, locate, progress
 
 HEADER_BYTES = 1 << 20  # room for what is written besides the tensors, generously

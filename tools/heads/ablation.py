@@ -27,7 +27,7 @@ POINTS = 21  # of the curve, at most
 def measure_ablation(model, domains, num_tokens, progress):
     """({domain: loss}, {domain: rises [L, h]}) over about ``num_tokens`` tokens of each; progress: after each layer."""
     device, layers = model.model.embed_tokens.weight.device, model.model.layers
-    shape = (len(layers), layers[0].self_attn.heads.num_heads)
+    shape = (len(layers), model.config.of_layer(0).num_attention_heads)
     losses, rises = {}, {domain.name: np.zeros(shape) for domain in domains}
     texts = {domain.name: [window.to(device)[None] for window in sample(domain, num_tokens)] for domain in domains}
     states = {name: [model.model.embed(tokens[:, :-1]) for tokens in of] for name, of in texts.items()}

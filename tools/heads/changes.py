@@ -16,18 +16,18 @@ def measure_changes(model, earlier):
     """c [L, h] of two models of one shape. Raises ConfigError if the shapes differ."""
     found = []
     for now, then in zip(model.model.layers, earlier.model.layers, strict=False):
-        after, before = (head_weights(layer.self_attn) for layer in (now, then))
+        heads = model.config.of_layer(now.index).num_attention_heads
+        after, before = (head_weights(layer.self_attn, heads) for layer in (now, then))
         if after.shape != before.shape or len(model.model.layers) != len(earlier.model.layers):
             raise ConfigError(["--since: its heads are not those of --model; give a step of the same run"])
         found.append(((after - before).norm(dim=1) / before.norm(dim=1)).tolist())
     return np.array(found)
 
 
-def head_weights(attention):
+def head_weights(attention, heads):
     """Rows of q and columns of o of each head: float64 [h, 2 d e]."""
     queries = attention.q_proj if hasattr(attention, "q_proj") else attention.q_b_proj
     rows, columns = (project.weight.detach().double() for project in (queries, attention.o_proj))
-    heads = attention.heads.num_heads
     return torch.cat((rows.view(heads, -1), columns.T.reshape(heads, -1)), dim=1)
 
 

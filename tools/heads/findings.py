@@ -30,11 +30,12 @@ SPAN = 32  # tokens of an excerpt
 def kinds_of(model):
     """What routing makes of each head: "shared", "routed", or "on" and "off" without a router: [L][h]."""
     found = []
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        number, leading = attention.heads.num_heads, attention.heads.leading
-        names = {"all": ("on", "on"), "static": ("on", "off"), "mixture": ("shared", "routed")}[attention.selection]
-        found.append([names[head >= leading] for head in range(number)])
+    config = model.config
+    names = {"all": ("on", "on"), "static": ("on", "off"), "mixture": ("shared", "routed")}
+    for layer in range(config.num_layers):
+        first, others = names[config.heads.head_selection]
+        number, always_on = config.of_layer(layer).num_attention_heads, config.always_on_heads(layer)
+        found.append([first if head < always_on else others for head in range(number)])
     return found
 
 

@@ -16,7 +16,7 @@ MAP_WIDTH, ROW_HEIGHT = 2.0, 0.14  # inches
 
 
 def picture(report):
-    """PNG of a report of tools/work/head_report_images.py."""
+    """PNG of a report. See image_report.py."""
     steps = report["steps"]
     classes = report["classes"][: ROWS - 1 - len(steps)]
     classes = [name.encode(errors="surrogateescape").decode(errors="replace") for name in classes]  # maybe no UTF-8

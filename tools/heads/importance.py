@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 
 from data_prep.encoding import Tokenizer
+from moh_lm.build import Settings, decoder_layers
 from moh_lm.config import ConfigError, DataConfig, HeadsConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
-from moh_lm.kernels.masks import Documents
-from moh_lm.model.transformer import DecoderLayer
-from tools.hf.import_weights import EMBEDDING, POSITIONS
+from moh_lm.model.batch_context import BatchContext
+from tools.hf.convert.import_weights import EMBEDDING, POSITIONS
 
 
 def sample_shards(data_dir, vocab_size, seq_length, num_tokens, seed):
@@ -83,7 +83,7 @@ def written_sizes(context, weight):
 def read_layer(config, source, layer):
     """The decoder layer with the weights of the source."""
     with torch.device("meta"):
-        block = DecoderLayer(config, layer, 1, False, None, Documents())
+        block = decoder_layers(config, BatchContext(), Settings())[layer]()
     block.to_empty(device="cpu")
     for name, parameter in block.named_parameters():
         parameter.copy_(source.whole(f"model.layers.{layer}.{name}"))
@@ -116,7 +116,7 @@ def ranked(config, source, tokens, progress):
     orders, kept, first, best = {}, [], [], []
     for layer, values in enumerate(importance):
         orders[layer] = head_order(values, config.num_key_value_heads)
-        count = config.leading_heads(layer)
+        count = config.always_on_heads(layer)
         kept.append(kept_share(values, orders[layer][:count]))
         first.append(kept_share(values, list(range(count))))
         best.append(kept_share(values, values.sort(descending=True).indices[:count].tolist()))

@@ -36,9 +36,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moh_lm.inference.generate import wide
+from moh_lm.inference.sampling import wide
 from moh_lm.kernels.gated_attention import dense_heads
 from moh_lm.kernels.masks import AttentionMask
+from moh_lm.model.batch_context import RouterInputs
 from tools.heads.importance import written_sizes
 
 FEWEST = 20  # queries that a measure needs
@@ -92,17 +93,22 @@ def sweep(model, batches):
 
 
 def read_heads(layer, x):
-    attention = layer.self_attn
-    heads = attention.project(layer.input_layernorm(x))
-    gates = heads.query.new_ones(heads.query.shape[:-1]) if heads.gates is None else heads.gates
-    seen, used = attention.sees(None, heads.query, "dense", heads.key), heads.in_use()
-    output = dense_heads(*heads[:3], documents=seen, own=used if attention.own_keys else None)
-    return Heads(heads.query, heads.key, output, gates, used, seen, attention.own_keys)
+    """The ``Heads`` of a layer that reads x [s, b, d]: what its core attention is asked, and answers without gates."""
+    attention, found = layer.self_attn, []
+    with attention.core_attention.register_forward_pre_hook(lambda _, given: found.append(given)):
+        attention(layer.input_layernorm(x), RouterInputs())
+    ((query, key, value, gates, selected, mask),) = found
+    core = attention.core_attention
+    gates = query.new_ones(query.shape[:-1]) if gates is None else gates
+    used = torch.ones_like(gates, dtype=torch.bool) if selected is None else selected != 0
+    seen = core.visible(query, key, mask)
+    output = dense_heads(query, key, value, mask=seen, own=used if core.own_keys else None)
+    return Heads(query, key, output, gates, used, seen, core.own_keys)
 
 
 def finish(layer, x, weighted):
     """What the layer makes of ``x``, given g_i H_i [s, b, h, e]."""
-    return layer.block(x, attend=lambda _: (layer.self_attn.output(weighted), None))[0]
+    return layer.finish(x, layer.self_attn.o_proj(weighted.flatten(2)))
 
 
 @torch.no_grad()
@@ -115,7 +121,7 @@ def measure_text(model, domains, progress):
     """
     windows = [(number, index) for number, domain in enumerate(domains) for index in range(len(domain.windows))]
     batches = [domains[number].windows[index][None] for number, index in windows]
-    shape = (len(model.model.layers), model.model.layers[0].self_attn.heads.num_heads)
+    shape = (len(model.model.layers), model.config.of_layer(0).num_attention_heads)
     counts = [np.zeros((2, *shape)) for _ in domains]  # tokens that use a head, in windows of either half
     gates = [np.zeros((len(d.windows), len(d.windows[0]), *shape), np.float16) for d in domains]
     sums, written, cka = [np.zeros(shape) for _ in domains], np.zeros(shape), np.zeros((*shape, shape[1]))

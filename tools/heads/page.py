@@ -10,7 +10,6 @@ import numpy as np
 
 from moh_lm.monitor.report.page import template_beside
 from tools.heads import ablation, changes, findings, gates, measures, syntax
-from tools.work.generate import UNFINISHED
 
 NEWLINE = "\N{DOWNWARDS ARROW WITH TIP LEFTWARDS}"
 MOST_PLACES = 48  # heads of a class that are listed
@@ -76,7 +75,7 @@ def token_texts(ids, decode):
     texts, before = [], ""
     for end in range(1, len(ids) + 1):
         text = decode(ids[:end])
-        if text.endswith(UNFINISHED) and end < len(ids) or not text.startswith(before):
+        if text.endswith("\ufffd") and end < len(ids) or not text.startswith(before):
             texts.append("")
             continue
         texts.append(text[len(before) :])

@@ -83,7 +83,7 @@ def measure_syntax(model, sentences):
     counts, distances = {}, {}
     for relation, distance, *_ in (pair for sentence in sentences for pair in sentence.pairs):
         distances.setdefault(relation, Counter())[distance] += 1
-        counts.setdefault(relation, np.zeros((2, len(layers), layers[0].self_attn.heads.num_heads)))
+        counts.setdefault(relation, np.zeros((2, len(layers), model.config.of_layer(0).num_attention_heads)))
     for layer, number, heads in sweep(model, [sentence.tokens[None] for sentence in sentences]):
         largest = torch.stack([heads.attention(head)[0].argmax(-1) for head in range(heads.query.shape[2])]).cpu()
         for relation, _, asks, first, end in sentences[number].pairs:

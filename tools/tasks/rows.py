@@ -1,4 +1,4 @@
-"""The tasks of a suite for lm-evaluation-harness, with their rows: of the hub, or local files (docs/evaluation.md).
+"""The tasks of a suite for lm-evaluation-harness, with their rows: of the hub, or local files (docs/huggingface.md).
 
 Prompts, choices and metrics are those of the harness's own task files. Rows come from the data sets on the hub that
 these name. ``datasets`` no longer runs those that are scripts there (LogiQA); of them the hub's conversion to Parquet

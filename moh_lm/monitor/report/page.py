@@ -18,17 +18,18 @@ from moh_lm.monitor.report.series import HEAD_FIGURES, RunRecord, written
 from moh_lm.units import short, time_left, words
 
 MOST_EVENTS = 300  # rows of the table; the curves have all
+MOST_ALIKE = 3  # events of a kind that follow one another and have a row each
 QUIET = ("saved",)  # events that are not worth a row
 MOST_NAMED = 8  # layers in a legend
 
 
-def write_page(directories, output, kind=Config, with_png=False):
+def write_page(directories, output, config_type=Config, with_png=False):
     """Write the report of the runs at ``output``, an HTML file, and each picture as PNG beside it; the files written.
 
-    kind: of their ``Config``. Raises ConfigError if a directory is not that of a run, OSError if a file cannot be
-    written.
+    config_type: of their configurations. Raises ConfigError if a directory is not that of a run, OSError if a file
+    cannot be written.
     """
-    runs = [RunRecord(directory, kind) for directory in directories]
+    runs = [RunRecord(directory, config_type) for directory in directories]
     figures = figures_of_run(runs[0]) if len(runs) == 1 else figures_of_comparison(runs)
     has_bits = any(run.last_evaluation and "evaluation_bits_per_byte" in run.last_evaluation for run in runs)
     drawn = {name: Markup(pictures.svg(figure, name)) for name, (_, figure) in figures.items()}  # noqa: S704 - ours
@@ -44,10 +45,11 @@ def write_page(directories, output, kind=Config, with_png=False):
         measure=runs[0].config.unit + (" (bits per byte)" if has_bits else ""),
         differences=differences(runs),
         samples=sample_rows(runs),
-        events=event_rows([event for event in runs[0].events if event["event"] not in QUIET])[-MOST_EVENTS:],
+        events=event_rows([event for event in runs[0].events if event["event"] not in QUIET]),
+        left_out=[f"{run.directory / name}: {count}" for run in runs for name, count in run.left_out.items()],
         settings=[(key, written(value)) for key, value in runs[0].config.to_dict().items()],
     )
-    files = {Path(output): page.encode()}
+    files = {Path(output): page.encode(errors="replace")}  # a path may have bytes that are no text
     if with_png:
         stem = Path(output).name.removesuffix(".html")  # a name such as rate-0.5 has no other ending
         files |= {Path(output).with_name(f"{stem}.{name}.png"): pictures.png(of) for name, (_, of) in figures.items()}
@@ -185,22 +187,35 @@ def sample_rows(runs):
     return sorted(rows, key=lambda row: row[:3])
 
 
-def event_rows(events):
-    """[(time, step, event, its facts in words)]; skipped steps that follow one another are one row."""
-    rows = []
-    for name, found in groupby(events, lambda event: event["event"]):
-        same = list(found)
-        if name == "skipped" and len(same) > 1:
-            first, last = same[0], same[-1]
-            words = f"{len(same)} steps up to step {last['step']}; the last: {facts_of(last)}"
-            rows.append((first["time"], first["step"], name, words))
-        else:
-            rows += [(event["time"], event["step"], name, facts_of(event)) for event in same]
-    return rows
+def event_rows(events, most=MOST_EVENTS):
+    """The last ``most`` of [(time, step, event, its facts in words)].
+
+    Skipped steps that follow one another are one row, and so are more than a few other events of a kind.
+    """
+    found = []
+    for (name, _), alike in groupby(events, lambda event: (event["event"], event.get("alarm"))):
+        same = list(alike)
+        joined = len(same) > (1 if name == "skipped" else MOST_ALIKE)
+        found += [same] if joined else [[event] for event in same]
+    return [(same[0].get("time", ""), same[0]["step"], same[0]["event"], told(same)) for same in found[-most:]]
+
+
+def told(same):
+    """The facts of an event, or of several of a kind."""
+    what, last = "steps" if same[0]["event"] == "skipped" else "events", same[-1]
+    several = f"{len(same)} {what} up to step {last['step']}; the last: " if len(same) > 1 else ""
+    return several + facts_of(last)
 
 
 def facts_of(event):
     """Such as "reason: spike"."""
     told = {key: value for key, value in event.items() if key not in ("time", "event", "step")}
     facts = {key: rounded(value) for key, value in told.items() if value not in (None, "", [], {})}
-    return "; ".join(f"{key}: {written(value)}" for key, value in facts.items())
+    return "; ".join(f"{key}: {changed(value)}" for key, value in facts.items())
+
+
+def changed(value):
+    """A fact in words; of {setting: [before, now]} such as "learning_rate 0.001, now 0.002"."""
+    if not isinstance(value, dict) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value.values()):
+        return written(value)
+    return ", ".join(f"{name} {written(before)}, now {written(now)}" for name, (before, now) in value.items())

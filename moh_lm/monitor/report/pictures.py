@@ -16,15 +16,16 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#b8a020", "#30a0c0", "#aa3377", "#8
 MARKS = {  # events that are drawn into the curves
     "resumed": "#228833", "skipped": "#ee6677", "spike": "#ee6677", "alarm": "#b8a020", "damaged": "#aa3377",
     "stopped": "#8a8a8a", "failed": "#aa3377", "data changed": "#30a0c0",
+    "routing changed": "#4477aa", "loss changed": "#4477aa", "training changed": "#4477aa",
 }  # fmt: skip
 SIZE = (5.2, 3.1)  # inches
-COLUMNS = 800  # of the map of loads
+COLUMNS = 800  # of the map of loads, and places of marks
 FEW = 20  # points of a curve that are all shown
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "moh-lm", "font.size": 9, "font.family": "sans-serif", "text.color": INK,
     "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "lines.linewidth": 1.4,
-    "legend.frameon": False, "legend.fontsize": 8,
+    "legend.frameon": False, "legend.fontsize": 8, "text.usetex": False,
 }  # fmt: skip
 
 
@@ -38,9 +39,10 @@ def lines(series, label, marks=(), logarithmic=False, floor=None):
         axis = figure.subplots()
         last = max((steps[-1] for steps, values, _ in series.values() if len(values)), default=0) or 1
         for index, (name, (steps, values, style)) in enumerate(series.items()):
-            usual = {"label": name, "color": COLOURS[index % len(COLOURS)], "marker": "o" if len(values) == 1 else None}
+            usual = {"color": COLOURS[index % len(COLOURS)], "marker": "o" if len(values) == 1 else None}
+            usual["label"] = legible(name)
             axis.plot(steps, values, clip_on=len(values) > FEW, **usual | style)
-        mark(axis, marks)
+        mark(axis, marks, last)
         late = [values[steps > last / 20] if len(values) > FEW else values for steps, values, _ in series.values()]
         late = np.concatenate([values for values in late if len(values)] or [np.zeros(1)])
         if logarithmic and late.min() > 0:
@@ -59,7 +61,8 @@ def stack(series, label):
         figure = Figure(figsize=SIZE, layout="constrained")
         axis = figure.subplots()
         steps = next(iter(series.values()))[0]
-        axis.stackplot(steps, [values for _, values in series.values()], labels=list(series), colors=COLOURS, alpha=0.8)
+        labels, values = map(legible, series), [values for _, values in series.values()]
+        axis.stackplot(steps, values, labels=list(labels), colors=COLOURS, alpha=0.8)
         axis.set(xlim=(0, steps[-1]), ylim=(0, None))
         frame(figure, axis, label)
     return figure
@@ -97,20 +100,28 @@ def at_even_steps(steps, values):
     return np.where((places > begins)[:, None], shown, np.nan)
 
 
-def mark(axis, marks):
-    """A line down each event, one entry of the legend for each kind."""
+def mark(axis, marks, last):
+    """Lines down the events, those of a kind drawn together; events closer than a column share a line."""
     for kind in dict.fromkeys(event for _, event in marks):
-        steps = [step for step, event in marks if event == kind]
+        steps = np.array([step for step, event in marks if event == kind])
         label = f"{kind} ({len(steps)})" if len(steps) > 1 else kind
-        for index, step in enumerate(sorted(set(steps))):
-            axis.axvline(step, color=MARKS[kind], linewidth=0.8, linestyle=":", label=None if index else label)
+        _, first = np.unique(steps * COLUMNS // (last + 1), return_index=True)
+        places, heights = np.repeat(steps[first], 3), np.tile([0, 1, np.nan], len(first))
+        style = dict(color=MARKS[kind], linewidth=0.8, linestyle=":", label=label)
+        axis.plot(places, heights, transform=axis.get_xaxis_transform(), **style)
 
 
 def frame(figure, axis, label):
     axis.set(xlabel="step", ylabel=label)
     axis.grid(axis="y", linewidth=0.3, color=INK, alpha=0.25)
     if axis.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside upper left", ncols=3)
+        for text in figure.legend(loc="outside upper left", ncols=3).get_texts():
+            text.set_parse_math(False)  # a $ in the name of a source is no formula
+
+
+def legible(name):
+    """A name as a label: matplotlib leaves out those that begin with an underscore."""
+    return f"\u200b{name}" if name.startswith("_") else name
 
 
 def svg(figure, name):

@@ -6,14 +6,17 @@ Curves of many rows are joined into at most ``POINTS`` points, each the mean of 
 
 import math
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from moh_lm.config import Config, ConfigError, flag, walk
 from moh_lm.monitor.events import complete_rows
+from moh_lm.monitor.record import rounded
 
 POINTS = 400
+ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)  # of a row that is none
 HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md defines them
     "entropy": "Entropy of the load",
     "unused": "Share of unused heads",
@@ -27,37 +30,53 @@ HEAD_FIGURES = {  # of a layer, in the order of the page; docs/monitoring.md def
 class RunRecord:
     """One run. ``curves``: {name: (steps, values)}, arrays [points]; ``loads``: {layer: (steps, [points, heads])}.
 
-    kind: of its ``Config``. Raises ConfigError if ``directory`` is not that of a run.
+    config_type: of its configuration. Raises ConfigError if ``directory`` is not that of a run.
     """
 
-    def __init__(self, directory, kind=Config):
+    def __init__(self, directory, config_type=Config):
         self.directory = Path(directory)
         self.name = self.directory.resolve().name
         if not (self.directory / "metrics.jsonl").exists():
             raise ConfigError([f"{directory}: has no metrics.jsonl; give the directory of a run that has begun"])
-        self.config = kind.load(self.directory / "config.json")
+        self.config = config_type.load(self.directory / "config.json")
         if self.config.run.train_iters is None:
             raise ConfigError([f"{directory}/config.json: has no train_iters; give the directory of a run"])
-        self.events = [row for _, row in complete_rows(self.directory / "events.jsonl")]
-        training, evaluations, scores = [], [], []
-        for _, row in complete_rows(self.directory / "metrics.jsonl"):
-            if "loss" in row:
-                training.append(row)
-            elif "evaluation" in row:
-                evaluations.append(row)
-            elif "accuracy" in row:
-                scores.append(row)
-        self.samples = [row for _, row in complete_rows(self.directory / "samples.jsonl")]
+        self.left_out = {}  # {file: rows that could not be read}
+        self.events = self.rows_of("events.jsonl", check_event)
+        rows = self.rows_of("metrics.jsonl", check_counts)
+        training = [row for row in rows if "loss" in row]
+        evaluations = [row for row in rows if "evaluation" in row and "loss" not in row]
+        scores = [row for row in rows if "accuracy" in row and not {"loss", "evaluation"} & row.keys()]
+        self.samples = self.rows_of("samples.jsonl", check_sample)
+        self.curves, training = self.read(training_curves, training)
+        (self.loads, self.head_figures), _ = self.read(head_curves, of_one_shape(training))
+        curves, evaluations = self.read(evaluation_curves, evaluations)
+        self.curves |= curves | self.read(accuracy_curves, scores)[0]
+        self.head_figures |= self.read(sink_curves, [row for row in evaluations if "sink" in row])[0]
         self.step = max((row["step"] for row in [*training, *evaluations]), default=0)
         self.last_evaluation = evaluations[-1] if evaluations else None
         self.seconds = training_seconds(training, self.tokens_of_parent(training))
         self.last_row = training[-1] if training else {"step": 0, "tokens": 0}
         self.skipped = sum(row.get("skipped_steps", 0) for row in training)
-        self.curves = training_curves(thinned(training)) | evaluation_curves(thinned(evaluations))
-        if scores:
-            self.curves["accuracy"] = curve(thinned(scores), lambda row: row["accuracy"]["top_1"]["share"])
-        self.loads, self.head_figures = head_curves(thinned([row for row in training if "heads" in row]))
-        self.head_figures |= sink_curves(thinned([row for row in evaluations if "sink" in row]))
+
+    def rows_of(self, name, check):
+        """The rows of a file that have a step and pass ``check``, which raises one of ``ODD``."""
+        found = [row for _, row in complete_rows(self.directory / name)]
+        kept = [row for row in found if type(row["step"]) is int and 0 <= row["step"] < 2**40 and takes(check, row)]
+        return self.keep(name, found, kept)
+
+    def read(self, curves, rows):
+        """(``curves`` of the groups of ``rows``, the rows): a row of metrics.jsonl that has none is left out."""
+        try:
+            return curves(thinned(rows)), rows
+        except ODD:
+            rows = self.keep("metrics.jsonl", rows, [row for row in rows if takes(curves, [[row]])])
+            return curves(thinned(rows)), rows
+
+    def keep(self, name, found, kept):
+        if len(kept) < len(found):
+            self.left_out[name] = self.left_out.get(name, 0) + len(found) - len(kept)
+        return kept
 
     @property
     def state(self):
@@ -72,7 +91,7 @@ class RunRecord:
 
     def tokens_at(self, step):
         """Tokens up to ``step``, as the rows say; those of later steps have the length of now."""
-        return self.last_row["tokens"] + (step - self.last_row["step"]) * self.config.run.tokens_per_iteration
+        return self.last_row["tokens"] + (step - self.last_row["step"]) * self.config.tokens_per_iteration
 
     def tokens_of_parent(self, training):
         """Tokens that another run had read whose checkpoint this one began with: it resumed before any save."""
@@ -80,16 +99,17 @@ class RunRecord:
         if not training or first["event"] == "saved":
             return 0
         row = training[0]
-        return row["tokens"] - (row["step"] - first["step"]) * self.config.run.tokens_per_iteration
+        return row["tokens"] - (row["step"] - first["step"]) * self.config.tokens_per_iteration
 
     def standing_events(self):
         """The events but those of steps that a later resume undid."""
-        standing = []
-        for event in self.events:
+        standing, resumed = [], math.inf
+        for event in reversed(self.events):
+            if event["step"] <= resumed:
+                standing.append(event)
             if event["event"] == "resumed":
-                standing = [earlier for earlier in standing if earlier["step"] <= event["step"]]
-            standing.append(event)
-        return standing
+                resumed = min(resumed, event["step"])
+        return standing[::-1]
 
     def command(self):
         """The flags that differ from the defaults, as they would be typed."""
@@ -107,6 +127,31 @@ def written(value, quote=str):
         items = ["=".join(map(str, item)) if isinstance(item, list | tuple) else str(item) for item in value]
         return " ".join(map(quote, items))
     return str(value).lower() if isinstance(value, bool) else quote(str(value))
+
+
+def takes(function, value):
+    """Whether ``function`` can read ``value``, which a program of another version or a hand has written."""
+    try:
+        function(value)
+    except ODD:
+        return False
+    return True
+
+
+def check_event(row):
+    if not isinstance(row["event"], str):
+        raise TypeError
+    rounded(row)  # which is too deep for some
+
+
+def check_counts(row):
+    if "loss" in row:
+        math.isfinite(row["tokens"] + row.get("skipped_steps", 0))
+
+
+def check_sample(row):
+    if not isinstance(row["prompt"], str) or not isinstance(row["text"], str):
+        raise TypeError
 
 
 def thinned(rows):
@@ -149,6 +194,24 @@ def evaluation_curves(groups):
     return curves
 
 
+def accuracy_curves(groups):
+    """The share of held-out images that are recognised; {} without any."""
+    return {"accuracy": curve(groups, lambda row: row["accuracy"]["top_1"]["share"])} if groups else {}
+
+
+def of_one_shape(training):
+    """The rows with figures of heads that have as many routed heads in each layer as most of them."""
+    rows = [row for row in training if "heads" in row and takes(shape_of, row)]
+    usual = Counter(map(shape_of, rows)).most_common(1)
+    return [row for row in rows if shape_of(row) == usual[0][0]]
+
+
+def shape_of(row):
+    """((layer, number of routed heads), ...) of a row with figures of heads."""
+    both = zip(row["heads"]["layer"], row["heads"]["load"], strict=True)
+    return tuple((int(layer), len(load)) for layer, load in both if load)
+
+
 def head_curves(groups):
     """({layer: (steps, mean loads [points, heads])}, {figure: {layer: (steps, values)}}): loads of routed layers."""
     if not groups:
@@ -177,7 +240,7 @@ def sink_curves(groups):
 
 
 def mean_sink(row, layer):
-    found = [layers[layer] for layers in row["sink"].values() if layers[layer] is not None]
+    found = [layers[layer] for layers in row["sink"].values() if layer < len(layers) and layers[layer] is not None]
     return sum(found) / len(found) if found else None
 
 

@@ -7,20 +7,19 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
 from moh_lm.data.shards import ShardWriter, write_manifest
-from moh_lm.model.transformer import CausalLM
 from tests.tokenizing import json_lines, train_model
 from tests.tools.heads.models import MODELS, SENTENCES, domain, random_model
-from tools.work import head_report as report
 
-NAMES = ("ablation", "changes", "findings", "gates", "importance", "measures", "page", "syntax", "text")
+NAMES = ("ablation", "changes", "findings", "gates", "importance", "measures", "page", "report", "syntax", "text")
 
 
 @pytest.fixture(scope="module")
 def tools():
-    """The program and the modules of tools/heads/."""
-    return {name: importlib.import_module(f"tools.heads.{name}") for name in NAMES} | {"report": report}
+    """The modules of tools/heads/."""
+    return {name: importlib.import_module(f"tools.heads.{name}") for name in NAMES}
 
 
 @pytest.fixture(params=MODELS)
@@ -43,7 +42,7 @@ def planted(tools):
         num_layers=2, hidden_size=64, intermediate_size=4, num_attention_heads=4, vocab_size=64,
         heads=HeadsConfig(num_shared_heads=(1,), num_active_routed_heads=(1,)),
     )  # fmt: skip
-    model = CausalLM(config)
+    model = build_model(config)
     model.initialize(seed=4)
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(torch.eye(64))

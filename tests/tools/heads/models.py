@@ -1,15 +1,17 @@
-"""Small models and texts whose heads are measured, and their attention in plain loops."""
+"""Small models and texts whose heads are measured, and their attention by tests/reference.py."""
 
-import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("matplotlib")
 
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.model.transformer import CausalLM
+from tests.layers import named, reference_layer
+from tests.models import make_model
+from tests.reference import attention_layer
 
 
 def domain(tools, name, windows):
@@ -32,12 +34,7 @@ MODELS = {
 
 def random_model(name):
     heads, sizes = MODELS[name]
-    model = CausalLM(ModelConfig(**(SMALL | sizes), heads=HeadsConfig(**heads)))
-    model.initialize(seed=5)
-    with torch.no_grad():
-        for parameter in model.double().parameters():
-            parameter *= 10
-    return model.eval()
+    return make_model(ModelConfig(**(SMALL | sizes), heads=HeadsConfig(**heads)), scale=10, seed=5).eval()
 
 
 SENTENCES = [f"The quick brown fox number {number} jumps over the lazy dog.\n" for number in range(30)]
@@ -62,31 +59,16 @@ TREES = """# text = The dog's friend can't see.
 """
 
 
+@torch.no_grad()
 def attended(model, tokens):
-    """[(weights [h, s, s], used [s, h])] of each layer for tokens [s], from what the layers are given and compute."""
-    inputs, gates, handles = [], {}, []
-    for index, layer in enumerate(model.model.layers):
-        attention = layer.self_attn
-        handles.append(attention.register_forward_pre_hook(lambda _, given: inputs.append(given[0])))
-        if attention.router is not None:
-            handles.append(
-                attention.router.register_forward_hook(lambda _, __, out, index=index: gates.__setitem__(index, out[0]))
-            )
-    with torch.no_grad():
-        model(tokens[None])
-        found = []
-        for index, (layer, x) in enumerate(zip(model.model.layers, inputs, strict=True)):
-            query, key = layer.self_attn.project(x)[:2]
-            key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
-            scores = torch.einsum("qhe,khe->hqk", query[:, 0], key[:, 0]) / math.sqrt(query.shape[-1])
-            scores += torch.full(scores.shape[1:], -math.inf).triu(1)
-            scores += torch.full(scores.shape[1:], -math.inf).tril(-(layer.self_attn.window or len(tokens)))
-            used = gates[index][:, 0] != 0 if index in gates else torch.ones(len(tokens), query.shape[2]).bool()
-            if layer.self_attn.selection == "static":
-                used[:, 5:] = False
-            if layer.self_attn.own_keys:
-                scores.masked_fill_(~used.t()[:, None] & ~torch.eye(len(x)).bool(), -math.inf)
-            found.append((scores.softmax(-1), used))
-    for handle in handles:
-        handle.remove()
+    """[(weights [h, s, s], used [s, h])] of each layer for tokens [s]: the equations, of what the layer reads."""
+    found, inputs = [], []
+    layers = [layer.self_attn for layer in model.model.layers]
+    hooks = [layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0])) for layer in layers]
+    model(tokens[None])
+    for index, (layer, hook) in enumerate(zip(layers, hooks, strict=True)):
+        hook.remove()
+        weights, x = named(layer.state_dict().items()), inputs[index][:, 0].numpy()
+        _, routes, maps = attention_layer(reference_layer(model.config, index), weights, x)
+        found.append((torch.from_numpy(maps), torch.tensor(np.array([route.used for route in routes]))))
     return found

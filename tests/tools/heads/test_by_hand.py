@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
-from moh_lm.model.transformer import CausalLM
 from tests.tools.heads.models import domain, nothing
 
 VOCAB, HEAD_DIM = 64, 128
@@ -25,7 +25,7 @@ def built_by_hand(ranks):
         num_layers=2, hidden_size=2 + 2 * VOCAB, intermediate_size=4, num_attention_heads=4, head_dim=HEAD_DIM,
         vocab_size=VOCAB, rope_theta=1e8, heads=HeadsConfig(head_selection="all"),
     )  # fmt: skip
-    model = CausalLM(config)
+    model = build_model(config)
     model.initialize(seed=0)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -98,7 +98,7 @@ def test_heads_built_by_hand_are_recognised(tools, zipf):
     assert figures["prefix"][0].max() < 0.1
 
 
-def test_a_head_is_positional_by_its_largest_weights_or_by_its_mean_weight(tools):
+def test_a_head_is_positional_by_its_largest_or_mean_weight(tools):
     nan, class_of = math.nan, tools["findings"].class_of
     assert class_of(7, 0.95, 0.1, 0.1, 0.9, 0.9) == "positional" and class_of(1, 0.95, 0.5, 0.2, 0, 0)[:4] == "prev"
     assert class_of(3, 0.4, 0.81, 0.1, 0.9, 0)[:4] == "prev" and class_of(3, 0.4, 0.1, 0.81, 0.9, 0) == "positional"

@@ -64,7 +64,7 @@ def test_the_mean_gate_is_over_the_tokens_that_use_the_head(tools, planted):
     assert np.isnan(figures["gate"]["code"][0, 3])
 
 
-def test_pairs_that_are_alike_are_found_in_their_layer_among_used_heads(tools):
+def test_alike_pairs_are_found_in_their_layer_among_used_heads(tools):
     cka = np.stack([np.eye(3), np.eye(3)])
     cka[0, 0, 1] = cka[0, 1, 0] = 0.4
     cka[1, 0, 2] = cka[1, 2, 0] = 0.9

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 from tests.tools.heads.models import nothing, random_model
 
 
-def test_importance_is_the_rise_of_the_loss_with_the_columns_of_the_head_at_zero(tools, model, texts):
+def test_importance_is_the_rise_of_the_loss_without_the_head(tools, model, texts):
     losses, rises = tools["ablation"].measure_ablation(model, texts, 80, nothing)
     batches = {"one": [0, 2], "other": [0, 1]}  # two windows of each
 
@@ -48,7 +48,7 @@ def test_importance_is_the_rise_of_the_loss_with_the_columns_of_the_head_at_zero
                 weight.copy_(values)
 
 
-def test_a_trained_gate_is_0_where_a_head_is_not_worth_its_penalty(tools, texts, monkeypatch):
+def test_a_trained_gate_is_0_where_a_head_is_not_worth_it(tools, texts, monkeypatch):
     gates = tools["gates"]
     monkeypatch.setattr(gates, "STEPS", 80)
     model, used = random_model("dense, tied"), np.ones((2, 8), bool)

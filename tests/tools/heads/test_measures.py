@@ -9,11 +9,12 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+from tests.models import attend
 from tests.tools.exporting import PAPER, make_weights
 from tests.tools.heads.models import attended, domain, nothing, random_model
 
 
-def test_the_curve_begins_with_the_loss_of_the_model_whatever_the_positions(tools):
+def test_the_pruning_curve_begins_with_the_loss_of_the_model(tools):
     model = make_weights(replace(PAPER, position=("learned",), learned_positions=16)).double()
     texts = [domain(tools, "one", torch.arange(32).view(2, 16) % model.model.embed_tokens.weight.shape[0])]
     losses, rises = tools["ablation"].measure_ablation(model, texts, 32, nothing)
@@ -23,12 +24,13 @@ def test_the_curve_begins_with_the_loss_of_the_model_whatever_the_positions(tool
 
 @torch.no_grad()
 @pytest.mark.parametrize("position", [("cope", "none"), ("learned",)])
-def test_the_attention_that_is_measured_makes_the_output_whatever_the_positions(tools, position):
+def test_the_measured_attention_makes_the_output_of_the_model(tools, position):
     model = make_weights(replace(PAPER, position=position, learned_positions=16, window=(0, 5))).double()
     tokens, measures = torch.arange(16)[None], tools["measures"]
     x = model.model.embed(tokens)
     for layer in model.model.layers:
-        heads, value = measures.read_heads(layer, x), layer.self_attn.project(layer.input_layernorm(x)).value
+        heads, given = measures.read_heads(layer, x), layer.input_layernorm(x)
+        *_, value = layer.self_attn.project(given, layer.self_attn.positions.table(given))
         for head in range(4):
             output = torch.einsum("bqk,kbe->qbe", heads.attention(head), value[:, :, head // 2])
             torch.testing.assert_close(heads.output[:, :, head], output)
@@ -36,9 +38,9 @@ def test_the_attention_that_is_measured_makes_the_output_whatever_the_positions(
     torch.testing.assert_close(model.model.norm(x), model.model(tokens))
 
 
-def test_offsets_and_loads_are_counts_over_the_attention_of_the_model(tools, model, texts):
+def test_offsets_and_loads_are_counts_over_the_attention(tools, model, texts):
     figures = tools["measures"].measure_text(model, texts, nothing)
-    layers = [[attended(model, window)[layer] for d in texts for window in d.windows] for layer in (0, 1)]
+    layers = list(zip(*(attended(model, window) for d in texts for window in d.windows), strict=True))
     for layer, maps in enumerate(layers):
         first = [used for _, used in maps[:3]]
         np.testing.assert_allclose(figures["load"]["one"][layer], torch.cat(first).double().mean(0))
@@ -87,18 +89,17 @@ def test_prefix_matching_and_rare_tokens_are_counts_too(tools, model, texts):
     prefix = measures.measure_prefix(model, sequences)
     rare, chance = measures.measure_rare(model, texts, ranks)
     pieces = [window[:32] for d in texts for window in d.windows]
+    maps = [[attended(model, tokens) for tokens in of] for of in (sequences, pieces)]
     for layer in (0, 1):
         for head in range(8):
             sums, hits, chances = [], [], []
-            for tokens in sequences:
-                weights, used = attended(model, tokens)[layer]
+            for tokens, (weights, used) in zip(sequences, [of[layer] for of in maps[0]], strict=True):
                 for t in range(26, 101):
                     after = [u for u in range(1, t) if tokens[u - 1] == tokens[t]]
                     assert len(after) == (t - 1) // 25
                     if used[t, head]:
                         sums.append(sum(weights[head, t, u].item() for u in after))
-            for piece in pieces:
-                weights, used = attended(model, piece)[layer]
+            for piece, (weights, used) in zip(pieces, [of[layer] for of in maps[1]], strict=True):
                 for t in range(8, 32):
                     seen = sorted({ranks[token].item() for token in piece[: t + 1]}, reverse=True)
                     if seen[0] < 10:
@@ -124,14 +125,15 @@ def test_the_output_of_a_head_is_its_attention_over_the_values(tools, model, tex
             for before in model.model.layers[:layer]:
                 x = before(x)
             x = model.model.layers[layer].input_layernorm(x)
-            value = attention.split_heads(attention.v_proj(x))[:, 0].repeat_interleave(shared_by, 1)
-            compared = heads.used[:, 0] if attention.own_keys else ...  # what an unused head sees then means nothing
+            value = attention.v_proj(x).unflatten(-1, (-1, attention.head_dim))[:, 0].repeat_interleave(shared_by, 1)
+            own_keys = attention.core_attention.own_keys
+            compared = heads.used[:, 0] if own_keys else ...  # what an unused head sees then means nothing
             mine = torch.einsum("hqk,khe->qhe", weights, value)
             torch.testing.assert_close(mine[compared], heads.output[:, 0][compared])
-            torch.testing.assert_close(attention.o_proj(heads.weighted().flatten(2)), attention(x)[0])
+            torch.testing.assert_close(attention.o_proj(heads.weighted().flatten(2)), attend(attention, x)[0])
 
 
-def test_redundancy_is_linear_cka_and_written_the_norm_in_the_residual_stream(tools, texts):
+def test_redundancy_is_linear_cka_and_written_the_added_norm(tools, texts):
     model = random_model("paper, window")
     figures = tools["measures"].measure_text(model, texts, nothing)
     outputs = [[], []]

@@ -32,17 +32,18 @@ def run(tokenizer, tmp_path_factory):
     return directory / "run"
 
 
-def call(tools, capsys, *arguments):
-    code = head_report.main(list(map(str, arguments)))
-    return code, *capsys.readouterr()
+@pytest.fixture
+def call(capsys):
+    """The program in this process: arguments -> (exit code, stdout, stderr)."""
+    return lambda *arguments: (head_report.main(list(map(str, arguments))), *capsys.readouterr())
 
 
-def test_the_page_stands_alone_and_shows_the_numbers_of_heads_json(tools, capsys, run, corpus, tmp_path, monkeypatch):
+def test_the_page_stands_alone_and_shows_heads_json(tools, call, run, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(tools["gates"], "STEPS", 60)
     flags = ("--model", run, "--output", tmp_path / "out", "--tokens", 512, "--ablation-tokens", 64, "--l0", 1e-6, 9)
     (tmp_path / "trees").write_text("\n".join([TREES[TREES.index("1\tDogs") :]] * 31))
     flags += ("--treebank", tmp_path / "trees", "--since", run)
-    code, out, _ = call(tools, capsys, *flags, "--data", f"a<b>&c={corpus}/a.jsonl", str(corpus / "data"))
+    code, out, _ = call(*flags, "--data", f"a<b>&c={corpus}/a.jsonl", str(corpus / "data"))
     assert code == 0 and "index.html" in out
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert 'name="viewport" content="width=device-width' in page and "prefers-color-scheme: dark" in page
@@ -94,7 +95,7 @@ def test_a_head_has_changed_by_its_rows_of_q_and_columns_of_o(tools):
         tools["changes"].measure_changes(model, earlier)
 
 
-def test_the_half_of_the_routed_heads_that_is_used_less_is_held_against_the_rest(tools):
+def test_rarely_used_routed_heads_are_compared_with_the_others(tools):
     changes = np.array([[9.0, 1, 2, 3, 4], [9, 9, 9, 9, 9]])
     load = np.array([[1.0, 0.4, 0.1, 0.3, 0.2], [1, 1, 1, 1, 1]])
     routed = np.array([[False, True, True, True, True], [False] * 5])
@@ -104,7 +105,7 @@ def test_the_half_of_the_routed_heads_that_is_used_less_is_held_against_the_rest
 
 
 @pytest.mark.parametrize("name", ["static", "dense, tied"])
-def test_models_without_a_router_are_told_by_attention_and_importance(tools, name, texts):
+def test_models_without_a_router_have_attention_and_importance(tools, name, texts):
     arguments = head_report.parse_arguments(["--model", "m", "--data", "d=x", "--output", "o"])
     tokenizer = type("Tokenizer", (), {"eos_id": 0})
     report, pictures = tools["report"].report_of(arguments, random_model(name), tokenizer, texts)
@@ -123,31 +124,31 @@ def test_a_scale_ends_at_the_highest_value(tools):
     assert 0 < highest(np.zeros((2, 2))) == highest(np.full((2, 2), np.nan)) < 0.01
 
 
-def test_what_has_to_be_mended_is_said(tools, capsys, run, corpus, tmp_path, monkeypatch):
+def test_what_has_to_be_mended_is_said(tools, call, run, corpus, tmp_path, monkeypatch):
     flags = ("--model", run, "--output", tmp_path, "--data", f"a={corpus}/a.jsonl")
     for more, words in [
         (("--seq-length", 999), "must be between 32 and 64"),
         (("--data", "x=/nowhere/*"), "matches no file"),
         (("--model", tmp_path / "none"), "no such directory"),
     ]:
-        code, _, err = call(tools, capsys, *flags, *more)
+        code, _, err = call(*flags, *more)
         assert code == 2 and words in err and err.startswith("head_report: ")
-    for module in ("tools.work.head_report", "tools.heads.pictures"):
+    for module in ("tools.heads.report", "tools.heads.pictures"):
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # so that its import fails
-    code, _, err = call(tools, capsys, *flags)
+    code, _, err = call(*flags)
     assert code == 2 and "pip install -e '.[plot]'" in err
 
 
-def test_a_report_that_cannot_be_written_is_one_line(tools, capsys, run, corpus, tmp_path, monkeypatch):
+def test_a_report_that_cannot_be_written_is_one_line(tools, call, run, corpus, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     flags = ("--model", run, "--tokens", 64, "--data", f"a={corpus}/a.jsonl")
-    code, _, err = call(tools, capsys, *flags, "--output", tmp_path / "file")
+    code, _, err = call(*flags, "--output", tmp_path / "file")
     assert code == 2 and f"--output {tmp_path}/file: cannot be written" in err  # before anything is measured
 
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tools["report"], "publish", full)
-    code, _, err = call(tools, capsys, *flags, "--output", tmp_path / "out")
+    monkeypatch.setattr(head_report, "publish", full)
+    code, _, err = call(*flags, "--output", tmp_path / "out")
     assert code == 1 and err.splitlines()[-1] == "head_report: no space left on device"

@@ -12,7 +12,7 @@ from moh_lm.config import ConfigError
 from tests.tools.heads.models import SENTENCES, TREES, attended, domain
 
 
-def test_the_words_of_a_treebank_are_found_in_the_tokens_of_its_text(tools, tokenizer, tmp_path):
+def test_the_words_of_a_treebank_are_found_in_the_tokens(tools, tokenizer, tmp_path):
     path = tmp_path / "trees.conllu"
     path.write_text(TREES)
     read = tools["syntax"].read_treebank
@@ -35,7 +35,7 @@ def test_the_words_of_a_treebank_are_found_in_the_tokens_of_its_text(tools, toke
             read(path, tokenizer, 1000, 64)
 
 
-def test_a_word_whose_characters_have_a_token_for_each_byte_has_all_of_them(tools, tokenizer):
+def test_a_word_of_byte_tokens_has_all_of_them(tools, tokenizer):
     words = (1, "Dogs", 2), (2, "\u2740\u2741", 0), (3, "bark", 2)  # three bytes each flower
     lines = [f"{number}\t{word}\t_\t_\t_\t_\t{governor}\tx\t_\t_" for number, word, governor in words]
     tokens, pairs = tools["syntax"].read_sentence(lines, tokenizer)
@@ -44,7 +44,7 @@ def test_a_word_whose_characters_have_a_token_for_each_byte_has_all_of_them(tool
     assert tokenizer.model.decode(tokens[first:stop].tolist()).strip() == "\u2740\u2741" and end == stop - 1
 
 
-def test_hits_of_a_relation_are_largest_weights_on_the_other_word(tools, model):
+def test_hits_of_a_relation_are_the_largest_weights_on_its_word(tools, model):
     draw = np.random.default_rng(0)
     sentences = []
     for _ in range(12):
@@ -75,7 +75,7 @@ def read(tools, tokenizer, *entries, seq_length=40, num_tokens=200, vocab_size=N
     return tools["text"].read_domains(entries, tokenizer, size, seq_length, num_tokens, "text")
 
 
-def test_of_files_each_gives_the_same_number_of_tokens_from_its_beginning(tools, tokenizer, corpus):
+def test_each_file_gives_as_many_tokens_from_its_beginning(tools, tokenizer, corpus):
     (found,) = read(tools, tokenizer, f"all={corpus}/*.jsonl")
     beginnings = [np.concatenate(list(tokenizer.encode_all(part)))[:100] for part in (SENTENCES[:20], SENTENCES[20:])]
     assert torch.cat(found.windows).tolist() == np.concatenate(beginnings).tolist()
@@ -109,7 +109,7 @@ def test_what_cannot_be_read_is_said(tools, tokenizer, corpus, data_dir):
         read(tools, tokenizer, f"x={corpus}/a.jsonl", vocab_size=300)
 
 
-def test_test_texts_repeat_different_tokens_that_are_neither_frequent_nor_rare(tools):
+def test_test_texts_repeat_tokens_neither_frequent_nor_rare(tools):
     counts = torch.tensor([50, 40, 0, *range(39, 1, -1), 1])
     one = domain(tools, "one", [torch.repeat_interleave(torch.arange(len(counts)), counts)])
     ranks, found = tools["text"].frequency_ranks([one], len(counts))

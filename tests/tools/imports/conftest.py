@@ -6,7 +6,7 @@ import pytest
 
 from moh_lm.kernels import gated_attention
 from tests.tools.imports.llamas import make_llama
-from tools.hf import export_check, import_step, import_weights
+from tools.hf.convert import export_check, import_step, import_weights
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import sentencepiece
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
-from moh_lm.model.transformer import CausalLM
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -39,7 +39,7 @@ def make_llama(directory, seed=0, dtype=torch.float32, shard="5GB", kind=(LlamaF
 def trainer_logits(run_directory, tokens):
     """Logits [b, s, vocab] of the trainer's model with the weights of the newest step."""
     step = find_step(run_directory)
-    model = CausalLM(Config.load(step / "config.json").model)
+    model = build_model(Config.load(step / "config.json").model)
     parameters = dict(model.named_parameters())
     for name, values in full_parameters(step):
         parameters.pop(name).copy_(values)

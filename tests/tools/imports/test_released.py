@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
-from moh_lm.model.transformer import CausalLM
 from tests.tools.imports.llamas import BASE_ONLY, SHAPE, make_llama, rewrite
 
 
@@ -48,7 +48,7 @@ def test_the_released_moh_llama3_is_read_and_computes_its_formula_without_its_co
     (tmp_path / "hf" / "modeling_llama.py").write_text("raise RuntimeError('this code was run')\n")
     more = () if dtype == torch.bfloat16 else ("--routing-dtype", "fp32")
     run_directory = imported(tmp_path / "hf", "--released", "moh-llama3-8b", *more)
-    model = CausalLM(Config.load(find_step(run_directory) / "config.json").model)
+    model = build_model(Config.load(find_step(run_directory) / "config.json").model)
     assert model.model.layers[0].self_attn.router.layer[1:4] == (4, 4, 2)
     for name, values in full_parameters(find_step(run_directory)):
         model.get_parameter(name).copy_(values)

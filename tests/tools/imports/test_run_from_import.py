@@ -15,7 +15,7 @@ from moh_lm.flags import parse_config
 from moh_lm.run.resume import contradictions
 from tests.distributed import run_ranks
 from tests.tools.imports.llamas import MIXTURE, assert_same_logits
-from tests.training.test_training import losses, rows, run
+from tests.training.runs import losses, rows, run
 from tools import import_hf
 
 RUN = """

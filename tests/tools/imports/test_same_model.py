@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
+from moh_lm.build import build_model
 from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
-from moh_lm.model.transformer import CausalLM
 from tests.tools.imports.llamas import BASE_ONLY, LLAMA3, MIXTURE, SHAPE, assert_same_logits, make_llama, rewrite
 from tests.tools.modeling_cases import make_model
 
@@ -84,7 +84,7 @@ def test_flags_of_heads_say_what_they_contradict(tool, llama, tmp_path):
 def test_router_weights_are_those_of_a_fresh_run_with_the_same_seed(imported, llama):
     run_directory = imported(llama[0], *MIXTURE, "--routing", "released", "--seed", "5")
     config = Config.load(find_step(run_directory) / "config.json").model
-    fresh = CausalLM(config)
+    fresh = build_model(config)
     fresh.initialize(5)
     found, source = dict(full_parameters(find_step(run_directory))), load_file(llama[0] / "model.safetensors")
     routers = {name: value for name, value in fresh.named_parameters() if ".router." in name}

@@ -11,8 +11,8 @@ from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
 from tests.tools.imports.llamas import BASE_ONLY, LLAMA3, MIXTURE, assert_same_logits, make_llama, rewrite, small_model
-from tools.hf.configuration_moh import MoHLlamaConfig
-from tools.hf.modeling_moh import MoHLlamaForCausalLM
+from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
+from tools.hf.remote_code.modeling_moh import MoHLlamaForCausalLM
 
 
 def importance_by_transformers(model, tokens):

@@ -14,8 +14,8 @@ from moh_lm.checkpoint.fragments import full_parameters
 from moh_lm.checkpoint.saver import find_step
 from tests.tokenizing import hugging_face_tokenizer, llama_3_vocabulary
 from tests.tools.imports.llamas import MIXTURE, make_llama, small_model
-from tools.hf import import_vocabulary
-from tools.work.import_hf import token_ids
+from tools.hf.convert import import_vocabulary
+from tools.hf.convert.import_vocabulary import token_ids
 
 
 def test_new_rows_are_near_the_mean_of_the_old_ones_which_stay(imported, llama):

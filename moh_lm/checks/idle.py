@@ -1,0 +1,38 @@
+"""Flags that were given and have no effect. That is said, not refused: a baseline may follow the flags of a mixture."""
+
+from dataclasses import fields
+
+from moh_lm.config import BUDGETS, SPREAD, TWO_STAGE, HeadsConfig, flag
+
+ROUTER_ONLY = ("router_learning_rate_scale", "router_gradient_clipping")  # of the optimizer
+
+
+def idle_flags(given, config):
+    """A sentence for each thing that makes no use of flags among those of ``given``, a result of ``parse_flags``."""
+    idle = {
+        "--schedule cosine": ["decay_shape"] if config.optimizer.schedule == "cosine" else [],
+        "a run without --spike-sigmas": [] if config.reliability.spike_sigmas else ["on_spike"],
+        **config.idle_fields(),
+        **idle_of_heads(config.model.heads, given.values.get("head_selection") == "gated"),
+    }
+    given_flags = {what: [flag(name) for name in names if name in given.values] for what, names in idle.items()}
+    return [f"note: {what} makes no use of {', '.join(names)}" for what, names in given_flags.items() if names]
+
+
+def idle_of_heads(heads, gated):
+    """gated: whether the mixture was asked for as --head-selection gated."""
+    selection = "gated" if gated else heads.head_selection
+    if selection == "mixture":
+        return {
+            f"--routing {heads.routing}": ([] if heads.routing in TWO_STAGE else ["two_stage"])
+            + (["load_balance_coefficient"] if heads.routing == "relu" else []),
+            "a router without --routing-top-p": ["routing_entropy_coefficient"] if heads.routing_top_p is None else [],
+        }
+    unit = ("routing_unit",) if heads.head_budget is not None else ()  # of which a budget has whole ones
+    used = {
+        "all": (),
+        "static": (*BUDGETS, *SPREAD, *unit),
+        "gated": ("routing", "routing_unit", "dense_warmup_iters", *ROUTER_ONLY),
+    }[selection]
+    of_routers = [*(entry.name for entry in fields(HeadsConfig)), *ROUTER_ONLY]
+    return {f"--head-selection {selection}": [name for name in of_routers if name not in ("head_selection", *used)]}

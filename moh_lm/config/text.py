@@ -1,0 +1,137 @@
+"""The configuration of a language model: its data, its batch and budget, and the whole run."""
+
+from dataclasses import dataclass, field, replace
+
+from moh_lm.config.fields import as_tuples, build, option
+from moh_lm.config.model import ModelConfig
+from moh_lm.config.presets import SIZES, preset
+from moh_lm.config.resolve import run_values, spread_over_ranks
+from moh_lm.config.run import RunBase
+from moh_lm.config.task import UNNAMED, TaskConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """data: token shards and their mixture"""
+
+    data_dir: str = option("", "directory written by data_prep/tokenize.py")
+    data_mix: tuple[tuple[str, str], ...] = option(
+        (), "NAME=WEIGHT for each source; weights need not sum to 1 (default: in proportion to tokens)"
+    )
+    validation_fraction: float = option(0.001, "share of every source that is held out for validation")
+    reset_at_documents: bool = option(False, "restrict attention and prediction to tokens of the same document")
+    allow_data_change: bool = option(False, "resume with other shards or another mix than the checkpoint's")
+    decay_mix: tuple[tuple[str, str], ...] = option(
+        (), "NAME=WEIGHT for each source, used once the decay of --schedule wsd begins (default: no other mix)"
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig(RunBase):
+    """run: batch, budget, precision, files"""
+
+    seq_length: int = option(2048, "tokens per sequence")
+    batch_tokens: int = option(
+        4 * 2**20, "tokens per iteration over all ranks; K, M, G are powers of 1024", binary=True
+    )
+    train_tokens: int | None = option(
+        None,
+        "training budget in tokens, rounded up to whole iterations; K, M, B, T are powers of 1000",
+        binary=False,
+        replaces="train_iters",
+    )
+    eval_samples: int = option(128, "held-out sequences that are evaluated per source")
+    eval_tasks: str = option("", "file written by tools/evaluate_prepare.py with tasks to score at every evaluation")
+    sample_prompts: tuple[str, ...] = option(
+        (), "prompts that the model continues greedily at every evaluation", metavar="TEXT"
+    )
+    sample_tokens: int = option(40, "tokens generated per prompt, for --sample-prompts")
+    window_strategy: str = option(
+        "fixed",
+        "fixed: windows as given by --window; sequence: half of --seq-length; entropy: adapt each layer's window to "
+        "its attention entropy; the last two stay between --window-min and --window-max",
+        choices=("fixed", "sequence", "entropy"),
+    )
+    window_min: int = option(512, "smallest window, for --window-strategy sequence and entropy")
+    window_max: int = option(4096, "largest window, for --window-strategy sequence and entropy")
+    attention_backend: str = option(
+        "auto",
+        "dense: compute all heads and scale them by their gates; triton, cpu_sparse: compute selected heads only; "
+        "auto: whichever was measured to be faster",
+        choices=("auto", "dense", "triton", "cpu_sparse"),
+    )
+
+    @property
+    def global_batch_size(self):
+        """Sequences per iteration over all ranks."""
+        return self.batch_tokens // max(1, self.seq_length)
+
+    @property
+    def tokens_per_iteration(self):
+        return self.global_batch_size * self.seq_length
+
+    @property
+    def batch_given(self):
+        return f"--batch-tokens {self.batch_tokens}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TaskConfig):
+    """A whole run of a language model. moh_lm.checks says whether it can start."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    program = UNNAMED
+    about = "Pretrain a Mixture-of-Head language model. The scripts in launch/ hold the paper's values."
+    presets, preset = SIZES, staticmethod(preset)
+    of_presets = "sizes, numbers of heads, batch, budget and rate that no other flag gives"
+    scripts_have_sizes = True
+    unit, sample_name = "nats per token", "sequences"
+    of_data = ("reset_at_documents",)
+
+    def half_window(self):
+        """That of --window-strategy sequence."""
+        return min(max(self.run.seq_length // 2, self.run.window_min), self.run.window_max)
+
+    @property
+    def seq_length(self):
+        return self.run.seq_length
+
+    @property
+    def of_loss(self):
+        counted = self.model.routed_layers() and self.model.heads.load_balance_scope == "micro_batch"
+        return ("z_loss", "micro_batch_size") if counted else ("z_loss",)
+
+    @property
+    def moving(self):
+        return ("window",) if self.run.window_strategy == "entropy" else ()
+
+    def idle_fields(self):
+        turns = "rotary" in self.model.position
+        return {
+            "a model without rotary positions": [] if turns else ["rope_theta"],
+            "a run without --sample-prompts": [] if self.run.sample_prompts else ["sample_tokens"],
+        }
+
+    def decay_begins(self):
+        """The first sample of --decay-mix; None without one."""
+        if not self.data.decay_mix or self.optimizer.schedule != "wsd" or self.run.train_iters is None:
+            return None
+        stable = self.run.train_iters - self.optimizer.decay(self.run.train_iters)
+        return stable * self.run.global_batch_size
+
+    @classmethod
+    def from_dict(cls, values):
+        tp, cp = (values.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "context"))
+        if min(tp, cp) > 0 and tp * cp > 1 and not values.get("num_active_routed_heads"):
+            shared = as_tuples(values.get("num_shared_heads", ()))
+            values = {**values, **spread_over_ranks(build(ModelConfig, values), shared, tp, cp)}
+        return super().from_dict(values)
+
+    def resolved(self):
+        """The same with the budget in iterations and in tokens, and with the windows of --window-strategy."""
+        model, run = self.model, replace(self.run, **run_values(self.run))
+        if run.window_strategy == "sequence" and not any(model.window):
+            model = replace(model, window=(self.half_window(),))
+        return replace(self, model=model, run=run)

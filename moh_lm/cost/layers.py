@@ -1,0 +1,67 @@
+"""What the layers of a model cost, and how a pipeline divides them: functions of the ``ModelConfig``."""
+
+import math
+
+from moh_lm.cost.attention import attention_activation_bytes, attention_products
+
+
+def layer_products(config, layer_index, seq_length, active_heads=None):
+    """Multiplications of a token in a decoder layer: {"dense", "active"}; see ``attention_products``."""
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    attention = attention_products(config, layer_index, seq_length, active_heads)
+    return {kind: value + mlp for kind, value in attention.items()}
+
+
+def head_products(config):
+    """Multiplications of a token in the output head."""
+    return config.hidden_size * config.vocab_size
+
+
+def layer_activation_bytes(config, width, tp, counted=0):
+    """Bytes that autograd keeps for a token in a decoder layer on one rank, the mean over layers; width, counted: see
+    ``attention_activation_bytes``.
+
+    Besides those of attention: of the slice of the sequence the inputs of both norms in fp32, and normalised; of the
+    MLP its gathered input and, of the rank's columns, gate, up, silu and their product.
+    """
+    norms = (2 * 4 + 2 * width) * config.hidden_size / tp
+    layers = [config.of_layer(layer) for layer in range(len(config.head_counts))]
+    attention = sum(attention_activation_bytes(layer, width, tp, counted) for layer in layers) / len(layers)
+    mlp = width * (4 * config.intermediate_size / tp + config.hidden_size)
+    return norms + attention + mlp
+
+
+def pipeline_costs(config, seq_length):
+    """Multiplications per token, with all heads, of each layer of a pipeline: embedding, learned positions if there
+    are any, decoder layers, final norm, output head; see ``CausalLM.in_order``."""
+    blocks = [round(layer_products(config, layer, seq_length)["dense"]) for layer in range(config.num_layers)]
+    first = [0] * (1 + ("learned" in config.position))
+    return [*first, *blocks, 0, head_products(config)]
+
+
+def stage_bounds(costs, num_stages):
+    """First layer of every stage, and the end, so that the costs of the stages differ as little as possible.
+
+    A costly output head may be a stage of its own. Of several such divisions the one with the latest bounds is taken,
+    as by DeepSpeed's ``partition_balanced``.
+    """
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + max(1, cost))
+    if len(costs) <= num_stages:
+        return [min(stage, len(costs)) for stage in range(num_stages + 1)]
+    best = {(0, 0): (0, 0, math.inf, 0)}  # (layers, stages): difference, largest and smallest stage, last bound
+    for stop in range(1, len(costs) + 1):
+        for stages in range(1, min(stop, num_stages) + 1):
+            for start in range(stop):
+                if (start, stages - 1) not in best:
+                    continue
+                _, largest, smallest, _ = best[start, stages - 1]
+                stage = sums[stop] - sums[start]
+                largest, smallest = max(largest, stage), min(smallest, stage)
+                if (stop, stages) not in best or best[stop, stages][0] >= largest - smallest:
+                    best[stop, stages] = largest - smallest, largest, smallest, start
+    bounds = [len(costs)]
+    for stages in range(num_stages, 0, -1):
+        bounds.append(best[bounds[-1], stages][3])
+    return bounds[::-1]

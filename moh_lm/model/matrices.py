@@ -1,0 +1,38 @@
+"""The matrices of decoder layers, which Muon updates, and the blocks into which heads divide them, by their names."""
+
+from typing import NamedTuple
+
+
+def is_block_matrix(name):
+    """Whether a parameter is a projection of a decoder layer, of its attention or its MLP."""
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+
+
+class Blocks(NamedTuple):
+    """How a matrix falls into blocks: ``size`` consecutive rows (dim 0) or columns (1) each."""
+
+    dim: int
+    size: int
+
+    def split(self, matrix):
+        """[R, C] -> [blocks, size, C] or [blocks, R, size]."""
+        return matrix.unflatten(self.dim, (-1, self.size)).movedim(self.dim, 0)
+
+    def shape(self, whole):
+        """Rows and columns of a block of a matrix with those of ``whole``."""
+        return tuple(self.size if dim == self.dim else size for dim, size in enumerate(whole))
+
+    def join(self, blocks):
+        return blocks.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
+
+
+def blocks_of(name, model, split):
+    """``Blocks`` of a matrix, or None if it is orthogonalised whole. model: ``ModelConfig``. split: --muon-split."""
+    kind = name.split(".")[-2]
+    widths = dict.fromkeys(("q_proj", "q_b_proj"), model.query_dim) | {"kv_b_proj": 2 * model.head_dim}
+    widths |= dict.fromkeys(("k_proj", "v_proj", "o_proj"), model.head_dim)
+    if split == "matrix" or kind not in widths:
+        return None
+    of_queries = kind in ("q_proj", "o_proj") and split == "group"
+    heads = model.queries_per_key if of_queries else 1
+    return Blocks(1 if kind == "o_proj" else 0, heads * widths[kind])

@@ -1,0 +1,21 @@
+"""Routing by the norms of queries (``--routing query_norm``, Eq. 9 and 10): the router follows the query projection."""
+
+from moh_lm.model.attention import Attention
+from moh_lm.parallel.mappings import gather_heads, gather_sequence
+
+
+class QueryNormAttention(Attention):
+    """See ``Attention``. Each rank has the norms of its own heads; the router reads those of all heads."""
+
+    def forward(self, x, inputs, mask=None, replay=None):
+        x = gather_sequence(x, self.group)  # [s, b, d]
+        table = self.positions.table(x)
+        query, key, value = self.project(x, table)
+        routing = self.router(self.norms(query), inputs, replay)
+        query = self.positions.query(self.q_norm(query), table)
+        heads = self.core_attention(query, key, value, routing.gates, routing.selected, mask)
+        return self.o_proj(heads.flatten(2)), routing
+
+    def norms(self, query):
+        """Norms of the queries of all heads: [s, b, h/tp, e] -> [s, b, h]."""
+        return self.router.heads.in_canonical_order(gather_heads(self.router.norms(query), self.group))

@@ -1,0 +1,25 @@
+"""Whether the nodes of a run work on the same thing: one run directory, one configuration, the same data."""
+
+import socket
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moh_lm.config import raise_any
+from moh_lm.parallel.consensus import from_rank_zero, on_rank_zero, problems_of_all_ranks
+
+
+def check_nodes(config, dataset):
+    """Raise ConfigError on every rank unless all of them have the same; every rank calls it together."""
+    marker = Path(config.run.checkpoint_dir) / from_rank_zero(f".seen-{time.time_ns()}")
+    on_rank_zero(marker.touch)
+    last = config.run.train_iters * config.run.global_batch_size
+    mine = {"data": dataset.state(last)["segments"], **config.to_dict()}
+    first = from_rank_zero(mine)  # also waits for the marker
+    here = f"rank {dist.get_rank()} on {socket.gethostname()}"
+    problems = [] if marker.exists() else [f"--checkpoint-dir {marker.parent}: {here} does not see that of rank 0"]
+    problems += [f"{here} has another {key} than rank 0: {mine[key]}" for key in mine if mine[key] != first[key]]
+    problems = problems_of_all_ranks(problems)
+    on_rank_zero(marker.unlink)
+    raise_any([f"{problem}; use paths on a file system that all nodes share" for problem in problems])

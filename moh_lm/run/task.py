@@ -1,0 +1,45 @@
+"""A task: what is trained, as far as a run has to know it.
+
+Program, loop and resumption are the same for text and for images; a ``Task`` says what differs. There are three:
+``TEXT`` of moh_lm/run/text.py, ``VIT`` and ``DIT`` of moh_lm/vision/task.py. What can be said without torch, such as
+the flags, is said by the class of the configuration.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+def nothing(*of):
+    return []
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a run needs to know of its task. Lines and sentences are for the user.
+
+    config_type        class of its configuration
+    problems           (config, world_size) -> sentences for what is wrong with it
+    open_data          (config, problems, dry_run) -> the configuration, whose budget is now in iterations, and its
+                       ``TrainingData``, None in a dry run without data; raises ConfigError with ``problems`` and more
+    describe           (config, data, world_size) -> lines that say what the run is
+    make_engine        (config, groups, device, number of sources) -> ``Engine``
+    make_loader        (config, data, groups, device) -> what reads the micro-batches of a rank
+    make_evaluation    (config, engine, loader, log, progress) -> a function of the step, which all ranks call together;
+                       log: None on all ranks but the first; progress: is called as it goes
+    flops              (model, seq_length, {layer: active heads as measured}) -> FLOPs of training for a token,
+                       {"dense", "active"}
+    warnings           (config, data, world_size) -> sentences for what is hardly meant
+    resume_problems    (config, state of a checkpoint, {field: value} of its configuration) -> sentences for why
+                       ``config`` cannot go on from it, beside what all tasks refuse
+    """
+
+    config_type: type
+    problems: Callable
+    open_data: Callable
+    describe: Callable
+    make_engine: Callable
+    make_loader: Callable
+    make_evaluation: Callable
+    flops: Callable
+    warnings: Callable = nothing
+    resume_problems: Callable = nothing

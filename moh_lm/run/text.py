@@ -1,0 +1,128 @@
+"""The task of language models: shards, the engine of tokens, and what an evaluation asks of held-out text."""
+
+import math
+import os
+
+import torch.distributed as dist
+
+from moh_lm.checks import config_problems, plan_warnings
+from moh_lm.config import Config, ConfigError, raise_any
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.summary import describe_run, memory_warnings
+from moh_lm.data.dataset import Dataset
+from moh_lm.data.loader import Loader
+from moh_lm.data.segments import tokens_read
+from moh_lm.monitor.samples import Samples
+from moh_lm.monitor.tasks import Tasks
+from moh_lm.run.task import Task
+from moh_lm.training.text_engine import make_engine
+
+SINK_SAMPLES = 8  # held-out sequences of a source in which attention to the first token is measured
+
+
+def open_data(config, problems, dry_run):
+    """The configuration and the shards. Raises ConfigError with every problem of both together."""
+    dataset = None
+    absent = config.data.data_dir and not os.path.exists(config.data.data_dir)
+    if config.data.data_dir and config.run.seq_length > 0 and not (dry_run and absent):
+        try:
+            dataset = Dataset.open(
+                config.data,
+                seq_length=config.run.seq_length,
+                seed=config.run.seed,
+                vocab_size=config.model.vocab_size,
+                decay_begins=config.decay_begins(),
+            )
+        except ConfigError as error:
+            problems = problems + error.problems
+    raise_any(list(dict.fromkeys(problems)))
+    if dataset:
+        for read in (Tasks, Samples):  # so that what is wrong with them is said now
+            read(config, dataset.tokenizer_path)
+    return config, dataset
+
+
+def make_loader(config, dataset, groups, device):
+    return Loader(
+        dataset,
+        global_batch_size=config.run.global_batch_size,
+        micro_batch_size=config.run.micro_batch_size,
+        data_parallel_rank=dist.get_rank(groups.data) // config.parallel.context_parallel_size,
+        data_parallel_size=config.data_parallel_size(dist.get_world_size()),
+        reset_at_documents=config.data.reset_at_documents,
+        pin_memory=device.type == "cuda",
+    )
+
+
+class Evaluation:
+    """Mean loss per token of every source's held-out windows, the scores of the tasks, and samples of text."""
+
+    def __init__(self, config, engine, loader, log, progress):
+        self.run, self.engine, self.loader, self.log = config.run, engine, loader, log
+        self.share = self.run.micro_batch_size, loader.rank, loader.size
+        self.tasks = Tasks(config, loader.dataset.tokenizer_path)
+        self.samples = Samples(config, loader.dataset.tokenizer_path)
+
+    def __call__(self, step):
+        self.evaluate_sources(step)
+        self.evaluate_tasks(step)
+        self.continue_prompts(step)
+
+    def evaluate_sources(self, step):
+        losses, sinks = {}, {}
+        for name in self.loader.dataset.source_names:
+            total, tokens = self.engine.evaluate(self.loader.validation(name, self.run.eval_samples))
+            if tokens:
+                losses[name] = total / tokens
+                few = min(SINK_SAMPLES, self.run.eval_samples)
+                sinks[name] = self.engine.sinks(self.loader.validation(name, few))
+        if self.log and losses:
+            self.log.evaluation(step, losses, self.loader.dataset.bytes_per_token(), sinks)
+
+    def evaluate_tasks(self, step):
+        scores = {}
+        for name in self.tasks.questions:
+            batches, choices = self.tasks.micro_batches(name, *self.share)
+            scores[name] = self.tasks.metrics(name, self.engine.evaluate_rows(batches, choices)[:, 0].tolist())
+        if self.log and scores:
+            self.log.tasks(step, scores)
+
+    def continue_prompts(self, step):
+        if self.samples.prompts:
+            texts = self.samples.continued(self.engine.evaluate_rows, *self.share)
+            if self.log:
+                self.log.samples(step, dict(zip(self.samples.prompts, texts, strict=True)))
+
+
+def warnings(config, dataset, world_size):
+    return [*plan_warnings(config, dataset), *memory_warnings(config, world_size)]
+
+
+def budget_problems(config, saved, before):
+    """A sentence if a budget in tokens would be counted as if all that was read were of the --seq-length of now."""
+    run, consumed = config.run, saved["consumed_samples"]
+    read = tokens_read(saved["data"]["segments"], consumed, run.seq_length)
+    if read == consumed * run.seq_length:
+        return []
+    same_budget = before["seq_length"] != run.seq_length and before["train_tokens"] == run.train_tokens
+    if run.train_tokens % run.tokens_per_iteration == 0 and not same_budget:
+        return []  # it was given as --train-iters
+    needed = saved["step"] + max(0, math.ceil((run.train_tokens - read) / run.tokens_per_iteration))
+    return [
+        f"--train-tokens {run.train_tokens} would end at step {run.train_iters}, as if all of the {read} tokens read "
+        f"were of --seq-length {run.seq_length} (--train-iters {needed} reads the rest)"
+    ]
+
+
+TEXT = Task(
+    config_type=Config,
+    problems=config_problems,
+    open_data=open_data,
+    describe=describe_run,
+    make_engine=make_engine,
+    make_loader=make_loader,
+    make_evaluation=Evaluation,
+    flops=flops_per_token,
+    warnings=warnings,
+    resume_problems=budget_problems,
+)

@@ -1,0 +1,48 @@
+"""The ranks of this machine: which processes they are, and whether those are alive."""
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from moh_lm.parallel.consensus import from_all_ranks
+
+
+class Introduction(NamedTuple):
+    """What a rank tells the others of itself. space: of process ids, since two containers may share a host name; None
+    without /proc. started: in ns."""
+
+    host: str
+    space: str | None
+    process: int
+    started: int
+
+
+def introduce():
+    """The ``Introduction`` of every rank; all call it together."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = None
+    return from_all_ranks(Introduction(socket.gethostname(), space, os.getpid(), time.time_ns()))
+
+
+def local_ranks(ranks):
+    """{rank: process id} of the other ranks on this machine; empty where there is no /proc to look them up in."""
+    mine = ranks[dist.get_rank()]
+    return {
+        number: rank.process
+        for number, rank in enumerate(ranks)
+        if rank is not mine and mine.space and (rank.host, rank.space) == (mine.host, mine.space)
+    }
+
+
+def process_state(pid):
+    """The letter of /proc/PID/stat: R running, S sleeping, T stopped, Z dead but not yet collected; X: gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"

@@ -1,0 +1,60 @@
+"""DeepSpeed's engine around a model, and the groups of ranks that DeepSpeed asks for."""
+
+import contextlib
+
+import deepspeed
+from deepspeed import utils
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+from moh_lm.parallel.groups import group_rank, group_size
+from moh_lm.training.deepspeed.config import deepspeed_config
+from moh_lm.training.muon import Muon
+
+ZERO_SUPPORTED_OPTIMIZERS.append(Muon)  # else DeepSpeed refuses it, or warns of it in every start
+
+
+class ModelParallelUnit:
+    """The ``ParallelGroups`` under the names by which DeepSpeed asks its "mpu" for them."""
+
+    def __init__(self, groups):
+        self.groups = groups
+
+    def get_model_parallel_rank(self):
+        return group_rank(self.groups.tensor)
+
+    def get_model_parallel_world_size(self):
+        return group_size(self.groups.tensor)
+
+    def get_model_parallel_group(self):
+        return self.groups.tensor
+
+    def get_data_parallel_rank(self):
+        return group_rank(self.groups.data)
+
+    def get_data_parallel_world_size(self):
+        return group_size(self.groups.data)
+
+    def get_data_parallel_group(self):
+        return self.groups.data
+
+
+def wrap(model, optimizer, config, groups, micro_batches):
+    """DeepSpeed's engine for ``model``, which it shards as ``config`` says.
+
+    optimizer: a torch optimizer over parameters of ``model``. micro_batches: of a step on each data-parallel rank.
+    """
+    needs_groups = groups.tensor is not None and groups.pipeline is None  # a PipelineModule makes its own
+    with contextlib.redirect_stdout(None):  # DeepSpeed prints pages about memory
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=deepspeed_config(config, micro_batches, sum(p.numel() for p in model.parameters())),
+            mpu=ModelParallelUnit(groups) if needs_groups else None,
+            dist_init_required=False,
+        )
+    return engine
+
+
+def set_z3_leaf_modules(model, kinds):
+    """Have ZeRO-3 gather and release the weights of each module of these ``kinds`` together."""
+    utils.set_z3_leaf_modules(model, kinds)

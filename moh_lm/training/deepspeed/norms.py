@@ -1,0 +1,185 @@
+"""The global gradient norm: looked at before any weight changes, and summed in float64 but for ZeRO-3 and for offload,
+where it is DeepSpeed's own.
+
+DeepSpeed skips a step whose norm is not finite. It asks for the norm in one place, after the last backward pass; here
+the answer passes through ``examine(norm, copies)``, which returns it, or infinity if the step is to be skipped. Copies
+are the gradients of weights that another rank counts: they are in no norm, and enter this rank's weights all the same.
+
+DeepSpeed adds the squares of each pipeline stage in fp32, so that the last bit of the norm, and by clipping every
+weight, would depend on the number of stages. Squares added in float64 and rounded once do not.
+"""
+
+import functools
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.utils import combine_grad_norm_groups
+
+from moh_lm.parallel.groups import sum_over_ranks
+from moh_lm.training.deepspeed.shards import is_tied_copy
+
+
+def examine_norms(optimizer, zero_stage, examine, router_limit=0.0):
+    """Make DeepSpeed's ``optimizer`` take its gradient norm from here, and by way of ``examine``.
+
+    router_limit: of ``RouterClip``; 0: routers are clipped with all else.
+    """
+    if router_limit:
+        examine = RouterClip(optimizer, zero_stage, router_limit, examine).clip
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        examine_norm_of_whole_gradients(optimizer, examine)
+    elif zero_stage == 3:
+        groups = optimizer._get_norm_groups
+        copies = functools.partial(copies_of, optimizer, optimizer.fp16_groups, optimizer.offload_optimizer)
+        optimizer._get_norm_groups = lambda: [examine(combine_grad_norm_groups(groups()), copies())]
+    else:
+        if optimizer.cpu_offload:
+            norm = optimizer.scaled_global_norm
+            copies = functools.partial(copies_of, optimizer, optimizer.params_in_partition, True)
+            optimizer.scaled_global_norm = lambda: examine(norm(), copies())
+        else:
+            optimizer.scaled_global_norm = lambda: examine(*norm_of_sharded_gradients(optimizer))
+        optimizer.check_overflow = lambda partition_gradients: None  # the norm tells as much, without another pass
+
+
+class RouterClip:
+    """Clips the gradients of the routers by a norm of their own, before the global clipping.
+
+        r is the norm of the gradients of all routers, of all layers and ranks, o that of all other gradients
+        f = min(1, limit / r)                         what the routers' gradients are multiplied by
+        sqrt(o^2 + (f r)^2)                           the norm by which DeepSpeed then clips all of them
+
+    AdamW multiplies by f as its step begins, after DeepSpeed has clipped: the order of two factors does not matter.
+    """
+
+    def __init__(self, optimizer, zero_stage, limit, examine):
+        self.limit = limit
+        self.factor = 1.0
+        self.examine = examine
+        self.norms = norms_by_kind(optimizer, zero_stage)
+        optimizer.optimizer.register_step_pre_hook(self.multiply)
+
+    def clip(self, norm, copies):
+        """In place of ``examine``, which judges the norm before any clipping."""
+        norm = self.examine(norm, copies)
+        routers, others = (part.double() for part in self.norms())
+        self.factor = (self.limit / routers).clamp(max=1)
+        return torch.where(norm.isinf(), norm, torch.hypot(others, self.factor * routers).to(norm))
+
+    def multiply(self, optimizer, *_):
+        for group in optimizer.param_groups:
+            for master in group["params"] if group["router"] else ():
+                master.grad.mul_(self.factor.to(master.device))
+
+
+def norms_by_kind(optimizer, zero_stage):
+    """A function that gives the norms [] of the gradients of the routers, and of all others, over all ranks."""
+    of_routers = [group["router"] for group in optimizer.optimizer.param_groups]
+    if isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
+        norm, groups = norm_of_whole_gradients(optimizer), zip(optimizer.fp32_groups_gradients, of_routers, strict=True)
+        routers = [part for parts, chosen in groups if chosen for part in parts]
+
+        def norms():
+            counted = optimizer.get_grads_for_norm()[0]
+            others = without(counted, routers)
+            return norm(without(counted, others)), norm(others)
+
+        return norms
+    whole, groups = zero_stage < 3, [optimizer.dp_process_group, optimizer.model_parallel_group]
+    parameters = optimizer.params_in_partition if whole else optimizer.fp16_groups
+    offloaded = optimizer.cpu_offload if whole else optimizer.offload_optimizer
+    if not whole:
+        of_routers = [of_routers[group] for _, group in sorted(optimizer.sub_group_to_group_id.items())]
+
+    def norm_of_kind(chosen):
+        here = [group if kind == chosen else () for group, kind in zip(parameters, of_routers, strict=True)]
+        counted, _ = (divide_norms if offloaded else divide)(optimizer, here)
+        return norm_of(counted, groups)
+
+    return lambda: (norm_of_kind(True), norm_of_kind(False))
+
+
+def examine_norm_of_whole_gradients(optimizer, examine):
+    """The same where the norm is a function of DeepSpeed's module, which is changed for this optimizer's steps only."""
+    norm, step = norm_of_whole_gradients(optimizer), optimizer.step
+
+    def examined_norm(input_tensors, **_):
+        copies = without(optimizer.get_grads_for_norm(for_clipping=True), input_tensors)
+        return examine(norm(input_tensors), copies)
+
+    def step_by_examined_norm(*arguments, **more):
+        before = bf16_optimizer.get_global_norm_of_tensors
+        bf16_optimizer.get_global_norm_of_tensors = examined_norm
+        try:
+            return step(*arguments, **more)
+        finally:
+            bf16_optimizer.get_global_norm_of_tensors = before
+
+    optimizer.step = step_by_examined_norm
+
+
+def norm_of_whole_gradients(optimizer):
+    """A function in place of DeepSpeed's: the norm of gradients that every data-parallel rank holds whole.
+
+    The caller leaves copies out, so a pipeline stage with nothing but a tied head has no gradients to count.
+    """
+    groups = [] if optimizer.mpu is None else [optimizer.mpu.get_model_parallel_group()]
+    return lambda gradients: norm_of(gradients, groups)
+
+
+def norm_of_sharded_gradients(optimizer):
+    """Norm of gradients of which every data-parallel rank holds a part, and the copies among them."""
+    counted, copies = divide(optimizer, optimizer.params_in_partition)
+    groups = [optimizer.dp_process_group, optimizer.model_parallel_group]
+    return norm_of(counted, groups), copies
+
+
+def copies_of(optimizer, parameter_groups, offloaded):
+    """This rank's gradients of copies, or their norms where gradients are offloaded."""
+    return (divide_norms if offloaded else divide)(optimizer, parameter_groups)[1]
+
+
+def divide_norms(optimizer, parameter_groups):
+    """``divide`` of the norms of gradients that are offloaded: DeepSpeed notes all of these."""
+    norms = optimizer.norm_for_param_grads  # a rank with nothing but padding of a parameter has none
+    found = {True: [], False: []}
+    for parameter in (p for parameters in parameter_groups for p in parameters):
+        key = optimizer.get_param_id(parameter)
+        if key in norms:
+            found[counts(optimizer, parameter)].append(norms[key])
+    return found[True], found[False]
+
+
+def divide(optimizer, parameter_groups):
+    """This rank's gradients in two lists: those that it counts, and those of copies that another rank counts."""
+    counted, copies = [], []
+    for index, parameters in enumerate(parameter_groups):
+        parts = [part for part in optimizer.averaged_gradients[index] if not getattr(part, "_zero_padding", False)]
+        pairs = zip(parts, parameters, strict=False)  # a rank without parameters has a part of zeros
+        for part, parameter in pairs:
+            (counted if counts(optimizer, parameter) else copies).append(part)
+    return counted, copies
+
+
+def without(tensors, others):
+    known = {id(other) for other in others}
+    return [tensor for tensor in tensors if id(tensor) not in known]
+
+
+def counts(optimizer, parameter):
+    """Whether this rank counts ``parameter``: of copies in other stages or tensor-parallel ranks, one does."""
+    if is_tied_copy(parameter):
+        return False
+    return parameter.tensor_model_parallel or optimizer.model_parallel_rank == 0
+
+
+def norm_of(tensors, groups):
+    """L2 norm, fp32 [], of ``tensors`` together with those of the other ranks of ``groups``.
+
+    It is taken on the rank's own device, also where DeepSpeed offloads: there gradients are, and ranks can sum.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
+    for tensor in tensors:
+        total += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square()
+    return sum_over_ranks(total, *groups).sqrt().float()

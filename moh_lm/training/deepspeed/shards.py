@@ -1,0 +1,21 @@
+"""What DeepSpeed notes on parameters: the slices of ZeRO-3, and which weights another pipeline stage has too."""
+
+
+def local_slice(parameter):
+    """What ZeRO-3 keeps of ``parameter`` on this rank, flat and padded; None where it is whole."""
+    return parameter.ds_tensor.detach() if hasattr(parameter, "ds_tensor") else None
+
+
+def slice_range(parameter, rank):
+    """(first element, number of elements) of the flattened ``parameter`` in the slice of the data-parallel ``rank``.
+
+    What the slice holds beyond them is padding.
+    """
+    size = parameter.partition_numel()
+    start = rank * size
+    return start, min(size, max(0, parameter.ds_numel - start))
+
+
+def is_tied_copy(parameter):
+    """Whether another pipeline stage holds the same weight, and speaks for it."""
+    return getattr(parameter, "ds_pipe_replicated", False)

@@ -1,0 +1,147 @@
+"""The engine of language models: the loss of tokens, evaluation by source, and pipeline stages.
+
+Shapes: b batch, s sequence.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from moh_lm.build import Settings, build_model, layer_backends
+from moh_lm.cost.layers import pipeline_costs, stage_bounds
+from moh_lm.extras.entropy_windows import EntropyWindows
+from moh_lm.model.transformer import DecoderLayer
+from moh_lm.parallel.groups import group_size
+from moh_lm.parallel.ulysses import local_shard
+from moh_lm.training.deepspeed.pipeline import PipelineCausalLM
+from moh_lm.training.engine import Engine
+from moh_lm.training.sinks import Sinks, with_numbers
+from moh_lm.training.step_sums import StepSums
+
+
+class TextEngine(Engine):
+    """Training and evaluation over ``MicroBatch``es of moh_lm.data.loader. config: a checked ``Config``."""
+
+    def __init__(self, config, groups, device, num_sources):
+        super().__init__(config, groups, device, num_sources, DecoderLayer)
+        follows = config.run.window_strategy == "entropy"
+        self.windows = EntropyWindows(self.model, config, groups, device) if follows else None
+
+    def build_model(self):
+        run = self.config.run
+        model = build_model(self.config.model, self.config.optimizer.z_loss, **self.settings()._asdict())
+        model.initialize(run.seed)
+        return model.to(self.device, torch.bfloat16 if run.precision == "bf16" else torch.float32)
+
+    def settings(self):
+        """What the layers need to know of the run."""
+        run = self.config.run
+        return Settings(
+            group=self.groups.tensor,
+            context=self.groups.context,
+            micro_batches=self.micro_batches,
+            recompute=run.recompute,
+            backends=layer_backends(self.config, self.device),
+            seed=run.seed,
+            watched=run.window_strategy == "entropy",
+        )
+
+    def own_part(self, micro_batches):
+        """The micro-batches with the tokens and labels that this rank has of their sequences."""
+        context = self.groups.context
+        return [
+            batch._replace(tokens=local_shard(batch.tokens, context), labels=local_shard(batch.labels, context))
+            for batch in micro_batches
+        ]
+
+    def loss(self, batch):
+        self.model.batch.feed([batch.positions], [batch.samples])
+        tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
+        mean, losses = self.engine(tokens, labels)
+        self.sums.add(losses, labels, sources)
+        return mean
+
+    def evaluate(self, micro_batches):
+        """(loss summed over tokens, number of tokens) over the micro-batches of all data-parallel ranks."""
+        return tuple(self.evaluate_rows(micro_batches, self.num_sources).sum(0).tolist()[:2])
+
+    @torch.no_grad()
+    def evaluate_rows(self, micro_batches, num_rows):
+        """The same, and the number of sequences, for each number below ``num_rows`` that a sequence may have as its
+        source: [num_rows, 3]."""
+        self.sums = StepSums(num_rows, self.groups, self.device)
+        self.evaluation_forward(self.own_part(micro_batches))
+        return self.sums.reduce()
+
+    def evaluation_forward(self, micro_batches):
+        self.engine.eval()
+        for batch in micro_batches:
+            self.loss(batch)
+
+    def sinks(self, micro_batches):
+        """The mean attention to the first token in each layer (moh_lm.training.sinks), over these micro-batches."""
+        sinks = Sinks(self.model, self.config.model.num_layers, self.groups, self.device)
+        with sinks.measured():
+            self.evaluate_rows([with_numbers(batch) for batch in micro_batches], self.num_sources)
+        return sinks.means()
+
+    def after_step(self, skipped):
+        """Let the windows follow the entropies of the step."""
+        if self.windows:
+            self.windows.move(skipped)
+
+    def state(self):
+        return {"windows": [self.windows.widths, self.windows.entropies]} if self.windows else {}
+
+    def restore(self, saved):
+        if self.windows and "windows" in saved:
+            self.windows.set(*saved["windows"])
+
+    def config_now(self):
+        """The configuration with the windows of now."""
+        if not self.windows:
+            return self.config
+        return replace(self.config, model=replace(self.config.model, window=tuple(self.windows.widths)))
+
+
+class PipelineEngine(TextEngine):
+    """The same over several pipeline stages: DeepSpeed schedules the micro-batches (1F1B)."""
+
+    def build_model(self):
+        run, parallel = self.config.run, self.config.parallel
+        return PipelineCausalLM(
+            self.config.model,
+            self.settings(),
+            stage_bounds(pipeline_costs(self.config.model, run.seq_length), parallel.pipeline_parallel_size),
+            (parallel.pipeline_parallel_size, group_size(self.groups.data), parallel.tensor_parallel_size),
+            self.config.optimizer.z_loss,
+            self.last_stage_loss,
+        )
+
+    def last_stage_loss(self, mean, labels_and_sources):
+        self.sums.add(self.model.losses, *labels_and_sources)
+        return mean
+
+    def step(self, micro_batches):
+        self.model.feed(micro_batches)
+        self.engine.train_batch(self.stage_inputs(micro_batches))
+
+    def stage_inputs(self, micro_batches):
+        """What DeepSpeed's first and last stage take: tokens, and what the loss needs. Copies of its own would wait."""
+        for batch in micro_batches:
+            tokens, labels, sources = (self.on_device(part) for part in (batch.tokens, batch.labels, batch.sources))
+            yield tokens, (labels, sources)
+
+    def evaluation_forward(self, micro_batches):
+        if micro_batches:
+            self.model.feed(micro_batches)
+            self.engine.eval_batch(self.stage_inputs(micro_batches), num_micro_batches=len(micro_batches))
+
+    def named_parameters(self):
+        return self.model.canonical_parameters()
+
+
+def make_engine(config, groups, device, num_sources):
+    """A ``TextEngine``, or with several stages a ``PipelineEngine``."""
+    engine = TextEngine if config.parallel.pipeline_parallel_size == 1 else PipelineEngine
+    return engine(config, groups, device, num_sources)

@@ -1,0 +1,104 @@
+"""What an evaluation asks of held-out images, and the images that a DiT draws. All ranks call it together.
+
+Shapes: b images of a micro-batch.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from moh_lm.parallel.groups import sum_over_ranks
+from moh_lm.vision.pictures import grid
+
+
+class Evaluation:
+    """The mean loss of the held-out images, by the moving average of the weights if there is one."""
+
+    counted = ()  # what is counted of the images besides their losses
+
+    def __init__(self, config, engine, loader, log, progress):
+        self.config, self.engine, self.loader, self.log, self.progress = config, engine, loader, log, progress
+
+    def __call__(self, step):
+        means = self.means(self.loader.validation(self.config.run.eval_images))
+        if means and self.log:
+            self.log.evaluation(step, {"images": means.pop("loss")})
+            if means:
+                self.log.tasks(step, {name: {"share": value} for name, value in means.items()}, "accuracy")
+
+    @torch.no_grad()
+    def means(self, micro_batches):
+        """{"loss", and each of ``counted``: mean over the images of all ranks}; {} without images."""
+        sums = torch.zeros(2 + len(self.counted), dtype=torch.float64, device=self.engine.device)
+        self.engine.engine.eval()
+        with self.engine.optimizer.averaged():
+            for batch in micro_batches:
+                sums += torch.stack([value.double() for value in self.sums(batch)])
+        images, loss, *others = sum_over_ranks(sums, self.engine.groups.data).tolist()
+        values = dict(zip(("loss", *self.counted), (loss, *others), strict=True))
+        return {name: value / images for name, value in values.items()} if images else {}
+
+    def sums(self, batch):
+        """Number of images, sum of their losses, and as many of them as ``counted`` says: [] each."""
+        _, losses, counted = self.engine.losses(batch)
+        return counted.sum(), losses.double().sum()
+
+
+class ClassifierEvaluation(Evaluation):
+    """Also the shares of images whose class is among the five most likely ones, and of those where it is the first."""
+
+    counted = ("top_5", "top_1")
+
+    def sums(self, batch):
+        images, targets, labels = map(self.engine.on_device, (*batch.inputs, batch.labels))
+        logits, counted = self.engine.engine(images), labels >= 0
+        losses = self.engine.model.losses(logits, targets) * counted
+        best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        first, five = ((best[:, :number].any(1) & counted).sum() for number in (1, 5))
+        return counted.sum(), losses.double().sum(), five, first
+
+
+class DiffusionEvaluation(Evaluation):
+    """Also images that the model draws, in samples/step-N.png."""
+
+    def __call__(self, step):
+        super().__call__(step)
+        if self.config.run.samples and step:
+            images = self.draw()
+            self.progress()
+            if self.log:
+                self.keep(grid(images), step)
+
+    @torch.no_grad()
+    def draw(self):
+        """--samples images of the classes 0, 1, ... in turn, by the moving average: float32 [n, c, H, W].
+
+        Each rank draws some of them. The watchdog hears of each step.
+        """
+        run, engine = self.config.run, self.engine
+        share = -(-run.samples // dist.get_world_size())
+        mine = torch.arange(share) + dist.get_rank() * share
+        classes = (mine % self.config.model.num_classes).to(engine.device)
+        engine.engine.eval()
+        with engine.optimizer.averaged():
+            images = engine.model.draw(
+                classes, mine.tolist(), run.seed, run.sampling_steps, run.cfg_scale, self.progress
+            )
+        parts = [torch.empty_like(images) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, images.contiguous())
+        return torch.cat(parts)[: run.samples].cpu()
+
+    def keep(self, picture, step):
+        """Write a grid of drawn images, uint8 [H, W, 3]."""
+        path = Path(self.config.run.checkpoint_dir) / "samples" / f"step-{step}.png"
+        self.log.writers.picture("samples", picture, step)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(picture).save(path)
+        except OSError as error:  # no drawing is worth ending a run for
+            print(f"{path}: {error.strerror or error}; this drawing is left out", file=sys.stderr, flush=True)
+            return
+        print(f"drew {path}", flush=True)

@@ -1,0 +1,124 @@
+"""The tasks of image models: MoH-ViT, which says the class of an image, and MoH-DiT, which draws images of a class."""
+
+import functools
+import math
+import os
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from moh_lm.checks.run import schedule_problems
+from moh_lm.config import raise_any
+from moh_lm.cost.flops import BACKWARD
+from moh_lm.cost.summary import describe_layout
+from moh_lm.run.task import Task
+from moh_lm.units import by_layer, short, wrapped
+from moh_lm.vision.checks import classifier_problems, diffusion_problems
+from moh_lm.vision.config import DiTTraining, ViTTraining
+from moh_lm.vision.dit import DiT
+from moh_lm.vision.engine import ImageEngine
+from moh_lm.vision.evaluation import ClassifierEvaluation, DiffusionEvaluation
+from moh_lm.vision.load import MODELS
+from moh_lm.vision.loader import ImageLoader, open_images
+from moh_lm.vision.transnext import TransNeXt
+
+
+def open_data(config, problems, dry_run):
+    """The configuration, whose budget is in iterations, and the images. Raises ConfigError with every problem."""
+    raise_any(problems)
+    if dry_run and not os.path.exists(config.data.data_dir):
+        return config, None
+    images = open_images(config)
+    if config.run.train_iters is None:
+        iterations = max(1, math.ceil(config.run.epochs * images.num_images / config.run.batch_size))
+        config = replace(config, run=replace(config.run, train_iters=iterations))
+        raise_any(schedule_problems(config))
+    return config, images
+
+
+def describe(config, images, world_size):
+    """Lines that say what the run is."""
+    model, run = config.model, config.run
+    with torch.device("meta"):
+        network = MODELS[config.kind][0](model)
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    budget = f"{run.epochs:g} epochs" if run.train_iters is None else f"{run.train_iters:,} iterations"
+    lines = [
+        f"model      {type(network).__name__}, {model.num_layers} layers, width {model.hidden_size}",
+        f"parameters {short(parameters)} ({parameters:,})",
+        f"heads      {describe_heads(model)}",
+        f"batch      {run.batch_size} images, {config.seq_length} tokens each",
+        f"budget     {budget}",
+        *describe_images(config, images),
+        describe_layout(config, world_size),
+    ]
+    return list(map(wrapped, lines))
+
+
+def describe_images(config, images):
+    if images is None:
+        yield f"data       {config.data.data_dir}, which does not exist yet"
+        return
+    number, held_out = images.num_images, images.num_validation
+    seen = f"seen {config.run.train_iters * config.run.batch_size / number:.3g} times"
+    yield f"data       {config.data.data_dir}: {number:,} images, {seen}; held out: {held_out:,}"
+    yield from (f"  {note}" for note in images.notes)
+
+
+def describe_heads(model):
+    if model.heads.head_selection == "all":
+        return f"all heads for every token: {by_layer(list(map(str, model.head_counts)), '; ')}"
+    on = [
+        f"{layer.num_shared} shared" + f", {layer.num_active} of {layer.num_routed} routed" * (layer.num_routed > 0)
+        for layer in map(model.routed_layer, range(model.num_layers))
+    ]
+    return f"{by_layer(on, '; ')}; {model.active_share():.1%} for a token; routing {model.heads.routing}"
+
+
+def make_loader(config, images, groups, device):
+    return ImageLoader(images, dist.get_rank(groups.data), dist.get_world_size(groups.data), device.type == "cuda")
+
+
+def classifier_flops(model, seq_length, measured):
+    """FLOPs of training for each token of the first stage: every head is computed."""
+    return training_flops(forward_flops(TransNeXt, model, model.image_size), seq_length)
+
+
+def diffusion_flops(model, seq_length, measured):
+    """FLOPs of training for each token: every head is computed."""
+    return training_flops(forward_flops(DiT, model, model.input_size), seq_length)
+
+
+def training_flops(forward, seq_length):
+    found = forward * (1 + BACKWARD) / seq_length
+    return {"dense": found, "active": found}
+
+
+@functools.lru_cache(maxsize=2)
+def forward_flops(network, model, side):
+    """FLOPs of one image's forward pass, as torch counts them."""
+    with torch.device("meta"):
+        made, image = network(model).eval(), torch.zeros(1, model.in_channels, side, side)
+        zero = torch.zeros(1, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        made.predict(image, zero, zero) if network is DiT else made(image)
+    return counter.get_total_flops()
+
+
+COMMON = dict(open_data=open_data, describe=describe, make_engine=ImageEngine, make_loader=make_loader)
+VIT = Task(
+    config_type=ViTTraining,
+    problems=classifier_problems,
+    make_evaluation=ClassifierEvaluation,
+    flops=classifier_flops,
+    **COMMON,
+)
+DIT = Task(
+    config_type=DiTTraining,
+    problems=diffusion_problems,
+    make_evaluation=DiffusionEvaluation,
+    flops=diffusion_flops,
+    **COMMON,
+)

@@ -1,0 +1,286 @@
+"""A comparison of variants: which run is trained next, what it costs, and when the report is written."""
+
+import itertools
+import math
+import shutil
+import time
+from statistics import mean, median
+from typing import NamedTuple
+
+from moh_lm.checks import config_problems
+from moh_lm.checks.run import schedule_problems
+from moh_lm.config import ConfigError
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.cost.memory import parameter_counts
+from moh_lm.data.shards import ShardError, read_manifest
+from moh_lm.flags import parse_config
+from studies import report
+from studies.results import factor_and_seed, final_evaluation, metrics
+from studies.runs import (
+    DIVERGED,
+    Run,
+    as_flags,
+    check_flags,
+    differs,
+    exit_code,
+    had_place,
+    jobs_of,
+    lock_directory,
+    train_all,
+)
+from studies.table import TUNING_SEED, Size, Variant, factor
+
+MOST_RATES = 6  # tried for one form, if the best is always at the edge
+OVERHEAD = 1.1  # evaluations and the start of a run, over its training
+RECENT = 100  # intervals of the log that tell the speed: a machine may be busier on one day than on another
+PROBE_STEPS = 20  # of a first run of a size, which tells its speed
+
+
+class Trial(NamedTuple):
+    """A run that the table wants; factor: of the learning rate, None as long as the tuning has not told it."""
+
+    size: Size
+    variant: Variant
+    factor: float | None
+    seed: int
+
+
+def compare(flags):
+    if flags.report:
+        return report.write(flags.out, flags.table)
+    comparison = Comparison(flags)
+    describe_data(flags.data_dir, flags.table.enough_tokens)
+    for variant, reason in comparison.refused.items():
+        print(f"left out: {variant}: {reason}")
+    if not comparison.variants:
+        raise ConfigError(list(dict.fromkeys(comparison.refused.values())))
+    comparison.check_flags()
+    if flags.plan or flags.hours < math.inf:
+        comparison.measure_speeds()
+        comparison.describe_plan()
+    if flags.plan:
+        return 0
+    _lock = lock_directory(flags.out)
+    codes = train_all(comparison.next_run, jobs_of(flags), flags.ranks)
+    report.write(flags.out, flags.table)
+    return exit_code(codes)
+
+
+def describe_data(directory, enough):
+    """Print the tokens of each source, and whether they are enough; raise ConfigError if there are none."""
+    try:
+        sources = read_manifest(directory)["sources"]
+    except ShardError as error:
+        advice = "give a directory that data_prep/tokenize.py has finished"
+        raise ConfigError([f"--data-dir {directory}: {error}; {advice}"]) from error
+    tokens = {name: sum(unit["tokens"] for unit in source["units"].values()) for name, source in sources.items()}
+    found = sum(tokens.values())
+    print(f"text: {found:,} tokens: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
+    if found < enough:
+        print(f"text: fewer than {enough:,} tokens, which are read more often")
+
+
+class Comparison:
+    """What is wanted, what of it is there, and what comes next; ``refused``: {variant: why it cannot be trained}."""
+
+    def __init__(self, flags):
+        self.flags, self.table, self.others, self.begun = flags, flags.table, flags.others, time.monotonic()
+        self.sizes = [size for size in self.table.sizes if size.name in flags.sizes]
+        tuned = self.table.sizes[:1] if len(flags.rates) > 1 else ()
+        self.trained = list(dict.fromkeys((*tuned, *self.sizes)))  # sizes that have runs
+        self.refused, self.variants = {}, []
+        chosen = [each for each in self.table.variants if {each.name, each.table} & {*flags.variants}]
+        for variant in chosen:
+            try:
+                configs = [self.config(size, variant) for size in self.trained]
+                problems = [problem for config in configs for problem in config_problems(config, self.flags.ranks)]
+            except ConfigError as error:
+                problems = error.problems
+            if problems:
+                self.refused[variant.name] = problems[0]
+            else:
+                self.variants.append(variant)
+
+    def model_arguments(self, size, variant):
+        """Flags that say what is trained, without those of its budget, rate and seed."""
+        return [*self.table.common, *size.flags.split(), *variant.arguments(size.heads, size.layers)]
+
+    def config(self, size, variant):
+        """The ``Config`` of the variant with a budget that leaves room for any schedule. Raises ConfigError."""
+        place = ["--data-dir", "data", "--checkpoint-dir", "run", "--train-iters", "1000000"]
+        return parse_config([*self.model_arguments(size, variant), *place, *self.others])[0]
+
+    def iterations(self, size, variant):
+        """Those of the size, or those in which its first variant sees so many tokens per parameter."""
+        if size.iterations:
+            return math.ceil(size.iterations * variant.tokens)
+        config = self.config(size, self.table.variants[0])
+        tokens = size.tokens * parameter_counts(config.model)["total"] * variant.tokens
+        return math.ceil(tokens / config.run.tokens_per_iteration)
+
+    def run(self, trial):
+        size, variant, factor, seed = trial
+        steps = self.iterations(size, variant)
+        name = f"{size.name}/{variant.name}/rate-{factor:g}-seed-{seed}"
+        directory = self.flags.out / "runs" / name
+        schedule = {
+            "train-iters": steps,
+            "warmup-iters": max(1, steps // 20),
+            "eval-interval": max(1, steps // 8),
+            "save-interval": max(1, steps // 8),
+            "learning-rate": f"{factor * size.rate:g}",
+            "min-learning-rate": f"{factor * size.rate / 10:g}",
+        }
+        schedule = {key: value for key, value in schedule.items() if f"--{key}" not in self.table.common}
+        own = {"seed": seed, "data-dir": self.flags.data_dir, "checkpoint-dir": directory}
+        arguments = [*self.model_arguments(size, variant), *as_flags(schedule), *self.others, *as_flags(own)]
+        return Run(name, directory, steps, arguments)
+
+    def trials(self, diverged=()):
+        """All that is wanted, the most informative first: by tier; forms are tuned, then compared size by size."""
+        best = {}
+        for tier in sorted({variant.tier for variant in self.variants}):
+            variants = [variant for variant in self.variants if variant.tier == tier]
+            for variant in variants:
+                if variant.form not in best:
+                    tuned = next(first for first in self.table.variants if first.form == variant.form)
+                    wanted, best[variant.form] = tuning(self.tuning_losses(tuned, diverged), self.flags.rates)
+                    yield from (Trial(self.table.sizes[0], tuned, factor, TUNING_SEED) for factor in wanted)
+            for size in self.sizes:
+                for seed in self.flags.seeds:
+                    yield from (Trial(size, variant, best[variant.form], seed) for variant in variants)
+
+    def tuning_losses(self, variant, diverged):
+        """{factor: final loss} of the runs of seed 0 that have ended."""
+        size = self.table.sizes[0]
+        folder, steps, found = self.flags.out / "runs" / size.name / variant.name, self.iterations(size, variant), {}
+        for path in folder.glob(f"rate-*-seed-{TUNING_SEED}/"):
+            losses = final_evaluation(path, steps)
+            if losses or path in diverged:
+                bad = not losses or None in losses.values()
+                found[factor_and_seed(path)[0]] = math.inf if bad else mean(losses.values())
+        return found
+
+    def next_run(self, busy, codes):
+        """For ``train_all``: the first run that can begin and would end within the hours."""
+        left = self.flags.hours - (time.monotonic() - self.begun) / 3600
+        speeds = {size: self.speed(size) for size in self.table.sizes} if left < math.inf else {}
+        for trial in self.trials([path for path, code in codes.items() if code == DIVERGED]):
+            if trial.factor is None:
+                continue
+            run = self.run(trial)
+            begun = run.directory in busy or run.directory in codes or run.is_complete()
+            if not begun and (left == math.inf or self.hours(trial, speeds[trial.size]) <= left):
+                return run
+        return None
+
+    def check_flags(self):
+        """Raise ConfigError if a run of the plan has no room for its schedule, or one that is there has other flags.
+
+        Also those of variants that are not asked for now: the report compares with them.
+        """
+        runs = [self.run(trial) for trial in self.trials() if trial.factor is not None]
+        for run in runs:
+            if problems := schedule_problems(parse_config(run.arguments)[0]):
+                raise ConfigError([f"{run.name}: {problems[0]}"])
+        check_flags([*runs, *map(self.run, self.there())], self.flags.out)
+
+    def there(self):
+        """The trials of the table, at the sizes that are asked for, that have begun."""
+        for size, variant in itertools.product(self.sizes, self.table.variants):
+            for path in sorted((self.flags.out / "runs" / size.name / variant.name).glob("rate-*-seed-*/")):
+                if named := factor_and_seed(path):
+                    yield Trial(size, variant, *named)
+
+    # --- What it costs ---
+
+    def measure_speeds(self):
+        """Know the dense model's tokens per second at every size: from runs that are there, or from a few steps."""
+        for size in self.trained:
+            if self.speed(size) is None:
+                probe = self.probe(size)
+                shutil.rmtree(probe.directory, ignore_errors=True)  # of other flags or threads
+                coming = iter([probe])
+                codes = train_all(lambda *_, coming=coming: next(coming, None), jobs_of(self.flags), self.flags.ranks)
+                if any(codes.values()):
+                    raise RuntimeError(f"{probe.name} failed: see {probe.log}")
+
+    def probe(self, size):
+        """A short run of the dense model, which tells its speed."""
+        steps = {"train-iters": PROBE_STEPS, "eval-interval": 0, "log-interval": 5}
+        short = {"warmup-iters": 1, "schedule": "wsd", "decay-iters": 1}  # in place of others, too long for it
+        directory = self.flags.out / "probes" / size.name
+        own = {"data-dir": self.flags.data_dir, "checkpoint-dir": directory}
+        dense = self.model_arguments(size, self.table.variants[0])
+        arguments = [*dense, *as_flags(steps), *self.others, *as_flags(short), *as_flags(own)]
+        return Run(f"the first steps of size {size.name}", directory, PROBE_STEPS, arguments)
+
+    def speed(self, size):
+        """Tokens per second, the median over the last intervals; None if there is no run yet. All count as dense.
+
+        Runs with other processes or threads than those to come tell nothing, nor does a probe with other flags.
+        """
+        out, probe = self.flags.out, self.probe(size)
+        found = list(out.glob(f"runs/{size.name}/*/*/metrics.jsonl"))
+        found += [] if differs(probe, out) else probe.directory.glob("metrics.jsonl")
+        found = [path for path in found if had_place(path.parent, self.flags)]
+        newest_last = sorted(found, key=lambda path: path.stat().st_mtime)
+        rows = [row for path in newest_last for row in metrics(path.parent)]
+        speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+        return median(speeds[-RECENT:]) if speeds else None
+
+    def likely_run(self, trial):
+        """The run of a trial; as long as its form is not tuned, the one that has the factor 1."""
+        return self.run(trial._replace(factor=trial.factor or 1))
+
+    def hours(self, trial, speed):
+        """How long a run takes from where it is, about; FLOPs tell how much slower than the dense model it is."""
+        run, config = self.likely_run(trial), self.config(trial.size, trial.variant)
+        cost, dense = (flops_per_token(each.model, each.run.seq_length)["active"]
+                       for each in (config, self.config(trial.size, self.table.variants[0])))  # fmt: skip
+        done = max((row["step"] for row in metrics(run.directory)), default=0)
+        tokens = max(0, run.iterations - done) * config.run.tokens_per_iteration
+        return OVERHEAD * tokens * cost / dense / speed / 3600
+
+    def describe_plan(self):
+        """Print what is there, what fits into the hours, and what is left out."""
+        there, planned, left_out = 0, {}, {}
+        free = [0.0] * jobs_of(self.flags)  # when each job ends
+        speeds = {size: self.speed(size) for size in self.table.sizes}
+        for trial in self.trials():
+            cell = f"{trial.size.name} {trial.variant.name}" + (" (tuning)" if trial.seed == TUNING_SEED else "")
+            if self.likely_run(trial).is_complete():
+                there += 1
+                continue
+            hours = self.hours(trial, speeds[trial.size])
+            free.sort()
+            fits = free[0] + hours <= self.flags.hours
+            if fits:
+                free[0] += hours
+            (planned if fits else left_out).setdefault(cell, []).append(hours)
+        for title, cells in (("planned", planned), (f"left out of --hours {self.flags.hours:g}", left_out)):
+            if not cells:
+                continue
+            total = sum(map(sum, cells.values()))
+            print(f"{title}: {sum(map(len, cells.values()))} runs, {total:.1f} hours of one job")
+            for cell, hours in cells.items():
+                print(f"    {cell:<28}{len(hours)} x {mean(hours):.2f} h")
+        print(f"complete already: {there} runs. Hours are estimated from the speeds seen up to now.")
+
+
+def tuning(losses, rates):
+    """(factors to try, the best one or None): of {factor: loss} so far and the ``rates`` to begin with.
+
+    One rate needs no trial. While the best is the lowest or the highest tried, half or twice of it is added. A factor
+    that diverged has the loss inf.
+    """
+    if len(rates) == 1:
+        return [], rates[0]
+    wanted = list(rates)
+    while len(wanted) < MOST_RATES and losses.keys() >= set(wanted):
+        best = min(wanted, key=losses.get)
+        if min(wanted) < best < max(wanted):
+            break
+        wanted.append(factor(best / 2 if best == min(wanted) else best * 2))
+    known = losses.keys() >= set(wanted) and min(map(losses.get, wanted)) < math.inf
+    return wanted, min(wanted, key=losses.get) if known else None

@@ -1,0 +1,48 @@
+"""The reports of a ladder: REPORT.md with the losses of its runs; WIDTHS.md and widths.png of those with --widths."""
+
+from moh_lm.config.presets import SIZES
+from studies.pictures import finish, pyplot
+from studies.results import final_loss, flops, read_run, write_table
+
+
+def write(out):
+    """Write OUT/REPORT.md: a row for every complete run OUT/runs/SIZE/tokens-R, R being tokens per parameter."""
+    paths = [path.parent for path in out.glob("runs/*/tokens-*/config.json")]
+    found = [(path, run) for path in paths if (run := read_run(path))]
+    found.sort(key=lambda each: (SIZES.index(each[0].parent.name), float(each[0].name.removeprefix("tokens-"))))
+    rows = []
+    for path, run in found:
+        tokens = run["config"].run.train_iters * run["config"].run.tokens_per_iteration
+        numbers = f"{tokens:,}", f"{flops(run) * tokens:.3g}", f"{final_loss(run):.4f}"
+        rows.append([path.parent.name, path.name.removeprefix("tokens-"), *numbers])
+    publish(out / "REPORT.md", write_table(["size", "tokens per parameter", "tokens", "FLOPs", "loss"], rows))
+
+
+def write_widths(out):
+    """Write OUT/WIDTHS.md and OUT/widths.png: loss against learning rate at every width, with and without."""
+    found = {}
+    for path in sorted(out.glob("runs/width-*/config.json")):
+        if run := read_run(path.parent):
+            model, rate = run["config"].model, run["config"].optimizer.learning_rate
+            found.setdefault((model.hidden_size, model.base_width), {})[rate] = final_loss(run)
+    rates = sorted({rate for losses in found.values() for rate in losses})
+    rows = [[str(width), str(base), *(f"{losses[rate]:.4f}" if rate in losses else "" for rate in rates)]
+            for (width, base), losses in sorted(found.items())]  # fmt: skip
+    publish(out / "WIDTHS.md", write_table(["width", "base width", *(f"{rate:g}" for rate in rates)], rows))
+    if pyplot is None or not found:
+        return
+    figure, axis = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    widths = sorted({width for width, _ in found})
+    for (width, base), losses in sorted(found.items()):
+        style = f"C{widths.index(width)}o" + ("--" if base == width else "-")
+        axis.plot(sorted(losses), [losses[rate] for rate in sorted(losses)], style, label=f"{width}, base {base}")
+    axis.set(xscale="log", xlabel="learning rate", ylabel="validation loss (nats per token)", title="width, base width")
+    axis.minorticks_off()
+    axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    finish(figure, [[axis]], out / "widths.png")
+
+
+def publish(path, lines):
+    text = "\n".join(lines) + "\n"
+    path.write_text(text, encoding="utf-8")
+    print(text)

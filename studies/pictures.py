@@ -1,0 +1,128 @@
+"""Pictures of tables of runs: curves.png, multipliers.png and heads.png, if matplotlib is installed.
+
+table: {size: {variant: {seed: run}}} of report.py. A form keeps its colour, a budget of heads has a line.
+"""
+
+from statistics import mean
+
+try:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+except ImportError:  # the tables are made without it
+    pyplot = None
+
+HEAD_FIGURES = {  # of the rows of metrics.jsonl, as docs/monitoring.md defines them
+    "entropy": "entropy of the load, 1 = all alike",
+    "unused": "share of unused heads",
+    "a1": "a1, weight of the shared heads",
+    "gate_rms": "RMS of the gates",
+}
+
+
+def draw(out, table, variants, multipliers):
+    """variants: of the ``Table``. multipliers: {size: {variant: (center, low, high, inside)}}, of the report."""
+    forms = list(dict.fromkeys(variant.form for variant in variants))
+    styles = {variant.name: line(forms.index(variant.form), variant.name) for variant in variants}
+    if pyplot is None:
+        print("no pictures: matplotlib is not installed")
+    elif table:
+        draw_curves(out / "curves.png", table, variants[0].name, styles.get)
+        draw_multipliers(out / "multipliers.png", multipliers)
+        draw_heads(out / "heads.png", table, styles.get)
+
+
+def line(number, name):
+    """A colour for the form of this ``number``, a line for the budget of heads; after ten forms, another line."""
+    of_budget = {"": "-.", "75": "--", "25": ":"}.get(name.partition("-")[2], "-")
+    return {"color": f"C{number % 10}", "linestyle": of_budget if number < 10 else ("-.", ":", "--")[number // 10 % 3]}
+
+
+def draw_curves(path, table, reference, style):
+    """The validation loss against tokens, and its difference to the ``reference`` variant with the same seeds.
+
+    A column of the picture for each size. style: the settings of a variant's line.
+    """
+    figure, axes = pyplot.subplots(2, len(table), figsize=(5 * len(table) + 1, 8), layout="constrained", squeeze=False)
+    for (upper, lower), (size, variants) in zip(axes.T, table.items(), strict=True):
+        dense = variants.get(reference, {})
+        for name, runs in variants.items():
+            common = sorted(runs.keys() & dense.keys())
+            if not common or runs[common[0]]["config"].run.train_iters != dense[common[0]]["config"].run.train_iters:
+                continue  # runs of other lengths have other schedules
+            mine, theirs = (curve([each[seed] for seed in common]) for each in (runs, dense))
+            steps = [step for step in mine if step and step in theirs]
+            tokens = [step * runs[common[0]]["config"].run.tokens_per_iteration / 1e6 for step in steps]
+            upper.plot(tokens, [mine[step] for step in steps], label=name, **style(name))
+            lower.plot(tokens, [mine[step] - theirs[step] for step in steps], label=name, **style(name))
+        upper.set(title=f"size {size}", ylabel="validation loss (nats per token)")
+        lower.set(xlabel="tokens (millions)", ylabel=f"difference to {reference}, same seeds")
+    finish(figure, axes, path)
+
+
+def finish(figure, axes, path):
+    """One legend with every line of the picture, then the file."""
+    lines = {}
+    for axis in (axis for row in axes for axis in row):
+        handles, labels = axis.get_legend_handles_labels()
+        lines |= dict(zip(labels, handles, strict=True))
+    figure.legend(lines.values(), lines.keys(), loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+    print(f"wrote {path}")
+
+
+def curve(runs):
+    """{step: mean over ``runs`` and sources of the validation loss} where it is finite in all of them."""
+    finite = ({step for step, of in run["evaluations"].items() if None not in of.values()} for run in runs)
+    steps = sorted(set.intersection(*finite))
+    return {step: mean(mean(run["evaluations"][step].values()) for run in runs) for step in steps}
+
+
+def draw_multipliers(path, multipliers):
+    """Tokens of the dense model over those of the form, with 90% intervals; a point per form and size."""
+    names = list(dict.fromkeys(name for found in multipliers.values() for name in found))
+    if not names:
+        return
+    figure, axis = pyplot.subplots(figsize=(4 + 0.7 * len(names), 4.5), layout="constrained")
+    for number, (size, found) in enumerate(multipliers.items()):
+        told = [(place, found[name]) for place, name in enumerate(names) if name in found]
+        places = [place + 0.15 * (number - (len(multipliers) - 1) / 2) for place, _ in told]
+        centers = [center for _, (center, *_) in told]
+        widths = [(center - (low or center), (high or center) - center) for _, (center, low, high, _) in told]
+        if told:
+            axis.errorbar(places, centers, list(zip(*widths, strict=True)), fmt="o", capsize=3, label=f"size {size}")
+    axis.axhline(1, color="gray", linewidth=1)
+    axis.set(xticks=range(len(names)), xlim=(-0.5, len(names) - 0.5))
+    axis.set_ylabel("tokens of dense for this loss / own tokens")
+    axis.set_xticklabels(names, rotation=30, ha="right")
+    finish(figure, [[axis]], path)
+
+
+def draw_heads(path, table, style):
+    """How evenly heads are used, and how they are weighed, through training; means over layers and seeds."""
+    keys = [key for key in HEAD_FIGURES if any(series(runs, key) for of in table.values() for runs in of.values())]
+    if not keys:
+        return
+    shape = (len(keys), len(table))
+    size_of_all = (5 * shape[1] + 1, 3.5 * shape[0])
+    figure, axes = pyplot.subplots(*shape, figsize=size_of_all, layout="constrained", squeeze=False)
+    for row, key in zip(axes, keys, strict=True):
+        for axis, (size, variants) in zip(row, table.items(), strict=True):
+            for name, runs in variants.items():
+                if points := series(runs, key):
+                    axis.plot([tokens / 1e6 for tokens in points], list(points.values()), label=name, **style(name))
+            axis.set(title=f"size {size}", xlabel="tokens (millions)", ylabel=HEAD_FIGURES[key])
+    finish(figure, axes, path)
+
+
+def series(runs, key):
+    """{tokens: mean over layers and runs} of a figure of the heads; empty if no run has it."""
+    found = {}
+    for run in runs.values():
+        for row in run["rows"]:
+            values = [value for value in row.get("heads", {}).get(key, []) if value is not None]
+            if values:
+                found.setdefault(row["tokens"], []).append(mean(values))
+    return {tokens: mean(values) for tokens, values in sorted(found.items())}

@@ -1,0 +1,159 @@
+"""What complete runs say: their losses, differences seed by seed, and tables of them in Markdown.
+
+A run that is not complete is left out. So is one whose last losses are not finite, and the report names it. With d the
+difference of the final validation losses of two variants for one seed, mean over sources, and n seeds,
+
+    difference = mean(d) +- t(n - 1) * s(d) / sqrt(n)
+
+where s is the standard deviation and t the 95% point of Student's distribution: the interval that holds the true mean
+with a confidence of 90%, seeds being all that varies.
+"""
+
+import math
+import re
+from statistics import mean, stdev
+
+from moh_lm.config import Config
+from moh_lm.cost.flops import flops_per_token
+from moh_lm.monitor.events import complete_rows
+
+# 95% points of Student's distribution for 1, 2, ... degrees of freedom; beyond, that of 15, which is a little wide.
+STUDENT = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
+
+
+def read_run(directory):
+    """A run; None if it is not complete, or a loss at its end is not finite.
+
+    {"config", "evaluations": {step: {source: loss in nats per token}}, "rows": of metrics.jsonl, "active_heads":
+    {layer: heads of a token} in the last interval, with --routing-top-p and --routing relu only}.
+    """
+    config = Config.load(directory / "config.json")
+    final = final_evaluation(directory, config.run.train_iters)
+    if not final or None in final.values():
+        return None
+    rows = metrics(directory)
+    heads = [row["heads"] for row in rows if "active_heads" in row.get("heads", {})][-1:]
+    return {
+        "config": config,
+        "evaluations": {row["step"]: row["evaluation"] for row in rows if "evaluation" in row},
+        "rows": rows,
+        "active_heads": {layer: n for of in heads for layer, n in zip(of["layer"], of["active_heads"], strict=True)},
+    }
+
+
+def factor_and_seed(directory):
+    """(factor of the learning rate, seed) of the directory of a run, rate-FACTOR-seed-N; None of any other."""
+    found = re.fullmatch(r"rate-([\d.e+-]+)-seed-(\d+)", directory.name)
+    return found and (float(found[1]), int(found[2]))
+
+
+def has_diverged(directory):
+    """Whether the run gave up, or its last losses are not finite."""
+    final = final_evaluation(directory, Config.load(directory / "config.json").run.train_iters)
+    return None in final.values() if final else events(directory)[-1:] == ["failed"]
+
+
+def events(run):
+    """The names of all events of a run, in order."""
+    return [row["event"] for _, row in complete_rows(run / "events.jsonl")]
+
+
+def metrics(run):
+    """The rows of metrics.jsonl; none if there is no such file."""
+    return [row for _, row in complete_rows(run / "metrics.jsonl")]
+
+
+def final_evaluation(run, iterations):
+    """The losses of the run's sources after ``iterations``; None if it has not come so far."""
+    rows = [row for row in metrics(run) if "evaluation" in row and row["step"] == iterations]
+    return rows[-1]["evaluation"] if rows else None
+
+
+def final_losses(run):
+    """{source: validation loss at the end}."""
+    return run["evaluations"][run["config"].run.train_iters]
+
+
+def final_loss(run):
+    """Their mean over sources."""
+    return mean(final_losses(run).values())
+
+
+def differences(runs, against):
+    """L(runs) - L(against) of the seeds that both have: [d, ...]. Both are {seed: run}."""
+    return [final_loss(runs[seed]) - final_loss(against[seed]) for seed in sorted(runs.keys() & against.keys())]
+
+
+def write_table(head, rows):
+    """Lines of a table in Markdown."""
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def results_table(variants, reference, before, after):
+    """A row for each of ``variants``, {name: {seed: run}}, with its FLOPs over those of the ``reference``, a name.
+
+    before, after: {title: function(name, [run])} of the columns before FLOPs and after losses.
+    """
+    sources = list(final_losses(next(iter(next(iter(variants.values())).values()))))
+    whole = [flops(run) for run in variants.get(reference, {}).values()][:1]
+    rows = []
+    for name, runs in variants.items():
+        each = [run for _, run in sorted(runs.items())]
+        rows.append([
+            name,
+            heads(each[0]),
+            *(write(name, each) for write in before.values()),
+            *(f"{mean(map(flops, each)) / dense:.3f}" for dense in whole),
+            str(len(each)),
+            *(spread([final_losses(run)[source] for run in each]) for source in sources),
+            f"**{spread(list(map(final_loss, each)))}**",
+            *(write(name, each) for write in after.values()),
+        ])
+    titles = [*before, *(f"FLOPs, {reference} = 1" for _ in whole), "seeds", *sources, "mean", *after]
+    return write_table(["", "heads", *titles], rows)
+
+
+def told_apart(differences):
+    """(their mean and half of its interval, what follows from it)."""
+    center, width = interval(differences)
+    if width == math.inf:
+        return f"{center:+.4f}", "one seed"
+    verdict = "not told apart" if abs(center) <= width else "better" if center < 0 else "worse"
+    return f"{center:+.4f} ± {width:.4f}", verdict
+
+
+def interval(values):
+    """(mean, half the width of its interval of 90%); the width of one value is infinite."""
+    if len(values) == 1:
+        return values[0], math.inf
+    t = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
+    return mean(values), t * stdev(values) / math.sqrt(len(values))
+
+
+def spread(values):
+    return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
+
+
+def flops(run):
+    """Of training on a token, with the heads that it uses."""
+    return flops_per_token(run["config"].model, run["config"].run.seq_length, run["active_heads"])["active"]
+
+
+def heads(run):
+    """How many of the heads a token uses, in words; of the first layer where layers differ."""
+    model = run["config"].model
+    chosen, total = model.heads, model.of_layer(0).num_attention_heads
+    if chosen.head_selection == "all":
+        return f"all {total}"
+    shared, active = chosen.num_shared_heads[0], chosen.num_active_routed_heads[0]
+    if chosen.head_selection == "static":
+        return f"{shared + active} of {total}"
+    if shared == total:
+        return f"all {total}, gated"
+    if run["active_heads"]:
+        number = "about" if model.heads.routing == "relu" else "at most"
+        used = mean(run["active_heads"][layer.index] for layer in model.routed_layers())
+        return f"{shared} + {number} {active} of {total - shared}, {used:.1f} in all"
+    return f"{shared} + {active} of {total - shared}"

@@ -1,0 +1,181 @@
+"""Runs of moh_lm.pretrain for a table: several at a time, each with its own directory and log.
+
+The directories are all that is remembered. A run is complete if its metrics.jsonl has an evaluation after the last
+iteration; one that was stopped goes on from its last checkpoint. DIRECTORY.log beside the directory begins with the
+flags of the run and a hash of what it reads, so that none goes on with others, and with what else its speed depends on.
+Runs at the same time have GPUs or threads of their own.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from moh_lm.config import ConfigError
+from moh_lm.supervise.run_directory import lock_run_directory
+from studies.results import events, final_evaluation
+
+ROOT = Path(__file__).resolve().parents[1]
+DIVERGED = 70  # exit code of moh_lm.pretrain: too many steps had to be skipped
+STOPPED = 75  # asked to stop, and has saved
+INPUTS = b"\nreads: sha256 "
+OF_EVENTS = {"failed": DIVERGED, "stopped": STOPPED}  # torchrun makes 1 of either; the run's last event tells
+
+
+class Run(NamedTuple):
+    """A run of the table: what it is called, where it is, how many iterations it has, and its flags."""
+
+    name: str
+    directory: Path
+    iterations: int
+    arguments: list[str]
+
+    @property
+    def log(self):
+        return self.directory.with_name(self.directory.name + ".log")
+
+    def is_complete(self):
+        return bool(final_evaluation(self.directory, self.iterations))
+
+
+def as_flags(values):
+    """{name: value} as --name value."""
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+def check_flags(runs, out):
+    """Raise ConfigError if one of ``runs`` was begun with other flags, or other text, than it would have now."""
+    for run in runs:
+        if differs(run, out):
+            advice = "which stand in its first line; choose another OUT"
+            raise ConfigError([f"{run.log}: its run has other flags, {advice}"])
+        if run.log.exists() and inputs(run) not in run.log.read_bytes():
+            changed = "what --data-dir or --config names has changed since its run began"
+            raise ConfigError([f"{run.log}: {changed}; choose another OUT"])
+
+
+def inputs(run):
+    """A line with a hash of what the run reads: the manifest of its text, and the file of --config."""
+    texts = [part for text in run.arguments for part in text.split("=", 1)]
+    named = {name: Path(value) for name, value in pairwise(texts) if name in ("--config", "--data-dir")}
+    files = [path / "manifest.json" if name == "--data-dir" else path for name, path in sorted(named.items())]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists()))
+    return INPUTS + digest.hexdigest().encode() + b"\n"
+
+
+def differs(run, out):
+    """Whether the run was begun with other flags than it would have now.
+
+    The directory ``out`` may have been moved or copied since: the flags of a run end with its own directory.
+    """
+    flags = (" ".join(run.arguments) + "\n").encode()
+    own = f"/{run.directory.relative_to(out)}\n".encode()
+    begun = run.log.read_bytes() if run.log.exists() else flags
+    given, found, _ = begun.partition(own)
+    before = given.rpartition(b"--checkpoint-dir ")[2]
+    now_here = (given + found).replace(before + b"/", f"{out}/".encode())
+    return now_here != flags
+
+
+def lock_directory(out):
+    """Hold OUT until this program ends. Raises ConfigError if another command trains there.
+
+    Each would empty the logs of the other's runs.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    return lock_run_directory(out, "OUT")
+
+
+def jobs_of(flags):
+    """--jobs, or as many runs as there are GPUs for; one on a CPU."""
+    return flags.jobs or max(1, torch.cuda.device_count() // flags.ranks)
+
+
+def shares(jobs, ranks):
+    """What the environment of each job has of its own: GPUs, or on a CPU one thread unless OMP_NUM_THREADS is given.
+
+    With too few GPUs for all jobs, some share theirs. A job alone has what there is."""
+    count = torch.cuda.device_count()
+    names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
+    parts = [",".join(names[first : first + ranks]) for first in range(0, count - ranks + 1, ranks)]
+    if parts and jobs > 1:
+        return [{"CUDA_VISIBLE_DEVICES": parts[job % len(parts)]} for job in range(jobs)]
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if jobs > 1 and count == 0 else {}
+    return [threads] * jobs
+
+
+def place(ranks, share):
+    """What the speed of a run depends on besides its flags: the second line of its log."""
+    threads = (os.environ | share).get("OMP_NUM_THREADS")
+    return f"processes: {ranks}; {f'OMP_NUM_THREADS={threads}' if threads else 'threads as torch has them'}"
+
+
+def had_place(directory, flags):
+    """Whether a run below OUT had the ``place`` that those to come have, or has no log."""
+    log, now = directory.with_name(directory.name + ".log"), place(flags.ranks, shares(jobs_of(flags), flags.ranks)[0])
+    return not log.exists() or f"/{directory.relative_to(flags.out)}\n{now}\n".encode() in log.read_bytes()
+
+
+def train_all(next_run, jobs, ranks=1):
+    """Train what ``next_run`` gives, ``jobs`` runs at a time with ``ranks`` processes each; {directory: exit code}.
+
+    next_run(busy, codes): the next ``Run``, or None if there is none now; busy: the directories that are being trained,
+    codes: {directory: exit code} of those that ended. The end is reached when it gives None and none is busy.
+    """
+    busy, codes, free = {}, {}, shares(jobs, ranks)
+    try:
+        while True:
+            while free and (run := next_run({run.directory for _, run, *_ in busy.values()}, codes)):
+                share, before = free.pop(0), len(events(run.directory))
+                process = start(run, ranks, share)
+                busy[process.pid] = process, run, share, before
+                print(f"started {run.name}", flush=True)
+            if not busy:
+                return codes
+            pid, status = os.wait()
+            if pid not in busy:  # as process 1 of a container gets what runs left behind
+                continue
+            process, run, share, before = busy.pop(pid)
+            free.append(share)
+            code = os.waitstatus_to_exitcode(status)
+            if ranks > 1 and code == 1:
+                code = OF_EVENTS.get(next(reversed(events(run.directory)[before:]), None), code)
+            process.returncode = codes[run.directory] = code
+            words = {0: f"finished {run.name}", STOPPED: f"stopped {run.name}: the same command goes on"}
+            print(words.get(process.returncode, f"failed {run.name} (exit code {process.returncode})"), flush=True)
+    finally:
+        for process, *_ in busy.values():  # this program was interrupted; a run saves before it ends
+            process.terminate()
+        for process, *_ in busy.values():
+            process.wait()
+
+
+def exit_code(codes):
+    """That of the table, from {directory: exit code}: ``STOPPED`` if runs only stopped; failed runs are named."""
+    for directory, code in codes.items():
+        if code not in (0, STOPPED):
+            print(f"{directory} failed with exit code {code}: see {directory}.log", file=sys.stderr)
+    return 1 if {*codes.values()} - {0, STOPPED} else max(codes.values(), default=0)
+
+
+def start(run, ranks, share):
+    """The process that trains one run, with its ``share`` of the machine; what it says follows its flags in its log."""
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    program = [sys.executable, "-m", "moh_lm.pretrain"]
+    if ranks > 1:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        program = [*torchrun, str(ranks), "-m", "moh_lm.pretrain"]
+    run.log.write_bytes(opening(run, ranks, share))
+    with open(run.log, "ab") as file:
+        program, own = [*program, *run.arguments], os.environ | share
+        return subprocess.Popen(program, cwd=ROOT, env=own, stdout=file, stderr=subprocess.STDOUT)
+
+
+def opening(run, ranks, share):
+    """The lines with which the log of a run begins."""
+    return f"{' '.join(run.arguments)}\n{place(ranks, share)}".encode() + inputs(run)

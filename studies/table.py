@@ -1,0 +1,186 @@
+"""Tables of runs that compare variants of a model: what they hold, and the flags of the commands that train them.
+
+ablation.py and atlas.py have a table each; comparison.py trains it.
+"""
+
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from moh_lm.cli.command import GOES_ON, run_command
+from moh_lm.config import ConfigError, flag, raise_any
+from moh_lm.flags import make_parser, parse_flags
+from moh_lm.units import above_0, at_least
+
+FLAGS = "and the flags of python -m moh_lm.pretrain --help, which win over those of the table"  # the end of --help
+TUNING_SEED = 0  # chooses learning rates, so it takes no part in the comparison
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Heads in eighths of all heads: always on, and chosen for each token; None: ordinary attention.
+
+    Eighths need not be whole: over all layers the numbers are as near to them as whole heads allow. flags: {half},
+    {quarter} and {three_quarters} are that number of heads. table: the name by which ``--variants`` chooses it with its
+    neighbours; those without one are trained if none is chosen. tier: which comparisons come first. tokens: times those
+    of the others.
+    """
+
+    name: str
+    shared: float | None
+    active: float = 0
+    flags: str = ""
+    table: str = ""
+    tier: int = 1
+    tokens: float = 1
+
+    @property
+    def form(self):
+        """Variants of one form share the learning rate that the first of them is tuned to: here the lengths of one."""
+        return self.name if self.tokens == 1 else self.name.rpartition("-")[0]
+
+    def arguments(self, heads, layers=1):
+        """Its flags with ``heads`` attention heads. layers: of the model; one will do where eighths are whole."""
+        if self.shared is None:
+            budget = ["--head-selection", "all"]
+        else:
+            shared = spread(self.shared * heads / 8, layers)
+            used = spread((self.shared + self.active) * heads / 8, layers)
+            active = [both - always for both, always in zip(used, shared, strict=True)]
+            budget = ["--num-shared-heads", *numbers(shared), "--num-active-routed-heads", *numbers(active)]
+        shares = {"quarter": heads // 4, "half": heads // 2, "three_quarters": heads * 3 // 4}
+        return ["--num-attention-heads", str(heads), *budget, *self.flags.format(**shares).split()]
+
+
+def spread(mean, layers):
+    """A whole number for each layer, which differ by at most 1; their sum is the nearest to ``mean`` times layers."""
+    ends = [round(round(mean * layers) * layer / layers) for layer in range(layers + 1)]
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def numbers(values):
+    """The values of a flag: one for each layer, or one for all."""
+    return [str(value) for value in (values if len(set(values)) > 1 else values[:1])]
+
+
+class Size(NamedTuple):
+    """rate: the learning rate that factors multiply. tokens: of a run for each parameter of the first variant, if
+    ``iterations`` are not given. layers: as of ``Variant.arguments``."""
+
+    name: str
+    heads: int
+    rate: float
+    tokens: float
+    flags: str
+    layers: int = 1
+    iterations: int | None = None
+
+
+class Table(NamedTuple):
+    """Every variant is compared at every size with the first one. common: flags of all. enough_tokens: of text; with
+    less, the command says so. questions: (variant, against, the question) of the report."""
+
+    variants: tuple
+    sizes: tuple
+    common: list
+    enough_tokens: int = 0
+    questions: tuple = ()
+
+
+def add_flags(parser):
+    """Those of every table of runs."""
+    add = parser.add_argument
+    add("out", type=whole_path, metavar="OUT", help="directory for runs and report")
+    add("--data-dir", type=whole_path, metavar="DIR", required=True, help="written by data_prep/tokenize.py")
+    add("--jobs", type=at_least(1), metavar="N", help="runs at a time, each with GPUs of its own (default: as many as "
+        "there are GPUs for, or 1)")  # fmt: skip
+    add("--check", action="store_true", help="say what is wrong with the flags, and end")
+    add("--report", action="store_true", help="write the report of what is complete, and end")
+    add("--ranks", type=at_least(1), metavar="N", default=1, help="processes of each run, one per GPU (default: 1)")
+
+
+def factor(text):
+    """A factor of the learning rate, rounded to the six digits that the name of a run's directory has."""
+    return float(f"{above_0(text):g}")
+
+
+def add_comparison_flags(parser, variants, rates):
+    """Those of a comparison. rates: the factors that are tried for each form."""
+    add_flags(parser)
+    tables = sorted({variant.table for variant in variants} - {""})
+    names = [variant.name for variant in variants]
+    usual = [variant.name for variant in variants if not variant.table]
+    words = f"by name{', or all of ' if tables else ''}{', '.join(tables)} (default: {usual[0]} to {usual[-1]})"
+    add = parser.add_argument
+    add("--variants", nargs="+", metavar="NAME", default=usual, choices=names + tables, help=words)
+    add("--seeds", type=at_least(0), metavar="N", nargs="+", default=[1, 2, 3], help="of weights and order of "
+        "samples (default: 1 2 3)")  # fmt: skip
+    add("--rates", type=factor, metavar="X", nargs="+", default=rates, help="factors of the learning rate; of several "
+        f"the best of seed {TUNING_SEED} is used (default: {' '.join(map(str, rates))})")  # fmt: skip
+    add("--hours", type=above_0, metavar="X", default=math.inf, help="no run begins that would end later (default: no "
+        "limit)")  # fmt: skip
+    add("--plan", action="store_true", help="say what would be trained, and end")
+
+
+def read_flags(parser, texts, program, instead):
+    """The flags in ``texts``; ``others``: those of moh_lm.pretrain. {flag that the program sets: what to give
+    ``instead``}. Raises ConfigError."""
+    flags, others = parser.parse_known_args(texts)
+    flags.others = from_here(others)
+    problems = parser.all_problems()
+    if TUNING_SEED in getattr(flags, "seeds", ()):
+        judge = "tunes the learning rates, so it cannot judge them; choose others"
+        problems.append(f"--seeds {TUNING_SEED}: {judge}")
+    for name in ("variants", "sizes", "seeds", "rates"):
+        twice = [value for value, times in Counter(getattr(flags, name, ())).items() if times > 1]
+        if twice:
+            problems.append(f"--{name} {twice[0]}: is given twice, and would be trained once; leave one out")
+    given = {text.partition("=")[0] for text in flags.others}
+    if "--save-config" in given:
+        problems.append("--save-config: there are many runs; config.json of each has its flags")
+    else:
+        try:
+            known = parse_flags(make_parser(), flags.others)
+            given |= {*map(flag, known.values), *(["--preset"] if known.preset else [])}  # of a file of --config too
+            for name in ("eval_interval", "eval_samples", "validation_fraction"):
+                if known.values.get(name) == 0:
+                    problems.append(f"{flag(name)} 0: runs are compared by their held-out text; leave it out")
+            if known.dry_run:
+                problems.append("--dry-run: there are many runs; --plan says which")
+        except ConfigError as error:
+            problems += error.problems
+    instead = {**instead, "--checkpoint-dir": "OUT", "--data-dir": "it on the command line"}
+    problems += [f"{name}: the {program} sets it; give {instead[name]}" for name in sorted(given & instead.keys())]
+    raise_any(problems)
+    return flags
+
+
+def from_here(texts):
+    """``texts`` with absolute paths of files: runs have the root of the checkout as their folder."""
+    names, found = ("--config", "--eval-tasks"), []
+    for before, text in pairwise(["", *texts]):
+        name, separator, value = text.partition("=")
+        if separator and name in names:
+            text = f"{name}={os.path.join(os.getcwd(), value)}"
+        found.append(os.path.join(os.getcwd(), text) if before in names else text)
+    return found
+
+
+def whole_path(text):
+    return Path(text).resolve()
+
+
+def run_comparison(name, parse, texts):
+    """The exit code of the command ``name``, which trains the table that is among what ``parse`` returns."""
+    failures = (RuntimeError, OSError)
+    return run_command(name, parse, train, texts, failures=failures, interrupted=GOES_ON, trains=True)
+
+
+def train(flags):
+    from studies.comparison import compare
+
+    return compare(flags)

@@ -1,0 +1,101 @@
+"""A checkout, with small files under the names that README.md and docs/ use, for the test that executes them."""
+
+import gzip
+import json
+import shutil
+from pydoc_data.topics import topics
+
+import sentencepiece
+import zstandard
+from diffusers import AutoencoderKL
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.launch.test_launch import PYTHON
+from tests.launch.test_slurm import SCONTROL, SRUN
+from tests.tokenizing import ROOT
+from tests.tools.evaluating import made_rows
+
+STAND_INS = {
+    "bin/ssh": "#!/bin/sh\necho 127.0.0.1\n",  # asked for the name and the address of the first node
+    "bin/pdsh": """#!/usr/bin/env bash
+        [[ $6 != pkill* ]] || exit # -S -f FANOUT -w NODES COMMAND, where %n is the number of the node
+        command=${*:6}
+        for node in ${5//,/ }; do
+            bash -c "${command//%n/${#nodes[@]}}" &
+            nodes+=($!)
+        done
+        for node in "${nodes[@]}"; do wait "$node" || code=$?; done
+        exit "${code:-0}"
+    """,
+    "bin/sbatch": """#!/usr/bin/env bash
+        while [[ $1 == --* ]]; do shift 2; done
+        SLURM_JOB_NODELIST=here SLURM_JOB_ID=123 exec bash "$@"
+    """,
+    "bin/srun": SRUN,
+    "bin/scontrol": SCONTROL,
+    ".venv/bin/activate": "",
+}
+
+
+def prepare(directory, programs):
+    for name in ("benchmarks", "data_prep", "launch", "moh_lm", "studies", "tools", "tests"):
+        shutil.copytree(ROOT / name, directory / name)
+    for name in ("setup.py", "pyproject.toml", ".gitignore"):
+        shutil.copy(ROOT / name, directory)
+    make_small(directory / "launch/quickstart_corpus.py", 'root.rglob("*.py")', 'root.glob("[a-k]*.py")')
+    every, some = (f"zip(digits.images{part}, digits.target{part}, " for part in ("", "[:400]"))
+    make_small(directory / "launch/quickstart_images.py", every, some)
+    python = PYTHON.format(directory=directory, python=programs / "python")
+    for name, text in {**STAND_INS, "venv/bin/python": python}.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+        (directory / name).chmod(0o755)
+    for program in programs.iterdir():
+        (directory / "bin" / program.name).symlink_to(program)
+    write_texts(directory)
+    write_models(directory)
+
+
+def make_small(path, old, new):
+    """Write ``new`` in place of ``old``, for less text and fewer images of this Python's own."""
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def write_texts(directory):
+    """Corpora, a tokenizer, and rows of the tasks."""
+    texts = [text[:2000] for text in topics.values()]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    pile = [json.dumps({"text": text, "meta": {"pile_set_name": "Pile-CC"}}) + "\n" for text in texts[:20]]
+    for folder, content in {
+        "corpus": lines, "pile": lines[:40], "new-text": lines[60:], "old-text": lines[:40], "corpora/pile": pile,
+    }.items():  # fmt: skip
+        (directory / folder).mkdir(parents=True)
+        (directory / folder / "00.jsonl.zst").write_bytes(zstandard.compress("".join(content).encode()))
+    for folder in ("dolma", "mine"):
+        (directory / folder).mkdir()
+        (directory / folder / "0.json.gz").write_bytes(gzip.compress("".join(lines[40:]).encode()))
+    (directory / "tasks").mkdir()
+    for name, rows in made_rows().items():
+        (directory / "tasks" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open(directory / "tokenizer.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(" ".join(texts).split("\n")), model_writer=file, vocab_size=512, byte_fallback=True,
+            model_type="bpe", minloglevel=2,
+        )  # fmt: skip
+
+
+def write_models(directory):
+    """A Llama to continue, and an autoencoder of images."""
+    llama = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=4, rope_theta=500000.0,
+    )  # fmt: skip
+    LlamaForCausalLM(llama).save_pretrained(directory / "Meta-Llama-3-8B")
+    (directory / "Meta-Llama-3-8B/original").mkdir()
+    shutil.copy(directory / "tokenizer.model", directory / "Meta-Llama-3-8B/original")
+    AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[4] * 4, norm_num_groups=2,
+    ).save_pretrained(directory / "path/to/sd-vae-ft-ema")  # fmt: skip

@@ -1,0 +1,343 @@
+"""The equations of the paper in numpy, one token and one head at a time: what training, export and vision are held to.
+
+Nothing here is taken from moh_lm. Arrays are float64, or complex128: every function is analytic where it decides
+nothing, so that ``slope`` can read derivatives off an imaginary part, and no reference needs autograd. Numbers of heads
+are those of the paper: the shared ones come first. Equations without a source are those of arXiv 2410.11842.
+
+Shapes: s tokens of a sequence, d width, h heads, e features of a head, n_s shared and E routed experts; an expert is a
+head, or all heads that share a key/value head.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+# --- What a token selects ---
+
+
+class Routing(NamedTuple):
+    """How the heads of a layer are used. Numbers count heads; ``size`` of them are an expert, selected together.
+
+    form: all, static, or of --routing. top_p: see ``chosen``. bias_rate: multiplies ``bias_steps``, which are added to
+    what a token selects by.
+    """
+
+    form: str
+    heads: int
+    shared: int = 0
+    active: int = 0
+    size: int = 1
+    two_stage: bool = True
+    top_p: float | None = None
+    bias_rate: float = 0.0
+
+
+class Route(NamedTuple):
+    """gates [h] and used, bool [h], of a token. Of its routed experts [E]: probability, the selection, scores."""
+
+    gates: np.ndarray
+    used: np.ndarray
+    probability: np.ndarray = np.empty(0)
+    selected: np.ndarray = np.empty(0)
+    scores: np.ndarray = np.empty(0)
+
+
+def softmax(scores):
+    powers = np.exp(scores - max(np.real(scores), default=0))
+    return powers / powers.sum()
+
+
+def sigmoid(scores):
+    return 1 / (1 + np.exp(-scores))
+
+
+def route(routing, x, weights, queries=None):
+    """The ``Route`` of a token x [d]. queries: [h][e], before positions, for query_norm.
+
+    weights: w_shared [n_s, d], w_routed [E, d], w_type [2, d] and bias_steps [E], where the layer has them.
+    """
+    form, heads, shared, active, size = routing[:5]
+    if form in ("all", "static"):
+        used = np.arange(heads) < (heads if form == "all" else shared + active)
+        return Route(used.astype(float), used)
+    shared, active, routed = shared // size, active // size, (heads - shared) // size
+    on, scores, kinds = (np.array([row @ x for row in weights.get(f"w_{kind}", ())])
+                         for kind in ("shared", "routed", "type"))  # fmt: skip
+    if form == "query_norm":
+        experts = [np.concatenate(queries[i : i + size]) for i in range(shared * size, heads, size)]
+        scores = np.array([np.sqrt(query @ query) for query in experts])
+        if routed > 1:
+            spread = scores - scores.mean()
+            scores = scores / np.sqrt(spread @ spread / (routed - 1))
+        on = np.ones(shared)
+    elif form in ("sigmoid", "relu"):
+        on = 2 * sigmoid(on)
+    else:
+        on = softmax(on) * (1 if form == "paper" else shared)
+
+    probability = affinity = softmax(scores)
+    if form == "sigmoid":
+        affinity = sigmoid(scores)
+        probability = affinity / affinity.sum()
+    if form == "relu":
+        probability, selected = scores * (np.real(scores) > 0), np.real(scores) > 0
+    else:
+        ranks = affinity + routing.bias_rate * weights["bias_steps"] if routing.bias_rate and routed else scores
+        selected = chosen(np.real(ranks), np.real(probability), active, routing.top_p)
+
+    gates = probability * selected
+    if form == "sigmoid":
+        gates = 2 * affinity * selected
+    if form == "paper_scaled":
+        gates = gates * routed
+    if form == "released" and routed:
+        gates = gates / gates.sum() * selected.sum()
+    if form == "query_norm":
+        gates = selected * (1 + probability - np.real(probability))  # Eq. 9, with the derivative of Eq. 10
+    if routing.two_stage and form in ("paper", "paper_scaled", "released") and shared and routed:
+        a1, a2 = softmax(kinds) * (1 if form == "paper" else 2)  # Eq. 6
+        on, gates = a1 * on, a2 * gates
+    gates, used = np.concatenate([on, gates]), np.concatenate([np.ones(shared, bool), selected])
+    return Route(np.repeat(gates, size), np.repeat(used, size), probability, selected, scores)
+
+
+def chosen(ranks, probability, k, top_p=None):
+    """The k largest ranks, of equal ones the first: bool [E]. top_p: only the fewest of them, the largest first, whose
+    probabilities add up to it, if they do."""
+    best = sorted(range(len(ranks)), key=lambda i: (-ranks[i], i))[:k]
+    if top_p is not None:
+        enough = [m for m in range(1, k) if sum(probability[i] for i in best[:m]) >= top_p]
+        best = best[: min([k, *enough])]
+    return np.isin(np.arange(len(ranks)), best)
+
+
+def balance_loss(routing, routes, share=None):
+    """L_b of Eq. 7 over the tokens of ``routes``; None without routed experts. share: f [E], if it is not theirs."""
+    number = len(routes[0].probability)
+    if not number:
+        return None
+    share = np.mean([route.selected for route in routes], axis=0) if share is None else share
+    factor = {"released": number, "relu": number * routing.size / max(1, routing.active)}.get(routing.form, 1)
+    return factor * (share @ np.mean([route.probability for route in routes], axis=0))
+
+
+def entropy(routes):
+    """Mean over the tokens of - sum p ln p."""
+    return -sum(route.probability @ np.log(route.probability) for route in routes) / len(routes)
+
+
+def z_loss(routes):
+    """Mean over the tokens of (ln sum exp s)^2."""
+    logs = [np.log(np.exp(route.scores).sum()) for route in routes]
+    return sum(value * value for value in logs) / len(logs)
+
+
+# --- Where tokens are ---
+
+
+class Rotary(NamedTuple):
+    """Feature i and feature i + w/2 of the first w features of a head are a point that turns with the position.
+
+    share: w over the features. kind: default, linear, llama3 or yarn (arXiv 2309.00071), with ``length`` the original
+    one. width: w, where it does not follow from the head.
+    """
+
+    theta: float
+    share: float = 1.0
+    kind: str = "default"
+    factor: float = 1.0
+    low: float | None = None
+    high: float | None = None
+    length: int | None = None
+    width: int | None = None
+
+
+def frequency(rotary, i, width):
+    """Radians per position of pair i of width/2."""
+    plain = rotary.theta ** (-2 * i / width)
+    if rotary.kind == "default":
+        return plain
+    slow = plain / rotary.factor
+    if rotary.kind == "linear":
+        return slow
+    if rotary.kind == "llama3":
+        turns = rotary.length * plain / (2 * math.pi)  # in the original length
+        kept = (turns - rotary.low) / (rotary.high - rotary.low)
+    else:
+
+        def pair(turns):
+            """The pair that turns so many times in the original length."""
+            return width * math.log(rotary.length / (2 * math.pi * turns)) / (2 * math.log(rotary.theta))
+
+        first, last = max(math.floor(pair(32)), 0), min(math.ceil(pair(1)), width - 1)
+        kept = 1 - (i - first) / (last - first or 0.001)
+    kept = min(max(kept, 0.0), 1.0)
+    return kept * plain + (1 - kept) * slow
+
+
+def magnitude(rotary):
+    """What yarn multiplies queries and keys with."""
+    return 0.1 * math.log(rotary.factor) + 1 if rotary.kind == "yarn" else 1.0
+
+
+@functools.cache
+def turn(rotary, position, width):
+    """Cosine and sine of the angle of every pair at a position, times ``magnitude``: [w/2] each."""
+    angles = position * np.array([frequency(rotary, i, width) for i in range(width // 2)])
+    return magnitude(rotary) * np.cos(angles), magnitude(rotary) * np.sin(angles)
+
+
+def rotate(rotary, vector, position):
+    """A query or key [e] at its position; ``rotary`` None: positions change nothing."""
+    if rotary is None:
+        return vector
+    width = rotary.width or int(len(vector) * rotary.share)
+    (cos, sin), first, second = turn(rotary, position, width), vector[: width // 2], vector[width // 2 : width]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, vector[width:]])
+
+
+def counted(table, query, keys):
+    """What CoPE (arXiv 2405.18719) adds to the scores of ``keys``, the last of which is the query's own.
+
+    The position of a key is the sum of sigmoid(q k) from it to the last one, at most P. table: [P + 1, e].
+    """
+    position, most, added = 0.0, len(table) - 1, []
+    for key in keys[::-1]:
+        position = position + sigmoid(query @ key)
+        below = int(np.real(position))
+        if below >= most:
+            added.append(query @ table[most])
+        else:
+            rest = position - below
+            added.append((1 - rest) * (query @ table[below]) + rest * (query @ table[below + 1]))
+    return np.array(added[::-1])
+
+
+# --- Attention ---
+
+
+def rms_norm(x, weight, eps):
+    return weight * x / np.sqrt((x * x).mean() + eps)
+
+
+def attention_maps(queries, keys, seen, tables=None):
+    """a_i(t, u) = softmax over the tokens u that head i of token t sees of q_i k_i^T / sqrt(e) (Eq. 1): [h, s, s].
+
+    queries: [s][h][e] and keys: [s][heads that share them][e], at their positions. seen: function of (t, i), which
+    gives the numbers u. tables: of CoPE, one for each head.
+    """
+    count, heads = len(queries), len(queries[0])
+    kind = np.result_type(queries[0][0], keys[0][0], 0.0 if tables is None else tables)
+    found = np.zeros((heads, count, count), kind)
+    for i, t in np.ndindex(heads, count):
+        query, tokens = queries[t][i], list(seen(t, i))
+        own = np.array([keys[u][i * len(keys[u]) // heads] for u in tokens])
+        scores = own @ query / math.sqrt(len(query))
+        found[i, t, tokens] = softmax(scores if tables is None else scores + counted(tables[i], query, own))
+    return found
+
+
+def weighted_heads(maps, values, gates, output):
+    """MoH(x_t) = sum_i g_i H_i W_O_i (Eq. 4): [s, d]. values: [s][heads that share them][e]. output: W_O, [d, h e]."""
+    heads, shared_by = len(maps), len(maps) // len(values[0])
+    weighed = [gates[:, i, None] * (maps[i] @ np.array([of[i // shared_by] for of in values])) for i in range(heads)]
+    return np.concatenate(weighed, axis=1) @ output.T
+
+
+class Layer(NamedTuple):
+    """An attention layer. widths: features of each head's query and key. window: keys that a token sees, or 0 for all.
+
+    own_keys: whether a routed head sees only the tokens that use it. eps: of its norms.
+    """
+
+    routing: Routing
+    widths: tuple
+    rotary: Rotary | None = None
+    window: int = 0
+    own_keys: bool = False
+    eps: float = 1e-5
+
+
+class Attended(NamedTuple):
+    """output [s, d], the ``Route`` of each token, and ``attention_maps`` [h, s, s]."""
+
+    output: np.ndarray
+    routes: list
+    maps: np.ndarray
+
+
+def attention_layer(layer, weights, inputs, starts=None):
+    """What a layer makes of normalised inputs [s, d]: ``Attended``. weights: by name, without ``.weight``.
+
+    starts: of each token, the first of its document; by default that of the sequence.
+    """
+    split = latent_heads if "kv_b_proj" in weights else plain_heads
+    queries, keys, values = zip(*(split(layer, weights, x) for x in inputs), strict=True)
+    routes = [route(layer.routing, x, weights, asked) for x, asked in zip(inputs, queries, strict=True)]
+    if "q_norm" in weights:
+        queries, keys = ([[rms_norm(head, weights[name], layer.eps) for head in token] for token in part]
+                         for part, name in ((queries, "q_norm"), (keys, "k_norm")))  # fmt: skip
+
+    def seen(t, i):
+        first = max(t - layer.window + 1 if layer.window else 0, 0 if starts is None else starts[t])
+        return [u for u in range(first, t + 1) if u == t or not layer.own_keys or routes[u].used[i]]
+
+    queries, keys = ([[rotate(layer.rotary, head, t) for head in token] for t, token in enumerate(part)]
+                     for part in (queries, keys))  # fmt: skip
+    maps = attention_maps(queries, keys, seen, weights.get("cope"))
+    gates = np.array([of_token.gates for of_token in routes])
+    return Attended(weighted_heads(maps, values, gates, weights["o_proj"]), routes, maps)
+
+
+def plain_heads(layer, weights, x):
+    """Queries, keys and values of a token x [d], head by head (Eq. 2). Heads may share keys and values."""
+
+    def heads(name):
+        features, ends = weights[f"{name}_proj"] @ x, np.cumsum(layer.widths)
+        return np.split(features, ends[ends < len(features)])
+
+    return heads("q"), heads("k"), heads("v")
+
+
+def latent_heads(layer, weights, x):
+    """Those of latent attention (DeepSeek-V2, arXiv 2405.04434, equations 9 to 19), the features that turn in front.
+
+    In the rows of a head's query the features that turn are the last ones.
+    """
+    heads, latent = len(layer.widths), len(weights["kv_a_layernorm"])
+    asks = weights.get("q_proj")
+    if asks is None:
+        asks, narrow = weights["q_b_proj"], weights["q_a_proj"] @ x
+        query = asks @ rms_norm(narrow, weights["q_a_layernorm"], layer.eps)
+    else:
+        query = asks @ x
+    both = weights["kv_a_proj_with_mqa"] @ x
+    turning = both[latent:]
+    made = weights["kv_b_proj"] @ rms_norm(both[:latent], weights["kv_a_layernorm"], layer.eps)
+    queries = [np.roll(part, len(turning)) for part in np.split(query, heads)]
+    keys, values = zip(*(np.split(part, 2) for part in np.split(made, heads)), strict=True)
+    return queries, [np.concatenate([turning, key]) for key in keys], list(values)
+
+
+# --- Derivatives ---
+
+
+def slope(function, arrays, name, direction):
+    """The derivative of ``function(arrays)`` along ``direction`` in the array ``name``: Im f(a + i h v) / h.
+
+    The complex step (Squire and Trapp 1998) takes no difference, so it is exact but for rounding.
+    """
+    step = 1e-30
+    return np.imag(function(arrays | {name: arrays[name] + 1j * step * direction})) / step
+
+
+def assert_slopes(function, arrays, gradients, rtol=1e-11, atol=1e-11):
+    """``gradients``, {name: array}, are those of ``function(arrays)``: along random directions, each of which shows an
+    error in any element."""
+    draw = np.random.default_rng(0)
+    for name, gradient in gradients.items():
+        for direction in draw.standard_normal((3, *gradient.shape)):
+            wanted = slope(function, arrays, name, direction)
+            np.testing.assert_allclose((gradient * direction).sum(), wanted, rtol, atol, err_msg=name)

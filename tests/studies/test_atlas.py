@@ -1,0 +1,313 @@
+"""The atlas: its forms, its plan, and the runs that it starts."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moh_lm.checks import config_problems
+from moh_lm.config import ConfigError
+from moh_lm.flags import parse_config
+from studies import atlas as command
+from studies import comparison, runs
+from studies.atlas_forms import SIZES, VARIANTS
+from tests.studies.written_runs import begin
+
+START = {"a": 4.0}
+
+
+def make(out, *more):
+    """The plan of an atlas that knows the speed of each size."""
+    for size, speed in (("s", 1000), ("m", 500), ("l", 250)):
+        write_rows(out / "probes" / size, {"step": 5, "tokens_per_second": speed})
+    flags = command.parse_arguments([str(out), "--data-dir", str(out / "data"), *more])
+    return comparison.Comparison(flags)
+
+
+def write_rows(directory, *rows):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.name)
+def test_a_variant_is_a_legal_model_with_the_share_of_heads_in_its_name(size, tmp_path):
+    plan = make(tmp_path)
+    for variant in VARIANTS:
+        try:
+            config = plan.config(size, variant)
+        except ConfigError as error:  # a form that this checkout does not have
+            assert all("choose one of" in problem for problem in error.problems)
+            continue
+        assert config_problems(config, world_size=1) == []
+        share = variant.name.partition("-")[2]
+        if share.isdigit():
+            assert config.model.active_heads(0) / size.heads == int(share) / 100
+
+
+def test_the_best_rate_is_looked_for_until_it_is_not_at_the_edge():
+    rates = [0.5, 1, 2]
+    assert comparison.tuning({}, rates) == (rates, None)
+    assert comparison.tuning({0.5: 3.2, 1: 3.0}, rates) == (rates, None)
+    assert comparison.tuning({0.5: 3.2, 1: 3.0, 2: 3.1}, rates) == (rates, 1)
+    assert comparison.tuning({0.5: 3.2, 1: 3.1, 2: 3.0}, rates) == ([*rates, 4], None)
+    assert comparison.tuning({0.5: 3.2, 1: 3.1, 2: 3.0, 4: math.inf}, rates) == ([*rates, 4], 2)
+    assert comparison.tuning({0.5: math.inf, 1: math.inf, 2: math.inf}, rates) == ([*rates, 0.25], None)
+    falling = {0.5 * 2**step: 3 - step for step in range(comparison.MOST_RATES)}
+    assert comparison.tuning(falling, rates) == (sorted(falling), max(falling))  # it ends
+    assert comparison.tuning({}, [1.0]) == ([], 1.0)
+
+
+def test_a_factor_has_the_digits_that_the_directory_of_its_run_keeps(tmp_path):
+    flags = "--rates 0.7071067811865476 1 1.4142135623730951 --variants dense --sizes s".split()
+    rates = make(tmp_path, *flags).flags.rates
+    assert [float(f"{rate:g}") for rate in rates] == rates == [0.707107, 1, 1.41421]
+    wanted, _ = comparison.tuning({0.333333: 1, 1: 2}, [0.333333, 1])
+    assert [float(f"{rate:g}") for rate in wanted] == wanted == [0.333333, 1, 0.166666]
+    plan = make(tmp_path, *"--rates 0.3333333333333333 --variants dense --sizes s --seeds 1".split())
+    run = plan.next_run(set(), {})
+    begin(run)
+    plan.check_flags()  # as the same command again does
+
+
+def test_forms_are_tuned_then_compared_seed_by_seed_and_nothing_is_done_twice(tmp_path):
+    rates = ("--rates", "0.5", "1", "2", "--sizes", "s", "m")
+    plan = make(tmp_path, "--variants", "dense", "paper-50", "paper-75", "--seeds", "1", "2", *rates)
+    best = ("dense/rate-1", "paper-50/rate-2")
+    names, losses = [], {("dense", "0.5"): 3.1, ("dense", "1"): 3.0, ("paper-50", "2"): 2.9, ("paper-50", "4"): 3.0}
+    while run := plan.next_run(set(), {}):
+        names.append(run.name)
+        _, variant, rest = run.name.split("/")
+        loss = losses.get((variant, rest.split("-")[1]), 3.2)
+        write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": loss}})
+    assert names == [
+        *(f"s/dense/rate-{factor}-seed-0" for factor in ("0.5", "1", "2")),
+        *(f"s/paper-50/rate-{factor}-seed-0" for factor in ("0.5", "1", "2", "4")),
+        *(f"{size}/{name}-seed-{seed}" for size in "sm" for seed in "12" for name in best),
+        *(f"{size}/paper-75/rate-2-seed-{seed}" for size in "sm" for seed in "12"),
+    ]  # fmt: skip
+
+
+def test_a_run_begins_only_if_it_would_end_within_the_hours(tmp_path, capsys):
+    plan = make(tmp_path, "--variants", "dense", "--rates", "1", "--seeds", "1", "--sizes", "s", "m", "--hours", "3")
+    small, middle = plan.trials()
+    tokens = 3 * 1_118_880  # parameters of the smallest model, as --dry-run gives them
+    assert plan.hours(small, 1000) == pytest.approx(comparison.OVERHEAD * tokens / 1000 / 3600, rel=1e-3)
+    assert plan.next_run(set(), {}).name == "s/dense/rate-1-seed-1"
+    assert plan.hours(middle, 500) > 3
+    assert plan.next_run({plan.run(small).directory}, {}) is None
+    plan.describe_plan()
+    said = capsys.readouterr().out
+    assert "planned: 1 runs" in said and "left out of --hours 3: 1 runs" in said and "m dense" in said
+
+
+def test_a_plan_before_the_tuning_does_not_count_what_is_complete(tmp_path, capsys):
+    plan = make(tmp_path, "--variants", "dense", "--rates", "0.5", "1", "--seeds", "1", "2", "--sizes", "s")
+    *tuned, one, _ = plan.trials()
+    assert len(tuned) == 2 and one.factor is None
+    run = plan.run(one._replace(factor=1))
+    write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})
+    plan.describe_plan()
+    said = capsys.readouterr().out
+    assert "planned: 3 runs" in said and "complete already: 1 runs" in said
+
+
+@pytest.mark.parametrize(
+    "given, sizes",
+    [
+        ("--ranks 2 --tensor-parallel-size 2 --schedule wsd --decay-iters 100 --warmup-iters 50 --sizes s", "s"),
+        ("--micro-batch-size 16 --rates 0.5 --sizes m l", "ml"),  # s has half as many sequences in a batch
+        ("--sizes l", "sl"),  # rates are tuned at s
+    ],
+)
+def test_the_first_steps_that_tell_the_speed_have_the_layout_of_the_runs_and_room_for_their_schedule(
+    given, sizes, tmp_path, monkeypatch
+):
+    flags = [str(tmp_path), "--data-dir", "data", "--variants", "dense", *given.split()]
+    plan, started = comparison.Comparison(command.parse_arguments(flags)), []
+
+    def trained(next_run, jobs, ranks=1):
+        while run := next_run(set(), {}):
+            started.append(run.name)
+            assert config_problems(parse_config(run.arguments)[0], ranks) == []
+        return {}
+
+    monkeypatch.setattr(comparison, "train_all", trained)
+    plan.measure_speeds()
+    assert started == [f"the first steps of size {size}" for size in sizes] and not plan.refused
+
+
+def test_flags_that_the_size_of_the_tuning_does_not_allow_are_refused(tmp_path):
+    flags = "--data-dir data --variants dense --sizes l --micro-batch-size 16"
+    plan = comparison.Comparison(command.parse_arguments([str(tmp_path), *flags.split()]))
+    assert "--batch-tokens 2048" in plan.refused["dense"]
+
+
+def test_speeds_are_measured_as_the_runs_are_trained_and_again_where_that_changes(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    text = 'for last; do :; done; mkdir -p "$last"; echo "$OMP_NUM_THREADS" >> "$0.threads"\n'
+    program.write_text(f'#!/bin/sh\n{text}echo \'{{"step": 5, "tokens_per_second": 9}}\' > "$last/metrics.jsonl"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(runs.sys, "executable", str(program))
+    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    given, used = [str(tmp_path / "out"), "--data-dir", "data", "--variants", "dense", "--sizes", "s"], []
+    for flags, threads in (
+        ("--jobs 2", ["1"]), ("--jobs 2", []), ("--jobs 2 --micro-batch-size 4", ["1"]),
+        ("--micro-batch-size 4", [""]), ("--micro-batch-size 4 --ranks 2", [""]),
+    ):  # fmt: skip
+        plan = comparison.Comparison(command.parse_arguments([*given, *flags.split()]))
+        plan.measure_speeds()
+        used += threads
+        assert Path(f"{program}.threads").read_text().splitlines() == used
+    coming = iter([plan.run(next(plan.trials()))])
+    runs.train_all(lambda *_: next(coming, None), 2)  # a run with other threads and ranks tells nothing
+    write_rows(tmp_path / "out" / "runs/s/dense/rate-0.25-seed-0", {"step": 5, "tokens_per_second": 1})
+    assert plan.speed(plan.sizes[0]) == 9
+
+
+def test_a_process_that_a_run_left_behind_is_none_of_the_runs(tmp_path, monkeypatch):
+    coming = iter([runs.Run("one", tmp_path / "one", 1, [])])
+    left = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, left.pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(runs, "start", lambda run, ranks, share: subprocess.Popen(["sleep", "0.2"]))
+    assert runs.train_all(lambda busy, codes: next(coming, None), 1) == {tmp_path / "one": 0}
+    left.returncode = 0  # it was collected above
+
+
+@pytest.mark.parametrize("last, code", [("failed", 70), ("stopped", 75), ("resumed", 1), (None, 1)])
+def test_the_last_event_tells_how_a_run_of_several_ranks_ended(last, code, tmp_path, monkeypatch):
+    path = tmp_path / "one" / "events.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"step": 1, "event": "stopped"}\n')  # of an earlier start
+    line = json.dumps({"step": 2, "event": last}) if last else ""
+    monkeypatch.setattr(
+        runs, "start", lambda *_: subprocess.Popen(["sh", "-c", 'echo "$1" >> "$2"; exit 1', "sh", line, path])
+    )
+    for ranks, expected in ((2, code), (1, 1)):
+        coming = iter([runs.Run("one", path.parent, 1, [])])
+        codes = runs.train_all(lambda busy, codes, coming=coming: next(coming, None), 1, ranks)
+        assert codes == {path.parent: expected}
+
+
+def test_runs_at_the_same_time_have_gpus_of_their_own(tmp_path, monkeypatch):
+    shows = tmp_path / "shows"
+    shows.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES" >> "$0.all"\nsleep 0.2\n')
+    shows.chmod(0o755)
+    monkeypatch.setattr(runs.sys, "executable", str(shows))
+    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 5)
+    for visible, names in ((None, ["0,1", "2,3"]), ("7,6,5,MIG-a,1", ["7,6", "5,MIG-a"])):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        flags = command.parse_arguments([str(tmp_path), "--data-dir", "data", "--ranks", "2"])
+        assert runs.jobs_of(flags) == 2
+        coming = [runs.Run(name, tmp_path / name, 1, []) for name in "abcd"]
+        left = iter(coming)
+        runs.train_all(lambda busy, codes, left=left: next(left, None), runs.jobs_of(flags), ranks=2)
+        used = Path(f"{shows}.all").read_text().split()
+        assert sorted(used[:2]) == sorted(used[2:]) == sorted(names)
+        Path(f"{shows}.all").unlink()
+    of_three = [share["CUDA_VISIBLE_DEVICES"] for share in runs.shares(3, ranks=2)]
+    assert of_three == ["7,6", "5,MIG-a", "7,6"] and runs.shares(1, ranks=2) == [{}]
+
+
+def test_runs_at_the_same_time_on_a_cpu_have_a_thread_each_unless_threads_are_given(monkeypatch):
+    monkeypatch.setattr(runs.torch.cuda, "device_count", lambda: 0)
+    for given, threads in ((None, "1"), ("3", "3")):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if given:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert runs.shares(2, ranks=1) == [{"OMP_NUM_THREADS": threads}] * 2 and runs.shares(1, ranks=1) == [{}]
+
+
+def test_a_run_has_its_tokens_from_the_flag_or_from_its_size(tmp_path):
+    plans = make(tmp_path), make(tmp_path, "--tokens-per-parameter", "0.5")
+    for size, own in zip(SIZES, (3, 4.7, 6), strict=True):
+        iterations = [plan.iterations(of, VARIANTS[0]) for plan in plans for of in plan.sizes if of.name == size.name]
+        assert iterations[0] / iterations[1] == pytest.approx(own / 0.5, rel=0.01)
+
+
+DENSE = ("--variants", "dense", "--rates", "1")
+
+
+def test_a_run_of_other_flags_is_refused(tmp_path):
+    plan, others = make(tmp_path, *DENSE), make(tmp_path, "--variants", "paper-50", "--rates", "0.5")
+    run = plan.next_run(set(), {})
+    begin(run._replace(arguments=["--num-layers", "12"]))
+    refused = pytest.raises(ConfigError, match="rate-1-seed-1.log: its run has other flags")
+    with refused:
+        plan.check_flags()
+    others.check_flags()
+    run.directory.mkdir()  # now the report would compare with that run
+    with refused:
+        others.check_flags()
+    make(tmp_path, "--variants", "paper-50", "--rates", "0.5", "--sizes", "m").check_flags()
+
+
+def test_a_run_whose_text_has_changed_is_refused(tmp_path):
+    plan, manifest = make(tmp_path, *DENSE), tmp_path / "data" / "manifest.json"
+    manifest.parent.mkdir()
+    manifest.write_text("one text")
+    begin(plan.next_run(set(), {}), b"and what the run says")
+    plan.check_flags()
+    manifest.write_text("another")
+    with pytest.raises(ConfigError, match="what --data-dir or --config names has changed since its run began"):
+        plan.check_flags()
+
+
+def test_runs_of_a_directory_that_was_moved_go_on(tmp_path):
+    moved = tmp_path / "moved here"
+    beside = ("--data-dir", f"{tmp_path} data")  # which does not move, and begins as the directory does
+    for more in ((), beside):
+        shutil.rmtree(moved, ignore_errors=True)
+        begin(make(tmp_path / "out", *DENSE, *more).next_run(set(), {}))
+        shutil.copytree(tmp_path / "out", moved)
+        make(moved, *DENSE, *more).check_flags()
+        with pytest.raises(ConfigError, match="its run has other flags"):
+            make(moved, *DENSE, "--data-dir", str(tmp_path / "out" / "data")).check_flags()
+
+
+def test_flags_that_mislead_are_refused(tmp_path):
+    file = tmp_path / "flags.yaml"
+    file.write_text("learning_rate: 1e-3\n")
+    for flags, words in [
+        (["--seeds", "0"], "tunes the learning rates"),
+        (["--variants", "dense", "gated", "dense"], "--variants dense: is given twice"),
+        (["--sizes", "s", "s"], "--sizes s: is given twice"),
+        (["--rates", "0.5", "1", "0.5"], "--rates 0.5: is given twice"),
+        (["--train-iters", "5"], "the atlas sets it"),
+        (["--eval-samples", "0"], "--eval-samples 0: runs are compared by their held-out text"),
+        (["--num-attention-heads", "4"], "the atlas sets it; give --sizes"),
+        (["--config", str(file)], "--learning-rate: the atlas sets it; give --rates"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            make(tmp_path, *flags)
+
+
+def test_a_run_goes_on_whatever_it_wrote_after_its_flags(tmp_path):
+    own = ["--sample-prompts", "two\nlines", "--checkpoint-dir", str(tmp_path / "one")]
+    run = runs.Run("one", tmp_path / "one", 1, own)
+    begin(run, b"half a letter: \xc3")
+    runs.check_flags([run], tmp_path)
+
+
+def test_a_small_factor_of_the_learning_rate_is_read_from_its_directory(tmp_path):
+    plan = make(tmp_path, "--variants", "dense", "--rates", "0.00002", "0.00004")
+    while run := plan.next_run(set(), {}):
+        write_rows(run.directory, {"step": run.iterations, "evaluation": {"a": 3.0}})
+        if "seed-1" in run.name:
+            break
+    assert plan.tuning_losses(VARIANTS[0], ()).keys() >= {0.00002, 0.00004}
+
+
+def test_a_schedule_is_held_against_the_runs_of_the_plan(tmp_path):
+    given = ("--variants", "dense", "--rates", "1", "--schedule", "wsd")
+    plan = make(tmp_path, *given, "--decay-iters", "9")
+    assert [variant.name for variant in plan.variants] == ["dense"]
+    plan.check_flags()
+    with pytest.raises(ConfigError, match="s/dense/rate-1-seed-1: --decay-iters 100000: must be between 0 and"):
+        make(tmp_path, *given, "--decay-iters", "100000").check_flags()

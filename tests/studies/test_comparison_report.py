@@ -1,0 +1,152 @@
+"""The report of a table of runs: its statistics against scipy and figures made by hand, and what it leaves out."""
+
+import math
+
+import pytest
+
+from studies import pictures, report, results
+from studies.atlas_forms import TABLE
+from tests.studies.written_runs import write_run
+
+START = {"a": 4.0}
+
+
+def write_losses(out, name, losses, **more):
+    """Runs of size s with seeds 1, 2, ... and these final ``losses``."""
+    for seed, loss in enumerate(losses, 1):
+        write_run(out, f"s/{name}/rate-1-seed", seed, {0: START, 10: {"a": loss}}, [90], **more)
+
+
+def written(out):
+    """(lines, {first cell: cells} of the rows) of the report."""
+    report.write(out, TABLE)
+    lines = (out / "REPORT.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("|")]
+    return lines, {row[1]: row for row in cells}
+
+
+def test_the_tokens_of_the_dense_model_are_found_on_a_line_in_the_logarithm():
+    points = {tokens: 5 - 0.3 * math.log(tokens) for tokens in (50, 100, 200)}
+    for tokens, inside in ((50, True), (80, True), (170, True), (200, True), (30, False), (400, False)):
+        found, lies_inside = report.tokens_of_dense(points, 5 - 0.3 * math.log(tokens))
+        assert found == pytest.approx(tokens) and lies_inside == inside
+    bent = {50: 4.0, 100: 3.0, 200: 2.8}
+    assert report.tokens_of_dense(bent, 2.9)[0] == pytest.approx(100 * math.sqrt(2))
+    assert report.tokens_of_dense({50: 4.0}, 3.5) is None
+    assert report.tokens_of_dense({50: 4.0, 100: 4.1}, 3.5) is None
+
+
+def test_intervals_are_those_of_student_over_paired_seeds(tmp_path):
+    stats = pytest.importorskip("scipy.stats")
+    dense, form = (3.0, 3.2, 3.1), (2.93, 3.14, 3.06)
+    for seed, (theirs, mine) in enumerate(zip(dense, form, strict=True), 1):
+        for name, steps, more in (("dense", 10, 0), ("dense-half", 5, 0.2), ("dense-double", 20, -0.1)):
+            losses = {0: START, steps: {"a": theirs + more}}
+            write_run(tmp_path, f"s/{name}/rate-1-seed", seed, losses, [90], iterations=steps)
+        write_run(tmp_path, "s/released-50/rate-2-seed", seed, {0: START, 10: {"a": mine}}, [90])
+    write_run(tmp_path, "s/released-50/rate-2-seed", 0, {0: START, 10: {"a": 1.0}}, [90])  # tunes, is not compared
+    write_run(tmp_path, "s/released-50/rate-1-seed", 0, {0: START, 10: {"a": 1.5}}, [90])
+    write_run(tmp_path, "s/released-50/rate-2-seed", 4, {0: START, 5: {"a": 1.0}}, [90])  # stopped at half
+    found = report.read_runs(tmp_path / "runs", TABLE)[0]["s"]
+    table = report.compared(found, {})
+    assert set(table["released-50"]) == {1, 2, 3}
+    few = {"released-50": {1: {1: 3.0}, 2: {1: 3.0, 2: 3.0}}}  # more seeds at the rate that is not the best
+    assert report.compared(few, {"released-50": {1: 2.9, 2: 2.8}}) == {"released-50": {1: 3.0, 2: 3.0}}
+    assert report.compared(few, {"released-50": {1: 2.8, 2: 2.9}}) == {"released-50": {1: 3.0}}
+    assert report.compared(few, {"released-50": {4: 2.8, 2: 2.9}}) == {"released-50": {1: 3.0, 2: 3.0}}
+    paired = stats.ttest_rel(form, dense).confidence_interval(0.9)
+    center, width = results.interval(results.differences(table["released-50"], table["dense"]))
+    assert (center - width, center + width) == pytest.approx(tuple(paired), abs=2e-5)
+    # The dense model gains 0.1 by doubling its tokens: a lead of d is worth a factor of 2 ** (d / 0.1).
+    leads = [math.log(2) * (theirs - mine) / 0.1 for theirs, mine in zip(dense, form, strict=True)]
+    wide = stats.t.interval(0.9, 2, sum(leads) / 3, stats.sem(leads))
+    factor, low, high, inside = report.multipliers(table)["released-50"]
+    expected = [math.exp(value) for value in (wide[0], sum(leads) / 3, wide[1])]
+    assert [low, factor, high] == pytest.approx(expected, rel=1e-3) and inside
+    assert report.tuning_losses(found) == {"released-50": {1: 1.5, 2: 1.0}}
+    points = [stats.t.ppf(0.95, degrees) for degrees in range(1, 16)]
+    assert list(results.STUDENT) == pytest.approx(points, abs=5e-4)
+
+
+def test_a_form_is_compared_at_the_rate_that_its_tuning_found_best(tmp_path):
+    for factor, loss, tuning in ((0.5, 3.2, 3.1), (1, 3.0, 2.9), (2, 3.1, 3.0)):
+        for variant, seeds in (("dense", (0, 1, 2)), ("dense-half", (1, 2))):
+            for seed in seeds:
+                last = {0: START, 10: {"a": loss if seed else tuning}}
+                write_run(tmp_path, f"s/{variant}/rate-{factor}-seed", seed, last, [90], head_selection="all")
+    report.write(tmp_path, TABLE)
+    lines = (tmp_path / "REPORT.md").read_text().splitlines()
+    assert [line.split("|")[9].strip() for line in lines if line.startswith("| dense") and "all 8" in line] == [
+        "**3.0000 ± 0.0000**"
+    ] * 2
+
+
+def test_the_report_says_what_is_told_apart(tmp_path):
+    static = {"head_selection": "static", "num_shared_heads": (2, 2), "num_active_routed_heads": (2, 2)}
+    for seed in (1, 2, 3):
+        dense, half, paper = ({0: START, 10: {"a": loss}} for loss in (3 + seed / 10, 3.2 + seed / 9, 2.7 + seed / 8))
+        write_run(tmp_path, "s/dense/rate-1-seed", seed, dense, [90], head_selection="all")
+        write_run(tmp_path, "s/static-50/rate-1-seed", seed, half, [90], **static)
+        write_run(tmp_path, "s/paper-50/rate-1-seed", seed, paper, [90])
+    last, half = {0: START, 10: {"a": 3.0}}, {"num_shared_heads": (2, 2), "num_active_routed_heads": (2, 2)}
+    write_run(tmp_path, "s/relu-50/rate-1-seed", 1, last, [90], [3.0, 6.0], routing="relu", **half)
+    _, rows = written(tmp_path)
+    told = {name: [cell.rpartition(", ")[2] for cell in row[10:12]] for name, row in rows.items()}
+    assert told["static-50"] == ["worse", ""] and told["paper-50"] == ["better", "better"] and told["dense"] == ["", ""]
+    assert rows["static-50"][2] == "4 of 8" and rows["dense"][7] == "3"
+    assert rows["relu-50"][2] == "2 + about 2 of 6, 4.5 in all"
+    # One source, so the mean is its own: 3.2 + 1/9, 2/9, 3/9.
+    assert rows["static-50"][9] == f"**{3.2 + 2 / 9:.4f} ± {1 / 9:.4f}**"
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_runs_that_diverged_and_seeds_without_a_pair_are_named(tmp_path):
+    write_losses(tmp_path, "dense", (3.0, 3.2), head_selection="all")
+    write_losses(tmp_path, "paper-50", (2.9, 3.1, 3.3, None, 3.4))
+    (tmp_path / "runs/s/paper-50/rate-1-seed-5/metrics.jsonl").write_text("")  # it gave up
+    (tmp_path / "runs/s/paper-50/rate-1-seed-5/events.jsonl").write_text('{"event": "failed", "step": 3}\n')
+    write_run(tmp_path, "s/paper-50/rate-1-seed", 6, {0: START}, [90])  # and this one goes on
+    lines, rows = written(tmp_path)
+    assert [line for line in lines if line.startswith("- ")] == [
+        "- size s, paper-50, seed 4: diverged", "- size s, paper-50, seed 5: diverged"
+    ]  # fmt: skip
+    assert rows["paper-50"][7] == "3" and rows["paper-50"][10].endswith("better (2 of 3 seeds)")
+
+
+def test_without_tuning_forms_are_compared_at_the_rate_that_they_share(tmp_path):
+    for rate, loss in ((0.5, 3.3), (1, 3.0)):
+        for seed in (1, 2):
+            last = {0: START, 10: {"a": loss + seed / 100}}
+            write_run(tmp_path, f"s/dense/rate-{rate}-seed", seed, last, [90], head_selection="all")
+    write_losses(tmp_path, "paper-50", (3.11, 3.12))
+    assert written(tmp_path)[1]["paper-50"][10].startswith("+0.1000")
+
+
+def test_runs_of_other_tokens_or_sources_are_left_out_by_name(tmp_path):
+    write_losses(tmp_path, "dense", (3.0, 3.1, 3.2), head_selection="all")
+    write_losses(tmp_path, "paper-50", (3.0, 3.1))
+    write_run(tmp_path, "s/paper-50/rate-1-seed", 3, {0: START, 20: {"a": 1.0}}, [90], iterations=20)
+    write_run(tmp_path, "s/paper-50/rate-1-seed", 4, {0: START, 10: {"a": 3.0, "b": 1.0}}, [90])
+    write_run(tmp_path, "s/dense-double/rate-1-seed", 1, {0: START, 20: {"a": 2.9}}, [90], iterations=20)
+    lines, rows = written(tmp_path)
+    assert rows["paper-50"][7] == "2" and rows["dense-double"][7] == "1"
+    assert [line for line in lines if line.startswith("- ")] == [
+        f"- size s, paper-50, seed {seed}: has other tokens or sources than most" for seed in (3, 4)
+    ]
+
+
+def test_a_loss_on_the_way_that_is_not_finite_leaves_a_gap(tmp_path):
+    write_losses(tmp_path, "dense", (3.0,), head_selection="all")
+    last = {0: START, 5: {"a": None}, 10: {"a": 3.1}, 15: {"a": 9.0}}  # the run went on to be longer
+    write_run(tmp_path, "s/paper-50/rate-1-seed", 1, last, [90])
+    write_run(tmp_path, "s/paper-50/rate-1-seed-1.bak", 1, last, [90])  # a copy, which is no run
+    assert written(tmp_path)[1]["paper-50"][10] == "+0.1000, one seed"
+    (runs,) = (found["paper-50"] for found in report.read_runs(tmp_path / "runs", TABLE)[0].values())
+    assert pictures.curve([*runs[1].values()]) == {0: 4.0, 10: 3.1, 15: 9.0}
+
+
+def test_a_size_has_the_heads_of_its_table(tmp_path):
+    for name, steps, loss in (("dense", 10, 3.1), ("dense-half", 5, 3.5)):
+        write_run(tmp_path, f"s/{name}/rate-1-seed", 1, {0: START, steps: {"a": loss}}, [90], iterations=steps)
+    write_run(tmp_path, "l/gated-50/rate-1-seed", 1, {0: START, 10: {"a": 3.0}}, [90])  # of a model with 8 heads
+    assert "width 32, 32 heads" in "".join(written(tmp_path)[0])

@@ -1,0 +1,67 @@
+"""Who holds a run directory."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+
+import pytest
+
+from moh_lm.config import ConfigError
+from moh_lm.supervise import run_directory
+from moh_lm.supervise.run_directory import lock_run_directory
+
+
+def refused(run):
+    with pytest.raises(ConfigError) as caught:
+        lock_run_directory(run)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_a_run_directory_in_use_names_its_holder(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "LOCK_SECONDS", 0)
+    own, host = os.getpid(), socket.gethostname()
+    with lock_run_directory(tmp_path) as lock:
+        said = refused(tmp_path)
+        assert f"another run is writing to it (process {own} on {host}, since 20" in said
+        assert said.endswith("which is alive; end it; or give another directory")
+        name = os.fsencode(tmp_path / "sleep") + b"\xff"  # not UTF-8
+        os.symlink(os.fsencode(shutil.which("sleep")), name)
+        sleeper = subprocess.Popen([name, "60"])
+        cases = {sleeper.pid: "which is stopped; `kill -CONT", 2**22 + 1: "which is not seen here"}
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        holder = json.loads((tmp_path / ".lock").read_text())
+        for process, words in cases.items():
+            (tmp_path / ".lock").write_text(json.dumps({**holder, "process": process}))
+            assert words in refused(tmp_path)
+        sleeper.kill()
+        sleeper.wait()
+        (tmp_path / ".lock").write_text(json.dumps({**holder, "host": "node7"}))
+        assert f"`ssh node7 ps -p {own}` tells whether that is alive" in refused(tmp_path)
+        for content in ("", "[]", '{"host": 1}'):  # of an earlier version, or cut short
+            (tmp_path / ".lock").write_text(content)
+            assert "(the lock does not say which); end it" in refused(tmp_path)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    lock_run_directory(tmp_path).close()
+    assert json.loads((tmp_path / ".lock").read_text())["process"] == own
+
+
+def test_a_lock_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    assert refused(tmp_path) == f"--checkpoint-dir {tmp_path}: {tmp_path}/.lock: Is a directory; mend this"
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock_run_directory(tmp_path).close()
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(f"warning: {tmp_path}/.lock cannot be locked (ENOLCK, No locks available)")

@@ -1,0 +1,119 @@
+"""``tools/generate.py``: text from a run or an export, and what cannot be generated."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moh_lm.build import build_model
+from moh_lm.config import HeadsConfig, ModelConfig
+from tests.distributed import run_ranks
+from tests.inference.models import SIZES
+from tests.tokenizing import train_model
+from tests.tools.exporting import PAPER, write_checkpoint
+from tools import generate as generate_tool
+from tools.hf.convert.keys import written
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("generate")
+    tokenizer = train_model(directory)
+    config = ModelConfig(**{**vars(PAPER), "vocab_size": 400})
+    run_ranks(write_checkpoint, 1, directory / "run", config, tokenizer, False)
+    return directory / "run"
+
+
+def command(*flags, python=sys.executable, text=None):
+    line = [str(python), str(ROOT / "tools/generate.py"), *map(str, flags)]
+    result = subprocess.run(line, cwd=ROOT, input=text, capture_output=True, text=True, timeout=900)
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_the_text_in_pieces_is_the_text_at_once(run, programs):
+    flags = ("--model", run, "--max-new-tokens", 9, "--temperature", 1, "--seed", 3, "--attention-backend", "dense")
+    code, out, err = command(*flags, "--prompt", "the quick", "--json")
+    assert code == 0 and "tokens/s" in err
+    row = json.loads(out)
+    assert row["prompt"] == "the quick" and 0 < len(row["tokens"]) <= 9
+    code, streamed, _ = command(*flags, python=programs / "python", text="the quick")
+    assert (code, streamed) == (0, f"the quick{row['text']}\n")
+
+
+def test_what_cannot_be_generated_is_said(run, tmp_path, monkeypatch, capsys):
+    triton = ("--model", run, "--prompt", "a", "--device", "cpu", "--attention-backend", "triton")
+    loops = ("--model", run, "--prompt", "a", "--device", "cuda", "--attention-backend", "loops")
+    for flags, words in [
+        (("--model", tmp_path / "no", "--prompt", "a"), "no such directory"),
+        (("--model", run, "--prompt", "a", "--max-new-tokens", 500), "500 new ones; the model was trained on 32"),
+        (("--model", run, "--prompt", ""), "has no token"),
+        (("--model", run, "--prompt", "a", "--top-p", 0), "--top-p 0: must be above 0"),
+        (loops, "--attention-backend loops: needs a CPU, and --device is cuda; choose auto"),
+        (triton, "--attention-backend triton: needs a CUDA GPU, and --device is cpu; choose auto"),
+    ]:
+        assert generate_tool.main([str(flag) for flag in flags]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and words in err, err
+
+
+def test_loops_are_refused_where_a_gpu_is_taken_by_default(run, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert generate_tool.main(["--model", str(run), "--prompt", "a", "--attention-backend", "loops"]) == 2
+    assert "loops: needs a CPU, and --device is cuda; choose auto, or --device cpu" in capsys.readouterr().err
+
+
+def test_a_package_that_the_tokenizer_needs_is_named(tmp_path, monkeypatch, capsys):
+    config = ModelConfig(**SIZES, heads=HeadsConfig(head_selection="all"))
+    values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
+    for name, content in (("config.json", values), ("tokenizer.json", {}), ("tokenizer_config.json", {})):
+        (tmp_path / name).write_text(json.dumps(content))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert generate_tool.main(["--model", str(tmp_path), "--prompt", "a"]) == 2
+    assert "has no tokenizer that can be read: needs the package tokenizers; pip install" in capsys.readouterr().err
+
+
+def test_an_export_with_a_damaged_or_odd_file_is_named(tmp_path, capsys):
+    train_model(tmp_path)
+    config = ModelConfig(**{**SIZES, "vocab_size": 400}, heads=HeadsConfig(head_selection="all"))
+    values = {"model_type": "llama", **written(config), "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").write_bytes(b"none")
+    flags = ["--model", str(tmp_path), "--prompt", "a"]
+    assert generate_tool.main(flags) == 2
+    assert "model.safetensors: not a safetensors file" in capsys.readouterr().err
+    weights = {name: torch.zeros_like(tensor) for name, tensor in build_model(config).state_dict().items()}
+    for odd in ({"adapter.weight": torch.zeros(3)}, {"model.norm.weight": torch.zeros(1)}):
+        save_file(weights | odd, tmp_path / "model.safetensors")
+        assert generate_tool.main(flags) == 2
+        ((name, tensor),) = odd.items()
+        words = f"its config.json describes no {name} {list(tensor.shape)}; import it by tools/import_hf.py\n"
+        assert capsys.readouterr().err.endswith(words)
+    for value in (float("nan"), float("inf")):
+        odd = {"model.norm.weight": torch.full((SIZES["hidden_size"],), value)}
+        save_file(weights | odd, tmp_path / "model.safetensors")
+        assert generate_tool.main(flags) == 2
+        assert "model.norm.weight has values that are not finite; give another step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "stdin, flags, words",
+    [
+        (io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"), [], "standard input: is no text in UTF-8"),
+        (io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8", "surrogateescape"), [], "standard input: is no text in UTF-8"),
+        (None, ["--prompt", os.fsdecode(b"a \xff")], "--prompt: is no text in UTF-8"),
+    ],
+    ids=["strict", "surrogates", "flag"],
+)
+def test_a_prompt_that_is_no_text_is_said(stdin, flags, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert generate_tool.main(["--model", "any", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"generate: {words}")

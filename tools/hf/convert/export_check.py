@@ -1,0 +1,197 @@
+"""The check of an export before it is published: the same logits as the checkpoint's, from the files as written.
+
+Three models compute the logits of the same random tokens in fp32 (docs/huggingface.md). The trainer's models hold the
+embedding, the output head and one decoder layer at a time; transformers holds the export as it is, and one layer of it
+in fp32. It works in a process of its own,
+
+    python tools/hf/convert/export_check.py EXPORT SCRATCH [TOKENIZER]
+
+since a process keeps the remote code of the first of two directories with the same name. It reads SCRATCH/tokens.npy
+[b, s] and writes SCRATCH/logits.npy [b, s, vocab]. It also compares the tokenizer with the TOKENIZER of training on
+``TEXTS``.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":  # the root of the checkout, in place of this folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+import functools
+import signal
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from moh_lm.build import build_model
+from moh_lm.checkpoint.fragments import FragmentReader
+from moh_lm.config import ConfigError
+from moh_lm.data.files import read_json
+from moh_lm.data.tokenizer import read_model
+from moh_lm.model.router import stored_dtype
+from moh_lm.model.transformer import saved_tensors
+from tools.hf.convert.export_files import ExportError, exported_files
+from tools.hf.convert.import_config import model_config
+
+try:
+    import transformers
+except ImportError:  # an export can be made without it
+    transformers = None
+
+TOLERANCE = 1e-5  # relative to the largest logit where that is above 1
+TEXTS = (  # without runs of a character, which a unigram model may split in two ways of equal score
+    "The quick brown fox jumps over the lazy dog.",
+    "def f(x):\n\treturn x ** 2 # 1234567890\n",
+    " two  spaces ",
+    "Zürich, naïve café, Ελληνικά, русский, العربية, हिन्दी, 한국어, 日本語",
+    "\U0001f642 \U0001d54f \u00a0 \u200b \ufffd",
+)
+
+
+def check_export(step, config, directory, tokenizer):
+    """Compare the logits of the export in ``directory`` with those of the checkpoint ``step``.
+
+    tokenizer: path of the one whose ids the export's must give, or None.
+    Returns lines that say how they differ. Raises ExportError if they differ by more than ``TOLERANCE``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.model.vocab_size, (1, min(config.run.seq_length, 256)), generator=generator)
+    values = read_json(directory / "config.json")
+    dtype = getattr(torch, values["torch_dtype"])
+    checkpoint, files = FragmentReader(step), exported_files(directory)
+    def exact(name):
+        return checkpoint.read("master", name).to(stored_dtype(name, dtype))
+
+    expected = trainer_logits(in_fp32(config.model), exact, tokens)
+    logits = trainer_logits(in_fp32(model_config(values)), lambda name: files[name].get_tensor(name), tokens)
+    lines = [compare("the trainer's model", expected, logits)]
+    if transformers is None:
+        remedy = "pip install transformers, and repeat with --overwrite"
+        return [*lines, f"not checked with transformers, which is not installed: {remedy}"]
+    logits = hugging_face_logits(directory, tokens, tokenizer)
+    return [*lines, compare(f"transformers {transformers.__version__}", expected, logits)]
+
+
+def in_fp32(model):
+    """``model`` with its scores ranked in fp32: in bf16 the last bit of a query may select another head."""
+    return replace(model, heads=replace(model.heads, routing_dtype="fp32"))
+
+
+def compare(what, expected, logits):
+    difference = np.abs(expected - logits).max().item()
+    allowed = TOLERANCE * max(1.0, np.abs(expected).max().item())
+    if not difference <= allowed:  # also if it is not a number
+        raise ExportError(
+            f"{what} differs from the checkpoint by {difference:.1e} in its logits; allowed is {allowed:.1e}"
+        )
+    return f"checked: logits of {what} differ from the checkpoint's by at most {difference:.1e}"
+
+
+@torch.no_grad()
+def trainer_logits(config, read, tokens):
+    """Logits of the trainer's model, fp32, numpy [s, b, vocab].
+
+    config: ModelConfig. read: the tensor of a parameter, by its name. tokens: int64 [b, s].
+    """
+    with torch.device("meta"):
+        model = build_model(config)
+    layers = {f"model.layers.{index}.": layer for index, layer in enumerate(model.model.layers)}
+    for prefix, layer in layers.items():
+        layer.register_forward_pre_hook(functools.partial(fill, prefix=prefix, read=read))
+        layer.register_forward_hook(empty)
+    rest = {"model.embed_tokens.": model.model.embed_tokens, "model.norm.": model.model.norm}
+    if not config.tie_embeddings:
+        rest["lm_head."] = model.lm_head
+    if model.model.embed_positions is not None:
+        rest["model.embed_positions."] = model.model.embed_positions
+    for prefix, module in rest.items():
+        fill(module, prefix=prefix, read=read)
+    return model(tokens).numpy()
+
+
+def fill(module, inputs=None, *, prefix, read):
+    """Give the tensors of a module on the meta device their values."""
+    module.to_empty(device="cpu")
+    for name, tensor in saved_tensors(module):
+        tensor.copy_(read(prefix + name))
+
+
+def empty(module, inputs, output):
+    module.to("meta")
+
+
+def hugging_face_logits(directory, tokens, tokenizer):
+    """The same from this file in a process of its own, without network; raises ExportError with its last line."""
+    with tempfile.TemporaryDirectory() as scratch:
+        np.save(f"{scratch}/tokens.npy", tokens.numpy())
+        offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": scratch, "HF_MODULES_CACHE": f"{scratch}/modules"}
+        finished = subprocess.run(
+            [sys.executable, __file__, str(directory), scratch, *([str(tokenizer)] if tokenizer else [])],
+            env={**os.environ, **offline},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if finished.returncode < 0:
+            name = f"signal {-finished.returncode} ({signal.strsignal(-finished.returncode)})"
+            raise ExportError(f"the check with transformers was ended by {name}; if memory was short, free some")
+        if finished.returncode:
+            lines = finished.stderr.strip().splitlines() or [f"exit code {finished.returncode}"]
+            raise ExportError(f"transformers does not load the export: {lines[-1]}")
+        return np.load(f"{scratch}/logits.npy")
+
+
+def main():
+    export, scratch, *tokenizer = map(Path, sys.argv[1:])
+    transformers.logging.set_verbosity_error()
+    for path in tokenizer:
+        check_tokenizer(export, path)
+    np.save(scratch / "logits.npy", compute_logits(export, torch.from_numpy(np.load(scratch / "tokens.npy"))))
+
+
+def check_tokenizer(export, path):
+    """Exit with a message if the tokenizer of ``export`` gives other ids than the one at ``path``."""
+    try:
+        original = read_model(path)
+    except ConfigError as error:  # the package is absent
+        sys.exit(error.problems[0])
+    converted = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=True)
+    for text in TEXTS:
+        ids = converted(text)["input_ids"]
+        if ids != list(original.encode(text)):
+            sys.exit(f"tokenizer.json gives {text!r} the ids {ids}, {path} {list(original.encode(text))}")
+
+
+@torch.no_grad()
+def compute_logits(export, tokens):
+    """Logits as of ``trainer_logits``; exits with a message unless the weights are exactly those of the model."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        export, trust_remote_code=True, torch_dtype="auto", output_loading_info=True
+    )
+    problems = {key: value for key, value in report.items() if value}
+    if problems:
+        sys.exit(f"the loading report is not empty: {problems}")
+    model.eval()
+    for module in model.modules():
+        module.in_bf16 = False  # as ``in_fp32``
+    ends = (model.model.embed_tokens, getattr(model.model, "embed_positions", None), model.model.norm, model.lm_head)
+    for module in (*filter(None, ends), *model.model.layers):
+        module.register_forward_pre_hook(widen)
+        module.register_forward_hook(functools.partial(narrow, dtype=model.dtype))
+    return model(tokens).logits.transpose(0, 1).numpy()
+
+
+def widen(module, inputs):
+    module.float()
+
+
+def narrow(module, inputs, output, *, dtype):
+    module.to(dtype)
+
+
+if __name__ == "__main__":
+    main()

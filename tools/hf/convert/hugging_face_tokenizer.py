@@ -1,0 +1,38 @@
+"""A tokenizer of Hugging Face that a model was trained with -> the files of its export, equal in ids.
+
+See tokenizer_json.py: nothing is added to a text, special tokens that are spelled out in it stay text,
+and EOS is declared as BOS too. Padding is the tokenizer's own, or the piece for unknown text, or a special token whose
+name says that it has no other use; else there is none.
+"""
+
+import re
+from pathlib import Path
+
+from moh_lm.data.files import read_json
+from moh_lm.data.hugging_face_model import HuggingFaceModel
+from tools.hf.convert.tokenizer_json import config_with, write_files
+
+
+def write_tokenizer(step, directory, max_length):
+    """Write tokenizer.json and tokenizer_config.json; returns {"bos", "eos", "pad", "unk"} -> id or None.
+
+    step: directory that holds the tokenizer. max_length: of the model's context, in tokens. Raises ConfigError.
+    """
+    model = HuggingFaceModel(step)
+    tokenizer, config = (read_json(Path(step, name)) for name in ("tokenizer.json", "tokenizer_config.json"))
+    named = {name: config.get(f"{name}_token") for name in ("eos", "pad", "unk")}
+    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
+    tokens["bos"] = tokens["eos"]
+    tokens = {name: token for name, token in tokens.items() if model.tokenizer.token_to_id(token) is not None}
+    if tokens.get("pad") == tokens["eos"]:  # collators leave padding out of the loss, and EOS has to stay in it
+        del tokens["pad"]
+    added = tokenizer.get("added_tokens", [])  # letters too: those that are not special
+    others = [token["content"] for token in added if token.get("special") and token["content"] != tokens["eos"]]
+    unused = [token for token in others if re.search("pad|unk|reserved|unused", token, re.IGNORECASE)]
+    spare = [token for token in (tokens.get("unk"), *unused) if token not in (None, tokens["eos"])]
+    if spare:
+        tokens.setdefault("pad", spare[0])
+    adds_nothing = {"truncation": None, "padding": None, "post_processor": None}
+    write_files(directory, {**tokenizer, **adds_nothing},
+                config_with({f"{name}_token": token for name, token in tokens.items()}, max_length))  # fmt: skip
+    return {name: model.tokenizer.token_to_id(token) for name, token in tokens.items()}

@@ -1,0 +1,167 @@
+"""A vocabulary made larger: new rows of the embedding and of the output head, and the tokenizers that they belong to.
+
+docs/continue.md says what they are the means of, and has figures. Means of the old tokens that spell a new one: Gee et
+al. 2022, "Fast Vocabulary Transfer". The mean of all old tokens: Hewitt 2021, "Initializing New Word Embeddings for
+Pretrained Language Models"; it also stands in for what is not known: ids beyond the new tokenizer, or all new ids
+without the old one. A tied matrix counts as the embedding.
+
+Rows that only pad the old vocabulary are no tokens: they count for no mean, and new tokens take their places.
+
+Noise is added so that no two rows are equal: N(0, (NOISE x the deviation of that column over the old rows)^2), from a
+generator of (seed, name). Rows drawn like those of a new model would lie far from the others, and disturb every
+prediction at first. Old rows stay as they are, to the bit.
+"""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+from data_prep.encoding import Tokenizer
+from moh_lm.config import ConfigError, flag
+from moh_lm.data.files import read_json
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
+from moh_lm.data.tiktoken_model import NUM_SPECIAL, is_tiktoken, read_ranks
+from moh_lm.data.tokenizer import model_files
+from tools.hf.convert.import_config import fits
+from tools.hf.convert.import_weights import EMBEDDING
+
+NOISE = 0.01
+ROWS = 1024  # new rows made at once
+
+
+def new_rows(source, pieces, seed, num_tokens, ids, name):
+    """The rows ``ids``, a range, of the matrix ``name``, fp32, in blocks. Holds that of the source in memory.
+
+    pieces: {new id: ids of the old tokens that spell it}. num_tokens: of the source; its other rows pad it.
+    """
+    old, pieces = source.whole(name)[:num_tokens], pieces if name == EMBEDDING else {}
+    mean, deviation = old.mean(0), old.std(0)
+    digest = hashlib.blake2b(f"{seed}/{name}/new rows".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    for start in range(0, len(ids), ROWS):
+        rows = torch.stack([old[pieces[i]].mean(0) if i in pieces else mean for i in ids[start : start + ROWS]])
+        yield rows + torch.empty_like(rows).normal_(generator=generator) * (NOISE * deviation)
+
+
+def read_tokenizer(path, vocab_size, named):
+    """{name in a step: bytes} of a tokenizer of any kind. Raises ConfigError naming the flag ``named``."""
+    try:
+        size = size_of(path)
+    except ConfigError as error:
+        raise ConfigError([text.replace("--tokenizer", named) for text in error.problems]) from error
+    if size > vocab_size:
+        remedy = f"give --extend-vocab {size}"
+        raise ConfigError([f"{named} {path}: has {size} tokens, and the model {vocab_size} rows for them; {remedy}"])
+    return {name: file.read_bytes() for name, file in model_files(path).items()}
+
+
+def size_of(path):
+    """Tokens of a tokenizer of any kind. Raises ConfigError."""
+    first = next(iter(model_files(path).values()))
+    if first.is_file() and is_tiktoken(first):  # whose package need not be there
+        ranks, special = read_ranks(first)
+        return max(special + NUM_SPECIAL, max(ranks.values()) + 1)
+    return Tokenizer(str(path)).vocab_size
+
+
+def tokens_of(path, vocab_size):
+    """How many of ``vocab_size`` rows are tokens of the tokenizer at ``path``: all if that cannot be read."""
+    try:
+        return min(size_of(path), vocab_size)
+    except ConfigError:
+        return vocab_size
+
+
+def spelled(old, new, num_tokens, vocab_size):
+    """{id: ids of the old tokens that spell it} of the tokens that the tokenizer ``new`` adds to ``old``.
+
+    Raises ConfigError unless all ids of ``old`` mean the same in ``new``.
+    """
+    old, new = (next(iter(model_files(path).values())) for path in (old, new))
+    if ".json" in (old.suffix, new.suffix):
+        remedy = "give one in the form of tokenizer.model, or leave the flag out"
+        raise ConfigError([f"--tokenizer {new}: tokens of Hugging Face are not compared with those of {old}; {remedy}"])
+    if is_tiktoken(old) != is_tiktoken(new):
+        raise ConfigError([f"--tokenizer {new}: has another format than {old}"])
+    read_tokenizer(old, vocab_size, "--old-tokenizer")  # refuses what is no tokenizer
+    table = spelled_tiktoken if is_tiktoken(old) else spelled_sentencepiece
+    spelling = {index: ids for index, ids in table(old, new).items() if num_tokens <= index < vocab_size}
+    return {index: ids for index, ids in spelling.items() if ids and max(ids) < num_tokens}  # that have rows
+
+
+def spelled_sentencepiece(old, new):
+    protos = [sentencepiece_model_pb2.ModelProto.FromString(Path(path).read_bytes()) for path in (old, new)]
+    pieces = [[piece.piece for piece in proto.pieces] for proto in protos]
+    refuse_other_ids(old, new, dict(enumerate(pieces[0])), dict(enumerate(pieces[1])))
+    bare = protos[0]  # which splits the text of a piece as it would inside a document
+    bare.normalizer_spec.add_dummy_prefix = False
+    bare.normalizer_spec.remove_extra_whitespaces = False
+    model = SentencePieceProcessor(model_proto=bare.SerializeToString())
+    new_pieces = pieces[1][len(pieces[0]) :]
+    encoded = model.encode([piece.replace("\u2581", " ") for piece in new_pieces])
+    return dict(enumerate(encoded, len(pieces[0])))
+
+
+def spelled_tiktoken(old, new):
+    ranks, _ = read_ranks(old)
+    tokens = {rank: token for token, rank in read_ranks(new)[0].items()}
+    refuse_other_ids(old, new, {rank: token for token, rank in ranks.items()}, tokens)
+    return {rank: joined(ranks, token) for rank, token in tokens.items() if token not in ranks}
+
+
+def joined(ranks, token):
+    """The ids of BPE for the bytes of one word: again and again the neighbours of the lowest joint rank are joined."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while True:
+        pairs = [(ranks.get(parts[i] + parts[i + 1], len(ranks) + 2**20), i) for i in range(len(parts) - 1)]
+        rank, i = min(pairs, default=(None, 0))
+        if rank is None or parts[i] + parts[i + 1] not in ranks:
+            return [ranks[part] for part in parts]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def refuse_other_ids(old, new, before, now):
+    for index, token in before.items():
+        if now.get(index) != token:
+            raise ConfigError([
+                f"--tokenizer {new}: id {index} is {now.get(index)!r} and in {old} it is {token!r}; give one that "
+                "data_prep/tokenize.py extend has made of it"
+            ])
+
+
+def find_tokenizers(arguments, vocab_size):
+    """(path of the model's tokenizer, path of that of the data to come, {name: bytes} of files for the step).
+
+    A model without tokenizer.model has no path of its own, and its tokenizer in Hugging Face form is kept unread.
+    """
+    places = [arguments.model / TOKENIZER_FILES[0], arguments.model / "original" / TOKENIZER_FILES[0]]
+    old = arguments.old_tokenizer or next((path for path in places if path.is_file()), None)
+    new = arguments.tokenizer or (None if arguments.extend_vocab else old)
+    given = [flag(name) for name in ("tokenizer", "old_tokenizer") if getattr(arguments, name)]
+    named = given[0] if given else "tokenizer of the model,"
+    if new:
+        return old, new, read_tokenizer(new, vocab_size, named)
+    kept = tokenizer_files(arguments.model) if not arguments.extend_vocab else []
+    return old, new, {path.name: path.read_bytes() for path in kept}
+
+
+def token_ids(directory, values):
+    """{"bos", "eos", "pad"} -> id of config.json's ``values`` or of generation_config.json, or None."""
+    path = directory / "generation_config.json"
+    try:
+        more = read_json(path) if path.is_file() else {}
+        if not isinstance(more, dict):
+            raise ValueError("it holds no settings")
+    except ValueError as error:
+        raise ConfigError([f"{path}: cannot be read ({error}); mend it, or delete it"]) from error
+    keys = {name: f"{name}_token_id" for name in ("bos", "eos", "pad")}
+    found = {name: more.get(key) if values.get(key) is None else values[key] for name, key in keys.items()}
+    if isinstance(more.get("eos_token_id"), list):  # all that end a text; config.json may name one of them
+        found["eos"] = more["eos_token_id"]
+    odd = {keys[name]: value for name, value in found.items() if not fits(value, int | None | tuple[int, ...])}
+    if odd:
+        given = f"{directory}: config.json or generation_config.json"
+        raise ConfigError([f"{given} has {key} {value!r}: write a whole number, or null" for key, value in odd.items()])
+    return found

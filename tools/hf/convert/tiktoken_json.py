@@ -1,0 +1,63 @@
+"""LLaMA-3's ``tokenizer.model``, in tiktoken's format -> the files of tools/hf/convert/tokenizer_json.py, equal in ids.
+
+tiktoken joins the neighbours whose result has the lowest rank; Hugging Face's BPE has a list of pairs. It gets every
+pair of tokens that make a token, in the order of ranks. ``ignore_merges`` takes a word that is a token as it is, as
+tiktoken does. Bytes are spelled as GPT-2 does. Of the special tokens, which the file lacks, begin and end of text and
+LLaMA 3.1's padding are named; they stand in the vocabulary, or else ``tokenizers`` would give them ids behind the last
+one.
+"""
+
+from moh_lm.data.tiktoken_model import END_OF_TEXT, WORDS, read_ranks
+from tools.hf.convert.tokenizer_json import bpe_model, config_with, content_of, write_files
+
+END, PAD = "<|end_of_text|>", "<|finetune_right_pad_id|>"
+SPECIAL = {"<|begin_of_text|>": 0, END: END_OF_TEXT, PAD: 4}  # their numbers among the special tokens
+
+
+def special_ids(path):
+    """As in tools/hf/convert/tokenizer_json.py. Raises ConfigError."""
+    first = read_ranks(path)[1]
+    end, pad = first + SPECIAL[END], first + SPECIAL[PAD]
+    return {"bos": end, "eos": end, "pad": pad, "unk": None}
+
+
+def write_tokenizer(path, directory, max_length):
+    """As in tools/hf/convert/tokenizer_json.py, of the file at ``path``. Raises ConfigError."""
+    tokens = {"bos_token": END, "eos_token": END, "pad_token": PAD}
+    write_files(directory, tokenizer_json(path), config_with(tokens, max_length))
+
+
+def tokenizer_json(path):
+    """Content of tokenizer.json. Raises ConfigError."""
+    ranks, first = read_ranks(path)
+    letters = byte_letters()
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    special = {content: first + number for content, number in SPECIAL.items()}
+    words = {"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": False}
+    in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return content_of(
+        added=[(index, content, True) for content, index in special.items()],
+        normalizer=None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [words, in_bytes]},
+        decoder=in_bytes,
+        model=bpe_model(
+            {**{spelled[token]: rank for token, rank in ranks.items()}, **special},
+            [[spelled[left], spelled[right]] for left, right in pairs(ranks)],
+            ignore_merges=True,
+        ),
+    )
+
+
+def pairs(ranks):
+    """Every two tokens that make a token, those with the lowest result first."""
+    for token in sorted(ranks, key=ranks.get):
+        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        found = [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        yield from sorted(found, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+
+
+def byte_letters():
+    """The letter of each byte: itself if it can be shown, or else one from U+0100 on, in order."""
+    shown = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) if byte in shown else chr(256 + others.index(byte)) for byte in range(256)}

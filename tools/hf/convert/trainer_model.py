@@ -1,0 +1,78 @@
+"""The trainer's own model and its tokenizer, from a run, a step of it or an export."""
+
+import importlib.util
+import os
+
+import torch
+
+from data_prep.encoding import Tokenizer
+from moh_lm.build import build_model
+from moh_lm.checkpoint.fragments import full_parameters, step_config
+from moh_lm.checkpoint.saver import find_step
+from moh_lm.cli.devices import usable_device
+from moh_lm.config import ConfigError, raise_any
+from moh_lm.cost.attention import cache_width
+from moh_lm.kernels.measured import TRITON_HEAD_DIMS
+from moh_lm.model.transformer import saved_tensors
+from tools.hf.convert.export_files import exported_files
+from tools.hf.convert.import_config import model_config, read_config
+
+
+def load(arguments, attention_backend="auto"):
+    """(model on its device, its longest sequence, its ``Tokenizer``). Raises ConfigError."""
+    directory = arguments.model
+    if not os.path.isdir(directory):
+        remedy = "give a run, a step or an export, or import a model of the hub by tools/import_hf.py first"
+        raise ConfigError([f"--model {directory}: no such directory; {remedy}"])
+    values = read_config(directory) if os.path.exists(directory / "config.json") else {}
+    if "model_type" in values:
+        config, limit = model_config(values), values.get("max_position_embeddings")
+        if not isinstance(limit, int):
+            raise ConfigError([f"--model {directory}: config.json has no max_position_embeddings; add it"])
+        parameters = ((name, file.get_tensor(name)) for name, file in exported_files(directory).items())
+    else:
+        directory = find_step(directory)
+        run = step_config(directory)
+        config, limit, parameters = run.model, run.run.seq_length, full_parameters(directory)
+    device = arguments.device or usable_device(None)
+    if attention_backend == "loops" and device != "cpu":
+        remedy = "choose auto, or --device cpu"
+        raise ConfigError([f"--attention-backend loops: needs a CPU, and --device is {device}; {remedy}"])
+    usable_device(device)
+    if attention_backend == "triton":
+        check_triton(device, config)
+    try:
+        tokenizer = Tokenizer(str(directory))
+    except ConfigError as error:
+        reason, advice = error.problems[0].removeprefix(f"--tokenizer {directory}: "), "or copy that of its data there"
+        raise ConfigError([f"--model {directory}: has no tokenizer that can be read: {reason}, {advice}"]) from error
+    with torch.device("meta"):
+        model = build_model(config).to(getattr(torch, arguments.dtype))
+    model.to_empty(device=device)
+    wanted = dict(saved_tensors(model))
+    with torch.no_grad():
+        for name, tensor in parameters:
+            if name not in wanted or wanted[name].shape != tensor.shape:
+                odd = f"its config.json describes no {name} {list(tensor.shape)}"
+                raise ConfigError([f"--model {directory}: {odd}; import it by tools/import_hf.py"])
+            if not tensor.isfinite().all():
+                raise ConfigError([f"--model {directory}: {name} has values that are not finite; give another step"])
+            wanted.pop(name).copy_(tensor)
+    if wanted:
+        raise ConfigError([f"--model {directory}: has no {', '.join(wanted)}; export it again"])
+    return model.eval(), limit, tokenizer
+
+
+def check_triton(device, config):
+    problems = []
+    head_dim = cache_width(config) if config.attention == "latent" else config.head_dim
+    if any(map(config.own_keys, range(config.num_layers))):
+        problems.append("cannot leave out keys, which the heads of this model do; choose auto or dense")
+    if torch.device(device).type != "cuda":
+        problems.append(f"needs a CUDA GPU, and --device is {device}; choose auto")
+    if importlib.util.find_spec("triton") is None:
+        problems.append("the package triton is not installed; pip install triton, or choose auto")
+    if head_dim not in TRITON_HEAD_DIMS:
+        allowed = ", ".join(map(str, TRITON_HEAD_DIMS))
+        problems.append(f"has no kernels for head dimension {head_dim}, only for {allowed}; choose auto")
+    raise_any([f"--attention-backend triton: {problem}" for problem in problems])

@@ -1,0 +1,155 @@
+"""Every file of an export is written here: configuration, tokenizer, remote code, weights and model card."""
+
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from moh_lm.build import build_model
+from moh_lm.checkpoint.fragments import full_parameters, write_safetensors
+from moh_lm.data.files import read_json, write_json
+from moh_lm.data.shards import TOKENIZER_FILES, tokenizer_files
+from moh_lm.data.tiktoken_model import is_tiktoken
+from moh_lm.model.router import stored_dtype
+from moh_lm.model.transformer import INIT_STD, saved_tensors
+from tools.hf.convert import hugging_face_tokenizer, tiktoken_json
+from tools.hf.convert.export_files import ExportError, plan_shards
+from tools.hf.convert.keys import ARCHITECTURES, model_type, written
+from tools.hf.convert.model_card import model_card
+from tools.hf.convert.tokenizer_json import CLASS, named_ids, read_model, special_ids, write_tokenizer
+
+REMOTE = Path(__file__).resolve().parents[1] / "remote_code"
+REMOTE_CODE = (
+    "configuration_moh.py",
+    "modeling_moh.py",
+    "moh_attention.py",
+    "moh_own_keys.py",
+    "moh_positions.py",
+    "moh_router.py",
+)
+AUTO_MAP = {
+    "AutoConfig": "configuration_moh.MoHLlamaConfig",
+    "AutoModel": "modeling_moh.MoHLlamaModel",
+    "AutoModelForCausalLM": "modeling_moh.MoHLlamaForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_moh.MoHLlamaForSequenceClassification",
+}
+EXPORTED_BY = "moh_lm"  # by which an export is known that may be overwritten
+
+
+def write_export(step, config, dtype, arguments, directory):
+    """Write every file of the export; returns the number of parameters."""
+    state, tokenizer = read_json(step / "state.json"), tokenizer_of_data(step)
+    if tokenizer:
+        special = export_tokenizer(tokenizer, directory, config.run.seq_length)
+    else:
+        special = copy_tokenizer(step, state, directory)
+    write_json(directory / "config.json", hugging_face_config(config, dtype, special))
+    ids = {f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")}
+    if ids["pad_token_id"] is None:  # otherwise generate() takes EOS and says so every time
+        eos = ids["eos_token_id"]
+        ids["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
+    write_json(directory / "generation_config.json", {key: value for key, value in ids.items() if value is not None})
+    for name in REMOTE_CODE if is_ours(config.model) else ():
+        shutil.copyfile(REMOTE / name, directory / name)
+    parameters = write_weights(step, config.model, dtype, arguments.max_shard_size, directory)
+    card = model_card(step, config, state, dtype, parameters, bool(tokenizer), arguments.license, arguments.base_model)
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    return parameters
+
+
+def is_ours(model):
+    return model_type(model) == "moh_llama"
+
+
+def tokenizer_of_data(step):
+    """Path of the tokenizer that the data of ``step`` were made with; None if it has none, or only its source's."""
+    path = next(iter(tokenizer_files(step)), None)
+    of_source = path and path.name != TOKENIZER_FILES[0] and read_json(step / "state.json")["step"] == 0
+    return None if of_source else path
+
+
+def copy_tokenizer(step, state, directory):
+    """Copy what an import has kept of its source's tokenizer, in the step or in step 0; returns its special ids."""
+    special, place = state.get("imported", {}).get("token_ids", {}), step
+    if not tokenizer_files(step):
+        place = step.with_name("step-0")
+    for path in tokenizer_files(place):
+        shutil.copyfile(path, directory / path.name)
+    named = named_ids(place) if (place / "tokenizer_config.json").is_file() else {}
+    return named | {name: index for name, index in special.items() if index is not None}
+
+
+def export_tokenizer(model, directory, max_length):
+    """Convert the tokenizer ``model``, and copy a tokenizer.model; returns the ids of its special tokens."""
+    if model.name != TOKENIZER_FILES[0]:
+        return hugging_face_tokenizer.write_tokenizer(model.parent, directory, max_length)
+    shutil.copyfile(model, directory / model.name)
+    if is_tiktoken(model):
+        tiktoken_json.write_tokenizer(model, directory, max_length)
+        return tiktoken_json.special_ids(model)
+    try:
+        proto = read_model(model)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
+    write_tokenizer(proto, directory, max_length)
+    return special_ids(proto)
+
+
+def hugging_face_config(config, dtype, special):
+    """Content of config.json. special: ids of the special tokens, see ``special_ids``."""
+    kind = model_type(config.model)
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        **({"auto_map": AUTO_MAP} if is_ours(config.model) else {}),
+        **written(config.model),
+        "max_position_embeddings": config.run.seq_length,
+        "initializer_range": INIT_STD,
+        "use_cache": True,
+        **{f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")},
+        **({"tokenizer_class": CLASS} if special else {}),  # transformers 4.46 chooses its tokenizer by it
+        "torch_dtype": str(dtype).removeprefix("torch."),  # understood by every version
+        "exported_by": EXPORTED_BY,
+    }
+
+
+def write_weights(step, model_config, dtype, max_shard_size, directory):
+    """Write the parameters of ``step`` as safetensors, and an index if there are several; returns their number."""
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in saved_tensors(build_model(model_config))}
+    sizes = {name: shape.numel() * stored_dtype(name, dtype).itemsize for name, shape in shapes.items()}
+    shards = plan_shards(sizes, max_shard_size)
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
+        index = {name: file for names, file in zip(shards, files, strict=True) for name in names}
+        write_json(
+            directory / "model.safetensors.index.json",
+            {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(index.items()))},
+        )
+    parameters = full_parameters(step)
+    for names, file in zip(shards, files, strict=True):
+        try:
+            found = islice(parameters, len(names))
+            tensors = {name: rounded(name, tensor, stored_dtype(name, dtype)) for name, tensor in found}
+        except ValueError as error:
+            raise ExportError(f"checkpoint: a parameter cannot be read ({error})") from error
+        write_safetensors(directory / file, tensors, {"format": "pt"})
+        del tensors  # before the next shard is read
+    return sum(shape.numel() for name, shape in shapes.items() if stored_dtype(name, dtype) is dtype)
+
+
+def rounded(name, tensor, dtype):
+    values = tensor.to(dtype)
+    if not values.isfinite().all():
+        raise ExportError(f"{name}: reaches {tensor.abs().max():.3g}, which {dtype} cannot hold; give another --dtype")
+    return values
+
+
+def is_export(directory):
+    """Whether ``directory`` holds an export, which may be overwritten."""
+    try:
+        return read_json(directory / "config.json")["exported_by"] == EXPORTED_BY
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False

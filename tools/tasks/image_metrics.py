@@ -1,0 +1,78 @@
+"""How near drawn images are to real ones, by the features of Inception: what torch-fidelity computes."""
+
+import contextlib
+import os
+import zipfile
+
+import numpy as np
+import torch
+
+from moh_lm.config import ConfigError
+from moh_lm.data.files import ShardError
+from moh_lm.vision import packages  # noqa: F401 - before torch-fidelity
+from moh_lm.vision.images import ImagePlace, folder_files
+from tools.hf.convert.import_weights import read_released
+
+# isort: split
+from torch_fidelity import calculate_metrics
+
+FEWEST = 10  # images of a set: the Inception Score has so many parts
+METRICS = {
+    "FID": "frechet_inception_distance", "KID": "kernel_inception_distance_mean",
+    "Inception Score": "inception_score_mean", "precision": "precision", "recall": "recall",
+}  # fmt: skip
+
+
+class Pictures(torch.utils.data.Dataset):
+    """The images of an .npz or of a directory of PNGs, uint8 [3, H, W]. Raises ConfigError; ``flag`` is named in it."""
+
+    def __init__(self, flag, path):
+        self.flag = flag
+        try:
+            self.images = pngs(path) if path.is_dir() else np.load(path)["arr_0"]
+        except (OSError, ValueError, KeyError, EOFError, TypeError, IndexError, zipfile.BadZipFile) as error:
+            raise ConfigError([f"{flag} {path}: no .npz with arr_0 and no directory of PNGs ({error})"]) from error
+        if len(self.images) < FEWEST:
+            raise ConfigError([f"{flag} {path}: has {len(self.images)} images; give at least {FEWEST}"])
+        shape = () if path.is_dir() else self.images.shape[1:]
+        if not path.is_dir() and (self.images.dtype != np.uint8 or len(shape) != 3 or shape[2] != 3):
+            raise ConfigError([f"{flag} {path}: arr_0 is {self.images.dtype} {list(shape)}; give uint8 [n, H, W, 3]"])
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        image = self.images[index]
+        if not isinstance(image, np.ndarray):
+            try:
+                image = np.asarray(ImagePlace(image, "", 0, -1).read(3))
+            except ShardError as error:
+                raise ConfigError([f"{self.flag} {error}"]) from error
+        return torch.from_numpy(image.copy()).permute(2, 0, 1)
+
+
+def pngs(directory):
+    """Paths of the PNGs below a directory, sorted."""
+    names = sorted(name for name, *_ in folder_files(str(directory)) if name.lower().endswith(".png"))
+    return [os.path.join(directory, name) for name in names]
+
+
+def compare(arguments, device):
+    """Print how near the samples are to the reference."""
+    samples, reference = Pictures("--samples", arguments.samples), Pictures("--reference", arguments.reference)
+    try:
+        weights = read_released(arguments.inception)  # torch-fidelity would run code that is in it
+    except ConfigError as error:
+        raise ConfigError([f"--inception {arguments.inception}: {error.problems[0]}"]) from error
+    if "Mixed_7c.branch_pool.bn.weight" not in weights:
+        raise ConfigError([f"--inception {arguments.inception}: is no Inception of torch-fidelity; see --help"])
+    on_gpu = device != "cpu"
+    with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():  # torch-fidelity takes the current GPU
+        found = calculate_metrics(
+            input1=samples, input2=reference, fid=True, kid=True, isc=True, prc=True, cuda=on_gpu, cache=False,
+            feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(arguments.inception),
+            batch_size=arguments.batch_size, kid_subset_size=min(1000, len(samples), len(reference)),
+            save_cpu_ram=True, verbose=False,
+        )  # fmt: skip
+    print(f"{len(samples):,} samples of {arguments.samples}, {len(reference):,} images of {arguments.reference}")
+    print("   ".join(f"{name} {found[key]:.4f}" for name, key in METRICS.items()))
