@@ -112,7 +112,7 @@ def write_table(path, columns):
 
 def sources_below(directory, only=(), text_key="text"):
     """Source -> sorted names of its files."""
-    sources, unreadable, _ = recognized_sources([str(directory)], text_key, set(), list(only))
+    sources, unreadable, *_ = recognized_sources([str(directory)], text_key, set(), list(only))
     assert not unreadable
     return {source: sorted(piece.name for piece in pieces) for source, pieces in sources.items()}
 
@@ -205,7 +205,7 @@ def test_a_file_that_mixes_sets_gives_each_document_to_its_own_source_once(name,
         write_table(tmp_path / name, {"text": texts, **content})
     else:
         write(tmp_path / name, *({"text": text, **record} for text, record in zip(texts, content, strict=True)))
-    sources, _, _ = recognized_sources([str(tmp_path)], "text", set(), [])
+    sources, *_ = recognized_sources([str(tmp_path)], "text", set(), [])
     assert sorted(sources) == sorted(set(expected))
     for source, (piece,) in sources.items():
         found = list(documents(piece, "text"))
@@ -332,8 +332,9 @@ def test_documentation_hidden_and_empty_files_are_left_out_aloud(model, tmp_path
         (tmp_path / "in" / name).write_text("no data")
     (tmp_path / "in/empty.jsonl").touch()
     stdout, _ = tokenize(model, tmp_path / "out", recognize=tmp_path / "in")
-    line = next(line for line in stdout.splitlines() if line.startswith("left out"))
-    assert sorted(re.findall(r"in/([^,]+)", line)) == sorted([*left_out, "empty.jsonl"])
+    assert f"left out, as no data: 10 files, such as {tmp_path}/in/._x.jsonl; {tmp_path}/out/left_out" in stdout
+    expected = [f"left out, as no data: {tmp_path}/in/{name}" for name in sorted([*left_out, "empty.jsonl"])]
+    assert (tmp_path / "out/left_out.txt").read_text().splitlines() == expected
     assert decoded(tmp_path / "out", "pile", model) == ["a"]
     (tmp_path / "in/x.jsonl").unlink()
     _, stderr = tokenize(model, tmp_path / "none", recognize=tmp_path / "in", code=2)

@@ -18,8 +18,8 @@ import pytest
 import sentencepiece
 import zstandard
 
+from data_prep import report, writing
 from data_prep import units as units_module
-from data_prep import writing
 from data_prep.containers import InputError
 from data_prep.encoding import Options, Tokenizer
 from data_prep.report import outlook
@@ -265,6 +265,41 @@ def test_copies_of_a_file_are_left_out_aloud_and_a_shard_made_of_one_is_replaced
     assert decoded(tmp_path / "out", "a", model) == ["once"]
 
 
+def test_many_copies_are_counted_and_listed_in_a_file(model, tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.jsonl").write_bytes(json_lines(["once"]))
+    stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/*.jsonl")
+    assert f"other files: 4 files, such as {tmp_path}/1.jsonl; {tmp_path}/out/left_out.txt lists them\n" in stdout
+    listed = [line.rpartition(": ")[2] for line in (tmp_path / "out/left_out.txt").read_text().splitlines()]
+    assert listed == [f"{tmp_path}/{number}.jsonl" for number in range(1, 5)]
+    tokenize(model, tmp_path / "out", f"a={tmp_path}/[12].jsonl")
+    assert not (tmp_path / "out/left_out.txt").exists()
+
+
+def test_something_is_said_while_nothing_happens(model, tmp_path, monkeypatch, capfd):
+    """One long document is encoded, of which no progress is reported."""
+    monkeypatch.setattr(report, "QUIET", 0.05)
+    monkeypatch.setattr("data_prep.workers.QUIET", 0.05)
+    (tmp_path / "a.jsonl").write_bytes(json_lines(["many words " * 100_000]))
+    _, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
+    assert stderr.count("tokenizing:   0%") > 2
+    with report.told("training"):
+        time.sleep(0.3)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "training, 0 s so far" and 3 <= len(lines) < 7
+
+
+@pytest.mark.parametrize(("text", "altered"), [("a\u2581b", 1), ("a\u2585b", 0)])
+def test_the_space_mark_in_a_text_is_counted_and_said(text, altered, model, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json_lines([text, "plain"]))
+    for _ in range(2):  # also if the shard is complete already
+        stdout, _ = tokenize(model, tmp_path / "out", f"a={tmp_path}/a.jsonl")
+        assert ("1 documents hold U+2581, which SentencePiece keeps for itself" in stdout) == bool(altered)
+    (shard,) = shards(tmp_path / "out", "a")
+    assert shard.sidecar.get("altered", 0) == altered
+    assert sorted(decoded(tmp_path / "out", "a", model)) == sorted([text.replace("\u2581", " "), "plain"])
+
+
 @pytest.mark.parametrize("then", ["moved", "copied", "linked"])
 def test_a_file_that_comes_again_from_elsewhere_in_other_units_is_not_there_twice(then, model, tmp_path):
     long = [f"{number} {os.urandom(100_000).hex()}" for number in range(3)]  # larger than what is sampled
@@ -358,7 +393,7 @@ def test_a_file_of_which_nothing_can_be_read_fails_by_name_however_few_its_recor
     (tmp_path / "in/empty.txt").touch()
     (tmp_path / "in/blank.jsonl").write_text("\n\n")
     stdout, stderr = tokenize(model, tmp_path / "out", f"a={tmp_path}/in/*", code=1)
-    assert f"no document is in {tmp_path}/in/blank.jsonl, {tmp_path}/in/empty.txt\n" in stdout
+    assert f"without a document: {tmp_path}/in/blank.jsonl, {tmp_path}/in/empty.txt\n" in stdout
     for name, (_, reasons) in lost.items():
         assert f"{tmp_path}/in/{name}: holds no document ({reasons})" in stderr
     assert stderr.count("failed: ") == len(lost)
@@ -367,7 +402,7 @@ def test_a_file_of_which_nothing_can_be_read_fails_by_name_however_few_its_recor
     _, stderr = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", code=1)
     assert f"{tmp_path}/in/latin-1.txt: holds no document (1 bad UTF-8)" in stderr
     stdout, _ = tokenize(model, tmp_path / "grouped", f"a={tmp_path}/in/*.txt", max_bad_fraction=0.5)
-    assert f"no document is in {tmp_path}/in/empty.txt\n" in stdout
+    assert f"without a document: {tmp_path}/in/empty.txt\n" in stdout
     assert decoded(tmp_path / "grouped", "a", model) == ["sound"]
 
 
