@@ -9,8 +9,9 @@ pytest.importorskip("transformers")
 
 import torch
 
+from tests.reference import softmax
 from tests.tools.modeling_cases import GREEDY, SHAPE, make_model, random_tokens
-from tests.tools.modeling_reference import assert_equals_reference, assert_router_outputs, reference_gates, softmax
+from tests.tools.modeling_reference import assert_equals_reference, assert_router_outputs, reference_gates
 from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
 from tools.hf.remote_code.moh_attention import local_heads
 from tools.hf.remote_code.moh_router import MoHLlamaRouter, query_norm_routing
