@@ -98,7 +98,7 @@ def differing(tokenizer, texts):
 # --- SentencePiece ---
 
 
-def test_ids_are_those_of_plain_sentencepiece_for_every_model_and_text(tokenizer):
+def test_ids_are_those_of_plain_sentencepiece(tokenizer):
     texts = list(nasty_texts())
     assert differing(tokenizer, texts) == []
     assert differing(tokenizer, texts) == []  # now that the segments are known
@@ -127,7 +127,7 @@ def llama(tmp_path_factory):
     return path
 
 
-def test_ids_are_int32_and_end_with_the_only_end_of_sequence_id_also_if_the_text_spells_it(llama):
+def test_ids_are_int32_and_end_with_the_only_eos(llama):
     tokenizer = Tokenizer(str(llama))
     for text in ["</s>", "a</s>b</s>", "", "<0xFF>"]:
         ids = tokenizer.encode(text)
@@ -159,7 +159,7 @@ def test_a_cache_that_goes_wrong_is_found_by_the_running_check(llama):
 @pytest.mark.parametrize(
     "rule", ["unigram", "NFKC", "extra spaces removed", "spaces as suffixes", "a symbol with a plain space"]
 )
-def test_a_model_with_a_rule_that_looks_further_than_a_segment_is_known_by_the_rule(rule):
+def test_a_rule_that_looks_further_than_a_segment_is_known(rule):
     proto = sentencepiece_model_pb2.ModelProto.FromString(train(**WHOLE[rule]))
     assert segment_cache.joined_bytes(proto) is None
     unused = sentencepiece_model_pb2.ModelProto.FromString(train())
@@ -186,7 +186,7 @@ def small_ranks():
     return ranks
 
 
-def test_ids_of_a_vocabulary_in_llama_3s_format_are_those_of_tiktoken(tmp_path):
+def test_ids_of_llama_3s_format_are_those_of_tiktoken(tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
     from tiktoken.load import load_tiktoken_bpe
 
@@ -210,7 +210,7 @@ def test_ids_of_a_vocabulary_in_llama_3s_format_are_those_of_tiktoken(tmp_path):
     assert reference.decode(spaces[:-1].tolist()) == "a" + " " * 1_000_000 + "b"
 
 
-def test_tokens_added_to_llama_3s_vocabulary_come_after_its_special_tokens(tmp_path):
+def test_tokens_added_to_llama_3_come_after_special_tokens(tmp_path):
     pytest.importorskip("tiktoken")
     path = llama_3_vocabulary(tmp_path / "m", small_ranks(), [b"fox?!", b" fox"])
     tokenizer = Tokenizer(str(path))

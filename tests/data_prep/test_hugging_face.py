@@ -274,7 +274,7 @@ def test_a_data_directory_knows_the_end_of_its_documents(tmp_path):
         read_manifest(tmp_path / "out")
 
 
-def test_another_end_in_the_model_beside_a_tokenizer_model_is_said(tmp_path):
+def test_another_end_in_the_model_beside_a_tokenizer_is_said(tmp_path):
     train_model(tmp_path)
     change(tmp_path / "config.json", eos_token_id=[32_000, 32_007])
     said = Tokenizer(str(tmp_path)).ends()
@@ -298,7 +298,7 @@ def three_tokenizers(directory):
     yield model_directory(directory / "hf", "Mistral-Instruct"), 1, 2
 
 
-def test_with_bos_every_document_begins_with_it_and_is_else_the_same(tmp_path):
+def test_with_bos_every_document_begins_with_it(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(json_lines([*TEXTS, "<s> as text"]))
     for number, (path, bos, eos) in enumerate(three_tokenizers(tmp_path)):
         output = tmp_path / f"out-{number}"
