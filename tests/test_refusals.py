@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from moh_lm import pretrain
@@ -145,7 +144,6 @@ def test_what_tensor_parallelism_cannot_share_is_refused(flags, named):
         ("--num-shared-heads 6 --num-attention-heads 12", "the 6 heads always on and the 6 others; choose a divisor"),
         ("--head-selection static --num-shared-heads 6", "or other --num-shared-heads"),
         ("--num-shared-heads 8 --tensor-parallel-size 4", "4 * --tensor-parallel-size 4 = 16: must divide the 8 heads"),
-        ("--num-shared-heads 8 --routing expert_choice", "needs whole sequences; choose 1"),
         ("--num-shared-heads 8 --seq-length 1022 --batch-tokens 8176", "--context-parallel-size 4 = 4"),
         ("--num-shared-heads 8 --context-parallel-size 3", "* context_parallel_size(3)"),
     ],
@@ -221,32 +219,3 @@ def test_limits_of_own_keys_ask_the_layers_that_have_them():
     ):
         problems = config_problems(parse_config([*REQUIRED, *given.split()])[0], world_size=1)
         assert not [problem for problem in problems if "--routed-keys" in problem]
-
-
-@pytest.mark.parametrize(
-    "flags, problem",
-    [
-        ("", None),
-        ("--routed-keys all", "is for --routed-keys selected"),
-        ("--window 100", "does not know --window"),
-        ("--precision fp32", "computes in bf16 only"),
-        ("--compile", "--compile: does not know --attention-backend varlen"),
-        ("--head-dim 36", "takes heads of multiples of 8 features up to 256, not of 36"),
-        ("--head-dim 264", "takes heads of multiples of 8 features up to 256, not of 264"),
-        ("--head-dim 256", None),
-    ],
-)
-def test_limits_of_packed_sequences(flags, problem, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    config = parse(*"--attention-backend varlen --routed-keys selected --reset-at-documents".split(), *flags.split())
-    found = [text for text in config_problems(config, 1) if "varlen" in text]
-    assert ([problem in text for text in found] == [True]) if problem else not found, found
-
-
-def test_packed_sequences_need_a_gpu_that_has_their_kernel(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    config = parse(*"--attention-backend varlen --routed-keys selected".split())
-    (problem,) = (text for text in config_problems(config, 1) if "varlen" in text)
-    assert "needs compute capability 8.0, and this GPU has 7.5; choose auto or dense" in problem

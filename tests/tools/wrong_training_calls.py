@@ -68,7 +68,6 @@ TRAINING = {
         ok --window 1 | --window 1: must be 0, for the whole sequence, or at least 2
         ok --routing relu --router-gumbel-noise 1 | --router-gumbel-noise 1: --routing relu selects every
         ok --routing relu --post-norm | --routing relu: its gates begin at 1 for normalised inputs; --post-norm
-        ok --routing expert_choice --routing-dtype bf16 | --routing-dtype bf16: --routing expert_choice ranks tokens
         ok --routing relu --routing-dtype bf16 | --routing-dtype bf16: --routing relu ranks nothing; leave it out
         ok --routing-top-p 0.4 --router-gumbel-noise 1 | --routing-top-p 0.4: with --router-gumbel-noise fewer heads
         ok --routing-dtype bf16 --load-balance-bias-rate 0.001 | --load-balance-bias-rate 0.001: is too fine for a
@@ -76,7 +75,7 @@ TRAINING = {
         ok --checkpoint-dir /proc/x | --checkpoint-dir /proc/x: cannot be written (No such file or
         ok --dry-run --save-config nosuch/x.yaml | --save-config nosuch/x.yaml: cannot be written (No
         ok --vocab-size 16 | --vocab-size 16 is smaller than the vocabulary of the data: 64 pieces
-        ok --attention-backend flex | --attention-backend flex: needs a CUDA GPU, and this machine shows none
+        ok --head-dim 16 --attention-backend triton | --attention-backend triton: needs a CUDA GPU, and this machine
     """,
     "data_prep/tokenize.py": """
         | --tokenizer and --output: must be given

@@ -13,7 +13,7 @@ import statistics
 import pytest
 import torch
 
-from moh_lm.build import build_model
+from moh_lm.build import build_model, layer_backends
 from moh_lm.data.loader import MicroBatch
 from moh_lm.flags import parse_config
 from moh_lm.parallel.groups import ParallelGroups, group_rank
@@ -49,8 +49,8 @@ def gradients_of_autograd(config, step, size):
     """{name: gradient} of the mean over the micro-batches of all ranks, summed in fp32."""
     dtype = torch.bfloat16 if config.run.precision == "bf16" else torch.float32
     count = size * MICRO_BATCHES
-    backend, z_loss = config.run.attention_backend, config.optimizer.z_loss
-    model = build_model(config.model, micro_batches=count, backends=backend, z_loss=z_loss)
+    backends, z_loss = layer_backends(config, torch.device("cpu")), config.optimizer.z_loss
+    model = build_model(config.model, micro_batches=count, backends=backends, z_loss=z_loss)
     model.initialize(config.run.seed)
     model = model.to(dtype)
     sums = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in model.named_parameters()}
