@@ -12,12 +12,12 @@ from transformers import DynamicCache, Trainer, TrainingArguments
 
 from moh_lm.build import build_model
 from moh_lm.config import HeadsConfig, ModelConfig
+from tests.tools.exported_code.configuration_moh import MoHLlamaConfig
+from tests.tools.exported_code.modeling_moh import MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
+from tests.tools.exported_code.moh_own_keys import QuantizedLayer
+from tests.tools.exported_code.moh_rotary import rotate
 from tests.tools.modeling_cases import SHAPE, make_model, random_tokens
 from tests.tools.modeling_reference import assert_router_outputs, reference_balance
-from tools.hf.remote_code.configuration_moh import MoHLlamaConfig
-from tools.hf.remote_code.modeling_moh import MoHLlamaForCausalLM, MoHLlamaForSequenceClassification
-from tools.hf.remote_code.moh_own_keys import QuantizedLayer
-from tools.hf.remote_code.moh_positions import rotate
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_attention_weights_are_returned_by_eager_attention_only():
     projections = layer.self_attn.q_proj, layer.self_attn.k_proj
     query, key = (projection(x).unflatten(-1, (-1, 6)).transpose(1, 2) for projection in projections)
     places = model.model.rotary_emb(x, torch.arange(7)[None])
-    query, key = rotate(query, *places), rotate(key, *places)
+    query, key = rotate(query, places), rotate(key, places)
     scores = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) / math.sqrt(6)
     expected = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf).softmax(-1)
     torch.testing.assert_close(outputs.attentions[0], expected, rtol=0, atol=1e-6)
