@@ -280,5 +280,5 @@ def test_a_decay_has_its_own_mix_and_reads_no_window_twice(directory):
     assert "--decay-mix began at sample 48 and would begin at 80: the run is longer now" in change
     assert [row["samples"] for row in opened().plan(96)] == [36, 36, 24]
     data = DataConfig(str(directory), (("a", "1"),), 0.0, decay_mix=(("d", "1"),))
-    with pytest.raises(ConfigError, match="^--decay-mix d: the data directory has no such source"):
+    with pytest.raises(ConfigError, match="^--decay-mix: no source is named d"):
         Dataset.open(data, seq_length=SEQ_LENGTH, seed=1, vocab_size=2**20, decay_begins=48)
