@@ -1,8 +1,8 @@
-"""The equations of the paper in numpy, one token and one head at a time: what training, export and vision are held to.
+"""The equations in numpy, one token and one head at a time: training, export and vision are all compared with them.
 
-Nothing here is taken from moh_lm. Arrays are float64, or complex128: every function is analytic where it decides
-nothing, so that ``slope`` can read derivatives off an imaginary part, and no reference needs autograd. Numbers of heads
-are those of the paper: the shared ones come first. Equations without a source are those of arXiv 2410.11842.
+Nothing here is taken from moh_lm. Numbered equations are those of the paper (arXiv 2410.11842). Arrays are float64, or
+complex128: decisions look at real parts and all else is analytic, so ``slope`` reads derivatives off an imaginary part
+and nothing here needs autograd. Shared heads come first.
 
 Shapes: s tokens of a sequence, d width, h heads, e features of a head, n_s shared and E routed experts; an expert is a
 head, or all heads that share a key/value head.
@@ -20,7 +20,7 @@ import numpy as np
 class Routing(NamedTuple):
     """How the heads of a layer are used. Numbers count heads; ``size`` of them are an expert, selected together.
 
-    form: all, static, or of --routing. top_p: see ``chosen``. bias_rate: multiplies ``bias_steps``, which are added to
+    form: all, static, or a choice of --routing. top_p: see ``chosen``. bias_rate: how much a step of the bias adds to
     what a token selects by.
     """
 
@@ -35,7 +35,7 @@ class Routing(NamedTuple):
 
 
 class Route(NamedTuple):
-    """gates [h] and used, bool [h], of a token. Of its routed experts [E]: probability, the selection, scores."""
+    """The heads of a token: gates [h] and used, bool [h]; of its routed experts probability, selected, scores, [E]."""
 
     gates: np.ndarray
     used: np.ndarray
@@ -64,8 +64,8 @@ def route(routing, x, weights, queries=None):
         used = np.arange(heads) < (heads if form == "all" else shared + active)
         return Route(used.astype(float), used)
     shared, active, routed = shared // size, active // size, (heads - shared) // size
-    on, scores, kinds = (np.array([row @ x for row in weights.get(f"w_{kind}", ())])
-                         for kind in ("shared", "routed", "type"))  # fmt: skip
+    products = [np.array([row @ x for row in weights.get(name, ())]) for name in ("w_shared", "w_routed", "w_type")]
+    on, scores, kinds = products
     if form == "query_norm":
         experts = [np.concatenate(queries[i : i + size]) for i in range(shared * size, heads, size)]
         scores = np.array([np.sqrt(query @ query) for query in experts])
@@ -105,8 +105,8 @@ def route(routing, x, weights, queries=None):
 
 
 def chosen(ranks, probability, k, top_p=None):
-    """The k largest ranks, of equal ones the first: bool [E]. top_p: only the fewest of them, the largest first, whose
-    probabilities add up to it, if they do."""
+    """The k largest ranks, of equal ones the first: bool [E]. top_p: only the first of them, in that order, whose
+    probabilities add up to it; all k if they do not."""
     best = sorted(range(len(ranks)), key=lambda i: (-ranks[i], i))[:k]
     if top_p is not None:
         enough = [m for m in range(1, k) if sum(probability[i] for i in best[:m]) >= top_p]
@@ -115,7 +115,7 @@ def chosen(ranks, probability, k, top_p=None):
 
 
 def balance_loss(routing, routes, share=None):
-    """L_b of Eq. 7 over the tokens of ``routes``; None without routed experts. share: f [E], if it is not theirs."""
+    """L_b of Eq. 7 over the tokens of ``routes``; None without routed experts. share: f [E] in place of theirs."""
     number = len(routes[0].probability)
     if not number:
         return None
@@ -139,10 +139,10 @@ def z_loss(routes):
 
 
 class Rotary(NamedTuple):
-    """Feature i and feature i + w/2 of the first w features of a head are a point that turns with the position.
+    """Of the first w features of a head, feature i and feature i + w/2 are a point that turns with the position.
 
-    share: w over the features. kind: default, linear, llama3 or yarn (arXiv 2309.00071), with ``length`` the original
-    one. width: w, where it does not follow from the head.
+    share: w over all features, unless ``width`` says w. kind: default, linear, llama3 or yarn (arXiv 2309.00071).
+    length: the original one.
     """
 
     theta: float
@@ -307,17 +307,13 @@ def latent_heads(layer, weights, x):
 
     In the rows of a head's query the features that turn are the last ones.
     """
-    heads, latent = len(layer.widths), len(weights["kv_a_layernorm"])
-    asks = weights.get("q_proj")
-    if asks is None:
-        asks, narrow = weights["q_b_proj"], weights["q_a_proj"] @ x
-        query = asks @ rms_norm(narrow, weights["q_a_layernorm"], layer.eps)
-    else:
-        query = asks @ x
+    heads, latent, asked, rows = len(layer.widths), len(weights["kv_a_layernorm"]), x, "q_proj"
+    if rows not in weights:
+        asked, rows = rms_norm(weights["q_a_proj"] @ x, weights["q_a_layernorm"], layer.eps), "q_b_proj"
     both = weights["kv_a_proj_with_mqa"] @ x
     turning = both[latent:]
     made = weights["kv_b_proj"] @ rms_norm(both[:latent], weights["kv_a_layernorm"], layer.eps)
-    queries = [np.roll(part, len(turning)) for part in np.split(query, heads)]
+    queries = [np.roll(part, len(turning)) for part in np.split(weights[rows] @ asked, heads)]
     keys, values = zip(*(np.split(part, 2) for part in np.split(made, heads)), strict=True)
     return queries, [np.concatenate([turning, key]) for key in keys], list(values)
 
@@ -335,8 +331,8 @@ def slope(function, arrays, name, direction):
 
 
 def assert_slopes(function, arrays, gradients, rtol=1e-11, atol=1e-11):
-    """``gradients``, {name: array}, are those of ``function(arrays)``: along random directions, each of which shows an
-    error in any element."""
+    """``gradients``, {name: array}, are those of ``function(arrays)``, by their slopes along random directions: an
+    error in any element shows in nearly all of them."""
     draw = np.random.default_rng(0)
     for name, gradient in gradients.items():
         for direction in draw.standard_normal((3, *gradient.shape)):

@@ -21,7 +21,7 @@ n_s shared experts and E routed ones, K of which are selected:
                    of the softmax of the scores (the straight-through estimator, Eq. 10)
 
 A form is a class of a few lines. To add one: write it here, name it in ``FORMS`` and in the choices of ``routing`` in
-moh_lm/config/heads.py, and give it its formula in float64 in tests/model/test_router.py. Exports carry a copy of this
+moh_lm/config/heads.py, and give it its formula in float64 in tests/reference.py. Exports carry a copy of this
 file as moh_gates.py, so it imports nothing but torch and the standard library.
 
 Shapes: a dot stands for tokens, [s, b] or a slice of them.

@@ -1,10 +1,10 @@
-"""MoH-DiT against its formula written out image by image, token by token and head by head in float64."""
+"""MoH-DiT against its formula, image by image and token by token, with the heads of tests/reference.py."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from moh_lm.model.block import modules_of
 from moh_lm.model.router import Gates
@@ -12,6 +12,7 @@ from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import DiTConfig, ImageHeadsConfig
 from moh_lm.vision.diffusion import Diffusion, image_noise
 from moh_lm.vision.dit import DiT, DiTBlock
+from tests.reference import Routing, assert_slopes, attention_maps, balance_loss, route, sigmoid, weighted_heads
 
 D, CHANNELS, SIZE, PATCH, CLASSES, LAYERS = 12, 3, 4, 2, 5, 2
 CASES = {
@@ -22,10 +23,10 @@ CASES = {
 }
 
 
-def make_model(heads=(4,), head_dim=None, recompute=False, micro_batches=1, **settings):
+def make_model(heads=(4,), head_dim=None, recompute=False, micro_batches=1, beta=0.3, **settings):
     config = DiTConfig(
         input_size=SIZE, in_channels=CHANNELS, patch_size=PATCH, num_classes=CLASSES, hidden_size=D, num_layers=LAYERS,
-        num_attention_heads=heads, head_dim=head_dim, heads=ImageHeadsConfig(load_balance_coefficient=0.3, **settings),
+        num_attention_heads=heads, head_dim=head_dim, heads=ImageHeadsConfig(load_balance_coefficient=beta, **settings),
     )  # fmt: skip
     model = DiT(config, micro_batches, recompute).double()
     model.initialize(seed=3)
@@ -43,90 +44,67 @@ def make_inputs(batch=3):
 
 
 def waves(number, count, *functions):
-    return [function(number * 10000 ** (-k / count)) for function in functions for k in range(count)]
+    return np.array([function(number * 10000 ** (-k / count)) for function in functions for k in range(count)])
+
+
+def silu(v):
+    return v * sigmoid(v)
 
 
 def normalised(v, shift, scale):
-    return (v - v.mean()) / (v.var(unbiased=False) + 1e-6).sqrt() * (1 + scale) + shift
+    centred = v - v.mean()
+    return centred / np.sqrt((centred * centred).mean() + 1e-6) * (1 + scale) + shift
 
 
-def head_gates(weights, name, config, index, v):
-    """Gates of all heads, probabilities of the routed ones, and the selected ones, for one token."""
-    shared, active = config.heads.num_shared_heads[index], config.heads.num_active_routed_heads[index]
-    first = torch.zeros(0)
-    if shared:
-        first = shared * torch.softmax(weights[f"{name}.w_shared"] @ v, 0)
-    if not active:
-        return first, None, None
-    probability = torch.softmax(weights[f"{name}.w_routed"] @ v, 0)
-    selected = probability.argsort(descending=True)[:active].tolist()
-    total = sum(probability[i] for i in selected)
-    others = [active * p / total if i in selected else 0 * p for i, p in enumerate(probability)]
-    a1, a2 = 2 * torch.softmax(weights[f"{name}.w_type"] @ v, 0) if shared else (1, 1)
-    return torch.stack([*(a1 * gate for gate in first), *(a2 * gate for gate in others)]), probability, selected
+def patch_of(row, column):
+    return slice(None), slice(row * PATCH, (row + 1) * PATCH), slice(column * PATCH, (column + 1) * PATCH)
 
 
-def reference(model, x, t, y):
-    """What the model says of the images, and the mean of L_b over layers with routed heads."""
-    w, config, side = dict(model.named_parameters()), model.config, SIZE // PATCH
-    places = [(row, column) for row in range(side) for column in range(side)]
-    images, vectors = [], []
-    for image, step, label in zip(x, t.tolist(), y, strict=True):
-        tokens = []
-        for row, column in places:
-            patch = image[:, row * PATCH : (row + 1) * PATCH, column * PATCH : (column + 1) * PATCH]
-            at = waves(column, D // 4, math.sin, math.cos) + waves(row, D // 4, math.sin, math.cos)
-            value = (w["x_embedder.proj.weight"] * patch).sum((1, 2, 3)) + w["x_embedder.proj.bias"]
-            tokens.append(value + torch.tensor(at))
-        images.append(tokens)
-        features = torch.tensor(waves(step, 128, math.cos, math.sin))
-        inner = F.silu(w["t_embedder.mlp.0.weight"] @ features + w["t_embedder.mlp.0.bias"])
-        c = w["t_embedder.mlp.2.weight"] @ inner + w["t_embedder.mlp.2.bias"]
-        vectors.append(F.silu(c + w["y_embedder.embedding_table.weight"][label]))
-    balances = []
+def reference(config, weights, x, t, y):
+    """What the model says of the images, and the mean of L_b over layers with routed heads; weights: by name."""
+
+    def linear(name, v):
+        weight = weights[f"{name}.weight"]
+        return weight.reshape(len(weight), -1) @ v.flatten() + weights[f"{name}.bias"]
+
+    places = list(np.ndindex(SIZE // PATCH, SIZE // PATCH))
+    images, vectors, balances = [], [], []
+    for image, step, label in zip(x, t, y, strict=True):
+        at = [[waves(number, D // 4, np.sin, np.cos) for number in (column, row)] for row, column in places]
+        tokens = [linear("x_embedder.proj", image[patch_of(*place)]) for place in places]
+        images.append([token + np.concatenate(both) for token, both in zip(tokens, at, strict=True)])
+        inner = silu(linear("t_embedder.mlp.0", waves(step, 128, np.cos, np.sin)))
+        vectors.append(silu(linear("t_embedder.mlp.2", inner) + weights["y_embedder.embedding_table.weight"][label]))
     for index in range(LAYERS):
-        name, heads, e = f"blocks.{index}", config.num_attention_heads[index], config.head_dim
-        probabilities, selections = [], []
+        name, routing = f"blocks.{index}", Routing("all", config.num_attention_heads[index])
+        if config.heads.head_selection == "mixture":
+            shared, active = config.heads.num_shared_heads[index], config.heads.num_active_routed_heads[index]
+            routing = Routing("released", routing.heads, shared, active)
+        router = {key.split(".")[-1]: weight for key, weight in weights.items() if f"{name}.attn.router." in key}
+        routes = []
         for image, c in enumerate(vectors):
-            changes = w[f"{name}.adaLN_modulation.1.weight"] @ c + w[f"{name}.adaLN_modulation.1.bias"]
-            shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = changes.split(D)
+            shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = np.split(linear(f"{name}.adaLN_modulation.1", c), 6)
             inputs = [normalised(v, shift, scale) for v in images[image]]
-            rows = torch.stack([w[f"{name}.attn.qkv.weight"] @ v + w[f"{name}.attn.qkv.bias"] for v in inputs])
-            query, key, value = rows.view(len(places), 3, heads, e).unbind(1)
-            for token, v in enumerate(inputs):
-                gates = torch.ones(heads)
-                if config.heads.head_selection == "mixture":
-                    gates, probability, selected = head_gates(w, f"{name}.attn.router", config, index, v)
-                    probabilities.append(probability)
-                    selections.append(selected)
-                context = []
-                for head in range(heads):
-                    share = torch.softmax(key[:, head] @ query[token, head] / math.sqrt(e), 0)
-                    context.append(gates[head] * (share @ value[:, head]))
-                attention = w[f"{name}.attn.proj.weight"] @ torch.cat(context) + w[f"{name}.attn.proj.bias"]
-                v = images[image][token] + gate * attention
-                inner = w[f"{name}.mlp.fc1.weight"] @ normalised(v, mlp_shift, mlp_scale) + w[f"{name}.mlp.fc1.bias"]
-                inner = inner / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
-                images[image][token] = v + mlp_gate * (w[f"{name}.mlp.fc2.weight"] @ inner + w[f"{name}.mlp.fc2.bias"])
-        if probabilities and probabilities[0] is not None:
-            number, mean = len(probabilities[0]), torch.stack(probabilities).mean(0)
-            share = torch.tensor([sum(i in s for s in selections) / len(selections) for i in range(number)])
-            balances.append(number * (share * mean).sum())
-    said = torch.zeros(len(x), 2 * CHANNELS, SIZE, SIZE)
+            rows = np.array([linear(f"{name}.attn.qkv", v) for v in inputs])
+            query, key, value = rows.reshape(len(inputs), 3, routing.heads, -1).swapaxes(0, 1)
+            routes.append([route(routing, v, router) for v in inputs])
+            maps = attention_maps(query, key, lambda t, i: range(len(places)))
+            gates = np.array([of_token.gates for of_token in routes[-1]])
+            attention = weighted_heads(maps, value, gates, weights[f"{name}.attn.proj.weight"])
+            for token, v in enumerate(images[image]):
+                v = v + gate * (attention[token] + weights[f"{name}.attn.proj.bias"])
+                inner = linear(f"{name}.mlp.fc1", normalised(v, mlp_shift, mlp_scale))
+                inner = inner / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner * inner * inner)))
+                images[image][token] = v + mlp_gate * linear(f"{name}.mlp.fc2", inner)
+        balances.append(balance_loss(routing, sum(routes, [])))
+    said = np.zeros((len(x), 2 * CHANNELS, SIZE, SIZE), np.result_type(*weights.values()))
     for image, c in enumerate(vectors):
-        changes = w["final_layer.adaLN_modulation.1.weight"] @ c + w["final_layer.adaLN_modulation.1.bias"]
-        for v, (row, column) in zip(images[image], places, strict=True):
-            values = w["final_layer.linear.weight"] @ normalised(v, *changes.split(D)) + w["final_layer.linear.bias"]
-            patch = values.view(PATCH, PATCH, -1).permute(2, 0, 1)
-            said[image, :, row * PATCH : (row + 1) * PATCH, column * PATCH : (column + 1) * PATCH] = patch
-    return said, sum(balances) / len(balances) if balances else torch.zeros(())
-
-
-@pytest.fixture(autouse=True)
-def wide():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+        changes = np.split(linear("final_layer.adaLN_modulation.1", c), 2)
+        for v, place in zip(images[image], places, strict=True):
+            values = linear("final_layer.linear", normalised(v, *changes))
+            said[image][patch_of(*place)] = values.reshape(PATCH, PATCH, -1).transpose(2, 0, 1)
+    balances = [balance for balance in balances if balance is not None]
+    return said, sum(balances) / max(1, len(balances))
 
 
 def gradients(model, *inputs):
@@ -147,18 +125,24 @@ def test_the_model_and_its_gradients_are_those_of_the_formula(case):
     heads = dict(heads=(4, 6), head_dim=2) if case == "a layer of shared heads" else {}
     model, (x, t, y, noise) = make_model(**heads, **CASES[case]), make_inputs()
     x_t = model.diffusion.noised(x, t, noise)
-    said, balance = reference(model, x_t, t, y)
-    torch.testing.assert_close(model.predict(x_t, t, y), said, rtol=1e-9, atol=1e-9)
+    inputs = x_t.numpy(), t.tolist(), y.tolist()
+    weights = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    said, balance = reference(model.config, weights, *inputs)
+    np.testing.assert_allclose(model.predict(x_t, t, y).detach(), said, rtol=1e-9, atol=1e-9)
     loss, found = gradients(model, x, t, y, noise)
-    model.zero_grad()
+    said = torch.from_numpy(said).requires_grad_()
     expected = model.diffusion.losses(lambda *_: said, x, t, y, noise).mean()
-    (expected + 0.3 * balance).backward()
+    (upstream,) = torch.autograd.grad(expected, said)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-9)
-    assert_close(found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+    def objective(weights):
+        said, balance = reference(model.config, weights, *inputs)
+        return (said * upstream.numpy()).sum() + 0.3 * balance
+
+    assert_slopes(objective, weights, {name: gradient.numpy() for name, gradient in found.items()}, 1e-9, 1e-9)
     assert len(modules_of(model, Gates)) == (0 if case == "dense" else 2)
-    rows = [block.rows.take()[:, 0].mean() for block in modules_of(model) if case != "dense"]
-    balanced = max(1, len(model.config.routed_layers()))
-    torch.testing.assert_close(sum(rows) / balanced + torch.zeros(()), balance.detach(), rtol=1e-9, atol=0)
+    rows = [block.rows.take()[:, 0].mean().item() for block in modules_of(model) if case != "dense"]
+    assert sum(rows) / max(1, len(model.config.routed_layers())) == pytest.approx(balance, rel=1e-9)
 
 
 def test_a_mixture_of_all_heads_with_zero_scores_is_dense():
@@ -181,12 +165,9 @@ def test_recomputed_activations_give_the_same_gradients():
 
 
 def test_micro_batches_share_the_balance_loss():
-    one, two = (make_model(micro_batches=number, **CASES["shared and routed"]) for number in (1, 2))
-    (_, first), (_, second) = gradients(one, *make_inputs()), gradients(two, *make_inputs())
-    for model in (one, two):
-        for router in modules_of(model, Gates):
-            router.balance_scale = 0.0
-    (_, alone) = gradients(one, *make_inputs())
+    settings = dict(micro_batches=1), dict(micro_batches=2), dict(beta=0.0)
+    models = [make_model(**CASES["shared and routed"], **setting) for setting in settings]
+    first, second, alone = (gradients(model, *make_inputs())[1] for model in models)
     name = "blocks.0.attn.router.w_routed"
     torch.testing.assert_close(first[name] - alone[name], 2 * (second[name] - alone[name]))
 

@@ -16,6 +16,8 @@ from moh_lm.model.transformer import compile_layers
 from moh_lm.vision.config import ImageHeadsConfig, ViTConfig
 from moh_lm.vision.foveal import AggregatedAttention, CosineAttention, to_images, to_tokens
 from moh_lm.vision.transnext import Block, TransNeXt
+from tests.models import attend
+from tests.reference import Routing, route
 
 BATCH, CLASSES = 3, 5
 MIXTURE = ImageHeadsConfig(
@@ -146,13 +148,15 @@ def attend_by_hand(attention, image, side, cells):
 @pytest.mark.parametrize("side, cells", [(4, 2), (3, 1), (5, 2), (3, 0)], ids=["even", "one cell", "overlap", "all"])
 def test_attention_is_its_formula_for_every_pixel_and_head(side, cells, heads):
     attention, x = make_layer(side, cells, heads)
-    output, routing = attention(x, RouterInputs())
-    gates = torch.ones(len(x), BATCH, 4) if routing.gates is None else routing.gates
+    output, _ = attend(attention, x)
+    routing = Routing("released" if heads is MIXTURE else "all", heads=4, shared=1, active=2)
+    weights = {name: weight.numpy() for name, weight in attention.router.named_parameters()}
+    gates = [[route(routing, one, weights).gates for one in token] for token in x.numpy()]
     for sample in range(BATCH):
         image = {divmod(token, side): x[token, sample] for token in range(len(x))}
         for (row, column), context in attend_by_hand(attention, image, side, cells).items():
             token = row * side + column
-            gated = torch.cat([gate * head for gate, head in zip(gates[token, sample], context, strict=True)])
+            gated = torch.cat([gate * head for gate, head in zip(gates[token][sample], context, strict=True)])
             expected = attention.proj.weight @ gated + attention.proj.bias
             torch.testing.assert_close(output[token, sample], expected, rtol=1e-9, atol=1e-9)
 
@@ -169,7 +173,7 @@ def model_by_hand(model, images, kept):
         x = norm(to_tokens(convolve(x, embed.proj, 4 if stage == 1 else 2)), embed.norm, 1e-5)
         for block in blocks:
             attention, mlp = kept[index].unsqueeze(-1)
-            x = x + attention * block.attn(norm(x, block.norm1, 1e-6), RouterInputs())[0]
+            x = x + attention * attend(block.attn, norm(x, block.norm1, 1e-6))[0]
             inner = norm(x, block.norm2, 1e-6) @ block.mlp.fc1.weight.t() + block.mlp.fc1.bias
             gate, value = inner.tensor_split(2, -1)
             gate = to_tokens(convolve(to_images(gate), block.mlp.dwconv["dwconv"], 1, groups=gate.shape[-1]))
