@@ -42,11 +42,6 @@ from tests.tokenizing import (
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return train_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def other_model(tmp_path_factory):
     return train_model(tmp_path_factory.mktemp("other"), "entirely different words\n" * 50, 280)
 
