@@ -33,11 +33,13 @@ def read_sample(flags: argparse.Namespace) -> list[bytes]:
     """The lines of the sample that the flags describe. Raises ConfigError, and InputError for an unreadable file."""
     sources = sampled_sources(flags)
     total = sum(weight for weight, _ in sources.values())
-    drawn, problems = {}, []
+    drawn, problems, planned = {}, [], {}
+    for name, (_, globs) in sources.items():
+        option = "--input " if flags.input else f"--source {name or 'NAME'}="
+        planned[name] = option, plan_units(option, name, globs, text_key=flags.text_key, unit_size=SAMPLED_UNIT)
     with progress_bar("sampling", flags.sample_bytes) as bar:
         for name, (weight, globs) in sources.items():
-            option = "--input " if flags.input else f"--source {name or 'NAME'}="
-            units = plan_units(option, name, globs, text_key=flags.text_key, unit_size=SAMPLED_UNIT)
+            option, units = planned[name]
             drawn[name] = []
             for sentence in sample_sentences(units, flags.text_key, flags.sample_bytes * weight / total):
                 drawn[name].append(sentence)

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # The rooms, from the ground up; those of one line do not know each other.
 FLOORS = """
-    parsing
-    config units
+    parsing units
+    config
     parallel kernels
     model
     extras inference

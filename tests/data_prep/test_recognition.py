@@ -384,7 +384,7 @@ def test_a_value_that_python_cannot_hold_fails_the_file(tmp_path):
     table = pyarrow.table({"id": ["1"], "text": ["a"], "source": ["common-crawl"], "created": far})
     (tmp_path / "dolma").mkdir()
     pyarrow.parquet.write_table(table, tmp_path / "dolma/x.parquet")
-    found, unreadable, _ = recognized_sources([str(tmp_path)], "text", set(), [])
+    found, unreadable, *_ = recognized_sources([str(tmp_path)], "text", set(), [])
     assert not found and len(unreadable) == 1 and "dolma/x.parquet: " in unreadable[0]
 
     name = b'{"redpajama_set_name": "RedPajamaC4"}'
@@ -392,7 +392,7 @@ def test_a_value_that_python_cannot_hold_fails_the_file(tmp_path):
     table = pyarrow.table({"text": ["a", "b"], "meta": pyarrow.Array.from_buffers(pyarrow.string(), 2, data)})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     (tmp_path / "dolma/x.parquet").unlink()
-    found, _, _ = recognized_sources([str(tmp_path)], "text", set(), ["slimpajama-c4"])
+    found, _, *_ = recognized_sources([str(tmp_path)], "text", set(), ["slimpajama-c4"])
     (piece,) = found["slimpajama-c4"]
     assert [(document.text, document.dropped) for document in documents(piece, "text")] == [
         ("a", None), (None, "bad UTF-8"),

@@ -62,7 +62,7 @@ def test_what_is_no_file_is_told_of_and_not_opened(tmp_path):
     (tmp_path / "e").mkdir()
     source = named_source("--source a=", [f"{tmp_path}/*"])
     assert [piece.name for piece in source.pieces] == ["a.jsonl"]
-    sources, unreadable, _ = recognized_sources([str(tmp_path)], "text", set(), [])
+    sources, unreadable, *_ = recognized_sources([str(tmp_path)], "text", set(), [])
     assert list(sources) == ["pile"] and unreadable == source.unreadable
     assert [text.partition(": ")[0] for text in unreadable] == [f"{tmp_path}/{name}.txt" for name in "bcd"]
 
