@@ -145,4 +145,5 @@ def print_summary(sources: Iterable[str], finished: dict[Unit, dict], left_out: 
         rows.append([source, files, documents, tokens, f"{text_bytes / max(1, tokens):.2f}", reasons])
     print("\n".join(table(["source", "files", "documents", "tokens", "bytes/token", "dropped"], rows, left=(0, 5))))
     if altered := sum(sidecar.get("altered", 0) for sidecar in finished.values()):
-        print(f"{altered:,} documents hold U+2581, which SentencePiece keeps for itself: it is a space in their tokens")
+        why = "SentencePiece keeps it for itself, so their tokens have a space there"
+        print(f"U+2581 is in {altered:,} documents: {why}")

@@ -7,7 +7,7 @@ import pytest
 
 from moh_lm.config import ConfigError
 from moh_lm.data.shards import ShardError, write_manifest
-from tests.data.test_loader import loader, make_directory, open_dataset, problems_of
+from tests.data.directories import loader, make_directory, open_dataset, problems_of
 
 
 def test_an_absent_or_unfinished_directory_is_refused(tmp_path):

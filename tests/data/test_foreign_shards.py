@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moh_lm.data.shards import ShardError, open_shard
-from tests.data.test_shards import open_sound
+from tests.data.directories import open_sound
 
 
 def foreign_index(lengths, pointers, bounds):

@@ -11,29 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from moh_lm.config import ConfigError, DataConfig
-from moh_lm.data.loader import Dataset, Loader
-from moh_lm.data.shards import ShardError, ShardWriter, open_shard, write_manifest
-
-VOCAB = 2**20
-SEQ_LENGTH = 8
-
-
-def make_directory(path, sources, vocab_size=VOCAB, sha256="a" * 64):
-    """A data directory: source -> shards -> lengths of documents. Every token of it is another number."""
-    token = 0
-    for source, shards in sources.items():
-        (path / source).mkdir(parents=True)
-        for number, lengths in enumerate(shards):
-            with ShardWriter(path / source / f"unit-{number}", vocab_size) as shard:
-                for length in lengths:
-                    shard.add(np.arange(token, token + length))
-                    token += length
-                tokenizer = {"sha256": sha256, "vocab_size": token, "eos_id": 2, "engine": "test"}
-                shard.commit({"tokenizer": tokenizer, "inputs": []})
-    write_manifest(path)
-    return path
-
+from moh_lm.data.shards import ShardError, open_shard
+from tests.data.directories import SEQ_LENGTH, VOCAB, loader, make_directory, open_dataset, problems_of
 
 SOURCES = {"books": [[400, 300, 350], [900]], "code": [[3] * 200, [20] * 40, [1]], "wiki": [[11] * 300]}
 
@@ -41,22 +20,6 @@ SOURCES = {"books": [[400, 300, 350], [900]], "code": [[3] * 200, [20] * 40, [1]
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     return make_directory(tmp_path_factory.mktemp("data") / "corpus", SOURCES)
-
-
-def open_dataset(data_dir, mix=(), fraction=0.1, seed=1, seq_length=SEQ_LENGTH, vocab_size=VOCAB):
-    data = DataConfig(data_dir=str(data_dir), data_mix=tuple(mix), validation_fraction=fraction)
-    return Dataset.open(data, seq_length=seq_length, seed=seed, vocab_size=vocab_size)
-
-
-def loader(dataset, rank=0, size=1, global_batch_size=24, micro_batch_size=2, **options):
-    return Loader(
-        dataset,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        data_parallel_rank=rank,
-        data_parallel_size=size,
-        **options,
-    )
 
 
 def windows(batches):
@@ -72,12 +35,6 @@ def windows(batches):
 def cut_of(shard, fraction):
     with shard.document_starts() as starts:
         return starts.cut(fraction)
-
-
-def problems_of(*arguments, **options):
-    with pytest.raises(ConfigError) as caught:
-        open_dataset(*arguments, **options)
-    return caught.value.problems
 
 
 def test_micro_batches_have_shifted_labels_and_their_source(data_dir):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moh_lm.data.shards import CUTS, ShardError, open_shard, open_source, read_manifest, write_manifest
-from tests.data.test_shards import TOKENIZER, write
+from tests.data.directories import TOKENIZER, write
 
 
 def test_the_manifest_lists_what_is_finished_in_order(tmp_path):

@@ -13,28 +13,7 @@ import pytest
 from moh_lm.data.files import json_bytes
 from moh_lm.data.reader import verify_shard
 from moh_lm.data.shards import ShardError, ShardWriter, open_shard, open_source, read_manifest, write_manifest
-
-TOKENIZER = {"sha256": "a" * 64, "vocab_size": 65536, "eos_id": 2, "engine": "test"}
-
-
-def write(prefix, documents, vocab_size=65536, tokenizer=TOKENIZER, inputs=()):
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with ShardWriter(prefix, vocab_size) as shard:
-        for document in documents:
-            shard.add(document)
-        return shard.commit({"tokenizer": tokenizer, "inputs": list(inputs)})
-
-
-def open_sound(prefix, **options):
-    """``open_shard`` of a shard that is read in full."""
-    shard = open_shard(prefix, **options)
-    for problem in verify_shard(shard):
-        raise ShardError(problem)
-    return shard
-
-
-def part(prefix, suffix):
-    return prefix.with_name(prefix.name + suffix)
+from tests.data.directories import TOKENIZER, open_sound, part, write
 
 
 @pytest.mark.parametrize(("vocab_size", "code", "letter"), [(65536, 8, "H"), (65537, 4, "i")])

@@ -15,7 +15,7 @@ from data_prep.documents import documents
 from data_prep.inputs import NO_DATA, recognized_sources
 from moh_lm.config import ConfigError
 from moh_lm.data.shards import read_manifest
-from tests.tokenizing import ROOT, decoded, shards, tokenize, train_model
+from tests.tokenizing import ROOT, decoded, shards, tokenize
 
 PILE_SETS = [
     "ArXiv", "BookCorpus2", "Books3", "DM Mathematics", "Enron Emails", "EuroParl", "FreeLaw", "Github",
@@ -190,11 +190,6 @@ def mixed_files():
             [source for source, _ in red],
         ),
     }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return train_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize("name", mixed_files())

@@ -23,13 +23,7 @@ from data_prep.units import Unit, plan_units
 from data_prep.workers import run_units
 from moh_lm.config import DataConfig
 from moh_lm.data.dataset import Dataset
-from tests.tokenizing import ROOT, TEXTS, command, decoded, files, json_lines, run, shards, tokenize, train_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return train_model(tmp_path_factory.mktemp("model"))
-
+from tests.tokenizing import ROOT, TEXTS, command, decoded, files, json_lines, run, shards, tokenize
 
 # --- Determinism, restarts ---
 

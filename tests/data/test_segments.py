@@ -10,37 +10,24 @@ import pytest
 from moh_lm.config import ConfigError, DataConfig
 from moh_lm.data.dataset import Dataset
 from moh_lm.data.loader import Loader
-from moh_lm.data.shards import ShardWriter, write_manifest
+from moh_lm.data.shards import write_manifest
+from tests.data import directories
+from tests.data.directories import SEQ_LENGTH, VOCAB, counting, make_directory, write
 
-SEQ_LENGTH = 8
 LENGTHS = {"a": [[60, 45], [100]], "b": [[30] * 12], "c": [[150], [20, 20, 60]]}
 
 
 def write_shard(prefix, lengths, first_token):
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with ShardWriter(prefix, 2**20) as shard:
-        for length in lengths:
-            shard.add(np.arange(first_token, first_token + length))
-            first_token += length
-        shard.commit({"tokenizer": {"sha256": "a" * 64, "vocab_size": 2**20, "eos_id": 2}, "inputs": []})
+    write(prefix, counting(lengths, first_token), VOCAB)
 
 
 @pytest.fixture
 def directory(tmp_path):
-    """Three sources; every token is another number."""
-    token = 0
-    for source, shards in LENGTHS.items():
-        for number, lengths in enumerate(shards):
-            write_shard(tmp_path / source / f"unit-{number}", lengths, token)
-            token += sum(lengths)
-    write_manifest(tmp_path)
-    return tmp_path
+    return make_directory(tmp_path, LENGTHS)
 
 
-def open_dataset(directory, mix, seed=1, fraction=0.0, seq_length=SEQ_LENGTH):
-    mix = tuple(text.split("=") for text in mix.split())
-    data = DataConfig(data_dir=str(directory), data_mix=mix, validation_fraction=fraction)
-    return Dataset.open(data, seq_length=seq_length, seed=seed, vocab_size=2**20)
+def open_dataset(directory, mix, fraction=0.0, **options):
+    return directories.open_dataset(directory, [tuple(text.split("=")) for text in mix.split()], fraction, **options)
 
 
 def saved(dataset):
@@ -280,5 +267,5 @@ def test_a_decay_has_its_own_mix_and_reads_no_window_twice(directory):
     assert "--decay-mix began at sample 48 and would begin at 80: the run is longer now" in change
     assert [row["samples"] for row in opened().plan(96)] == [36, 36, 24]
     data = DataConfig(str(directory), (("a", "1"),), 0.0, decay_mix=(("d", "1"),))
-    with pytest.raises(ConfigError, match="^--decay-mix: no source is named d"):
+    with pytest.raises(ConfigError, match="^--decay-mix: no source is named d; the data directory has a, b, c"):
         Dataset.open(data, seq_length=SEQ_LENGTH, seed=1, vocab_size=2**20, decay_begins=48)
