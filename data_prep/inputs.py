@@ -257,7 +257,8 @@ def standard_input(directory: Path) -> Iterator[Piece]:
     path = directory / f"stdin.tmp-{os.getpid()}"
     digest = hashlib.sha256()
     try:
-        with open(path, "wb") as file, tqdm(desc="standard input", unit="B", unit_scale=True, mininterval=1) as bar:
+        path.unlink(missing_ok=True)  # of a process of that number that was killed
+        with open(path, "xb") as file, tqdm(desc="standard input", unit="B", unit_scale=True, mininterval=1) as bar:
             while data := sys.stdin.buffer.read(READ):
                 file.write(data)
                 digest.update(data)

@@ -80,7 +80,7 @@ def encode_all(images, vae, output, facts, arguments):
     if done is None:
         print(f"{output} is complete: {facts['images']:,} images")
         return
-    latents = open_latents(output, facts, vae)
+    latents = open_latents(output, facts, vae, done)
     with tqdm(total=len(images.labels), initial=done, desc="encoding", unit="image", disable=None) as bar:
         for number, batch in enumerate(batches(images, arguments, done)):
             moments = encode(vae, batch)
@@ -125,17 +125,23 @@ def directory_hash(path):
 
 
 def images_done(output, facts):
-    """How many images an earlier start has encoded; None: all. Raises ConfigError if it was of something else."""
+    """How many images an earlier start has encoded; None: all. Raises ConfigError if it was of something else, or if
+    somebody else's files are in the way."""
     import numpy as np
 
-    from moh_lm.vision.latents import FACTS, LATENTS, PARTIAL
+    from moh_lm.vision.latents import FACTS, LABELS, LATENTS, PARTIAL
 
+    begun = (output / FACTS).exists() or (output / PARTIAL).exists()
+    for path in (output / LATENTS, output / LABELS):
+        if path.is_symlink() or (path.exists() and not begun):
+            what = "a link" if path.is_symlink() else "a file of something else"
+            raise ConfigError([f"--output {output}: {path.name} is {what}; move it, or give another directory"])
     for name in (FACTS, PARTIAL):
         if (output / name).exists():
             try:
                 found = read_json(output / name)
                 done = found.pop("done", None)
-                if len(np.load(output / LATENTS, mmap_mode="r")) != found["images"]:
+                if done != 0 and len(np.load(output / LATENTS, mmap_mode="r")) != found["images"]:
                     raise ValueError(f"{LATENTS} has another number of images")
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError([f"--output {output}: is damaged ({error}); remove it, to encode again"]) from error
@@ -146,15 +152,16 @@ def images_done(output, facts):
     return 0
 
 
-def open_latents(output, facts, vae):
+def open_latents(output, facts, vae, done):
     """The file of latents, mapped into memory; made if no start has counted images in it. Raises OSError if it does not
     fit on the disk, which later would end this process by a signal."""
     import numpy as np
 
     from moh_lm.vision.latents import LATENTS, PARTIAL
 
-    if (output / PARTIAL).exists():
+    if done:
         return np.lib.format.open_memmap(output / LATENTS, mode="r+")
+    write_json(output / PARTIAL, {"done": 0, **facts})  # from here on the directory is this program's
     size = facts["image_size"]
     shape = (facts["images"], *encode(vae, np.zeros((1, 3, size, size), np.float32)).shape[1:])
     dtype = {"fp16": np.float16, "fp32": np.float32}[facts["dtype"]]
@@ -165,6 +172,7 @@ def open_latents(output, facts, vae):
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     except OSError as error:
         path.unlink()
+        (output / PARTIAL).unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
     return latents
 

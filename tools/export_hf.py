@@ -10,9 +10,7 @@ Exit codes: 0 the export is in DIR; 1 it failed its check or could not be writte
 in DIR but could not be published; 2 an argument or the checkpoint has to be mended.
 """
 
-import os
 import re
-import shutil
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -45,7 +43,7 @@ def parse_arguments(texts):
     add("--base-model", metavar="OWNER/NAME", type=hub_word, help="for the model card: what was continued, on the hub")
     add("--max-shard-size", default="5GB", type=shard_size, metavar="SIZE", help="of a file (default: %(default)s)")
     add("--push-to-hub", metavar="OWNER/NAME", help="publish it on the Hugging Face hub too")
-    add("--overwrite", action="store_true", help="replace an earlier export in the output directory")
+    add("--overwrite", action="store_true", help="replace the files of an earlier export in the output directory")
     return parser.parse_args(texts)
 
 
@@ -71,6 +69,7 @@ def run(arguments):
     from moh_lm.checkpoint.fragments import step_config
     from moh_lm.checkpoint.saver import find_step
     from tools.hf.convert.export_check import check_export
+    from tools.hf.convert.export_directory import output_problems, publish, workplace, write_list
     from tools.hf.convert.hub import UploadError, check_login, push
     from tools.hf.convert.write_export import is_ours, tokenizer_of_data, write_export
 
@@ -84,18 +83,15 @@ def run(arguments):
     raise_any(problems)
     if arguments.push_to_hub:
         check_login(arguments.push_to_hub)
-    # The name has no dots: transformers makes a module name of it.
-    temporary = writable_directory(output.parent) / f"export-tmp-{os.getpid()}"
-    temporary.mkdir()
-    try:
+    with workplace(writable_directory(output.parent)) as temporary:
         print(f"writing {step} as {arguments.dtype}", flush=True)
         parameters = write_export(step, config, getattr(torch, arguments.dtype), arguments, temporary)
         print("checking the logits", flush=True)
         checked = check_export(step, config, temporary, tokenizer_of_data(step))
+        write_list(temporary)
         size = sum(path.stat().st_size for path in temporary.iterdir())
+        raise_any(output_problems(output, arguments.overwrite))  # somebody may have put something there meanwhile
         publish(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     print(f"exported {step} to {output}: {parameters:,} parameters, {size:,} bytes")
     print("\n".join(checked))
     if not (output / "tokenizer.json").is_file():
@@ -110,36 +106,6 @@ def run(arguments):
         print(f"export_hf: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def output_problems(output, overwrite):
-    """Sentences, none if ``output`` is absent, empty, or an earlier export that may be overwritten."""
-    from tools.hf.convert.write_export import is_export
-
-    try:
-        if not output.exists() or not any(output.iterdir()):
-            return []
-    except OSError as error:
-        return [f"--output {output}: is no readable directory ({error.strerror}); give another one"]
-    if not is_export(output):
-        return [f"--output {output}: is not empty and no export; give another directory"]
-    if not overwrite:
-        return [f"--output {output}: has an export already; add --overwrite, or give another directory"]
-    return []
-
-
-def publish(temporary, output):
-    """Rename ``temporary`` to ``output``; an earlier export makes room first, and is deleted last."""
-    former = temporary.with_name(temporary.name + "-former")
-    if output.exists():
-        output.rename(former)
-    try:
-        temporary.rename(output)
-    except BaseException:
-        if former.exists():
-            former.rename(output)
-        raise
-    shutil.rmtree(former, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Exit codes: 0 the export is in DIR; 1 it failed its check or could not be writte
 or the checkpoint has to be mended.
 """
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -65,6 +64,7 @@ def run(arguments):
     from moh_lm.checkpoint.saver import find_step
     from moh_lm.vision.load import load_model
     from moh_lm.vision.loader import names_of_training
+    from tools.hf.convert.export_directory import publish, workplace, write_list
 
     logging.disable_progress_bar()
     output = arguments.output.resolve()
@@ -76,9 +76,7 @@ def run(arguments):
     is_classifier = training.kind == "vit"
     if arguments.vae:
         check_vae(arguments.vae, is_classifier, config)
-    temporary = writable_directory(output.parent) / f"export-tmp-{os.getpid()}"
-    temporary.mkdir()
-    try:
+    with workplace(writable_directory(output.parent)) as temporary:
         with torch.no_grad():
             if is_classifier:
                 difference = write_classifier(config, model, names_of_training(step), temporary)
@@ -86,9 +84,8 @@ def run(arguments):
                 difference = write_pipeline(config, model, arguments.vae, temporary)
         count = sum(parameter.numel() for parameter in model.parameters())
         (temporary / "README.md").write_text(card(config, is_classifier, step, count), encoding="utf-8")
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        write_list(temporary)
+        publish(temporary, output)
     print(f"exported {step} to {output}: {count:,} parameters")
     print(f"checked: outputs differ from the checkpoint's by at most {difference:.1e}")
 
@@ -104,6 +101,17 @@ def check_vae(path, is_classifier, config):
         raise ConfigError([f"--vae {path}: no AutoencoderKL of diffusers"]) from error
     if channels != config.in_channels:
         raise ConfigError([f"--vae {path}: has latents of {channels} channels, the model {config.in_channels}"])
+    if not list(path.glob("*.safetensors")):
+        raise ConfigError([f"--vae {path}: has no .safetensors; write it again with safe_serialization=True"])
+
+
+def copy_vae(vae, directory):
+    """Copy configuration and weights, and nothing else that is there: no code, and nothing that names some."""
+    directory.mkdir()
+    values = read_json(vae / "config.json")
+    write_json(directory / "config.json", {key: value for key, value in values.items() if key != "auto_map"})
+    for path in (*vae.glob("*.safetensors"), *vae.glob("*.safetensors.index.json")):
+        shutil.copyfile(path, directory / path.name)
 
 
 def settings(config, names):
@@ -158,7 +166,7 @@ def write_pipeline(config, model, vae, directory):
         timestep_spacing="linspace",
     ).save_pretrained(directory / "scheduler")  # fmt: skip
     if vae:
-        shutil.copytree(vae, directory / "vae")
+        copy_vae(vae, directory / "vae")
     write_json(directory / "model_index.json", {
         "_class_name": ["pipeline_moh_dit", "MoHDiTPipeline"],
         "transformer": ["modeling_moh_dit", "MoHDiTModel"],

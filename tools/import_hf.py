@@ -1,6 +1,7 @@
 """A Llama in Hugging Face form -> step 0 of a run, as it is or as the start of a Mixture-of-Head model.
 
     python tools/import_hf.py --model HF_DIR --output RUN
+    python tools/import_hf.py --model hf://OWNER/NAME --output RUN
     python tools/import_hf.py --model HF_DIR --output RUN --head-selection mixture --routing query_norm \\
         --num-shared-heads 16 --num-active-routed-heads 8
     python tools/import_hf.py --model MoH-LLaMA3-8B --output RUN --released moh-llama3-8b
@@ -42,7 +43,7 @@ def parse_arguments(texts):
     parser = Parser(prog="python tools/import_hf.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", required=True, type=Path, metavar="HF_DIR", help="a Llama, a Mistral, or an export of export_hf.py; "
-        "or OWNER/NAME on the hub")  # fmt: skip
+        "or OWNER/NAME or hf://OWNER/NAME on the hub")  # fmt: skip
     add("--output", required=True, type=output_path, metavar="RUN", help="run directory to make")
     heads = parser.add_argument_group("heads (default: those of an export, otherwise all heads)")
     for entry in fields(HeadsConfig):

@@ -18,6 +18,7 @@ from moh_lm.config import Config, ConfigError
 from moh_lm.data.files import publish
 
 STEP_NAME = re.compile(r"step-(0|[1-9]\d*)")
+LEFTOVER = re.compile(rf"{STEP_NAME.pattern}(\.old)?\.tmp")
 
 
 def step_number(path):
@@ -90,7 +91,8 @@ def remove_entry(path):
 def remove_leftovers(directory):
     """Remove what a save or a removal that a crash cut short has left. Rank 0 only."""
     for leftover in Path(directory).glob("step-*.tmp"):
-        remove_entry(leftover)
+        if LEFTOVER.fullmatch(leftover.name):
+            remove_entry(leftover)
 
 
 def point_latest(step):

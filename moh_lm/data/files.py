@@ -71,8 +71,9 @@ class Description:
 def publish(path: Path, data: bytes):
     """Write ``data`` to ``path`` so that after a crash the file is there in full, or as it was before."""
     temporary = temporary_name(path)
+    temporary.unlink(missing_ok=True)  # of a process of that number that was killed
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -65,7 +65,8 @@ class ShardWriter:
 
     def __enter__(self):
         self.temporary = files.temporary_name(files.beside(self.prefix, ".bin"))
-        self.file = open(self.temporary, "wb")  # noqa: SIM115 (closed by __exit__)
+        self.temporary.unlink(missing_ok=True)  # of a process of that number that was killed
+        self.file = open(self.temporary, "xb")  # noqa: SIM115 (closed by __exit__)
         return self
 
     def __exit__(self, *exception):

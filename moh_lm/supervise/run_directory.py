@@ -39,10 +39,11 @@ def lock_run_directory(path, called="--checkpoint-dir"):
     if there can be no lock.
     """
     name = Path(path) / ".lock"
-    try:
-        lock = open(name, "a+", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
+    try:  # not through a link, whose target would lose its content
+        lock = open(name, "a+", encoding="utf-8", opener=open_no_link)  # noqa: SIM115 - for the life of the process
     except OSError as error:
-        raise ConfigError([f"{called} {path}: {name}: {error.strerror}; mend this"]) from error
+        reason = "is a link; remove it" if name.is_symlink() else f"{error.strerror}; mend this"
+        raise ConfigError([f"{called} {path}: {name}: {reason}"]) from error
     for attempt in range(LOCK_SECONDS + 1):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,6 +64,11 @@ def lock_run_directory(path, called="--checkpoint-dir"):
         lock.write(json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since}) + "\n")
         lock.flush()
     return lock
+
+
+def open_no_link(path, flags):
+    """An ``opener`` that raises OSError for a link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def describe_holder(name):

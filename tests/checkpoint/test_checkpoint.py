@@ -160,8 +160,9 @@ def test_removing_a_link_keeps_the_step_that_it_points_to(tmp_path):
     assert sorted(path.name for path in steps.iterdir()) == ["latest", "step-4"]
     (steps / "step-3.old.tmp").symlink_to(elsewhere)
     (steps / "step-5.tmp").symlink_to(tmp_path / "nowhere")
+    (steps / "step-notes.tmp").write_text("of somebody else")
     remove_leftovers(steps)
-    assert sorted(path.name for path in steps.iterdir()) == ["latest", "step-4"]
+    assert sorted(path.name for path in steps.iterdir()) == ["latest", "step-4", "step-notes.tmp"]
     assert verify(elsewhere) == []
 
 

@@ -47,6 +47,15 @@ def test_documents_come_back_as_they_were_written(tmp_path):
         assert shard.read(int(pointer) // 2, int(length)).tolist() == document.tolist()
 
 
+def test_a_temporary_name_that_is_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "mine").write_text("keep")
+    for suffix in (".bin", ".idx", ".json"):
+        part(tmp_path / "unit", f"{suffix}.tmp-{os.getpid()}").symlink_to("mine")
+    write(tmp_path / "unit", [[1, 2]])
+    assert (tmp_path / "mine").read_text() == "keep"
+    assert open_sound(tmp_path / "unit").read(0, 2).tolist() == [1, 2]
+
+
 def test_a_shard_without_documents_is_complete(tmp_path):
     write(tmp_path / "shard", [])
     shard = open_sound(tmp_path / "shard")

@@ -23,6 +23,13 @@ def refused(run):
     return problem
 
 
+def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
+    (tmp_path / "mine").write_text("keep")
+    (tmp_path / ".lock").symlink_to("mine")
+    assert refused(tmp_path).endswith(".lock: is a link; remove it")
+    assert (tmp_path / "mine").read_text() == "keep"
+
+
 def test_a_run_directory_in_use_names_its_holder(tmp_path, monkeypatch):
     monkeypatch.setattr(run_directory, "LOCK_SECONDS", 0)
     own, host = os.getpid(), socket.gethostname()

@@ -456,7 +456,7 @@ class FullDisk(HashedFile):
     """Has room for the first bytes of the second rank's file, or of the one file."""
 
     def write(self, data):
-        if self.path.name not in ("rank-1.safetensors", "one.safetensors.tmp"):
+        if self.path.name not in ("rank-1.safetensors", "one.safetensors"):
             return super().write(data)
         super().write(data[:1000])
         raise OSError(errno.ENOSPC, "No space left on device", str(self.path))

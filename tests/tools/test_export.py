@@ -224,6 +224,10 @@ def test_an_earlier_export_is_replaced_only_if_asked_for(run, tmp_path, export, 
     assert export("--checkpoint", run, "--output", output, "--overwrite")[0] == 0
     assert "tokenizer.json" not in before and "tokenizer.json" in contents(output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "hf"]
+    (output / "model.safetensors").write_bytes(b"fine-tuned")
+    code, _, errors = export("--checkpoint", run, "--output", output, "--overwrite")
+    assert code == 2 and "has model.safetensors, which no export has written so" in errors
+    assert (output / "model.safetensors").read_bytes() == b"fine-tuned"
 
 
 def test_an_export_that_computes_something_else_is_not_published(run, tmp_path, export, monkeypatch):

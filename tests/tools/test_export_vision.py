@@ -143,9 +143,11 @@ def test_diffusers_draws_the_pictures_of_the_checkpoint(config, scale, tmp_path)
     if config is LATENT:
         vae = AutoencoderKL(latent_channels=4, norm_num_groups=4, block_out_channels=(8,), scaling_factor=0.5).eval()
         vae.save_pretrained(tmp_path / "vae")
+        (tmp_path / "vae" / "code.py").write_text("raise RuntimeError")
         more = ["--vae", str(tmp_path / "vae")]
     output = tmp_path / f"export_{config.in_channels}"
     assert command.main([str(tmp_path / "run"), "--output", str(output), *more]) == 0
+    assert not list(output.rglob("__pycache__")) and not (output / "vae" / "code.py").exists()
     pipeline = DiffusionPipeline.from_pretrained(output, trust_remote_code=True)
     pipeline.set_progress_bar_config(disable=True)
     y, drawn = torch.tensor([3, 1, 0]), torch.Generator().manual_seed(4)

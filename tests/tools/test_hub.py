@@ -34,7 +34,18 @@ def test_a_name_is_downloaded_and_a_directory_is_not(api, tmp_path):
     assert hub.model_directory(tmp_path) == tmp_path and not api.calls
     assert hub.model_directory(Path("org/some-model")) == Path("/cache/model")
     assert api.calls == [("snapshot_download", ("org/some-model",), {"allow_patterns": hub.FILES})]
+    assert hub.model_directory(Path("hf://org/some-model")) == Path("/cache/model") and len(api.calls) == 2
     assert not any("*.bin" in pattern or "*.py" in pattern for pattern in hub.FILES)  # nothing that can run
+
+
+@pytest.mark.parametrize("name", ["exports/llm-b", "./exports/llm-b", "exports/runs/llm-b", "~/llm-b"])
+def test_an_absent_path_is_not_looked_for_on_the_hub(name, api, tmp_path, monkeypatch):
+    (tmp_path / "exports").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        hub.model_directory(Path(name))
+    assert not api.calls
+    assert hub.model_directory(Path("hf://exports/llm-b")) == Path("/cache/model")
 
 
 def test_an_export_is_pushed_to_a_repository_that_may_be_there(api, tmp_path):

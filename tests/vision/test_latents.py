@@ -112,6 +112,17 @@ def test_a_full_disk_is_noticed_before_any_latent_is_made(place, monkeypatch, ca
     assert not list((place / "full").iterdir())
 
 
+def test_files_of_somebody_else_are_not_written_over(place, capsys):
+    for name, link in (("latents.npy", False), ("labels.npy", False), ("latents.npy", True), ("labels.npy", True)):
+        output, mine = place / f"mine-{name}-{link}", place / "mine.npy"
+        output.mkdir()
+        mine.write_bytes(b"mine")
+        (output / name).symlink_to(mine) if link else mine.rename(output / name)
+        assert encode_latents.main(call(place, output.name)) == 2
+        assert f"{name} is {'a link' if link else 'a file of something else'}" in capsys.readouterr().err
+        assert (output / name).read_bytes() == b"mine" and len(list(output.iterdir())) == 1
+
+
 def test_latents_are_drawn_from_their_gaussian(place):
     moments = np.load(place / "fp32" / "latents.npy")[2].astype(np.float64)
     moments[:, 4:] += 3  # wide enough to be seen

@@ -3,6 +3,8 @@
 import contextlib
 import math
 import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -102,8 +104,8 @@ def consolidate(path, output, moments, dtype):
     header = safetensors_header(described, {"format": "pt", "step": str(step.state["step"])})
     size = len(header) + sum(math.prod(shape) * written.itemsize for written, shape in described.values())
     refuse_without_room(output, size)
-    temporary = output.with_name(f"{output.name}.tmp")
-    try:
+    with tempfile.TemporaryDirectory(prefix=f"{output.name}.tmp-", dir=output.parent) as scratch:
+        temporary = Path(scratch) / output.name
         with HashedFile(temporary) as file, progress(f"writing {output}", size) as bar:
             file.write(header)
             for _, kind, name, written in tensors:
@@ -111,8 +113,6 @@ def consolidate(path, output, moments, dtype):
                     file.write(values.to(written).view(torch.uint8).numpy())
                     bar.update(values.numel() * written.itemsize)
         temporary.rename(output)
-    finally:
-        temporary.unlink(missing_ok=True)
     flush(output.parent)
     return size
 

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
 
 from moh_lm.checkpoint.saver import find_step
 from moh_lm.config import Config
@@ -117,10 +116,37 @@ def test_files_beside_the_weights_that_hold_something_else_are_refused(tool, tmp
     assert code == 2 and named in errors
 
 
-def test_a_single_file_is_read_before_an_index_as_transformers_reads_it(imported, llama, tmp_path):
+def test_copies_that_another_model_has_left_are_refused(tool, llama, tmp_path):
+    def refused(named):
+        code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run")
+        assert code == 2 and named in errors, errors
+
     make_llama(tmp_path / "hf", seed=1, shard="30KB")
     shutil.copy(llama[0] / "model.safetensors", tmp_path / "hf")
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    refused("has model.safetensors beside model.safetensors.index.json, so one of them is stale; remove that one")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    first, last = min(listed.values()), tmp_path / "hf" / max(listed.values())
+    stale = next(name for name, file in listed.items() if file == first)
+    save_file(load_file(last) | {stale: load_file(llama[0] / "model.safetensors")[stale]}, last)
+    refused(f"{last.name}: has {stale}, which another file has too")
+
+
+@pytest.mark.parametrize("elsewhere", ["../llama.safetensors", "{}/llama.safetensors", "", "part/llama.safetensors"])
+def test_an_index_names_no_file_of_another_directory(tool, llama, tmp_path, elsewhere):
+    make_llama(tmp_path / "hf", shard="30KB")
+    shutil.copy(llama[0] / "model.safetensors", tmp_path / "llama.safetensors")
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(listed, elsewhere.format(tmp_path))}))
+    code, _, errors = tool("import_hf", "--model", tmp_path / "hf", "--output", tmp_path / "run")
+    assert code == 2 and "not an index (weight_map must give the name of a file beside it" in errors
+
+
+def test_files_that_an_index_does_not_name_are_passed_over(imported, llama, tmp_path):
+    model = make_llama(tmp_path / "hf", seed=1, shard="30KB")
+    shutil.copy(llama[0] / "model.safetensors", tmp_path / "hf" / "consolidated.safetensors")
     assert_same_logits(imported(tmp_path / "hf"), model)
 
 

@@ -34,7 +34,7 @@ from moh_lm.data.files import read_json
 from moh_lm.data.tokenizer import read_model
 from moh_lm.model.router import stored_dtype
 from moh_lm.model.transformer import saved_tensors
-from tools.hf.convert.export_files import ExportError, exported_files
+from tools.hf.convert.export_files import ExportError, weight_files
 from tools.hf.convert.import_config import model_config
 
 try:
@@ -62,7 +62,7 @@ def check_export(step, config, directory, tokenizer):
     tokens = torch.randint(config.model.vocab_size, (1, min(config.run.seq_length, 256)), generator=generator)
     values = read_json(directory / "config.json")
     dtype = getattr(torch, values["torch_dtype"])
-    checkpoint, files = FragmentReader(step), exported_files(directory)
+    checkpoint, files = FragmentReader(step), weight_files(directory)
     def exact(name):
         return checkpoint.read("master", name).to(stored_dtype(name, dtype))
 

@@ -1,9 +1,18 @@
 """The weights of a model in several safetensors files: which parameter is in which, and reading them again."""
 
+from pathlib import PurePath
+
 from safetensors import SafetensorError, safe_open
 
 from moh_lm.cli.command import Failure
-from moh_lm.config import ConfigError
+from moh_lm.config import ConfigError, raise_any
+from moh_lm.data.files import read_json
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE = (
+    "; a pytorch_model.bin is a pickle, which can run code, and is not read: load the model with transformers and "
+    "write it again with save_pretrained(..., safe_serialization=True)"
+)
 
 
 class ExportError(Failure):
@@ -25,13 +34,41 @@ def plan_shards(sizes, most):
     return shards
 
 
-def exported_files(directory):
-    """Parameter -> the open safetensors file in ``directory`` that holds it. Raises ConfigError for a damaged one."""
-    found = {}
-    for path in sorted(directory.glob("*.safetensors")):
+def weight_files(directory):
+    """Tensor -> the open safetensors file in ``directory`` that holds it.
+
+    An index alone says which file that is. Raises ConfigError for a damaged file, a tensor that is absent, or one that
+    another file has too: a copy that an earlier model has left would pass for it.
+    """
+    single, index = directory / SINGLE, directory / INDEX
+    listed = read_index(index) if index.exists() else None
+    if listed and single.is_file() and SINGLE not in listed.values():
+        raise ConfigError([f"{directory}: has {SINGLE} beside {INDEX}, so one of them is stale; remove that one"])
+    names = sorted({*listed.values()}) if listed else [SINGLE]
+    remedy = PICKLE if list(directory.glob("pytorch_model*.bin")) else "; give a model in Hugging Face form"
+    raise_any([f"{directory / name}: is absent{remedy}" for name in names if not (directory / name).is_file()])
+    found, problems = {}, []
+    for name in names:
+        path = directory / name
         try:
             file = safe_open(path, "pt")
         except (SafetensorError, OSError) as error:
-            raise ConfigError([f"{path}: not a safetensors file ({error}); export it again"]) from error
-        found |= dict.fromkeys(file.keys(), file)
+            raise ConfigError([f"{path}: not a safetensors file ({error}); fetch it again"]) from error
+        for tensor in file.keys():  # noqa: SIM118 - not a dictionary
+            if tensor in found or (listed and listed.get(tensor, name) != name):
+                problems.append(f"{path}: has {tensor}, which another file has too; restore the files of one model")
+            found[tensor] = file
+    problems += [f"{index}: names {tensor}, which is in no file" for tensor in sorted((listed or {}).keys() - found)]
+    raise_any(problems)
     return found
+
+
+def read_index(path):
+    """{tensor: name of its file} of an index. Raises ConfigError."""
+    try:
+        files = dict(read_json(path)["weight_map"])
+        if not all(isinstance(name, str) and name == PurePath(name).name != "" for name in files.values()):
+            raise ValueError("weight_map must give the name of a file beside it for each tensor")
+        return files
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError([f"{path}: not an index ({error}); fetch it again"]) from error

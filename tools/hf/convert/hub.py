@@ -21,13 +21,19 @@ class UploadError(Exception):
 
 
 def model_directory(model: Path) -> Path:
-    """``model`` itself, or where its files are, once downloaded, if it is OWNER/NAME on the hub. Raises ConfigError."""
-    name = str(model)
+    """``model`` itself, or where its files are, once downloaded, if it is OWNER/NAME on the hub. Raises ConfigError.
+
+    OWNER/NAME is on the hub if OWNER is no directory here, and hf://OWNER/NAME always is.
+    """
+    name = str(model).removeprefix("hf:/")  # a path has joined two slashes
+    meant = name != str(model)
     if model.exists():
         return model
     given, by_hand = f"--model {name}: there is no such directory", f"hf download {name} --local-dir DIR"
     if not NAME.fullmatch(name):
         raise ConfigError([f"{given}; give a model in Hugging Face form, or its OWNER/NAME on the hub"])
+    if model.parent.exists() and not meant:
+        raise ConfigError([f"{given}, but there is a directory {model.parent}; hf://{name} is the model of the hub"])
     if HfApi is None:
         raise ConfigError([f"{given}; to have it from the hub: pip install huggingface_hub, and {by_hand}"])
     print(f"downloading {name} from the Hugging Face hub", flush=True)

@@ -19,15 +19,14 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from moh_lm.build import build_model
 from moh_lm.config import ConfigError, raise_any
-from moh_lm.data.files import read_json
 from moh_lm.model.initial_gates import layer_gates
 from moh_lm.model.transformer import initialize, saved_tensors
 from moh_lm.parallel.layers import make_parameter
+from tools.hf.convert.export_files import weight_files
 
 BLOCK = 1 << 22  # elements read at once: 16 MiB in fp32
 DTYPES = ("F32", "BF16", "F16", "I32")
@@ -43,52 +42,21 @@ EMBEDDING, POSITIONS, HEAD = "model.embed_tokens.weight", "model.embed_positions
 class Source:
     """The safetensors of a Hugging Face directory. shapes: {name: shape}. dtypes: those that occur, sorted.
 
-    The routers of the authors' released code get their names here.
-
-    A model.safetensors is read before an index. Raises ConfigError unless every tensor that is named can be read.
+    The routers of the authors' released code get their names here. Raises ConfigError unless every tensor that is named
+    can be read.
     """
 
     def __init__(self, directory):
         self.directory = directory
         self.slices, self.shapes, dtypes = {}, {}, set()
-        single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-        listed = self.read_index(index) if index.exists() and not single.is_file() else None  # as transformers
-        paths = sorted({directory / name for name in listed.values()}) if listed else [single]
-        raise_any([f"{path}: is absent{self.remedy()}" for path in paths if not path.is_file()])
-        for path in paths:
-            try:
-                file = safe_open(path, "pt")
-                for name in file.keys():  # noqa: SIM118 - not a dictionary
-                    part, (layer, dot, last) = file.get_slice(name), name.partition("self_attn.")
-                    here = layer + RELEASED.get(dot + last, dot + last)
-                    self.slices[here], self.shapes[here] = (file, name), tuple(part.get_shape())
-                    dtypes.add(part.get_dtype())
-            except (SafetensorError, OSError) as error:
-                raise ConfigError([f"{path}: not a safetensors file ({error}); fetch it again"]) from error
-        absent = sorted((listed or {}).keys() - {name for _, name in self.slices.values()})
-        problems = [f"{index}: names {name}, which is in no file" for name in absent]
-        problems += [f"{directory}: dtype {kind}; only {', '.join(DTYPES)} can be read" for kind in dtypes - {*DTYPES}]
-        raise_any(problems)
+        for name, file in weight_files(directory).items():
+            part, (layer, dot, last) = file.get_slice(name), name.partition("self_attn.")
+            here = layer + RELEASED.get(dot + last, dot + last)
+            self.slices[here], self.shapes[here] = (file, name), tuple(part.get_shape())
+            dtypes.add(part.get_dtype())
+        kinds = sorted(dtypes - {*DTYPES})
+        raise_any([f"{directory}: dtype {kind}; only {', '.join(DTYPES)} can be read" for kind in kinds])
         self.dtypes = sorted(dtypes)
-
-    @staticmethod
-    def read_index(path):
-        try:
-            files = dict(read_json(path)["weight_map"])
-            if not all(isinstance(name, str) for name in files.values()):
-                raise ValueError("weight_map must give the name of a file for each tensor")
-            return files
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError([f"{path}: not an index ({error}); fetch it again"]) from error
-
-    def remedy(self):
-        """What to do about a directory of pickles."""
-        if not list(self.directory.glob("pytorch_model*.bin")):
-            return "; give a model in Hugging Face form"
-        return (
-            "; a pytorch_model.bin is a pickle, which can run code, and is not read: load the model with transformers "
-            "and write it again with save_pretrained(..., safe_serialization=True)"
-        )
 
     def rows(self, name, start=0, stop=None):
         """Rows [start, stop) of a tensor, fp32. Raises ConfigError if they are not finite."""

@@ -42,4 +42,8 @@ def import_code(directory, name):
     package = ModuleType(f"moh_export_{uuid4().hex}")
     package.__path__ = [str(directory)]
     sys.modules[package.__name__] = package
-    return importlib.import_module(f"{package.__name__}.{name}")
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # nothing but what was written is in the directory
+    try:
+        return importlib.import_module(f"{package.__name__}.{name}")
+    finally:
+        sys.dont_write_bytecode = before

@@ -14,7 +14,7 @@ from moh_lm.config import ConfigError, raise_any
 from moh_lm.cost.attention import cache_width
 from moh_lm.kernels.measured import TRITON_HEAD_DIMS
 from moh_lm.model.transformer import saved_tensors
-from tools.hf.convert.export_files import exported_files
+from tools.hf.convert.export_files import weight_files
 from tools.hf.convert.import_config import model_config, read_config
 
 
@@ -29,7 +29,7 @@ def load(arguments, attention_backend="auto"):
         config, limit = model_config(values), values.get("max_position_embeddings")
         if not isinstance(limit, int):
             raise ConfigError([f"--model {directory}: config.json has no max_position_embeddings; add it"])
-        parameters = ((name, file.get_tensor(name)) for name, file in exported_files(directory).items())
+        parameters = ((name, file.get_tensor(name)) for name, file in weight_files(directory).items())
     else:
         directory = find_step(directory)
         run = step_config(directory)

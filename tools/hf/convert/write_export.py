@@ -25,7 +25,6 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_moh.MoHLlamaForCausalLM",
     "AutoModelForSequenceClassification": "modeling_moh.MoHLlamaForSequenceClassification",
 }
-EXPORTED_BY = "moh_lm"  # by which an export is known that may be overwritten
 
 
 def write_export(step, config, dtype, arguments, directory):
@@ -101,7 +100,6 @@ def hugging_face_config(config, dtype, special):
         **{f"{name}_token_id": special.get(name) for name in ("bos", "eos", "pad")},
         **({"tokenizer_class": CLASS} if special else {}),  # transformers 4.46 chooses its tokenizer by it
         "torch_dtype": str(dtype).removeprefix("torch."),  # understood by every version
-        "exported_by": EXPORTED_BY,
     }
 
 
@@ -136,11 +134,3 @@ def rounded(name, tensor, dtype):
     if not values.isfinite().all():
         raise ExportError(f"{name}: reaches {tensor.abs().max():.3g}, which {dtype} cannot hold; give another --dtype")
     return values
-
-
-def is_export(directory):
-    """Whether ``directory`` holds an export, which may be overwritten."""
-    try:
-        return read_json(directory / "config.json")["exported_by"] == EXPORTED_BY
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return False

@@ -1,0 +1,92 @@
+"""The directory of an export: what may be replaced in it, and where the next one is written before it takes its place.
+
+``LIST`` in an export names its other files with their hashes. Only files of that list, as they were written, are ever
+removed: what someone has put or changed there, such as a model that was fine-tuned in place, stays, and is named.
+"""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from moh_lm.data.files import read_json, sha256_of, write_json
+
+LIST = "moh_export.json"
+NAMED = 3  # entries that a message names
+HELD = b"held\n"  # in the lock of a workplace, once its process holds it
+
+
+def output_problems(output, overwrite):
+    """Sentences, none if ``output`` is absent, empty, or an earlier export that may be overwritten."""
+    try:
+        if not output.exists() or not any(output.iterdir()):
+            return []
+        if not (output / LIST).is_file():
+            return [f"--output {output}: is not empty and no export; give another directory"]
+        if not overwrite:
+            return [f"--output {output}: has an export already; add --overwrite, or give another directory"]
+        written = read_json(output / LIST)["files"]
+        others = sorted({Path(name).parts[0] for name in files_of(output) if not is_as_written(output, name, written)})
+    except OSError as error:
+        return [f"--output {output}: is no readable directory ({error.strerror}); give another one"]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        return [f"--output {output}: {LIST} cannot be read ({error}); give another directory"]
+    if not others:
+        return []
+    shown = ", ".join(others[:NAMED]) + (f" and {len(others) - NAMED} more" if others[NAMED:] else "")
+    return [f"--output {output}: has {shown}, which no export has written so; move that, or give another directory"]
+
+
+def files_of(directory):
+    """Paths below ``directory``, relative to it, of files, links, and directories that are empty."""
+    for place, folders, names in os.walk(directory):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        found = [os.path.join(place, name) for name in names + links]
+        yield from (os.path.relpath(path, directory) for path in found or ([] if folders else [place]))
+
+
+def is_as_written(directory, name, written):
+    path = directory / name
+    return path.is_file() and not path.is_symlink() and (name == LIST or sha256_of(path) == written.get(name))
+
+
+def write_list(directory):
+    """Write ``LIST`` in a new export, as its last file."""
+    write_json(directory / LIST, {"files": {name: sha256_of(directory / name) for name in sorted(files_of(directory))}})
+
+
+@contextmanager
+def workplace(parent):
+    """A new directory in ``parent`` to write an export in, which is removed in the end unless it was published.
+
+    What a kill has left of earlier ones is removed as well: nobody holds its lock, whatever numbers processes have.
+    """
+    for left in parent.glob("export-tmp-*"):
+        with suppress(OSError), open(left / "lock", "r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock.read() == HELD and not left.is_symlink() and not (left / "former").exists():
+                shutil.rmtree(left)
+    place = Path(tempfile.mkdtemp(prefix="export-tmp-", dir=parent))  # no dots: transformers makes a module name of it
+    try:
+        with open(place / "lock", "wb", buffering=0) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write(HELD)
+            (place / "export").mkdir()
+            yield place / "export"
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def publish(written, output):
+    """Give what is in a ``workplace`` the name ``output``; an earlier export makes room first, and is deleted last."""
+    former = written.with_name("former")
+    if output.exists():
+        output.rename(former)
+    try:
+        written.rename(output)
+    except BaseException:
+        if former.exists():
+            former.rename(output)
+        raise
