@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 
-if "--help" in sys.argv:  # at once, without a launcher
+given = {word.split("=")[0] for word in sys.argv}
+if "--help" in given or {"--dry-run", "--devices"} <= given:  # at once, without a launcher and its devices
     os.execvpe("bash", ["bash", *sys.argv[1:]], os.environ | {"RANK_PYTHON": sys.executable})
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the launcher is imported: no traceback

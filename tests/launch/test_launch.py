@@ -245,6 +245,13 @@ def test_what_the_launcher_refuses_names_a_hostfile_only_if_there_is_one(trainer
     assert (code, output.count("\n")) == (2, 1) and "no GPU" in output and "HOSTFILE" not in output
 
 
+def test_a_dry_run_for_other_devices_needs_none_here(trainer):
+    flags = ["--dry-run", "--devices=64", "--device-name", "H100"]
+    code, output, _ = run(["bash", ROOT / SCRIPTS[1], *flags], trainer, DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES="")
+    assert (code, output) == (0, "")
+    assert call_of_rank(trainer, 0)["arguments"][-4:] == flags
+
+
 def test_devices_that_the_launcher_cannot_read_are_named_with_the_remedy(trainer, programs):
     code, output, _ = run(["bash", ROOT / SCRIPTS[0]], trainer, **ready(programs), CUDA_VISIBLE_DEVICES="GPU-8f6a")
     assert (code, output.count("\n")) == (2, 1)
